@@ -1,0 +1,29 @@
+"""Target models and MTP drafters. `build(config, weights, ops)` picks the class by the config's family.
+
+Importing `outrider.models.config`, `.known`, `.pairing` or `.inspect` does not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from .layers import TextModel
+
+
+def build(config: ModelConfig, weights: Mapping[str, Any], ops: Any) -> TextModel:
+    """A target model over loaded weights (canonical names: `outrider.weights.names`)."""
+    if config.family == "llama":
+        from .llama import Llama
+
+        return Llama(config, weights, ops)
+    if config.family == "gemma3":
+        from .gemma3 import Gemma3
+
+        return Gemma3(config, weights, ops)
+    from .gemma4 import Gemma4
+
+    return Gemma4(config, weights, ops)

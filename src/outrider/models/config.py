@@ -1,0 +1,334 @@
+"""Foreign configuration, translated once into frozen dataclasses. Torch-free.
+
+`ModelConfig.from_hf(dict)` reads a Hugging Face `config.json` (GGUF metadata is first turned into such a dict by
+`weights.gguf`). Inside the project nobody looks at a foreign dict again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..types import AttnSpec, OutriderError
+
+Family = Literal["llama", "gemma3", "gemma4"]
+
+LLAMA_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+GEMMA3_TYPES = ("gemma3_text", "gemma3")
+GEMMA4_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")
+ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+OWN_DRAFTER_TYPES = ("outrider_drafter",)
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding of one layer kind. Angles beyond `rotated` pairs are 0."""
+
+    theta: float
+    head_dim: int
+    rotated: int  # how many of the head_dim/2 pairs turn
+    scaling: Literal["none", "linear", "llama3"] = "none"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    experts: int
+    top_k: int
+    intermediate: int
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    attn: AttnSpec
+    rope: RopeSpec
+    intermediate: int
+
+    @property
+    def kind(self) -> str:
+        return self.attn.group
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A target model. One frozen object; every field is meant."""
+
+    model_type: str
+    family: Family
+    vocab_size: int
+    hidden: int
+    layers: tuple[LayerSpec, ...]
+    activation: Literal["silu", "gelu_tanh"]
+    norm_eps: float
+    embed_scale: float
+    softcap: float | None  # final logits: c·tanh(z/c)
+    tied: bool  # the head is the embedding
+    max_context: int
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sandwich: bool = False  # norms after attention and MLP too (Gemma)
+    layer_scalar: bool = False
+    ple_dim: int = 0  # per-layer embeddings (Gemma 4 edge models); 0: none
+    moe: MoESpec | None = None
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that own K/V."""
+        return tuple(i for i, layer in enumerate(self.layers) if layer.attn.writes)
+
+    def donor(self, kind: str) -> int:
+        """The last layer of a kind that owns K/V: what shared layers and MTP drafters read."""
+        owners = [i for i in self.kv_layers if self.layers[i].kind == kind]
+        if not owners:
+            raise OutriderError(f"{self.model_type}: no {kind} layer owns K/V")
+        return owners[-1]
+
+    @staticmethod
+    def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+        kind = _field(raw, "model_type", str)
+        text = raw.get("text_config")
+        body = {**text, "eos_token_id": raw.get("eos_token_id", text.get("eos_token_id"))} if isinstance(text, Mapping) else dict(raw)
+        if "tie_word_embeddings" not in body and "tie_word_embeddings" in raw:
+            body["tie_word_embeddings"] = raw["tie_word_embeddings"]
+        if kind in LLAMA_TYPES:
+            return _llama(kind, body)
+        if kind in GEMMA3_TYPES:
+            return _gemma3(kind, body)
+        if kind in GEMMA4_TYPES:
+            return _gemma4(kind, body)
+        if kind in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
+            raise OutriderError(f"model_type {kind!r} is a drafter, not a target: pass it with --drafter")
+        known = ", ".join(LLAMA_TYPES + GEMMA3_TYPES + GEMMA4_TYPES)
+        raise OutriderError(f"unknown model_type {kind!r} in config.json; known: {known}")
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """An MTP drafter: query-only layers over the target's K/V, fed by [embedding; hidden] of the last position.
+
+    `reads[i]` names the target layer whose K/V layer i attends to; None (Gemma 4's assistants) means the donor of the
+    layer's kind, resolved when the drafter meets its target (`bind`)."""
+
+    model_type: str
+    backbone_hidden: int
+    hidden: int
+    vocab_size: int
+    layers: tuple[LayerSpec, ...]
+    reads: tuple[int, ...] | None
+    norm_eps: float
+    activation: Literal["silu", "gelu_tanh"] = "gelu_tanh"
+    clusters: int = 0  # 0: full head
+    cluster_top: int = 0
+    position_offset: int = 2  # the constant position is L - offset (L: tokens so far, the newest not yet run)
+    draft_tokens: int | None = None  # from generation_config, where the checkpoint says so
+    tied_to_target: bool = False  # the head is the target's embedding, behind a projection
+    taps: tuple[int, ...] = ()  # target layers whose hidden states are fed beside the last one
+    target_hash: str | None = None  # what it was trained for (own drafters)
+
+    @staticmethod
+    def from_hf(raw: Mapping[str, Any]) -> DrafterConfig:
+        kind = _field(raw, "model_type", str)
+        if kind not in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
+            known = ", ".join(ASSISTANT_TYPES + OWN_DRAFTER_TYPES)
+            raise OutriderError(f"model_type {kind!r} is not an MTP drafter; known: {known}")
+        text = raw.get("text_config")
+        body = dict(text) if isinstance(text, Mapping) else dict(raw)
+        layers = _gemma4_layers(body, drafter=True)
+        ordered = bool(raw.get("use_ordered_embeddings", False))
+        reads = raw.get("reads")
+        draft_tokens = raw.get("num_assistant_tokens")
+        return DrafterConfig(
+            model_type=kind,
+            backbone_hidden=_field(raw, "backbone_hidden_size", int),
+            hidden=_field(body, "hidden_size", int),
+            vocab_size=_field(body, "vocab_size", int),
+            layers=layers,
+            reads=tuple(int(r) for r in reads) if reads is not None else None,
+            norm_eps=float(body.get("rms_norm_eps", 1e-6)),
+            activation=_activation(body.get("hidden_activation", "gelu_pytorch_tanh")),
+            clusters=int(raw.get("num_centroids", 0)) if ordered else 0,
+            cluster_top=int(raw.get("centroid_intermediate_top_k", 0)) if ordered else 0,
+            position_offset=int(raw.get("position_offset", 2)),
+            draft_tokens=int(draft_tokens) if draft_tokens is not None else None,
+            tied_to_target=bool(raw.get("tied_to_target", False)),
+            taps=tuple(int(t) for t in raw.get("taps", ())),
+            target_hash=raw.get("target_hash"),
+        )
+
+
+# ---- reading one foreign dict -------------------------------------------------------------------------------------
+def _field(raw: Mapping[str, Any], key: str, kind: type) -> Any:
+    value = raw.get(key)
+    if value is None:
+        raise OutriderError(f"config.json has no {key!r}")
+    if kind is int and isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        raise OutriderError(f"config.json: {key!r} should be {kind.__name__}, got {value!r}")
+    return value
+
+
+def _activation(name: Any) -> Literal["silu", "gelu_tanh"]:
+    if name in ("silu", "swish"):
+        return "silu"
+    if name in ("gelu_pytorch_tanh", "gelu_new", "gelu_tanh"):
+        return "gelu_tanh"
+    raise OutriderError(f"config.json: unknown activation {name!r}; known: silu, gelu_pytorch_tanh")
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
+
+
+def _rope(params: Mapping[str, Any] | None, theta: float, head_dim: int) -> RopeSpec:
+    """One rope dict of a config: transformers 5 `rope_parameters` or the older `rope_scaling`."""
+    params = params or {}
+    theta = float(params.get("rope_theta", theta))
+    kind = params.get("rope_type", params.get("type", "default")) or "default"
+    if kind == "default":
+        return RopeSpec(theta, head_dim, head_dim // 2)
+    if kind == "linear":
+        return RopeSpec(theta, head_dim, head_dim // 2, "linear", float(params["factor"]))
+    if kind == "llama3":
+        return RopeSpec(
+            theta, head_dim, head_dim // 2, "llama3", float(params["factor"]), float(params["low_freq_factor"]),
+            float(params["high_freq_factor"]), int(params["original_max_position_embeddings"]),
+        )  # fmt: skip
+    if kind == "proportional":
+        rotated = int(float(params.get("partial_rotary_factor", 1.0)) * head_dim // 2)
+        return RopeSpec(theta, head_dim, rotated)
+    raise OutriderError(f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3, proportional")
+
+
+def _llama(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
+    hidden, heads = _field(raw, "hidden_size", int), _field(raw, "num_attention_heads", int)
+    count = _field(raw, "num_hidden_layers", int)
+    head_dim = int(raw.get("head_dim") or hidden // heads)
+    kv_heads = int(raw.get("num_key_value_heads") or heads)
+    eps = float(raw.get("rms_norm_eps", 1e-6))
+    rope = _rope(raw.get("rope_parameters") or raw.get("rope_scaling"), float(raw.get("rope_theta", 10000.0)), head_dim)
+    window = raw.get("sliding_window")
+    if kind in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
+        window = None
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first = int(raw.get("max_window_layers", 0)) if kind in ("qwen2", "qwen3") else 0
+        kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
+    bias = bool(raw.get("attention_bias", kind == "qwen2"))
+    layers = tuple(
+        LayerSpec(
+            AttnSpec(
+                heads, kv_heads, head_dim, i, True,
+                window=int(window) if window and kinds[i] == "sliding_attention" else None,
+                scale=head_dim**-0.5, eps=eps,
+            ),
+            rope,
+            _field(raw, "intermediate_size", int),
+        )
+        for i in range(count)
+    )  # fmt: skip
+    return ModelConfig(
+        model_type=kind, family="llama", vocab_size=_field(raw, "vocab_size", int), hidden=hidden, layers=layers,
+        activation=_activation(raw.get("hidden_act", "silu")), norm_eps=eps, embed_scale=1.0, softcap=None,
+        tied=bool(raw.get("tie_word_embeddings", False)), max_context=int(raw.get("max_position_embeddings", 2048)),
+        qkv_bias=True if kind == "qwen2" else bias, out_bias=False if kind == "qwen2" else bias,
+        mlp_bias=bool(raw.get("mlp_bias", False)), qk_norm=kind == "qwen3",
+        eos_ids=_ids(raw.get("eos_token_id")), bos_id=raw.get("bos_token_id"),
+    )  # fmt: skip
+
+
+def _gemma3(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
+    hidden, heads = _field(raw, "hidden_size", int), int(raw.get("num_attention_heads", 8))
+    count, head_dim = _field(raw, "num_hidden_layers", int), int(raw.get("head_dim", 256))
+    eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 4096))
+    pattern = int(raw.get("sliding_window_pattern", raw.get("_sliding_window_pattern", 6)) or 6)
+    kinds = raw.get("layer_types") or ["full_attention" if (i + 1) % pattern == 0 else "sliding_attention" for i in range(count)]
+    ropes = raw.get("rope_parameters") or {}
+    full = _rope(ropes.get("full_attention") or raw.get("rope_scaling"), float(raw.get("rope_theta", 1e6)), head_dim)
+    local = _rope(ropes.get("sliding_attention"), float(raw.get("rope_local_base_freq", 1e4)), head_dim)
+    scale = float(raw.get("query_pre_attn_scalar", 256)) ** -0.5
+    if raw.get("final_logit_softcapping") or raw.get("attn_logit_softcapping"):
+        raise OutriderError("gemma3: soft-capped attention is Gemma 2's; this model_type does not have it")
+    layers = tuple(
+        LayerSpec(
+            AttnSpec(
+                heads, int(raw.get("num_key_value_heads", heads)), head_dim, i, True,
+                window=window if kinds[i] == "sliding_attention" else None, scale=scale, eps=eps,
+            ),
+            local if kinds[i] == "sliding_attention" else full,
+            _field(raw, "intermediate_size", int),
+        )
+        for i in range(count)
+    )  # fmt: skip
+    return ModelConfig(
+        model_type=kind, family="gemma3", vocab_size=int(raw.get("vocab_size", 262208)), hidden=hidden, layers=layers,
+        activation=_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")), norm_eps=eps,
+        embed_scale=hidden**0.5, softcap=None, tied=bool(raw.get("tie_word_embeddings", True)),
+        max_context=int(raw.get("max_position_embeddings", 131072)), qk_norm=True, sandwich=True,
+        eos_ids=_ids(raw.get("eos_token_id", 1)), bos_id=raw.get("bos_token_id", 2),
+    )  # fmt: skip
+
+
+def _gemma4_layers(raw: Mapping[str, Any], drafter: bool = False) -> tuple[LayerSpec, ...]:
+    count, heads = _field(raw, "num_hidden_layers", int), _field(raw, "num_attention_heads", int)
+    dims = {"sliding_attention": int(raw.get("head_dim", 256)), "full_attention": int(raw.get("global_head_dim") or raw.get("head_dim", 256))}
+    kv = int(raw.get("num_key_value_heads", heads))
+    kvs = {"sliding_attention": kv, "full_attention": int(raw.get("num_global_key_value_heads") or kv)}
+    for name, per in (raw.get("per_layer_config") or {}).items():  # newer configs: one dict per layer type
+        if isinstance(per, Mapping) and name in dims:
+            dims[name] = int(per.get("head_dim") or dims[name])
+            kvs[name] = int(per.get("num_key_value_heads") or kvs[name])
+    kinds = raw.get("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
+    if len(kinds) != count or any(k not in dims for k in kinds):
+        raise OutriderError(f"config.json: layer_types must name {count} layers as sliding_attention or full_attention")
+    ropes = raw.get("rope_parameters") or {}
+    default = {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+    }
+    rope = {k: _rope(ropes.get(k) or default[k], 1e4, dims[k]) for k in dims}
+    eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 512))
+    shared = count if drafter else int(raw.get("num_kv_shared_layers") or 0)
+    first_shared = count - shared
+    wide = bool(raw.get("use_double_wide_mlp", False))
+    owner: dict[str, int] = {}
+    layers = []
+    for i, kind in enumerate(kinds):
+        writes = i < first_shared
+        if writes:
+            owner[kind] = i
+        elif not drafter and kind not in owner:
+            raise OutriderError(f"config.json: layer {i} shares K/V but no {kind} layer before it owns any")
+        attn = AttnSpec(
+            heads, kvs[kind], dims[kind], owner.get(kind, -1), writes,
+            window=window if kind == "sliding_attention" else None, scale=1.0,
+            k_eq_v=bool(raw.get("attention_k_eq_v", False)) and kind == "full_attention", norm_v=True, eps=eps,
+        )  # fmt: skip
+        inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes and not drafter else 1)
+        layers.append(LayerSpec(attn, rope[kind], inter))
+    return tuple(layers)
+
+
+def _gemma4(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
+    hidden = _field(raw, "hidden_size", int)
+    moe = None
+    if raw.get("enable_moe_block"):
+        moe = MoESpec(_field(raw, "num_experts", int), _field(raw, "top_k_experts", int), _field(raw, "moe_intermediate_size", int))
+    cap = raw.get("final_logit_softcapping")
+    return ModelConfig(
+        model_type=kind, family="gemma4", vocab_size=int(raw.get("vocab_size", 262144)), hidden=hidden,
+        layers=_gemma4_layers(raw), activation=_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")),
+        norm_eps=float(raw.get("rms_norm_eps", 1e-6)), embed_scale=hidden**0.5,
+        softcap=float(cap) if cap is not None else None, tied=bool(raw.get("tie_word_embeddings", True)),
+        max_context=int(raw.get("max_position_embeddings", 131072)), qk_norm=True, sandwich=True, layer_scalar=True,
+        ple_dim=int(raw.get("hidden_size_per_layer_input") or 0), moe=moe,
+        eos_ids=_ids(raw.get("eos_token_id", 1)), bos_id=raw.get("bos_token_id", 2),
+    )  # fmt: skip

@@ -1,0 +1,32 @@
+"""Gemma 3, text only: norms before and after each sublayer, q/k norms, five sliding layers to a full one, two RoPE bases.
+
+Its checkpoints store norm weights minus one; the loader adds the one, so nothing here knows of it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..types import KVView
+from .layers import TextModel
+
+
+class Gemma3(TextModel):
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
+        ops, eps, act = self.ops, self.config.norm_eps, self.config.activation
+        angles = self.angles(kv.positions)
+        x = self.embed(ids)  # [R, H] the residual stream
+        h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)  # [R, H] what the next sublayer reads
+        streams = []
+        for block in self.blocks:
+            qkv = ops.linear(h, block.qkv)
+            q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
+            y = ops.linear(ops.attend(q, block.spec, kv), block.out)
+            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
+
+            y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
+            x, h = ops.residual_norm(x, y, block.post_mlp_norm, None, block.next_norm, eps)
+            if taps:
+                streams.append(x)
+        return (h, tuple(streams[i] for i in taps)) if taps else h

@@ -1,0 +1,126 @@
+"""What the model files share: rotary frequencies, one decoder layer's weights, and the frame around the layers.
+
+A model is built from a frozen config, a mapping of canonical weight names and an ops object. Names are looked up
+here, once, at construction; the forward passes see fields only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..types import AttnSpec
+from .config import LayerSpec, ModelConfig, RopeSpec
+
+Weight = Any  # a dense [out, in] tensor, or the packed form of the ops object in use
+Ops = Any  # outrider.ops.reference.ReferenceOps, or a twin of it
+
+
+def inverse_frequencies(rope: RopeSpec, device: torch.device) -> Tensor:
+    """[head_dim / 2] float32. The exponent runs over head_dim even where only the first `rotated` pairs turn."""
+    freq = rope.theta ** -(torch.arange(0, rope.head_dim, 2, dtype=torch.int64).float() / rope.head_dim)
+    freq[rope.rotated :] = 0.0
+    if rope.scaling == "linear":
+        freq = freq / rope.factor
+    elif rope.scaling == "llama3":  # stretch long waves, keep short ones, blend between
+        wavelength = 2 * math.pi / freq
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        keep = ((rope.original_context / wavelength - low) / (high - low)).clamp(0.0, 1.0)
+        freq = (1 - keep) * freq / rope.factor + keep * freq
+    return freq.to(device)
+
+
+def rope_variants(layers: Sequence[LayerSpec], device: torch.device) -> tuple[list[int], list[Tensor]]:
+    """Which variant each layer uses, and the frequencies of each variant: angles are computed once a pass and variant."""
+    kinds: list[RopeSpec] = []
+    for layer in layers:
+        if layer.rope not in kinds:
+            kinds.append(layer.rope)
+    return [kinds.index(layer.rope) for layer in layers], [inverse_frequencies(rope, device) for rope in kinds]
+
+
+@dataclass(frozen=True)
+class Block:
+    """The weights of one decoder layer, whatever the family; None where it has no such part."""
+
+    spec: AttnSpec
+    rope: int  # index into the pass's angles
+    attn_norm: Tensor
+    qkv: Weight  # [spec.qkv_rows, H]
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Weight  # [H, heads·D]
+    out_bias: Tensor | None
+    post_attn_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Weight  # [2·I, H]
+    gate_up_bias: Tensor | None
+    down: Weight  # [H, I]
+    down_bias: Tensor | None
+    post_mlp_norm: Tensor | None
+    scalar: Tensor | None  # [1], multiplies the whole residual stream
+    next_norm: Tensor  # the norm that reads what this layer leaves: the next layer's, or the final one
+
+
+def gather_blocks(
+    weights: Mapping[str, Weight], layers: Sequence[LayerSpec], rope_of: Sequence[int], *,
+    qkv_bias: bool = False, out_bias: bool = False, mlp_bias: bool = False,
+    qk_norm: bool = False, sandwich: bool = False, layer_scalar: bool = False,
+) -> list[Block]:  # fmt: skip
+    blocks = []
+    for i, layer in enumerate(layers):
+
+        def get(name: str, present: bool = True, at: int = i) -> Any:
+            return weights[f"layers.{at}.{name}"] if present else None
+
+        last = i + 1 == len(layers)
+        blocks.append(
+            Block(
+                spec=layer.attn, rope=rope_of[i],
+                attn_norm=get("attn_norm"), qkv=get("qkv"), qkv_bias=get("qkv_bias", qkv_bias),
+                q_norm=get("q_norm", qk_norm), k_norm=get("k_norm", qk_norm and layer.attn.writes),
+                out=get("out"), out_bias=get("out_bias", out_bias), post_attn_norm=get("post_attn_norm", sandwich),
+                mlp_norm=get("mlp_norm"), gate_up=get("gate_up"), gate_up_bias=get("gate_up_bias", mlp_bias),
+                down=get("down"), down_bias=get("down_bias", mlp_bias), post_mlp_norm=get("post_mlp_norm", sandwich),
+                scalar=get("scalar", layer_scalar),
+                next_norm=weights["norm"] if last else get("attn_norm", at=i + 1),
+            )
+        )  # fmt: skip
+    return blocks
+
+
+class TextModel:
+    """The frame of a target model: embedding in, head out. The families write `forward`."""
+
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: Ops):
+        self.config, self.ops = config, ops
+        self.table: Weight = weights["embed"]  # [V, H]
+        self.head: Weight = self.table if config.tied else weights["head"]
+        norm: Tensor = weights["norm"]
+        self.device = norm.device
+        # A packed table has no dtype of its own: ask the op what it hands out.
+        self.dtype: torch.dtype = ops.embed(torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0).dtype
+        rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
+        self.blocks = gather_blocks(
+            weights, config.layers, rope_of, qkv_bias=config.qkv_bias, out_bias=config.out_bias, mlp_bias=config.mlp_bias,
+            qk_norm=config.qk_norm, sandwich=config.sandwich, layer_scalar=config.layer_scalar,
+        )  # fmt: skip
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
+        return self.ops.embed(ids, self.table, self.config.embed_scale)
+
+    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos, sin [R, D/2] of every rope variant."""
+        return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] after the final norm -> float32 [R, V]."""
+        return self.ops.logits(hidden, self.head, self.config.softcap)
