@@ -1,0 +1,119 @@
+"""Pages are counted here: who holds which page, for one cache group. Torch-free.
+
+A sequence's K/V of a group lives in pages of `page_size` positions, indexed by absolute page number
+(`position // page_size`). Full layers keep every page. Sliding layers release pages that lie wholly before
+the window of the *committed* length, so their memory does not grow with the context. A rejected draft needs
+nothing: its positions are simply written again.
+
+Page 0 is the scratch page; it is never handed out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+class OutOfPages(Exception):
+    """The pool is empty. The scheduler evicts or pre-empts; users never see it."""
+
+
+class PagePool:
+    """Reference-counted pages 1..count-1."""
+
+    def __init__(self, count: int):
+        self.count = count
+        self.refs = [0] * count
+        self._free = list(range(count - 1, 0, -1))
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def alloc(self) -> int:
+        if not self._free:
+            raise OutOfPages
+        page = self._free.pop()
+        self.refs[page] = 1
+        return page
+
+    def retain(self, page: int) -> None:
+        assert self.refs[page] > 0, f"page {page} is not held"
+        self.refs[page] += 1
+
+    def release(self, page: int) -> None:
+        assert self.refs[page] > 0, f"page {page} released twice"
+        self.refs[page] -= 1
+        if self.refs[page] == 0:
+            self._free.append(page)
+
+    def check(self, holders: list[list[int]]) -> None:
+        """Audit: `holders` lists every reference that exists; counts must agree and nothing may leak."""
+        seen = [0] * self.count
+        for pages in holders:
+            for page in pages:
+                seen[page] += 1
+        if seen != self.refs:
+            wrong = [p for p in range(self.count) if seen[p] != self.refs[p]][:5]
+            raise AssertionError(f"pages {wrong}: held {[seen[p] for p in wrong]} times, counted {[self.refs[p] for p in wrong]}")
+        if sorted(self._free) != [p for p in range(1, self.count) if self.refs[p] == 0]:
+            raise AssertionError("the free list does not match the reference counts")
+
+
+@dataclass
+class SeqPages:
+    """The pages of one sequence in one group: absolute page number -> page; 0 where released or not yet allocated."""
+
+    pages: list[int] = field(default_factory=list)
+    first: int = 0  # pages before this one have been released
+
+    def held(self) -> list[int]:
+        return [p for p in self.pages[self.first :] if p]
+
+
+class Group:
+    """One cache group: a pool, a page size and (sliding) a window."""
+
+    def __init__(self, count: int, page_size: int, window: int | None):
+        self.pool, self.page_size, self.window = PagePool(count), page_size, window
+
+    def pages_for(self, positions: int) -> int:
+        return -(-positions // self.page_size)
+
+    def need(self, seq: SeqPages, positions: int) -> int:
+        """How many new pages it takes to hold positions 0..positions-1."""
+        return max(0, self.pages_for(positions) - len(seq.pages))
+
+    def reserve(self, seq: SeqPages, positions: int) -> list[int]:
+        """Grow to hold `positions`; returns the absolute page numbers added. Raises OutOfPages with nothing changed."""
+        need = self.need(seq, positions)
+        if need > self.pool.free:
+            raise OutOfPages
+        added = range(len(seq.pages), len(seq.pages) + need)
+        seq.pages.extend(self.pool.alloc() for _ in added)
+        return list(added)
+
+    def adopt(self, seq: SeqPages, pages: list[int]) -> None:
+        """Start a sequence on shared pages (0: not there, only allowed before the window)."""
+        assert not seq.pages
+        for page in pages:
+            if page:
+                self.pool.retain(page)
+        seq.pages.extend(pages)
+        seq.first = next((i for i, p in enumerate(pages) if p), len(pages))
+
+    def slide(self, seq: SeqPages, committed: int) -> None:
+        """Release pages that nobody will read again: targets query from `committed` on, drafters from one before it."""
+        if self.window is None:
+            return
+        keep = max(0, committed - self.window) // self.page_size
+        for i in range(seq.first, min(keep, len(seq.pages))):
+            if seq.pages[i]:
+                self.pool.release(seq.pages[i])
+                seq.pages[i] = 0
+        seq.first = max(seq.first, min(keep, len(seq.pages)))
+
+    def free(self, seq: SeqPages) -> None:
+        for page in seq.held():
+            self.pool.release(page)
+        seq.pages.clear()
+        seq.first = 0

@@ -1,0 +1,129 @@
+"""Prefix reuse: a full page of K/V is known by the hash of all tokens up to its end. Torch-free.
+
+Pages form chains (each entry names its parent). A lookup walks the chain from the first page; a hit at n pages
+needs every full-attention page and those sliding pages that the window before the hit can still see. Leaves are
+evicted first, oldest first, so chains never have holes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..types import GroupName
+from .pages import Group, SeqPages
+
+ROOT = b""
+
+
+def page_key(parent: bytes, tokens: Sequence[int], salt: bytes = b"") -> bytes:
+    """The chain hash of one page. 128 bits: a collision would be a wrong answer, so no short hashes."""
+    h = hashlib.blake2b(parent + salt, digest_size=16)
+    h.update(b",".join(str(t).encode() for t in tokens))
+    return h.digest()
+
+
+@dataclass
+class Entry:
+    parent: bytes
+    pages: dict[GroupName, int]  # 0: dropped
+    children: int = 0
+    used: int = 0
+
+
+class PrefixCache:
+    def __init__(self, groups: dict[GroupName, Group], page_size: int):
+        self.groups, self.page_size = groups, page_size
+        self.entries: dict[bytes, Entry] = {}
+        self._clock = 0
+        self.hits = self.queries = 0  # tokens
+
+    def match(self, tokens: Sequence[int], limit: int, granularity: int) -> tuple[int, dict[GroupName, list[int]]]:
+        """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long, and its pages per group."""
+        self._clock += 1
+        self.queries += len(tokens)
+        chain: list[Entry] = []
+        key = ROOT
+        for start in range(0, limit - self.page_size + 1, self.page_size):
+            key = page_key(key, tokens[start : start + self.page_size])
+            entry = self.entries.get(key)
+            if entry is None or ("full" in entry.pages and not entry.pages["full"]):
+                break
+            entry.used = self._clock
+            chain.append(entry)
+        for count in range(len(chain), 0, -1):
+            if (count * self.page_size) % granularity:
+                continue
+            pages = self._usable(chain[:count])
+            if pages is not None:
+                self.hits += count * self.page_size
+                return count * self.page_size, pages
+        return 0, {name: [] for name in self.groups}
+
+    def _usable(self, chain: list[Entry]) -> dict[GroupName, list[int]] | None:
+        out: dict[GroupName, list[int]] = {}
+        end = len(chain) * self.page_size
+        for name, group in self.groups.items():
+            first = 0 if group.window is None else max(0, end - group.window + 1) // self.page_size
+            pages = [0] * first + [e.pages[name] for e in chain[first:]]
+            if not all(pages[first:]):
+                return None
+            out[name] = pages
+        return out
+
+    def insert(self, tokens: Sequence[int], count: int, seqs: dict[GroupName, SeqPages]) -> None:
+        """Share the first `count` positions (whole pages only) of a sequence."""
+        self._clock += 1
+        key = ROOT
+        for i in range(count // self.page_size):
+            parent, key = key, page_key(key, tokens[i * self.page_size : (i + 1) * self.page_size])
+            entry = self.entries.get(key)
+            if entry is None:
+                entry = self.entries[key] = Entry(parent, dict.fromkeys(self.groups, 0))
+                if parent in self.entries:
+                    self.entries[parent].children += 1
+            entry.used = self._clock
+            for name, group in self.groups.items():
+                page = seqs[name].pages[i]
+                if not entry.pages[name] and page:
+                    group.pool.retain(page)
+                    entry.pages[name] = page
+
+    def evict(self, name: GroupName, pages: int) -> int:
+        """Give up pages until `pages` more are free in a group or nothing is left to give; returns how many came free."""
+        pool = self.groups[name].pool
+        before = pool.free
+        if self.groups[name].window is not None:  # a sliding page may go alone: the chain stays walkable
+            for entry in sorted(self.entries.values(), key=lambda e: e.used):
+                if pool.free - before >= pages:
+                    return pool.free - before
+                if entry.pages[name]:
+                    pool.release(entry.pages[name])
+                    entry.pages[name] = 0
+            return pool.free - before
+        while pool.free - before < pages:
+            leaves = [(e.used, k) for k, e in self.entries.items() if not e.children]
+            if not leaves:
+                break
+            for _, key in sorted(leaves):
+                if pool.free - before >= pages:
+                    break
+                self._drop(key)
+        return pool.free - before
+
+    def _drop(self, key: bytes) -> None:
+        entry = self.entries.pop(key)
+        if entry.parent in self.entries:
+            self.entries[entry.parent].children -= 1
+        for name, page in entry.pages.items():
+            if page:
+                self.groups[name].pool.release(page)
+
+    def held(self, name: GroupName) -> list[int]:
+        return [e.pages[name] for e in self.entries.values() if e.pages[name]]
+
+    def clear(self) -> None:
+        while self.entries:
+            for key in [k for k, e in self.entries.items() if not e.children]:
+                self._drop(key)

@@ -1,0 +1,144 @@
+"""The K/V tensors, and the page tables as tensors.
+
+One tensor `[pages, kv_heads, page_size, head_dim]` per layer that owns K/V. `KVStore` owns the pools, the prefix cache
+and one table row per slot (a slot is a running sequence's place). `view()` gives a forward pass what it may touch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..models.config import ModelConfig
+from ..types import GroupName, KVView
+from .pages import Group, OutOfPages, SeqPages
+from .prefix import PrefixCache
+
+
+@dataclass(frozen=True)
+class CacheSpec:
+    """How much to hold. `tokens`: positions of full-attention K/V in all; sliding groups follow from the window."""
+
+    slots: int
+    max_context: int
+    page_size: int
+    chunk: int  # most positions written ahead of the committed length in one pass (prefill chunk or K + 1)
+    tokens: int
+
+
+@dataclass
+class SeqCache:
+    """One sequence's share of the cache."""
+
+    slot: int
+    pages: dict[GroupName, SeqPages] = field(default_factory=dict)
+
+
+class KVStore:
+    def __init__(self, config: ModelConfig, spec: CacheSpec, dtype: torch.dtype, device: torch.device | str):
+        self.spec, self.device = spec, torch.device(device)
+        ps = spec.page_size
+        windows: dict[GroupName, int | None] = {}
+        for i in config.kv_layers:
+            windows[config.layers[i].attn.group] = config.layers[i].attn.window
+        self.groups: dict[GroupName, Group] = {}
+        for name, window in windows.items():
+            per_slot = -(-spec.tokens // ps)
+            if window is not None:
+                bound = -(-(window + spec.chunk) // ps) + 2  # pages a sequence can hold at once
+                per_slot = min(per_slot + spec.slots, spec.slots * bound * 2)  # twice: room for shared prefixes
+            self.groups[name] = Group(per_slot + 1, ps, window)
+        self.keys: list[Tensor | None] = [None] * len(config.layers)
+        self.values: list[Tensor | None] = [None] * len(config.layers)
+        for i in config.kv_layers:
+            attn = config.layers[i].attn
+            shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, attn.head_dim)
+            self.keys[i] = torch.zeros(shape, dtype=dtype, device=self.device)
+            self.values[i] = torch.zeros(shape, dtype=dtype, device=self.device)
+        width = -(-(spec.max_context + spec.chunk) // ps) + 1
+        self.tables: dict[GroupName, Tensor] = {
+            name: torch.zeros((spec.slots, width), dtype=torch.int32, device=self.device) for name in self.groups
+        }
+        self.prefix = PrefixCache(self.groups, ps)
+        self._free_slots = list(range(spec.slots - 1, -1, -1))
+        self._live: dict[int, SeqCache] = {}
+
+    # ---- sequences come and go ------------------------------------------------------------------------------------
+    @property
+    def free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def open(self, tokens: Sequence[int], granularity: int, reuse: bool = True) -> tuple[SeqCache, int]:
+        """A slot for a new sequence, on shared pages where its beginning is known; returns how many positions are there.
+        The last token is never taken from the cache: its hidden state and logits are needed."""
+        seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
+        hit = 0
+        if reuse:
+            hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity)
+            for name, group in self.groups.items():
+                group.adopt(seq.pages[name], pages[name])
+        for name in self.groups:
+            row = self.tables[name][seq.slot]
+            row.zero_()
+            held = seq.pages[name].pages
+            if held:
+                row[: len(held)] = torch.tensor(held, dtype=torch.int32, device=self.device)
+        self._live[seq.slot] = seq
+        return seq, hit
+
+    def reserve(self, seq: SeqCache, positions: int) -> bool:
+        """Make room for positions 0..positions-1, evicting shared prefixes that nobody uses. False: no room."""
+        for name, group in self.groups.items():
+            pages = seq.pages[name]
+            short = group.need(pages, positions) - group.pool.free
+            if short > 0:
+                self.prefix.evict(name, short)
+            try:
+                added = group.reserve(pages, positions)
+            except OutOfPages:
+                return False
+            if added:
+                row = self.tables[name][seq.slot]
+                row[added[0] : added[-1] + 1] = torch.tensor(pages.pages[added[0] :], dtype=torch.int32, device=self.device)
+        return True
+
+    def commit(self, seq: SeqCache, committed: int) -> None:
+        """Positions below `committed` are final; sliding pages that fell out of the window go back."""
+        for name, group in self.groups.items():
+            group.slide(seq.pages[name], committed)
+
+    def share(self, seq: SeqCache, tokens: Sequence[int], committed: int) -> None:
+        self.prefix.insert(tokens, committed, seq.pages)
+
+    def close(self, seq: SeqCache) -> None:
+        for name, group in self.groups.items():
+            group.free(seq.pages[name])
+        del self._live[seq.slot]
+        self._free_slots.append(seq.slot)
+
+    # ---- what a forward pass sees -----------------------------------------------------------------------------------
+    def view(
+        self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int
+    ) -> KVView:
+        width = -(-max_context // self.spec.page_size)
+        tables = {name: table[:, :width].index_select(0, slots) for name, table in self.tables.items()}
+        return KVView(self.spec.page_size, self.keys, self.values, tables, positions, row_seq, row_start, max_rows, max_context)
+
+    def bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values) if t is not None)
+
+    def check(self) -> None:
+        """Audit every pool against every holder, and the tables against the page lists."""
+        for name, group in self.groups.items():
+            group.pool.check([s.pages[name].held() for s in self._live.values()] + [self.prefix.held(name)])
+            for seq in self._live.values():
+                pages = seq.pages[name]
+                row = self.tables[name][seq.slot].tolist()
+                for i in range(pages.first, len(pages.pages)):
+                    if row[i] != pages.pages[i]:
+                        raise AssertionError(f"{name} table of slot {seq.slot}, page {i}: {row[i]} is not {pages.pages[i]}")
+        if len(self._live) + len(self._free_slots) != self.spec.slots:
+            raise AssertionError("slots leak")

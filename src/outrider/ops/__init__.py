@@ -1,0 +1,1 @@
+"""Choose the ops once: `choose(device, name)` returns the object that every model is handed."""

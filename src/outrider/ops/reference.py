@@ -1,0 +1,211 @@
+"""Every op in plain PyTorch: the definition that each kernel is checked against, and the path for any device.
+
+An ops object is chosen once (`outrider.ops.choose`) and handed to the models. Rows are tokens; every method is a
+function of its arguments. Weights are `[out, in]` tensors, or whatever `pack` of the same ops object returned.
+Activations keep the dtype of `x`; norm weights are float32; logits are float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..types import AttnSpec, KVView
+
+Weight = Any  # a dense [out, in] tensor, or an ops object's own packed form
+
+
+def activation(name: str, x: Tensor) -> Tensor:
+    if name == "silu":
+        return F.silu(x)
+    if name == "gelu_tanh":
+        return F.gelu(x, approximate="tanh")
+    raise ValueError(f"unknown activation {name!r}")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """NeoX rotary embedding. x [R, heads, D]; cos, sin [R, D/2] float32; angles of 0 leave a pair untouched."""
+    a, b = x.float().chunk(2, dim=-1)
+    c, s = cos[:, None, :], sin[:, None, :]
+    return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+
+
+class ReferenceOps:
+    name = "reference"
+    row_invariant = False  # torch's products may round differently for another number of rows
+
+    # ---- dense pieces -------------------------------------------------------------------------------------------
+    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
+        """[R] -> [R, H]. The factor is rounded to the table's dtype first, as the checkpoints were trained."""
+        rows = F.embedding(ids, table)
+        return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
+
+    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+        """x [R, in] · w [out, in] -> [R, out]."""
+        return F.linear(x, w, bias)
+
+    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
+        """Float32 inside, cast back after scaling; w None: scale-free."""
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+        return (h if w is None else h * w).to(x.dtype)
+
+    def residual_norm(
+        self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """x' = (x + post_norm(y)) * scale; returns x' and norm(x', next_w). post_w None: y is added as it is;
+        next_w None: no next norm is wanted and x' is returned twice. scale is a [1] tensor or None."""
+        y = y if post_w is None else self.rms_norm(y, post_w, eps)
+        x = x + y
+        if scale is not None:
+            x = x * scale.to(x.dtype)
+        return x, (x if next_w is None else self.rms_norm(x, next_w, eps))
+
+    def gated_linear(self, x: Tensor, w: Weight, act: str) -> Tensor:
+        """w [2·I, H]: gate rows, then up rows -> act(gate) * up, [R, I]."""
+        gate, up = self.linear(x, w).chunk(2, dim=-1)
+        return activation(act, gate) * up
+
+    def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
+        return activation(act, x) * y
+
+    def logits(self, h: Tensor, w: Weight, softcap: float | None) -> Tensor:
+        """Float32 logits [R, V], soft-capped where the model asks for it."""
+        z = self.linear(h, w).float()
+        return z if softcap is None else torch.tanh(z / softcap) * softcap
+
+    # ---- attention ----------------------------------------------------------------------------------------------
+    def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [R, D/2] in float32; once per pass and rope variant."""
+        angles = positions.float()[:, None] * inv_freq[None, :]
+        return angles.cos(), angles.sin()
+
+    def rope_write(
+        self,
+        qkv: Tensor,  # [R, spec.qkv_rows]
+        cos: Tensor,
+        sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        spec: AttnSpec,
+        kv: KVView,
+    ) -> Tensor:
+        """Norm and rotate q and k, norm v, write k and v at the rows' positions; returns q [R, heads·D]."""
+        rows, dim = qkv.shape[0], spec.head_dim
+        q = qkv[:, : spec.heads * dim].view(rows, spec.heads, dim)
+        q = rotate(q if q_norm is None else self.rms_norm(q, q_norm, spec.eps), cos, sin)
+        if spec.writes:
+            raw_k = qkv[:, spec.heads * dim : (spec.heads + spec.kv_heads) * dim].view(rows, spec.kv_heads, dim)
+            raw_v = raw_k if spec.k_eq_v else qkv[:, (spec.heads + spec.kv_heads) * dim :].view(rows, spec.kv_heads, dim)
+            k = rotate(raw_k if k_norm is None else self.rms_norm(raw_k, k_norm, spec.eps), cos, sin)
+            v = self.rms_norm(raw_v, None, spec.eps) if spec.norm_v else raw_v
+            self.write_kv(k, v, spec, kv)
+        return q.reshape(rows, spec.heads * dim)
+
+    def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: KVView) -> None:
+        """k, v [R, kv_heads, D] into the pages."""
+        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        assert keys is not None and values is not None
+        page = kv.tables[spec.group][kv.row_seq, kv.positions // kv.page_size].long()  # [R]
+        slot = kv.positions % kv.page_size
+        keys[page, :, slot] = k.to(keys.dtype)
+        values[page, :, slot] = v.to(values.dtype)
+
+    def gather_kv(self, seq: int, count: int, spec: AttnSpec, kv: KVView) -> tuple[Tensor, Tensor]:
+        """Keys and values of positions 0..count-1 of one sequence: [kv_heads, count, D]."""
+        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        assert keys is not None and values is not None
+        pages = kv.tables[spec.group][seq, : -(-count // kv.page_size)].long()
+        k = keys[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]
+        v = values[pages].transpose(0, 1).reshape(spec.kv_heads, -1, spec.head_dim)[:, :count]
+        return k, v
+
+    def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
+        """q [R, heads·D] over the rows' visible keys -> [R, heads·D]. Softmax in float32."""
+        out = torch.empty_like(q)
+        starts = kv.row_start.tolist()
+        for b in range(len(starts) - 1):
+            lo, hi = starts[b], starts[b + 1]
+            if lo == hi:
+                continue
+            at = kv.positions[lo:hi]
+            count = int(at.max()) + 1
+            k, v = self.gather_kv(b, count, spec, kv)
+            j = torch.arange(count, device=q.device)
+            visible = j[None, :] <= at[:, None]
+            if spec.window is not None:
+                visible &= j[None, :] > at[:, None] - spec.window
+            qs = q[lo:hi].view(hi - lo, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+            scores = torch.einsum("rgqd,gnd->grqn", qs.float(), k.float()) * spec.scale
+            weights = scores.masked_fill(~visible[None, :, None, :], float("-inf")).softmax(-1)
+            mixed = torch.einsum("grqn,gnd->rgqd", weights, torch.where(visible.any(0)[None, :, None], v.float(), 0.0))
+            out[lo:hi] = mixed.reshape(hi - lo, -1).to(q.dtype)
+        return out
+
+    # ---- mixture of experts -------------------------------------------------------------------------------------
+    def moe(
+        self,
+        router_in: Tensor,  # [R, H] already normed and scaled
+        x: Tensor,  # [R, H] what the experts read
+        router: Weight,  # [E, H]
+        expert_scale: Tensor,  # [E] float32
+        gate_up: Tensor,  # [E, 2·I, H]
+        down: Tensor,  # [E, H, I]
+        top_k: int,
+        act: str,
+    ) -> Tensor:
+        """Softmax over all experts in float32, best top_k renormalised, then times expert_scale -> [R, H]."""
+        p = self.linear(router_in, router).float().softmax(-1)
+        weight, chosen = p.topk(top_k, dim=-1)  # [R, top_k]
+        weight = weight / weight.sum(-1, keepdim=True) * expert_scale[chosen]
+        out = torch.zeros_like(x)
+        for e in chosen.unique().tolist():
+            row, slot = (chosen == e).nonzero(as_tuple=True)
+            h = self.linear(self.gated_linear(x[row], gate_up[e], act), down[e])
+            out.index_add_(0, row, h * weight[row, slot, None].to(h.dtype))
+        return out
+
+    # ---- drafting and choosing ------------------------------------------------------------------------------------
+    def clustered_logits(self, g: Tensor, centroids: Weight, rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows in
+        cluster order) -> cluster ids [R, top], logits [R, top, S] float32."""
+        best = self.linear(g, centroids).float().topk(top, dim=-1).indices
+        return best, torch.einsum("rtsh,rh->rts", rows[best].float(), g.float())
+
+    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
+        """argmax over the last axis of z + gumbel(seed, position, token) where `hot`, else of z.
+
+        z [R, N] float32, already divided by the temperature; seed, position int64 [R]; hot bool [R]; tokens [R, N]
+        are the token ids of the columns (None: 0..N-1)."""
+        noise = gumbel(seed[:, None], position[:, None], torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens)
+        return torch.where(hot[:, None], z + noise, z).argmax(-1)
+
+
+def mix32(x: Tensor) -> Tensor:
+    """A 32-bit finaliser (lowbias32, Ettinger 2018) on int64 tensors that hold 32-bit values."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def noise_bits(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """Counter-based noise: 32 random bits (in int64), a pure function of its three arguments (broadcast)."""
+    key = mix32((seed & 0xFFFFFFFF) ^ mix32((seed >> 32) & 0xFFFFFFFF))
+    key = mix32(key ^ mix32((position + 0x9E3779B9) & 0xFFFFFFFF))
+    return mix32(key ^ mix32((token + 0x85EBCA6B) & 0xFFFFFFFF))
+
+
+def uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """In (0, 1), float32, exact multiples of 2^-24: 23 bits, because a 24th would round the largest value up to 1."""
+    return ((noise_bits(seed, position, token) >> 9).float() + 0.5) * (1.0 / (1 << 23))
+
+
+def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """Finite Gumbel noise, float32: -log(E), E = -log(1 - u), u from all 32 bits. Float32 is dense near u = 0, where E
+    is small and the token wins, so that tokens of probability 1e-9 are still drawn at their rate. (A kernel without
+    log1p: E = u + u²/2 + u³/3 below u = 2^-10, else -log(1 - u).) u is kept below 1: E must not be infinite."""
+    u = ((noise_bits(seed, position, token).float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-u))

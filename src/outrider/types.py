@@ -1,0 +1,165 @@
+"""The contracts. Learn these and the rest follows.
+
+Torch-free at run time (torch is imported for annotations only), so that the scheduler, the page allocator
+and the controller can be simulated without it.
+
+Shapes: B sequences, R rows (a row is one token of one sequence in one forward pass), K drafted tokens,
+V vocabulary entries, H hidden size, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GroupName = Literal["full", "sliding"]
+MAX_DRAFT = 16
+
+
+class OutriderError(Exception):
+    """Bad input. The message is one line: what, where, how to mend it. The CLI exits with 2, the server answers 4xx."""
+
+
+@dataclass(frozen=True)
+class AttnSpec:
+    """Everything an attention op needs to know about a layer."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    kv_layer: int  # the layer whose K/V is read (its own index when it owns K/V)
+    writes: bool  # False: query-only (shared K/V, or a drafter's layer)
+    window: int | None = None  # sliding: query i sees keys j with 0 <= i - j < window
+    scale: float = 1.0
+    k_eq_v: bool = False  # no v projection: v is the (raw) k projection
+    norm_v: bool = False  # scale-free RMSNorm on v
+    eps: float = 1e-6
+
+    @property
+    def group(self) -> GroupName:
+        return "full" if self.window is None else "sliding"
+
+    @property
+    def qkv_rows(self) -> int:
+        """Output rows of the fused projection: q, then k, then v (v absent when k_eq_v; both when not writes)."""
+        extra = 0 if not self.writes else (1 if self.k_eq_v else 2)
+        return (self.heads + extra * self.kv_heads) * self.head_dim
+
+
+@dataclass
+class KVView:
+    """What one forward pass may touch of the cache. The target writes through it; a drafter only reads.
+
+    Row r belongs to sequence `row_seq[r]`, sits at `positions[r]` and sees the keys of that sequence at positions
+    <= `positions[r]` (and within the window). Rows of a sequence are contiguous: `row_start[b] .. row_start[b+1]`.
+    A position p lives in physical page `tables[group][b, p // page_size]` at slot `p % page_size`. Page 0 is a
+    scratch page: rows that pad a batch write there.
+    """
+
+    page_size: int
+    keys: Sequence[Tensor | None]  # per target layer that owns K/V: [pages, kv_heads, page_size, head_dim]
+    values: Sequence[Tensor | None]
+    tables: Mapping[GroupName, Tensor]  # int32 [B, max_pages]
+    positions: Tensor  # int64 [R]
+    row_seq: Tensor  # int64 [R]
+    row_start: Tensor  # int32 [B + 1]
+    max_rows: int  # most rows of any one sequence (a host number: kernels choose tiles with it)
+    max_context: int  # an upper bound of positions + 1 (a host number)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A guess: `tokens` [B, K]; the first `lengths[b]` count. `q` [B, K, V] is the distribution each token was drawn
+    from, or None when it was guessed with the shared noise or is a point mass."""
+
+    tokens: Tensor  # int64 [B, K]
+    lengths: Tensor  # int64 [B]
+    q: Tensor | None = None
+    confidence: Tensor | None = None  # [B, K] the drafter's own probability of each token
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target decided: the only thing that moves a committed length."""
+
+    accepted: Tensor  # int64 [B] how many drafted tokens were right
+    tokens: Tensor  # int64 [B, K + 1] the emitted tokens: accepted drafts, then the target's own next token
+    counts: Tensor  # int64 [B] = accepted + 1
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How the target chooses. Greedy at temperature 0. Validated by `validate()`."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
+    min_tokens: int = 0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+    n: int = 1
+    logprobs: int | None = None  # None: off; 0: the chosen token only; n: also the n most likely
+    grammar: object | None = None  # an engine.grammar.Grammar; masks logits position by position
+
+    def validate(self, vocab_size: int | None = None) -> SamplingParams:
+        def need(ok: bool, what: str) -> None:
+            if not ok:
+                raise OutriderError(what)
+
+        need(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
+        need(self.top_k >= 0, f"top_k must be >= 0 (0 turns it off), got {self.top_k}")
+        need(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
+        need(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
+        need(0.0 < self.repetition_penalty <= 10.0, f"repetition_penalty must be in (0, 10], got {self.repetition_penalty}")
+        need(-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}")
+        need(-2.0 <= self.frequency_penalty <= 2.0, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}")
+        need(self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}")
+        need(0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}")
+        need(1 <= self.n <= 128, f"n must be in [1, 128], got {self.n}")
+        need(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}")
+        need(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty")
+        need(all(w for w in self.bad_words), "bad_words must not hold an empty sequence")
+        if vocab_size is not None:
+            ids = [*self.logit_bias, *self.stop_token_ids, *(t for w in self.bad_words for t in w)]
+            for token in ids:
+                need(0 <= token < vocab_size, f"token id {token} is outside the vocabulary (0..{vocab_size - 1})")
+        return self
+
+
+@dataclass
+class RequestStats:
+    """Counted by the engine, reported with every answer."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    new_tokens: int = 0
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0  # from the first token to the last
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    drafter_off: str | None = None  # why the drafter was switched off for this request, if it was
+
+    @property
+    def tokens_per_cycle(self) -> float:
+        return (self.accepted + self.cycles) / self.cycles if self.cycles else 0.0
+
+    @property
+    def decode_tps(self) -> float:
+        return (self.new_tokens - 1) / self.decode_s if self.decode_s > 0 and self.new_tokens > 1 else 0.0
