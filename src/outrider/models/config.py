@@ -95,9 +95,10 @@ class ModelConfig:
     def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         kind = _field(raw, "model_type", str)
         text = raw.get("text_config")
-        body = {**text, "eos_token_id": raw.get("eos_token_id", text.get("eos_token_id"))} if isinstance(text, Mapping) else dict(raw)
-        if "tie_word_embeddings" not in body and "tie_word_embeddings" in raw:
-            body["tie_word_embeddings"] = raw["tie_word_embeddings"]
+        body = dict(text) if isinstance(text, Mapping) else dict(raw)
+        for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):  # the outer config's word counts: the head is the outer model's
+            if raw.get(key) is not None:
+                body[key] = raw[key]
         if kind in LLAMA_TYPES:
             return _llama(kind, body)
         if kind in GEMMA3_TYPES:
@@ -142,20 +143,23 @@ class DrafterConfig:
         text = raw.get("text_config")
         body = dict(text) if isinstance(text, Mapping) else dict(raw)
         layers = _gemma4_layers(body, drafter=True)
-        ordered = bool(raw.get("use_ordered_embeddings", False))
+        clusters = int(raw.get("num_centroids", 2048)) if raw.get("use_ordered_embeddings") else 0
+        vocab = _field(body, "vocab_size", int)
+        if clusters and vocab % clusters:
+            raise OutriderError(f"config.json: {vocab} tokens do not divide into num_centroids = {clusters} clusters of one size")
         reads = raw.get("reads")
         draft_tokens = raw.get("num_assistant_tokens")
         return DrafterConfig(
             model_type=kind,
             backbone_hidden=_field(raw, "backbone_hidden_size", int),
             hidden=_field(body, "hidden_size", int),
-            vocab_size=_field(body, "vocab_size", int),
+            vocab_size=vocab,
             layers=layers,
             reads=tuple(int(r) for r in reads) if reads is not None else None,
             norm_eps=float(body.get("rms_norm_eps", 1e-6)),
             activation=_activation(body.get("hidden_activation", "gelu_pytorch_tanh")),
-            clusters=int(raw.get("num_centroids", 0)) if ordered else 0,
-            cluster_top=int(raw.get("centroid_intermediate_top_k", 0)) if ordered else 0,
+            clusters=clusters,
+            cluster_top=int(raw.get("centroid_intermediate_top_k", 32)) if clusters else 0,
             position_offset=int(raw.get("position_offset", 2)),
             draft_tokens=int(draft_tokens) if draft_tokens is not None else None,
             tied_to_target=bool(raw.get("tied_to_target", False)),
@@ -169,7 +173,7 @@ def _field(raw: Mapping[str, Any], key: str, kind: type) -> Any:
     value = raw.get(key)
     if value is None:
         raise OutriderError(f"config.json has no {key!r}")
-    if kind is int and isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+    if (kind is int and isinstance(value, bool)) or not isinstance(value, (int, float) if kind is float else kind):
         raise OutriderError(f"config.json: {key!r} should be {kind.__name__}, got {value!r}")
     return value
 
@@ -215,12 +219,12 @@ def _llama(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
     kv_heads = int(raw.get("num_key_value_heads") or heads)
     eps = float(raw.get("rms_norm_eps", 1e-6))
     rope = _rope(raw.get("rope_parameters") or raw.get("rope_scaling"), float(raw.get("rope_theta", 10000.0)), head_dim)
-    window = raw.get("sliding_window")
+    window = raw.get("sliding_window", 4096 if kind == "mistral" else None)
     if kind in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
         window = None
     kinds = raw.get("layer_types")
     if kinds is None:
-        first = int(raw.get("max_window_layers", 0)) if kind in ("qwen2", "qwen3") else 0
+        first = int(raw.get("max_window_layers", 28)) if kind in ("qwen2", "qwen3") else 0
         kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
     bias = bool(raw.get("attention_bias", kind == "qwen2"))
     layers = tuple(
@@ -257,10 +261,11 @@ def _gemma3(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
     scale = float(raw.get("query_pre_attn_scalar", 256)) ** -0.5
     if raw.get("final_logit_softcapping") or raw.get("attn_logit_softcapping"):
         raise OutriderError("gemma3: soft-capped attention is Gemma 2's; this model_type does not have it")
+    _text_decoder(kind, raw)
     layers = tuple(
         LayerSpec(
             AttnSpec(
-                heads, int(raw.get("num_key_value_heads", heads)), head_dim, i, True,
+                heads, int(raw.get("num_key_value_heads", 4)), head_dim, i, True,
                 window=window if kinds[i] == "sliding_attention" else None, scale=scale, eps=eps,
             ),
             local if kinds[i] == "sliding_attention" else full,
@@ -279,22 +284,17 @@ def _gemma3(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
 
 def _gemma4_layers(raw: Mapping[str, Any], drafter: bool = False) -> tuple[LayerSpec, ...]:
     count, heads = _field(raw, "num_hidden_layers", int), _field(raw, "num_attention_heads", int)
-    dims = {"sliding_attention": int(raw.get("head_dim", 256)), "full_attention": int(raw.get("global_head_dim") or raw.get("head_dim", 256))}
-    kv = int(raw.get("num_key_value_heads", heads))
-    kvs = {"sliding_attention": kv, "full_attention": int(raw.get("num_global_key_value_heads") or kv)}
-    for name, per in (raw.get("per_layer_config") or {}).items():  # newer configs: one dict per layer type
-        if isinstance(per, Mapping) and name in dims:
-            dims[name] = int(per.get("head_dim") or dims[name])
-            kvs[name] = int(per.get("num_key_value_heads") or kvs[name])
-    kinds = raw.get("layer_types") or ["full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(count)]
-    if len(kinds) != count or any(k not in dims for k in kinds):
+    k_eq_v = bool(raw.get("attention_k_eq_v", False))
+    kinds = list(raw.get("layer_types") or ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)])
+    if len(kinds) != count or any(k not in ("sliding_attention", "full_attention") for k in kinds):
         raise OutriderError(f"config.json: layer_types must name {count} layers as sliding_attention or full_attention")
+    kinds[-1] = "full_attention"  # as transformers insists
+    shapes = _gemma4_shapes(raw, kinds, heads, k_eq_v)
     ropes = raw.get("rope_parameters") or {}
     default = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
         "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
     }
-    rope = {k: _rope(ropes.get(k) or default[k], 1e4, dims[k]) for k in dims}
     eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 512))
     shared = count if drafter else int(raw.get("num_kv_shared_layers") or 0)
     first_shared = count - shared
@@ -302,33 +302,67 @@ def _gemma4_layers(raw: Mapping[str, Any], drafter: bool = False) -> tuple[Layer
     owner: dict[str, int] = {}
     layers = []
     for i, kind in enumerate(kinds):
+        head_dim, kv_heads = shapes[i]
         writes = i < first_shared
         if writes:
             owner[kind] = i
         elif not drafter and kind not in owner:
             raise OutriderError(f"config.json: layer {i} shares K/V but no {kind} layer before it owns any")
         attn = AttnSpec(
-            heads, kvs[kind], dims[kind], owner.get(kind, -1), writes,
+            heads, kv_heads, head_dim, owner.get(kind, -1), writes,
             window=window if kind == "sliding_attention" else None, scale=1.0,
-            k_eq_v=bool(raw.get("attention_k_eq_v", False)) and kind == "full_attention", norm_v=True, eps=eps,
+            k_eq_v=k_eq_v and kind == "full_attention", norm_v=True, eps=eps,
         )  # fmt: skip
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes and not drafter else 1)
-        layers.append(LayerSpec(attn, rope[kind], inter))
+        layers.append(LayerSpec(attn, _rope(ropes.get(kind) or default[kind], 1e4, head_dim), inter))
     return tuple(layers)
 
 
+def _gemma4_shapes(raw: Mapping[str, Any], kinds: list[str], heads: int, k_eq_v: bool) -> list[tuple[int, int]]:
+    """(head size, K/V heads) of every layer, from either spelling: `global_head_dim` and `num_global_key_value_heads`
+    (which counts only with k_eq_v), or the newer `per_layer_config` with overrides by layer index."""
+    head_dim, kv = int(raw.get("head_dim", 256)), int(raw.get("num_key_value_heads", 4))
+    overrides = raw.get("per_layer_config")
+    if overrides is not None:
+        if not isinstance(overrides, Mapping) or any(not str(i).isdigit() or not isinstance(o, Mapping) for i, o in overrides.items()):
+            raise OutriderError("config.json: per_layer_config must map layer numbers to overrides")
+        unknown = sorted({key for o in overrides.values() for key in o} - {"head_dim", "num_key_value_heads"})
+        if unknown:
+            raise OutriderError(f"config.json: per_layer_config overrides {unknown[0]!r}; known: head_dim, num_key_value_heads")
+        by_layer = {int(i): o for i, o in overrides.items()}
+        each = [by_layer.get(i, {}) for i in range(len(kinds))]
+        shapes = [(int(o.get("head_dim", head_dim)), int(o.get("num_key_value_heads", kv))) for o in each]
+    else:
+        wide = (int(raw.get("global_head_dim", 512)), int((k_eq_v and raw.get("num_global_key_value_heads")) or kv))
+        shapes = [wide if kind == "full_attention" else (head_dim, kv) for kind in kinds]
+    for i, (_, kv_heads) in enumerate(shapes):
+        if heads % kv_heads:
+            raise OutriderError(f"config.json: layer {i} has {heads} heads, not a multiple of its {kv_heads} K/V heads")
+    return shapes
+
+
+def _text_decoder(kind: str, raw: Mapping[str, Any]) -> None:
+    """Options of the Gemma classes that no released text decoder uses: refuse rather than compute something else."""
+    if raw.get("attention_bias"):
+        raise OutriderError(f"{kind}: attention_bias is not supported")
+    if raw.get("use_bidirectional_attention") in (True, "all"):
+        raise OutriderError(f"{kind}: bidirectional attention makes this an encoder, not a model that decodes")
+
+
 def _gemma4(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
+    _text_decoder(kind, raw)
     hidden = _field(raw, "hidden_size", int)
     moe = None
     if raw.get("enable_moe_block"):
         moe = MoESpec(_field(raw, "num_experts", int), _field(raw, "top_k_experts", int), _field(raw, "moe_intermediate_size", int))
     cap = raw.get("final_logit_softcapping")
+    ple = int(raw.get("hidden_size_per_layer_input", 0 if "unified" in kind else 256) or 0)
     return ModelConfig(
         model_type=kind, family="gemma4", vocab_size=int(raw.get("vocab_size", 262144)), hidden=hidden,
         layers=_gemma4_layers(raw), activation=_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")),
         norm_eps=float(raw.get("rms_norm_eps", 1e-6)), embed_scale=hidden**0.5,
         softcap=float(cap) if cap is not None else None, tied=bool(raw.get("tie_word_embeddings", True)),
         max_context=int(raw.get("max_position_embeddings", 131072)), qk_norm=True, sandwich=True, layer_scalar=True,
-        ple_dim=int(raw.get("hidden_size_per_layer_input") or 0), moe=moe,
+        ple_dim=ple, moe=moe,
         eos_ids=_ids(raw.get("eos_token_id", 1)), bos_id=raw.get("bos_token_id", 2),
     )  # fmt: skip

@@ -1,0 +1,88 @@
+"""Gemma 4, text only, all five sizes: dense (31B, 12B), mixture of experts (26B-A4B), edge (E2B, E4B).
+
+What differs between sizes is configuration: sliding and full layers have their own head size, RoPE and K/V heads; full
+layers may take v from the k projection; edge models share the K/V of their last owning layers and add per-layer
+embeddings (PLE). Norms stand before and after each sublayer, and a scalar multiplies the whole stream after a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..types import KVView
+from .config import ModelConfig
+from .layers import Ops, TextModel, Weight
+from .moe import gather_experts, mix_experts
+
+
+@dataclass(frozen=True)
+class PerLayerBlock:
+    """How one layer takes in its per-layer embedding."""
+
+    gate: Weight  # [ple, H]
+    out: Weight  # [H, ple]
+    post_norm: Tensor
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+    """Where the per-layer embeddings of all layers come from."""
+
+    table: Weight  # [V, L·ple]
+    proj: Weight  # [L·ple, H]
+    norm: Tensor  # [ple]
+
+
+class Gemma4(TextModel):
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: Ops):
+        super().__init__(config, weights, ops)
+        count = range(len(config.layers))
+        self.experts = gather_experts(weights, config) if config.moe else None
+        self.ple_input: PerLayerInput | None = None
+        self.ple_blocks: list[PerLayerBlock] = []
+        if config.ple_dim:
+            self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], weights["ple_norm"])
+            self.ple_blocks = [
+                PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], weights[f"layers.{i}.ple_post_norm"])
+                for i in count
+            ]
+
+    def per_layer_inputs(self, source: PerLayerInput, ids: Tensor, x: Tensor) -> Tensor:
+        """[L, R, ple]: the token's own part and a projection of its embedding, computed once a pass."""
+        ops, config = self.ops, self.config
+        shape = (ids.shape[0], len(config.layers), config.ple_dim)
+        token = ops.embed(ids, source.table, config.ple_dim**0.5).view(shape)
+        context = ops.rms_norm((ops.linear(x, source.proj) * config.hidden**-0.5).view(shape), source.norm, config.norm_eps)
+        return ((context + token) * 2**-0.5).transpose(0, 1).contiguous()
+
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
+        ops, moe, eps, act = self.ops, self.config.moe, self.config.norm_eps, self.config.activation
+        angles = self.angles(kv.positions)
+        x = self.embed(ids)  # [R, H] the residual stream
+        ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
+        h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)  # [R, H] what the next sublayer reads
+        streams = []
+        for i, block in enumerate(self.blocks):
+            qkv = ops.linear(h, block.qkv)
+            q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
+            y = ops.linear(ops.attend(q, block.spec, kv), block.out)
+            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
+
+            y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
+            if self.experts is not None and moe is not None:
+                y = mix_experts(ops, self.experts[i], x, y, moe.top_k, act, eps)
+
+            if ple is None:
+                x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
+            else:
+                x, _ = ops.residual_norm(x, y, block.post_mlp_norm, None, None, eps)
+                side = self.ple_blocks[i]
+                y = ops.linear(ops.act_mul(ops.linear(x, side.gate), ple[i], act), side.out)
+                x, h = ops.residual_norm(x, y, side.post_norm, block.scalar, block.next_norm, eps)
+            if taps:
+                streams.append(x)
+        return (h, tuple(streams[i] for i in taps)) if taps else h

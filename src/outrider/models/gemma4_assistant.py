@@ -1,0 +1,80 @@
+"""Gemma 4's MTP drafter, and those that we train in its image.
+
+It owns no K/V. Fed by the target's embedding of the newest token and the target's last hidden state (after the final
+norm), a few query-only layers attend to the target's cache at one constant position; the hidden state it hands out is
+fed back for the next token. With a clustered head only the tokens of the best clusters are scored.
+
+Let the sequence have L tokens, the newest sampled but not yet run through the target: the view has one row a sequence
+at position L - 2, the last visible key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..types import KVView
+from .config import DrafterConfig
+from .layers import Ops, TextModel, Weight, gather_blocks, rope_variants
+from .pairing import bind
+
+Angles = list[tuple[Tensor, Tensor]]
+
+
+class Gemma4Assistant:
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Weight], ops: Ops, target: TextModel):
+        layers = bind(config, target.config)
+        self.config, self.ops, self.target = config, ops, target
+        self.norm: Tensor = weights["norm"]
+        self.device, self.dtype = self.norm.device, target.dtype
+        self.pre: Weight = weights["pre"]  # [h, 2·Hb]
+        self.post: Weight = weights["post"]  # [Hb, h]
+        rope_of, self.inv_freqs = rope_variants(layers, self.device)
+        self.blocks = gather_blocks(weights, layers, rope_of, qk_norm=True, sandwich=True, layer_scalar=True)
+        self.head: Weight = weights["embed"]  # [V, h], or by cluster [C, S, h]
+        self.centroids: Weight | None = None
+        if config.clusters:
+            # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
+            order: Tensor = weights["token_ordering"].long()
+            dense = self.head if isinstance(self.head, Tensor) else ops.unpack(self.head).to(self.dtype)
+            self.centroids = weights["centroids"]
+            self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
+            self.head = dense[order].view(config.clusters, -1, config.hidden)
+        else:
+            self.token_ids = torch.arange(config.vocab_size, device=self.device)
+
+    def start(self, kv: KVView) -> Angles:
+        """The rotary angles of a round: the position is constant, so the steps of a round can share them."""
+        positions = kv.positions + 2 - self.config.position_offset
+        return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
+
+    def step(self, token_embedding: Tensor, hidden: Tensor, kv: KVView, angles: Angles | None = None) -> tuple[Tensor, Tensor]:
+        """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g [B, h] for the head, next hidden [B, Hb]."""
+        ops, eps, act = self.ops, self.config.norm_eps, self.config.activation
+        angles = self.start(kv) if angles is None else angles
+        x = ops.linear(torch.cat((token_embedding, hidden), dim=-1), self.pre)  # [B, h] the residual stream
+        h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
+        for block in self.blocks:
+            q = ops.rope_write(ops.linear(h, block.qkv), *angles[block.rope], block.q_norm, None, block.spec, kv)
+            y = ops.linear(ops.attend(q, block.spec, kv), block.out)
+            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
+            y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
+            x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
+        return h, ops.linear(h, self.post)
+
+    def candidates(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens worth scoring and their float32 logits: ids [B, N], logits [B, N]; the whole vocabulary without clusters."""
+        if self.centroids is None:
+            z = self.ops.logits(g, self.head, None)
+            return self.token_ids.expand(z.shape), z
+        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]
+        return self.cluster_ids[best].flatten(1), z.flatten(1)
+
+    def full_logits(self, g: Tensor) -> Tensor:
+        """Float32 [B, V]; -inf where the clustered head did not look."""
+        if self.centroids is None:
+            return self.ops.logits(g, self.head, None)
+        ids, z = self.candidates(g)
+        return torch.full((g.shape[0], self.config.vocab_size), float("-inf"), device=g.device).scatter_(1, ids, z)

@@ -1,0 +1,51 @@
+"""Gemma 4's mixture of experts (26B-A4B): routed experts beside the dense MLP of the same layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .config import ModelConfig
+from .layers import Ops, Weight
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One layer's experts and their router."""
+
+    router: Weight  # [E, H]
+    router_norm: Tensor  # [H] float32: the router's own scale times hidden^-0.5
+    expert_scale: Tensor  # [E] float32
+    gate_up: Weight  # [E, 2·I, H]
+    down: Weight  # [E, H, I]
+    norm: Tensor  # before the experts
+    post_norm: Tensor  # after the experts
+    post_dense_norm: Tensor  # after the dense MLP
+
+
+def gather_experts(weights: Mapping[str, Weight], config: ModelConfig) -> list[Experts]:
+    return [
+        Experts(
+            router=weights[f"layers.{i}.router"],
+            router_norm=weights[f"layers.{i}.router_scale"] * config.hidden**-0.5,
+            expert_scale=weights[f"layers.{i}.expert_scale"],
+            gate_up=weights[f"layers.{i}.experts_gate_up"],
+            down=weights[f"layers.{i}.experts_down"],
+            norm=weights[f"layers.{i}.mlp_norm_2"],
+            post_norm=weights[f"layers.{i}.post_mlp_norm_2"],
+            post_dense_norm=weights[f"layers.{i}.post_mlp_norm_1"],
+        )
+        for i in range(len(config.layers))
+    ]
+
+
+def mix_experts(ops: Ops, experts: Experts, x: Tensor, dense: Tensor, top_k: int, act: str, eps: float) -> Tensor:
+    """x [R, H] the residual stream (the router reads it un-normed but for its own norm); dense [R, H] the MLP's answer."""
+    routed = ops.moe(
+        ops.rms_norm(x, experts.router_norm, eps), ops.rms_norm(x, experts.norm, eps),
+        experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act,
+    )  # fmt: skip
+    both, _ = ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)
+    return both

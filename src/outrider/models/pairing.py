@@ -1,0 +1,58 @@
+"""Whether a drafter fits a target, and which of the target's layers it reads. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..types import OutriderError
+from .config import DrafterConfig, LayerSpec, ModelConfig
+
+
+def reads(config: DrafterConfig, target: ModelConfig) -> tuple[int, ...]:
+    """The target layer whose K/V each drafter layer attends to."""
+    if config.reads is not None:
+        return config.reads
+    return tuple(target.donor(layer.kind) for layer in config.layers)
+
+
+def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
+    """None when the drafter can run on this target, else the reason why not."""
+    if config.backbone_hidden != target.hidden:
+        return f"the drafter was made for a hidden size of {config.backbone_hidden}, {target.model_type} has {target.hidden}"
+    if config.vocab_size != target.vocab_size:
+        return f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
+    if config.taps or config.tied_to_target:
+        return "drafters with tapped hidden states or a head tied to the target are not supported"
+    kinds = {target.layers[i].kind for i in target.kv_layers}
+    if config.reads is None:
+        for layer in config.layers:
+            if layer.kind not in kinds:
+                return f"the drafter reads a {layer.kind} layer, but no {layer.kind} layer of the target owns K/V"
+    elif len(config.reads) != len(config.layers):
+        return f"the drafter has {len(config.layers)} layers but names {len(config.reads)} layers to read"
+    for i, (at, layer) in enumerate(zip(reads(config, target), config.layers, strict=True)):
+        if at not in target.kv_layers:
+            return f"drafter layer {i} reads the K/V of target layer {at}, which owns none"
+        ours, theirs = layer.attn, target.layers[at].attn
+        for what, mine, its in (
+            ("head size", ours.head_dim, theirs.head_dim),
+            ("K/V heads", ours.kv_heads, theirs.kv_heads),
+            ("window", ours.window, theirs.window),
+        ):
+            if mine != its:
+                return f"drafter layer {i} expects {what} {mine}, target layer {at} has {its}"
+        if ours.heads % theirs.kv_heads:
+            return f"drafter layer {i} has {ours.heads} heads, not a multiple of the target's {theirs.kv_heads} K/V heads"
+        if layer.rope != target.layers[at].rope:
+            return f"drafter layer {i} rotates its queries otherwise than target layer {at} its keys (rope differs)"
+    return None
+
+
+def bind(config: DrafterConfig, target: ModelConfig) -> tuple[LayerSpec, ...]:
+    """The drafter's layers with the K/V layer of each resolved; raises when it does not fit."""
+    reason = fits(config, target)
+    if reason is not None:
+        raise OutriderError(f"drafter {config.model_type} does not fit the target: {reason}")
+    return tuple(
+        replace(layer, attn=replace(layer.attn, kv_layer=at)) for at, layer in zip(reads(config, target), config.layers, strict=True)
+    )
