@@ -133,6 +133,21 @@ class DrafterConfig:
     tied_to_target: bool = False  # the head is the target's embedding, behind a projection
     taps: tuple[int, ...] = ()  # target layers whose hidden states are fed beside the last one
     target_hash: str | None = None  # what it was trained for (own drafters)
+    style: Literal["gemma", "plain"] = "gemma"  # plain (own drafters): see models/outrider_drafter.py
+
+    @property
+    def gemma(self) -> bool:
+        return self.style == "gemma"
+
+    @property
+    def head_hidden(self) -> int:
+        """Width of what the head (and the centroids) are multiplied with."""
+        return self.backbone_hidden if self.tied_to_target else self.hidden
+
+    @property
+    def has_post(self) -> bool:
+        """Whether a projection leads from the drafter's width back to the target's."""
+        return self.gemma or self.hidden != self.backbone_hidden
 
     @staticmethod
     def from_hf(raw: Mapping[str, Any]) -> DrafterConfig:
@@ -142,7 +157,10 @@ class DrafterConfig:
             raise OutriderError(f"model_type {kind!r} is not an MTP drafter; known: {known}")
         text = raw.get("text_config")
         body = dict(text) if isinstance(text, Mapping) else dict(raw)
-        layers = _gemma4_layers(body, drafter=True)
+        style = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
+        if style not in ("gemma", "plain"):
+            raise OutriderError(f"config.json: unknown drafter style {style!r}; known: gemma, plain")
+        layers = _own_layers(raw) if style == "plain" else _gemma4_layers(body, drafter=True)
         clusters = int(raw.get("num_centroids", 2048)) if raw.get("use_ordered_embeddings") else 0
         vocab = _field(body, "vocab_size", int)
         if clusters and vocab % clusters:
@@ -165,6 +183,7 @@ class DrafterConfig:
             tied_to_target=bool(raw.get("tied_to_target", False)),
             taps=tuple(int(t) for t in raw.get("taps", ())),
             target_hash=raw.get("target_hash"),
+            style=style,
         )
 
 
@@ -315,6 +334,22 @@ def _gemma4_layers(raw: Mapping[str, Any], drafter: bool = False) -> tuple[Layer
         )  # fmt: skip
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes and not drafter else 1)
         layers.append(LayerSpec(attn, _rope(ropes.get(kind) or default[kind], 1e4, head_dim), inter))
+    return tuple(layers)
+
+
+def _own_layers(raw: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
+    """The layers of a plain drafter: each is spelled out, because each may read a target layer of another shape."""
+    listed = raw.get("layers")
+    if not isinstance(listed, list) or not listed:
+        raise OutriderError("config.json: a plain drafter must list its 'layers'")
+    eps, layers = float(raw.get("rms_norm_eps", 1e-6)), []
+    for one in listed:
+        dim, window = _field(one, "head_dim", int), one.get("window")
+        attn = AttnSpec(
+            _field(one, "heads", int), _field(one, "kv_heads", int), dim, -1, False,
+            window=int(window) if window else None, scale=float(_field(one, "scale", float)), eps=eps,
+        )  # fmt: skip
+        layers.append(LayerSpec(attn, RopeSpec(**_field(one, "rope", dict)), _field(one, "intermediate", int)))
     return tuple(layers)
 
 

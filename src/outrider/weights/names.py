@@ -12,14 +12,14 @@ from typing import Literal
 
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 
-Role = Literal["matrix", "embedding", "norm", "vector", "index"]
+Role = Literal["matrix", "embedding", "bias", "norm", "vector", "index"]
 Config = ModelConfig | DrafterConfig
 
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One canonical weight. Matrices and embeddings take the load dtype (or a packed form), norms and vectors are
-    float32, an index is int64. `plus_one`: the checkpoint stores w - 1 (Gemma 3's safetensors)."""
+    """One canonical weight. Matrices, embeddings and biases take the load dtype (the first two also a packed form),
+    norms and vectors are float32, an index is int64. `plus_one`: the checkpoint stores w - 1 (Gemma 3's safetensors)."""
 
     shape: tuple[int, ...]
     sources: tuple[str, ...]
@@ -84,10 +84,10 @@ def _attention(plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: in
     parts = tuple((attn.heads if w == "q" else attn.kv_heads) * attn.head_dim for w in which)
     plan[here + "qkv"] = _rows((attn.qkv_rows, hidden), tuple(f"{there}{w}_proj.weight" for w in which), parts)
     if qkv_bias:
-        plan[here + "qkv_bias"] = _rows((attn.qkv_rows,), tuple(f"{there}{w}_proj.bias" for w in which), parts, "vector")
+        plan[here + "qkv_bias"] = _rows((attn.qkv_rows,), tuple(f"{there}{w}_proj.bias" for w in which), parts, "bias")
     plan[here + "out"] = TensorPlan((hidden, attn.heads * attn.head_dim), (there + "o_proj.weight",), "matrix")
     if out_bias:
-        plan[here + "out_bias"] = TensorPlan((hidden,), (there + "o_proj.bias",), "vector")
+        plan[here + "out_bias"] = TensorPlan((hidden,), (there + "o_proj.bias",), "bias")
 
 
 def _mlp(plan: dict[str, TensorPlan], i: int, inter: int, hidden: int, bias: bool) -> None:
@@ -95,8 +95,8 @@ def _mlp(plan: dict[str, TensorPlan], i: int, inter: int, hidden: int, bias: boo
     plan[here + "gate_up"] = _rows((2 * inter, hidden), (there + "gate_proj.weight", there + "up_proj.weight"), (inter, inter))
     plan[here + "down"] = TensorPlan((hidden, inter), (there + "down_proj.weight",), "matrix")
     if bias:
-        plan[here + "gate_up_bias"] = _rows((2 * inter,), (there + "gate_proj.bias", there + "up_proj.bias"), (inter, inter), "vector")
-        plan[here + "down_bias"] = TensorPlan((hidden,), (there + "down_proj.bias",), "vector")
+        plan[here + "gate_up_bias"] = _rows((2 * inter,), (there + "gate_proj.bias", there + "up_proj.bias"), (inter, inter), "bias")
+        plan[here + "down_bias"] = TensorPlan((hidden,), (there + "down_proj.bias",), "bias")
 
 
 def _norms(plan: dict[str, TensorPlan], i: int, layer: LayerSpec, hidden: int, sandwich: bool, qk_norm: bool, plus_one: bool) -> None:
@@ -163,23 +163,23 @@ def _target(config: ModelConfig) -> dict[str, TensorPlan]:
 
 
 def _drafter(config: DrafterConfig) -> dict[str, TensorPlan]:
-    """Gemma 4's assistants, and our own drafters, which add: no head of their own when tied to the target's
-    embedding (`head_proj` leads back to the target's width), and inputs from tapped layers beside the last hidden state."""
+    """Gemma 4's assistants, and our own drafters: no head when it is tied to the target's embedding, inputs from
+    tapped layers beside the last hidden state, and the plain style without sandwich norms, q norm and scalar."""
     hidden, wide, vocab = config.hidden, config.backbone_hidden, config.vocab_size
     plan: dict[str, TensorPlan] = {}
-    if config.tied_to_target:
-        plan["head_proj"] = TensorPlan((wide, hidden), ("head_projection.weight",), "matrix")
-    else:
+    if not config.tied_to_target:
         plan["embed"] = TensorPlan((vocab, hidden), ("model.embed_tokens.weight",), "embedding")
     plan["pre"] = TensorPlan((hidden, (2 + len(config.taps)) * wide), ("pre_projection.weight",), "matrix")
-    plan["post"] = TensorPlan((wide, hidden), ("post_projection.weight",), "matrix")
+    if config.has_post:
+        plan["post"] = TensorPlan((wide, hidden), ("post_projection.weight",), "matrix")
     plan["norm"] = TensorPlan((hidden,), ("model.norm.weight",), "norm")
     if config.clusters:
-        plan["centroids"] = TensorPlan((config.clusters, hidden), ("masked_embedding.centroids.weight",), "matrix")
+        plan["centroids"] = TensorPlan((config.clusters, config.head_hidden), ("masked_embedding.centroids.weight",), "matrix")
         plan["token_ordering"] = TensorPlan((vocab,), ("masked_embedding.token_ordering",), "index")
     for i, layer in enumerate(config.layers):
         _attention(plan, i, layer, hidden, qkv_bias=False, out_bias=False)
         _mlp(plan, i, layer.intermediate, hidden, bias=False)
-        _norms(plan, i, layer, hidden, sandwich=True, qk_norm=True, plus_one=False)
-        plan[f"layers.{i}.scalar"] = TensorPlan((1,), (f"model.layers.{i}.layer_scalar",), "vector")
+        _norms(plan, i, layer, hidden, sandwich=config.gemma, qk_norm=config.gemma, plus_one=False)
+        if config.gemma:
+            plan[f"layers.{i}.scalar"] = TensorPlan((1,), (f"model.layers.{i}.layer_scalar",), "vector")
     return plan

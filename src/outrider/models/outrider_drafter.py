@@ -1,0 +1,98 @@
+"""Our own MTP drafter, free of Gemma 4's layout where that pays.
+
+Like Gemma 4's assistant it owns no K/V: query-only layers attend to the target's cache at one constant position, fed
+by the target's embedding of the newest token and the target's last hidden state; what it hands out is fed back. Unlike it
+
+- every layer reads the K/V of a target layer of its own choosing (`reads`), not only of the last one;
+- the inputs are brought to unit scale (scale-free RMSNorm), so embedding and hidden state weigh alike; residual
+  streams of further target layers at the last seen position (`taps`) may be fed beside them, once a round;
+- layers are plain pre-norm blocks: the target's K needs no q norm to be matched, and two norms a layer are saved;
+- the head is the target's own embedding (`tied_to_target`): the drafter predicts the target's next hidden state in
+  the target's space, and that prediction is both what the head reads and what is fed back.
+
+With clusters only the tokens of the best `cluster_top` clusters are scored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..types import KVView
+from .config import DrafterConfig
+from .layers import Ops, TextModel, Weight, gather_blocks, rope_variants
+from .pairing import bind
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the steps of one round share: the view, the rotary angles of the constant position, the tapped inputs."""
+
+    kv: KVView
+    angles: list[tuple[Tensor, Tensor]]
+    taps: Tensor | None  # [B, taps·Hb] at unit scale
+
+
+class OutriderDrafter:
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Weight], ops: Ops, target: TextModel):
+        layers = bind(config, target.config)
+        self.config, self.ops, self.target = config, ops, target
+        self.norm: Tensor = weights["norm"]
+        self.device, self.dtype = self.norm.device, target.dtype
+        self.pre: Weight = weights["pre"]  # [h, (2 + taps)·Hb]
+        self.post: Weight | None = weights["post"] if config.has_post else None  # [Hb, h]
+        rope_of, self.inv_freqs = rope_variants(layers, self.device)
+        self.blocks = gather_blocks(weights, layers, rope_of)
+        self.head: Weight = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
+        self.centroids: Weight | None = None
+        if config.clusters:
+            # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
+            order: Tensor = weights["token_ordering"].long()
+            dense = self.head if isinstance(self.head, Tensor) else ops.unpack(self.head).to(self.dtype)
+            self.centroids = weights["centroids"]
+            self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
+            self.head = dense[order].view(config.clusters, -1, config.head_hidden)
+        else:
+            self.token_ids = torch.arange(config.vocab_size, device=self.device)
+
+    def start(self, kv: KVView, features: Tensor) -> Round:
+        """kv: one row a sequence at the last position that the target has seen; features [B, Hb·(1 + taps)] at it."""
+        positions = kv.positions + 2 - self.config.position_offset
+        wide, taps = self.config.backbone_hidden, None
+        if self.config.taps:
+            streams = features[:, wide:].reshape(-1, wide)
+            taps = self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
+        return Round(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], taps)
+
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
+        """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g for the head, next hidden [B, Hb]."""
+        ops, eps, act = self.ops, self.config.norm_eps, self.config.activation
+        parts = [ops.rms_norm(token_embedding, None, eps), ops.rms_norm(hidden, None, eps)]
+        x = ops.linear(torch.cat(parts if state.taps is None else [*parts, state.taps], dim=-1), self.pre)  # [B, h]
+        h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
+        for block in self.blocks:
+            q = ops.rope_write(ops.linear(h, block.qkv), *state.angles[block.rope], None, None, block.spec, state.kv)
+            y = ops.linear(ops.attend(q, block.spec, state.kv), block.out)
+            x, h = ops.residual_norm(x, y, None, None, block.mlp_norm, eps)
+            y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
+            x, h = ops.residual_norm(x, y, None, None, block.next_norm, eps)
+        nxt = h if self.post is None else ops.linear(h, self.post)
+        return (nxt if self.config.tied_to_target else h), nxt
+
+    def candidates(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens worth scoring and their float32 logits: ids [B, N], logits [B, N]; the whole vocabulary without clusters."""
+        if self.centroids is None:
+            z = self.ops.logits(g, self.head, None)
+            return self.token_ids.expand(z.shape), z
+        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]
+        return self.cluster_ids[best].flatten(1), z.flatten(1)
+
+    def full_logits(self, g: Tensor) -> Tensor:
+        """Float32 [B, V]; -inf where the clustered head did not look."""
+        if self.centroids is None:
+            return self.ops.logits(g, self.head, None)
+        ids, z = self.candidates(g)
+        return torch.full((g.shape[0], self.config.vocab_size), float("-inf"), device=g.device).scatter_(1, ids, z)
