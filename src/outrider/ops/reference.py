@@ -36,6 +36,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class ReferenceOps:
     name = "reference"
     row_invariant = False  # torch's products may round differently for another number of rows
+    row_invariant_prefill = False  # so may prompts, cut into other chunks
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:

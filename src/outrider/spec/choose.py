@@ -1,0 +1,363 @@
+"""How the target chooses a token: a deterministic function of (logits, parameters, history, seed, position).
+
+    z     = process(logits)           penalties -> logit bias -> bad words -> grammar -> min_tokens
+                                      -> temperature -> top-k -> top-p -> min-p
+    token = argmax(z)                 at temperature 0 (below 1e-5), the lowest id on ties
+    token = argmax(z + gumbel(seed, position, token))   otherwise: an exact draw from softmax(z)
+
+The noise has no state: the drafter guesses with the same noise (`guess`), and a draft is accepted while it equals the
+target's choice (`accept`). So the output does not depend on the drafter, on K or on the batch.
+
+Every row is computed from that row alone, to the bit: sums over the vocabulary (top-p) are done in integers, so that no
+order of summation can matter. Nothing here waits for the device (no `.item()`, no boolean indexing) on CUDA.
+
+Conventions (OpenAI / vLLM). Repetition penalty looks at prompt and output, presence and frequency at the output only; all
+of them see the drafted prefix, position by position. Bad words look at prompt and output. Logprobs are those of the raw
+logits. Filters are functions of the values: tokens with equal logits are kept or dropped together.
+    top-k: keep z >= the k-th largest.   min-p: keep p >= min_p * max p.
+    top-p: keep a token while the mass of the strictly likelier ones (after top-k) is < top_p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..ops.reference import ReferenceOps
+from ..types import Draft, SamplingParams, Verdict
+
+COLD = 1e-5  # below this temperature the choice is greedy
+OFF = 1 << 40  # a top-k that keeps everything
+ANY = -2  # in a bad word's prefix: matches whatever stands there
+MASS = float(1 << 40)  # fixed point of top-p; 2^40 · V stays below 2^63
+HEAD = 256  # candidates tried before sorting the whole vocabulary (CPU, top-p without top-k)
+GUESS_HEAD = 512  # candidates a drafter's filter looks at: a guess need not be exact
+DRAFT_SALT, VERIFY_SALT = 0x6A09E667F3BCC909, 0x3C6EF372FE94F82B  # separate streams for rejection's randomness
+STREAM = 0x1E3779B97F4A7C15  # odd: one stream per start position
+
+
+@dataclass
+class Penalties:
+    repetition: Tensor  # float32 [B]
+    presence: Tensor
+    frequency: Tensor
+    in_prompt: Tensor  # bool [B, V]
+    counts: Tensor  # int32 [B, V] occurrences in the output; `commit` adds to it
+
+
+@dataclass
+class BadWords:
+    prefix: Tensor  # int64 [B, M, W] all but the last token, right-aligned, ANY in front
+    last: Tensor  # int64 [B, M]
+    real: Tensor  # bool [B, M] False: padding
+    tail: Tensor  # int64 [B, W] the newest W tokens of prompt and output (-1: none); `commit` shifts it
+
+
+@dataclass
+class Sparse:
+    """A few (id, value) pairs a sequence, padded with (0, 0.0)."""
+
+    ids: Tensor  # int64 [B, M]
+    values: Tensor  # float32 [B, M]
+
+
+@dataclass
+class SamplingBatch:
+    """The parameters and the history of B sequences, as tensors. Rebuilt by the host when the batch changes; between two
+    rebuilds `commit` keeps the history up to date on the device."""
+
+    temperature: Tensor  # float32 [B]; 1 where greedy
+    hot: Tensor  # bool [B] sampled, not greedy
+    seed: Tensor  # int64 [B]
+    out_len: Tensor  # int64 [B] tokens generated so far
+    top_k: Tensor  # int64 [B] OFF: all
+    top_p: Tensor  # float64 [B]
+    min_logp: Tensor  # float32 [B] log(min_p)
+    plain_greedy: bool  # nothing but argmax is asked by anyone
+    any_hot: bool
+    any_filter: bool
+    any_top_k: bool
+    any_top_p: bool
+    head: int | None  # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
+    any_grammar: bool
+    max_logprobs: int | None
+    penalties: Penalties | None
+    bias: Sparse | None
+    bad_words: BadWords | None
+    stops: Sparse | None  # ids that may not come before min_tokens (value -inf)
+    min_tokens: Tensor | None  # int64 [B]
+
+    any_penalty = property(lambda self: self.penalties is not None)
+    any_bias = property(lambda self: self.bias is not None)
+    any_bad_words = property(lambda self: self.bad_words is not None)
+    any_min_tokens = property(lambda self: self.min_tokens is not None)
+
+    # ---- building (host) ------------------------------------------------------------------------------------------
+    @classmethod
+    def build(
+        cls,
+        params: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        vocab: int,
+        device: torch.device | str,
+        eos_ids: Sequence[int] = (),
+    ) -> SamplingBatch:
+        hot = [p.temperature >= COLD for p in params]
+        top_k = [p.top_k if h and 0 < p.top_k < vocab else OFF for p, h in zip(params, hot, strict=True)]
+        top_p = [p.top_p if h else 1.0 for p, h in zip(params, hot, strict=True)]
+        min_p = [p.min_p if h else 0.0 for p, h in zip(params, hot, strict=True)]
+        both = [k for k, p in zip(top_k, top_p, strict=True) if k != OFF or p < 1.0]
+        asked = [p.logprobs for p in params if p.logprobs is not None]
+        grammar = any(p.grammar is not None for p in params)
+        penalties = _penalties(params, prompts, outputs, vocab, device)
+        bias = _sparse([dict(p.logit_bias) for p in params], device)
+        bad_words = _bad_words(params, prompts, outputs, device)
+        early = [p.min_tokens > len(o) for p, o in zip(params, outputs, strict=True)]
+        ids = [{*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)} if e else set() for p, e in zip(params, early, strict=True)]
+        stops = _sparse([dict.fromkeys(sorted(s), -math.inf) for s in ids], device)
+        special = grammar or any(x is not None for x in (penalties, bias, bad_words, stops))
+        return cls(
+            temperature=torch.tensor([p.temperature if h else 1.0 for p, h in zip(params, hot, strict=True)], device=device),
+            hot=torch.tensor(hot, device=device),
+            seed=torch.tensor([_int64(p.seed) for p in params], dtype=torch.int64, device=device),
+            out_len=torch.tensor([len(o) for o in outputs], dtype=torch.int64, device=device),
+            top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
+            top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
+            min_logp=torch.tensor([math.log(m) if m > 0 else -math.inf for m in min_p], device=device),
+            plain_greedy=not special and not any(hot),
+            any_hot=any(hot),
+            any_filter=bool(both) or any(m > 0 for m in min_p),
+            any_top_k=any(k != OFF for k in top_k),
+            any_top_p=any(p < 1.0 for p in top_p),
+            head=None if OFF in both else max(both, default=1),
+            any_grammar=grammar,
+            max_logprobs=max(asked) if asked else None,
+            penalties=penalties,
+            bias=bias,
+            bad_words=bad_words,
+            stops=stops,
+            min_tokens=torch.tensor([p.min_tokens for p in params], device=device) if stops is not None else None,
+        )
+
+    # ---- choosing (device) ----------------------------------------------------------------------------------------
+    def process(
+        self,
+        logits: Tensor,  # float32 [R, V]
+        row_seq: Tensor,  # int64 [R]
+        row_offset: Tensor,  # int64 [R] index inside the sequence's verify block: the token is output out_len + offset
+        drafts: Tensor,  # int64 [B, K]; row j sees drafts[:, :j]
+        grammar: Tensor | None = None,  # bool [R, V] True: allowed
+    ) -> Tensor:
+        """z [R, V]: the token is drawn from softmax(z). `logits` is never changed; it may be returned as it is."""
+        z = logits
+        if self.penalties is not None:
+            z = self._penalise(z, self.penalties, row_seq, row_offset, drafts)
+        if self.bias is not None:
+            z = z.scatter_add(1, self.bias.ids[row_seq], self.bias.values[row_seq])
+        if self.bad_words is not None:
+            z = self._forbid(z, self.bad_words, row_seq, row_offset, drafts)
+        if grammar is not None:
+            z = z.masked_fill(~grammar, -math.inf)
+        if self.stops is not None and self.min_tokens is not None:
+            early = self.out_len[row_seq] + row_offset < self.min_tokens[row_seq]  # [R]
+            kept = z.scatter_add(1, self.stops.ids[row_seq], torch.where(early[:, None], self.stops.values[row_seq], 0.0))
+            # where only a stop token is left (a finished grammar), min_tokens gives way
+            z = kept if grammar is None else torch.where((kept.amax(-1) > -math.inf)[:, None], kept, z)
+        if self.any_hot:
+            z = z / self.temperature[row_seq][:, None]
+        return self._filter(z, row_seq, exact=True) if self.any_filter else z
+
+    def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: ReferenceOps) -> Tensor:
+        """Tokens [R]; `position` [R] is where the chosen token will stand in its sequence."""
+        if not self.any_hot:
+            return z.argmax(-1)
+        return ops.gumbel_argmax(z, self.seed[row_seq], position, None, self.hot[row_seq])
+
+    def commit(self, tokens: Tensor, counts: Tensor) -> None:
+        """The first `counts[b]` of `tokens` [B, K+1] were emitted. In place, so that a captured graph sees it."""
+        if self.penalties is not None:
+            new = torch.arange(tokens.shape[1], device=tokens.device) < counts[:, None]
+            vocab = self.penalties.counts.shape[1]
+            self.penalties.counts.scatter_add_(1, tokens.clamp(0, vocab - 1), new.to(torch.int32))
+        if self.bad_words is not None:
+            line = torch.cat((self.bad_words.tail, tokens), 1)
+            width = self.bad_words.tail.shape[1]
+            self.bad_words.tail.copy_(line.gather(1, counts[:, None] + torch.arange(width, device=tokens.device)))
+        self.out_len += counts
+
+    def select(self, which: Tensor) -> SamplingBatch:
+        """Some of the sequences, as far as a drafter needs them: no history, no masks."""
+        return replace(
+            self, temperature=self.temperature[which], hot=self.hot[which], seed=self.seed[which], out_len=self.out_len[which],
+            top_k=self.top_k[which], top_p=self.top_p[which], min_logp=self.min_logp[which],
+            penalties=None, bias=None, bad_words=None, stops=None, min_tokens=None,
+        )  # fmt: skip
+
+    # ---- drafting -------------------------------------------------------------------------------------------------
+    def guess(self, logits: Tensor, position: Tensor, ops: ReferenceOps, token_ids: Tensor | None = None) -> Tensor:
+        """What the drafter thinks the target will choose, with the target's own noise: tokens [B] from its logits [B, N]
+        (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: only the
+        acceptance could suffer."""
+        if not self.any_hot:
+            best = logits.argmax(-1)
+        else:
+            best = ops.gumbel_argmax(self._draft_z(logits), self.seed, position, token_ids, self.hot)
+        return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]
+
+    def draw(
+        self, logits: Tensor, position: Tensor, start: Tensor, ops: ReferenceOps, vocab: int, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """For rejection: tokens [B] drawn from q, and q [B, V] itself (a point mass where greedy). `start` [B] is the first
+        position of the block: see `stream`."""
+        z = self._draft_z(logits.float())
+        best = ops.gumbel_argmax(z, stream(self.seed, start, DRAFT_SALT), position, token_ids, self.hot)
+        mass = torch.where(self.hot[:, None], z.softmax(-1), torch.zeros_like(z).scatter(1, best[:, None], 1.0))
+        if token_ids is None:
+            return best, mass
+        q = torch.zeros(z.shape[0], vocab, dtype=mass.dtype, device=z.device).scatter_add(1, token_ids, mass)
+        return token_ids.gather(1, best[:, None])[:, 0], q
+
+    def probs(self, z: Tensor, row_seq: Tensor) -> Tensor:
+        """p [R, V]: what a token of the row is drawn from; a point mass where greedy."""
+        point = torch.zeros_like(z).scatter_(1, z.argmax(-1, keepdim=True), 1.0)
+        return torch.where(self.hot[row_seq][:, None], z.softmax(-1), point) if self.any_hot else point
+
+    @staticmethod
+    def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the raw logits [R, V]: logprob of `tokens` [R], and ids and logprobs [R, top] of the most likely ones."""
+        norm = logits.logsumexp(-1, keepdim=True)
+        values, ids = logits.topk(top, dim=-1)
+        return (logits.gather(1, tokens[:, None]) - norm)[:, 0], ids, values - norm
+
+    # ---- the pieces of process ------------------------------------------------------------------------------------
+    @staticmethod
+    def _penalise(z: Tensor, pen: Penalties, row_seq: Tensor, row_offset: Tensor, drafts: Tensor) -> Tensor:
+        counts = pen.counts[row_seq]  # [R, V] a copy
+        before = torch.arange(drafts.shape[1], device=z.device) < row_offset[:, None]  # [R, K]
+        counts.scatter_add_(1, drafts[row_seq].clamp(0, z.shape[1] - 1), before.to(torch.int32))
+        used = counts > 0
+        rate = pen.repetition[row_seq][:, None]
+        z = torch.where(used | pen.in_prompt[row_seq], torch.where(z > 0, z / rate, z * rate), z)
+        return z - pen.frequency[row_seq][:, None] * counts - pen.presence[row_seq][:, None] * used
+
+    @staticmethod
+    def _forbid(z: Tensor, bad: BadWords, row_seq: Tensor, row_offset: Tensor, drafts: Tensor) -> Tensor:
+        width = bad.tail.shape[1]
+        line = torch.cat((bad.tail, drafts), 1)[row_seq]  # [R, W + K]
+        at = row_offset[:, None] + torch.arange(width, device=z.device)
+        window = line.gather(1, at.clamp(max=line.shape[1] - 1))  # [R, W] the tokens just before the row's own
+        prefix = bad.prefix[row_seq]  # [R, M, W]
+        hit = ((prefix == window[:, None, :]) | (prefix == ANY)).all(-1) & bad.real[row_seq]  # [R, M]
+        return z.scatter_add(1, bad.last[row_seq], torch.where(hit, -math.inf, 0.0))
+
+    def _draft_z(self, logits: Tensor) -> Tensor:
+        z = logits / self.temperature[:, None]
+        return self._filter(z, torch.arange(z.shape[0], device=z.device), exact=False) if self.any_filter else z
+
+    def _filter(self, z: Tensor, row_seq: Tensor, exact: bool) -> Tensor:
+        """-inf below each row's floor. The floor depends only on the row's own values."""
+        vocab = z.shape[1]
+        if not (self.any_top_k or self.any_top_p):
+            return z.masked_fill(z < z.amax(-1, keepdim=True) + self.min_logp[row_seq][:, None], -math.inf)
+        head = self.head if self.head is not None else (GUESS_HEAD if not exact else HEAD if z.device.type == "cpu" else vocab)
+        floor, enough = self._floor(z, row_seq, min(head, vocab))
+        # on the CPU a look at the result is free: the whole vocabulary is sorted only when the head was too short
+        if exact and self.head is None and head < vocab and not bool(enough.all()):
+            floor, _ = self._floor(z, row_seq, vocab)
+        return z.masked_fill(z < floor[:, None], -math.inf)
+
+    def _floor(self, z: Tensor, row_seq: Tensor, head: int) -> tuple[Tensor, Tensor]:
+        """The smallest logit that stays [R], from the `head` largest; and whether these were enough [R]."""
+        values, at = z.topk(head, dim=-1)  # [R, head], largest first
+        k = self.top_k[row_seq]
+        kth = values.gather(1, (k - 1).clamp(max=head - 1)[:, None])[:, 0]
+        floor = torch.where(k <= head, kth, -math.inf)
+        enough = torch.ones_like(k, dtype=torch.bool)
+        best = values[:, :1].clamp(min=torch.finfo(z.dtype).min)  # finite even when all is masked
+        if self.any_top_p:
+            mass = ((z - best).exp() * MASS).to(torch.int64).masked_fill_(z < floor[:, None], 0)  # [R, V]
+            limit = self.top_p[row_seq] * mass.sum(-1)  # float64 [R]
+            own = mass.gather(1, at)  # [R, head]
+            upto = own.cumsum(-1)
+            kept = values.masked_fill((upto - own) >= limit[:, None], math.inf).amin(-1)
+            on = self.top_p[row_seq] < 1.0
+            floor = torch.where(on, torch.maximum(floor, kept), floor)
+            enough = ~on | (upto[:, -1] >= limit)
+        return torch.maximum(floor, best[:, 0] + self.min_logp[row_seq]), (k <= head) | (k == OFF) & enough
+
+
+def accept(chosen: Tensor, draft: Draft) -> Verdict:
+    """Coupled acceptance: `chosen` [B, K+1] are the target's own tokens; drafts count while they equal them."""
+    width = draft.tokens.shape[1]
+    real = torch.arange(width, device=chosen.device) < draft.lengths[:, None]
+    right = (draft.tokens == chosen[:, :width]) & real
+    accepted = right.to(torch.int64).cumprod(1).sum(1)
+    return Verdict(accepted, chosen, accepted + 1)
+
+
+def stream(seed: Tensor, start: Tensor, salt: int) -> Tensor:
+    """A seed [B] of its own for each (seed, block, purpose). Block verification looks at the whole block before it cuts it,
+    so a position that is drafted again must see fresh noise: the block's first position is part of the key."""
+    return seed ^ (start * STREAM + salt)
+
+
+# ---- building blocks (host) -------------------------------------------------------------------------------------------
+def _int64(seed: int) -> int:
+    seed &= 0xFFFFFFFFFFFFFFFF
+    return seed - (1 << 64) if seed >> 63 else seed
+
+
+def _sparse(rows: Sequence[dict[int, float]], device: torch.device | str) -> Sparse | None:
+    width = max((len(r) for r in rows), default=0)
+    if width == 0:
+        return None
+    ids = [[*r.keys(), *[0] * (width - len(r))] for r in rows]
+    values = [[*r.values(), *[0.0] * (width - len(r))] for r in rows]
+    return Sparse(torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
+
+
+def _penalties(
+    params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab: int, device: torch.device | str
+) -> Penalties | None:
+    asked = [p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 for p in params]
+    if not any(asked):
+        return None
+    in_prompt = torch.zeros(len(params), vocab, dtype=torch.bool, device=device)
+    counts = torch.zeros(len(params), vocab, dtype=torch.int32, device=device)
+    for b, wanted in enumerate(asked):
+        if wanted:
+            in_prompt[b, torch.tensor(list(prompts[b]), dtype=torch.int64, device=device)] = True
+            ids = torch.tensor(list(outputs[b]), dtype=torch.int64, device=device)
+            counts[b].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+    return Penalties(
+        torch.tensor([p.repetition_penalty for p in params], device=device),
+        torch.tensor([p.presence_penalty for p in params], device=device),
+        torch.tensor([p.frequency_penalty for p in params], device=device),
+        in_prompt,
+        counts,
+    )
+
+
+def _bad_words(
+    params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], device: torch.device | str
+) -> BadWords | None:
+    most = max((len(p.bad_words) for p in params), default=0)
+    if most == 0:
+        return None
+    width = max(1, max(len(w) - 1 for p in params for w in p.bad_words))
+    prefix, last, real, tail = [], [], [], []
+    for p, prompt, output in zip(params, prompts, outputs, strict=True):
+        words, gap = p.bad_words, most - len(p.bad_words)
+        prefix.append([[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap)
+        last.append([w[-1] for w in words] + [0] * gap)
+        real.append([True] * len(words) + [False] * gap)
+        line = [*prompt[-width:], *output[-width:]][-width:]
+        tail.append([-1] * (width - len(line)) + line)
+    return BadWords(
+        torch.tensor(prefix, device=device), torch.tensor(last, device=device), torch.tensor(real, device=device), torch.tensor(tail, device=device)
+    )
