@@ -9,9 +9,9 @@ V vocabulary entries, H hidden size, D head size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,6 +48,20 @@ class AttnSpec:
         """Output rows of the fused projection: q, then k, then v (v absent when k_eq_v; both when not writes)."""
         extra = 0 if not self.writes else (1 if self.k_eq_v else 2)
         return (self.heads + extra * self.kv_heads) * self.head_dim
+
+
+@dataclass(frozen=True)
+class TextFiles:
+    """What a checkpoint says about its text; `engine.text.Tokenizer` is made of it. `build` gives a
+    `tokenizers.Tokenizer` (late: a large vocabulary takes a second to read); None: the checkpoint has none."""
+
+    where: str
+    build: Callable[[], Any] | None
+    chat_template: str | None = None
+    specials: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... as templates see them
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    add_bos: bool = False  # plain text is encoded with bos in front
 
 
 @dataclass
@@ -113,6 +127,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # None: off; 0: the chosen token only; n: also the n most likely
     grammar: object | None = None  # an engine.grammar.Grammar; masks logits position by position
+    keep_special: bool = False  # text keeps control tokens other than EOS (the server parses tool calls and thoughts from them)
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
         def need(ok: bool, what: str) -> None:
@@ -146,6 +161,7 @@ class RequestStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     new_tokens: int = 0
+    first_emitted: int = 0  # tokens of the first cycle: they belong to the time to first token
     prefill_s: float = 0.0
     ttft_s: float = 0.0
     decode_s: float = 0.0  # from the first token to the last
@@ -162,4 +178,6 @@ class RequestStats:
 
     @property
     def decode_tps(self) -> float:
-        return (self.new_tokens - 1) / self.decode_s if self.decode_s > 0 and self.new_tokens > 1 else 0.0
+        """Tokens a second after the first cycle."""
+        later = self.new_tokens - self.first_emitted
+        return later / self.decode_s if self.decode_s > 0 and later > 0 else 0.0

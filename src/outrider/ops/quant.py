@@ -1,0 +1,124 @@
+"""The block formats of GGUF, decoded exactly as the format defines them. Numpy only.
+
+A row of K weights is K / size blocks; a block is `nbytes` bytes. Numbers are little-endian; d, m are float16.
+Decoding happens in float32 with one rounding per operation, in the order written here (which is ggml's).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+# kind: (weights in a block, bytes of a block)
+BLOCKS: dict[str, tuple[int, int]] = {
+    "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class QuantPart:
+    """N rows of K quantised weights as they are stored; `data` is often a view of the file."""
+
+    kind: str
+    shape: tuple[int, int]  # (N, K)
+    data: np.ndarray  # uint8 [N, bytes per row]
+
+    def rows(self, lo: int, hi: int) -> np.ndarray:
+        """float32 [hi - lo, K]"""
+        return dequantize(self.kind, self.data[lo:hi])
+
+    def dense(self) -> np.ndarray:
+        return dequantize(self.kind, self.data)
+
+
+def dequantize(kind: str, rows: np.ndarray) -> np.ndarray:
+    """uint8 [N, bytes per row] -> float32 [N, K]."""
+    size, nbytes = BLOCKS[kind]
+    count, width = rows.shape
+    blocks = np.ascontiguousarray(rows).reshape(-1, nbytes)  # [blocks, nbytes]
+    return _DECODERS[kind](blocks).reshape(count, width // nbytes * size)
+
+
+def _half(blocks: np.ndarray, at: int) -> np.ndarray:
+    """The float16 at byte `at` of every block: float32 [blocks, 1]."""
+    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
+
+
+def _nibbles(qs: np.ndarray) -> np.ndarray:
+    """[blocks, 16] -> [blocks, 32]: low halves first, then high halves."""
+    return np.concatenate((qs & 15, qs >> 4), axis=1)
+
+
+def _fifth_bit(blocks: np.ndarray, at: int) -> np.ndarray:
+    """Bit j of the uint32 at byte `at`, as 16 or 0: [blocks, 32]."""
+    return np.unpackbits(blocks[:, at : at + 4], axis=1, bitorder="little") << 4
+
+
+def _q4_0(b: np.ndarray) -> np.ndarray:
+    return _half(b, 0) * (_nibbles(b[:, 2:18]).astype(np.int8) - 8).astype(np.float32)
+
+
+def _q4_1(b: np.ndarray) -> np.ndarray:
+    return _half(b, 0) * _nibbles(b[:, 4:20]).astype(np.float32) + _half(b, 2)
+
+
+def _q5_0(b: np.ndarray) -> np.ndarray:
+    q = (_nibbles(b[:, 6:22]) | _fifth_bit(b, 2)).astype(np.int8) - 16
+    return _half(b, 0) * q.astype(np.float32)
+
+
+def _q5_1(b: np.ndarray) -> np.ndarray:
+    q = _nibbles(b[:, 8:24]) | _fifth_bit(b, 4)
+    return _half(b, 0) * q.astype(np.float32) + _half(b, 2)
+
+
+def _q8_0(b: np.ndarray) -> np.ndarray:
+    return _half(b, 0) * b[:, 2:34].view(np.int8).astype(np.float32)
+
+
+def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight 6-bit scales and eight 6-bit minima out of 12 bytes: two uint8 [blocks, 8]."""
+    a, b, c = packed[:, 0:4], packed[:, 4:8], packed[:, 8:12]
+    scales = np.concatenate((a & 63, (c & 15) | ((a >> 6) << 4)), axis=1)
+    minima = np.concatenate((b & 63, (c >> 4) | ((b >> 6) << 4)), axis=1)
+    return scales, minima
+
+
+def _k_affine(b: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """q uint8 [blocks, 8, 32] -> (d·scale)·q - dmin·min."""
+    scales, minima = _k_scales(b[:, 4:16])
+    d = (_half(b, 0) * scales.astype(np.float32))[:, :, None]
+    m = (_half(b, 2) * minima.astype(np.float32))[:, :, None]
+    return d * q.astype(np.float32) - m
+
+
+def _k_nibbles(qs: np.ndarray) -> np.ndarray:
+    """[blocks, 128] -> [blocks, 8, 32]: each 32 bytes hold two sub-blocks, low halves first."""
+    pairs = qs.reshape(-1, 4, 1, 32)
+    return np.concatenate((pairs & 15, pairs >> 4), axis=2).reshape(-1, 8, 32)
+
+
+def _q4_k(b: np.ndarray) -> np.ndarray:
+    return _k_affine(b, _k_nibbles(b[:, 16:144]))
+
+
+def _q5_k(b: np.ndarray) -> np.ndarray:
+    high = (b[:, None, 16:48] >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1  # bit s belongs to sub-block s
+    return _k_affine(b, _k_nibbles(b[:, 48:176]) | (high << 4))
+
+
+def _q6_k(b: np.ndarray) -> np.ndarray:
+    low = b[:, :128].reshape(-1, 2, 1, 64)
+    low = np.concatenate((low & 15, low >> 4), axis=2).reshape(-1, 2, 4, 32)
+    high = (b[:, 128:192].reshape(-1, 2, 1, 32) >> np.array([0, 2, 4, 6], np.uint8)[None, None, :, None]) & 3
+    q = (low | (high << 4)).astype(np.int8) - 32  # [blocks, 2, 4, 32]
+    scales = _half(b, 208) * b[:, 192:208].view(np.int8).astype(np.float32)  # [blocks, 16]: one for 16 weights
+    return scales[:, :, None] * q.reshape(-1, 16, 16).astype(np.float32)
+
+
+_DECODERS = {
+    "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+}  # fmt: skip

@@ -1,0 +1,137 @@
+"""GGUF files: header, metadata, tensors. Our own reader over a memory map; nothing is allocated before it is bounded.
+
+Layout: "GGUF", version u32, tensor count u64, key count u64, keys (string, type, value), tensors (string, dims, type,
+offset), padding to `general.alignment`, data. Strings are u64 length + UTF-8; dims are stored innermost first.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..ops.quant import BLOCKS
+from ..types import OutriderError
+from .source import ITEM_BYTES, Entry, Mapped
+
+SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+STRING, ARRAY = 8, 9
+TENSOR_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class GGUF:
+    path: Path
+    meta: dict[str, Any]  # arrays of numbers are numpy arrays, arrays of strings are lists
+    tensors: dict[str, Entry]  # by GGUF name; shapes outermost first
+    header: bytes
+
+    @property
+    def arch(self) -> str:
+        return str(self.meta.get("general.architecture", "unknown"))
+
+
+def read(path: Path) -> GGUF:
+    file = Mapped(path)
+    try:
+        return _Reader(file).read()
+    except (struct.error, IndexError):
+        raise OutriderError(f"{path} is not a sound GGUF file: it ends inside its header (truncated?); fetch it again") from None
+
+
+class _Reader:
+    def __init__(self, file: Mapped) -> None:
+        self.file, self.at = file, 0
+        self.view = memoryview(file.data)
+
+    def bad(self, what: str) -> OutriderError:
+        return OutriderError(f"{self.file.path} is not a sound GGUF file: {what}; fetch it again")
+
+    def number(self, form: str) -> Any:
+        (value,) = struct.unpack_from(form, self.view, self.at)
+        self.at += struct.calcsize(form)
+        return value
+
+    def count(self, unit: int, what: str) -> int:
+        """A u64 count of things that take at least `unit` bytes each: it must fit into the rest of the file."""
+        value = self.number("<Q")
+        if value > (self.file.size - self.at) // unit:
+            raise self.bad(f"{what} runs past the end (truncated?)")
+        return int(value)
+
+    def string(self, what: str) -> str:
+        length = self.count(1, what)
+        self.at += length
+        return bytes(self.view[self.at - length : self.at]).decode("utf-8", errors="replace")
+
+    def value(self, kind: int, key: str) -> Any:
+        if kind in SCALARS:
+            return self.number(SCALARS[kind])
+        if kind == STRING:
+            return self.string(f"the value of {key!r}")
+        if kind != ARRAY:
+            raise self.bad(f"key {key!r} has unknown type {kind}")
+        inner = self.number("<I")
+        if inner == STRING:
+            return [self.string(f"an item of {key!r}") for _ in range(self.count(8, f"array {key!r}"))]
+        if inner not in SCALARS:
+            raise self.bad(f"array {key!r} has unknown type {inner}")
+        width = struct.calcsize(SCALARS[inner])
+        length = self.count(width, f"array {key!r}")
+        kinds = np.dtype(np.bool_) if inner == 7 else np.dtype(SCALARS[inner])
+        array = np.frombuffer(self.view[self.at : self.at + length * width], np.uint8).copy().view(kinds)
+        self.at += length * width
+        return array
+
+    def read(self) -> GGUF:
+        if bytes(self.view[:4]) != b"GGUF":
+            raise OutriderError(f"{self.file.path} is not a GGUF file (wrong magic)")
+        self.at = 4
+        version = self.number("<I")
+        if version not in (2, 3):
+            raise OutriderError(f"{self.file.path}: GGUF version {version} is not supported (2 and 3 are, little-endian)")
+        tensors, keys = self.count(24, "the tensor list"), self.count(13, "the metadata")
+        meta: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self.string("a key")[:120]
+            meta[key] = self.value(self.number("<I"), key)
+        infos = [self.tensor_info() for _ in range(tensors)]
+        align = meta.get("general.alignment", 32)
+        if type(align) is not int or not 8 <= align <= 1 << 20 or align & (align - 1):
+            raise self.bad(f"alignment {align!r} makes no sense")
+        header = bytes(self.view[: self.at])
+        base = -(-self.at // align) * align
+        entries: dict[str, Entry] = {}
+        for name, kind, shape, offset in infos:
+            entry = Entry(self.file, kind, shape, base + offset)
+            if name in entries:
+                raise self.bad(f"tensor {name!r} is there twice")
+            if entry.start + entry.nbytes > self.file.size:
+                raise self.bad(f"tensor {name!r} runs past the end (truncated?)")
+            entries[name] = entry
+        return GGUF(self.file.path, meta, entries, header)
+
+    def tensor_info(self) -> tuple[str, str, tuple[int, ...], int]:
+        name = self.string("a tensor's name")[:120]
+        dims = self.number("<I")
+        if not 1 <= dims <= 4:
+            raise self.bad(f"tensor {name!r} has {dims} dimensions")
+        shape = tuple(self.number("<Q") for _ in range(dims))[::-1]
+        code, offset = self.number("<I"), self.number("<Q")
+        if code not in TENSOR_TYPES:
+            known = ", ".join(k for k in TENSOR_TYPES.values() if k[0] != "I")
+            raise OutriderError(f"{self.file.path}: tensor {name!r} has type {code}, which is not supported (known: {known})")
+        kind = TENSOR_TYPES[code]
+        if prod(shape) > self.file.size * 256 or offset > self.file.size:
+            raise self.bad(f"tensor {name!r} is larger than the file")
+        if kind in BLOCKS and shape[-1] % BLOCKS[kind][0]:
+            raise self.bad(f"tensor {name!r}: rows of {shape[-1]} are no whole {kind} blocks")
+        assert kind in BLOCKS or kind in ITEM_BYTES
+        return name, kind, shape, offset

@@ -1,0 +1,229 @@
+"""What a GGUF file describes: its metadata as a Hugging Face style config, its tensors under Hugging Face names.
+
+Llama's q and k rows are stored permuted (interleaved rotary pairs); the row order that undoes it is attached to the
+entry. Gemma 3's norms already contain the +1 there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ..types import OutriderError
+from .gguf import GGUF
+from .source import Entry, Source
+
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")  # chat models stop here too
+
+TOP = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
+    "per_layer_proj_norm": "model.per_layer_projection_norm",
+}  # fmt: skip
+LAYER = {
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1", "post_ffw_norm_2": "post_feedforward_layernorm_2",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2", "ffn_gate_inp": "router.proj",
+    "inp_gate": "per_layer_input_gate", "proj": "per_layer_projection", "post_norm": "post_per_layer_input_norm",
+}  # fmt: skip
+LAYER_WHOLE = {
+    "layer_output_scale.weight": "layer_scalar", "ffn_gate_inp.scale": "router.scale", "ffn_down_exps.scale": "router.per_expert_scale",
+    "ffn_gate_up_exps.weight": "experts.gate_up_proj", "ffn_down_exps.weight": "experts.down_proj",
+}  # fmt: skip
+
+
+def hf_name(name: str, arch: str) -> str:
+    """`blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`; a name nobody knows stays as it is."""
+    if name.startswith("blk."):
+        _, index, rest = (name.split(".", 2) + ["", ""])[:3]
+        if rest in LAYER_WHOLE:
+            return f"model.layers.{index}.{LAYER_WHOLE[rest]}"
+        stem, _, tail = rest.rpartition(".")
+        if stem == "ffn_norm":
+            return f"model.layers.{index}.{'pre_feedforward_layernorm' if arch.startswith('gemma') else 'post_attention_layernorm'}.{tail}"
+        return f"model.layers.{index}.{LAYER[stem]}.{tail}" if stem in LAYER else name
+    stem, _, tail = name.rpartition(".")
+    return f"{TOP[stem]}.{tail}" if stem in TOP else name
+
+
+def unpermute(heads: int, rows: int) -> np.ndarray:
+    """Stored row of each original row: pairs (2i, 2i+1) of a head go back to (i, i + D/2)."""
+    return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def source(file: GGUF, config: dict[str, Any]) -> Source:
+    entries: dict[str, Entry] = {}
+    for name, entry in file.tensors.items():
+        if name == "rope_freqs.weight":  # read by `hf_config`
+            continue
+        named = hf_name(name, file.arch)
+        if file.arch == "llama" and ".self_attn." in named and named.split(".")[-2] in ("q_proj", "k_proj"):
+            heads = config["num_attention_heads" if ".q_proj." in named else "num_key_value_heads"]
+            if entry.shape[0] % (2 * heads):
+                raise OutriderError(f"{file.path}: tensor {name} has {entry.shape[0]} rows, which {heads} heads cannot share")
+            entry = replace(entry, order=unpermute(heads, entry.shape[0]))
+        entries[named] = entry
+    return Source(str(file.path), entries, file.header, plus_one_done=True)
+
+
+class _Meta:
+    """Typed reads of `arch.key`, with errors that name the key."""
+
+    def __init__(self, file: GGUF) -> None:
+        self.file, self.arch = file, file.arch
+
+    def get(self, key: str) -> Any:
+        return self.file.meta.get(f"{self.arch}.{key}")
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key)
+        if isinstance(value, np.ndarray) and value.size and (value == value[0]).all():
+            value = value[0].item()
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e15:
+            raise OutriderError(f"{self.file.path}: metadata {self.arch}.{key} should be a number, got {str(value)[:40]}")
+        return value
+
+    def whole(self, key: str, default: int | None = None) -> int:
+        value = int(self.number(key, default))
+        if not 0 <= value < 1 << 31:
+            raise OutriderError(f"{self.file.path}: metadata {self.arch}.{key} is {value}")
+        return value
+
+    def per_layer(self, key: str, layers: int) -> list[int]:
+        """A scalar for all layers, or an array with one value each."""
+        value = self.get(key)
+        if isinstance(value, np.ndarray):
+            if value.shape != (layers,):
+                raise OutriderError(f"{self.file.path}: metadata {self.arch}.{key} has {value.size} values for {layers} layers")
+            return [int(v) for v in value]
+        return [self.whole(key)] * layers
+
+
+def eos_ids(file: GGUF) -> list[int]:
+    found = [file.meta.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot")]
+    tokens = file.meta.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list):
+        found += [i for i, token in enumerate(tokens) if token in TURN_ENDS]
+    return list(dict.fromkeys(t for t in found if type(t) is int))
+
+
+def hf_config(file: GGUF) -> dict[str, Any]:
+    if file.arch not in ARCHITECTURES:
+        raise OutriderError(f"{file.path}: GGUF architecture {file.arch!r} is not supported; known: {', '.join(ARCHITECTURES)}")
+    meta, tensors = _Meta(file), file.tensors
+    layers, heads = meta.whole("block_count"), meta.whole("attention.head_count")
+    embedding = tensors.get("token_embd.weight")
+    if not 1 <= layers <= 1000 or not heads or embedding is None or len(embedding.shape) != 2:
+        raise OutriderError(f"{file.path}: no layers, no heads or no token_embd.weight: is this a language model?")
+    config: dict[str, Any] = {
+        "model_type": ARCHITECTURES[file.arch],
+        "vocab_size": embedding.shape[0],
+        "hidden_size": meta.whole("embedding_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": meta.whole("context_length"),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "bos_token_id": file.meta.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": eos_ids(file),
+    }
+    return config | (_gemma4(meta, layers) if file.arch == "gemma4" else _plain(meta, heads, layers, config["hidden_size"]))
+
+
+def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> dict[str, Any]:
+    """llama, qwen2, qwen3, gemma3."""
+    tensors = meta.file.tensors
+    head_dim = meta.whole("attention.key_length", hidden // heads)
+    config: dict[str, Any] = {
+        "intermediate_size": meta.whole("feed_forward_length"),
+        "num_key_value_heads": meta.whole("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "rope_theta": meta.number("rope.freq_base", 10000.0),
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+    }
+    if meta.get("rope.scaling.type") not in (None, "none"):
+        config["rope_scaling"] = {"rope_type": str(meta.get("rope.scaling.type")), "factor": meta.number("rope.scaling.factor")}
+    if "rope_freqs.weight" in tensors:
+        config["rope_scaling"] = _llama3_scaling(meta, config["rope_theta"], head_dim)
+    if meta.arch == "gemma3":
+        config["sliding_window"] = meta.whole("attention.sliding_window")
+        config["rope_local_base_freq"] = meta.number("rope.freq_base_swa", 10000.0)
+        config["query_pre_attn_scalar"] = hidden / heads if layers == 62 else head_dim  # only 27B differs, and no key says so
+        config["layer_types"] = _layer_types(meta, layers)
+    elif meta.get("attention.sliding_window") is not None:
+        config |= {"sliding_window": meta.whole("attention.sliding_window"), "use_sliding_window": True}
+    return config
+
+
+def _layer_types(meta: _Meta, layers: int) -> list[str]:
+    pattern = meta.get("attention.sliding_window_pattern")
+    if isinstance(pattern, np.ndarray):
+        return ["sliding_attention" if s else "full_attention" for s in meta.per_layer("attention.sliding_window_pattern", layers)]
+    every = meta.whole("attention.sliding_window_pattern", 6) or 1
+    return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
+
+
+def _llama3_scaling(meta: _Meta, theta: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3.1 files carry the divisors of the frequencies, not the parameters they came from: recover and prove them."""
+    entry = meta.file.tensors["rope_freqs.weight"]
+    if entry.kind != "F32" or entry.shape != (head_dim // 2,):
+        raise OutriderError(f"{meta.file.path}: rope_freqs.weight should be F32 [{head_dim // 2}]")
+    stored = entry.data().view("<f4")[0].astype(np.float64)
+    factor, low, high, original = float(stored.max()), 1.0, 4.0, 8192
+    wave = 2 * np.pi * float(theta) ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wave - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1 - smooth) / factor + smooth)
+    if not np.allclose(stored, expected, rtol=1e-3):
+        raise OutriderError(f"{meta.file.path}: rope_freqs.weight is not Llama 3's scaling, and no other is known")
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+
+
+def _gemma4(meta: _Meta, layers: int) -> dict[str, Any]:
+    kinds = _layer_types(meta, layers)
+    kv = meta.per_layer("attention.head_count_kv", layers)
+    wide = meta.per_layer("feed_forward_length", layers)
+    full = [i for i, kind in enumerate(kinds) if kind == "full_attention"]
+    sliding = [i for i, kind in enumerate(kinds) if kind == "sliding_attention"]
+    if not full or not sliding:
+        raise OutriderError(f"{meta.file.path}: Gemma 4 has sliding and full layers; the metadata names only one kind")
+    shared = meta.whole("attention.shared_kv_layers", 0)
+    experts = meta.whole("expert_count", 0)
+    cap = meta.number("final_logit_softcapping", 0.0)
+    config: dict[str, Any] = {
+        "layer_types": kinds,
+        "head_dim": meta.whole("attention.key_length_swa"),
+        "global_head_dim": meta.whole("attention.key_length"),
+        "num_key_value_heads": kv[sliding[0]],
+        "num_global_key_value_heads": kv[full[0]],
+        "attention_k_eq_v": f"blk.{full[0]}.attn_v.weight" not in meta.file.tensors,
+        "intermediate_size": wide[0],
+        "use_double_wide_mlp": shared > 0 and wide[-1] == 2 * wide[0],
+        "sliding_window": meta.whole("attention.sliding_window"),
+        "num_kv_shared_layers": shared,
+        "hidden_size_per_layer_input": meta.whole("embedding_length_per_layer_input", 0),
+        "final_logit_softcapping": cap or None,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": meta.number("rope.freq_base_swa", 1e4)},
+            "full_attention": {
+                "rope_type": "proportional", "rope_theta": meta.number("rope.freq_base", 1e6), "partial_rotary_factor": 0.25,
+            },
+        },
+    }  # fmt: skip
+    if experts:
+        config |= {
+            "enable_moe_block": True, "num_experts": experts, "top_k_experts": meta.whole("expert_used_count"),
+            "moe_intermediate_size": meta.whole("expert_feed_forward_length"),
+        }  # fmt: skip
+    return config

@@ -1,0 +1,130 @@
+"""The tokenizer and the chat template inside a GGUF file, rebuilt for the `tokenizers` library.
+
+Two families: byte-level BPE with stored merges ("gpt2": SmolLM2, Qwen, Llama 3) and SentencePiece-like BPE with scores
+("llama": Llama 2, Gemma), whose merges are recovered from the scores.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..types import OutriderError, TextFiles
+from .gguf import GGUF
+from .gguf_config import eos_ids
+
+NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLITS = {  # how text is cut before merging, by tokenizer.ggml.pre; None: GPT-2's own pattern
+    "qwen2": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + REST,
+    "llama-bpe": CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}" + REST,
+    "smollm": None,
+    "gpt-2": None,
+}
+
+
+def text_files(file: GGUF) -> TextFiles:
+    meta = file.meta
+    tokens = meta.get("tokenizer.ggml.tokens")
+    family, pre = meta.get("tokenizer.ggml.model"), meta.get("tokenizer.ggml.pre")
+    specials = {}
+    for key, name in (("bos", "bos_token"), ("eos", "eos_token"), ("unknown", "unk_token"), ("padding", "pad_token")):
+        index = meta.get(f"tokenizer.ggml.{key}_token_id")
+        if type(index) is int and isinstance(tokens, list) and index < len(tokens):
+            specials[name] = tokens[index]
+    template, bos = meta.get("tokenizer.chat_template"), meta.get("tokenizer.ggml.bos_token_id")
+    add_bos = meta.get("tokenizer.ggml.add_bos_token")
+    if add_bos is None:  # the format's defaults
+        add_bos = family == "llama" or pre == "llama-bpe"
+    return TextFiles(
+        where=str(file.path),
+        build=(lambda: build(file)) if isinstance(tokens, list) and tokens else None,
+        chat_template=template if isinstance(template, str) else None,
+        specials=specials,
+        bos_id=bos if type(bos) is int else None,
+        eos_ids=tuple(eos_ids(file)),
+        add_bos=bool(add_bos) and type(bos) is int,
+    )
+
+
+def build(file: GGUF) -> Any:
+    """A `tokenizers.Tokenizer`."""
+    family = file.meta.get("tokenizer.ggml.model")
+    tokens: list[str] = file.meta["tokenizer.ggml.tokens"]
+    types = file.meta.get("tokenizer.ggml.token_type")
+    if types is None:
+        types = np.full(len(tokens), NORMAL, np.int32)
+    if not isinstance(types, np.ndarray) or len(types) != len(tokens):
+        raise OutriderError(f"{file.path}: tokenizer.ggml.token_type does not match its {len(tokens)} tokens")
+    if family == "gpt2":
+        tokenizer = _byte_level(file, tokens)
+    elif family == "llama":
+        tokenizer = _scored(file, tokens, types)
+    else:
+        raise OutriderError(f"{file.path}: tokenizer model {family!r} is not supported; known: gpt2, llama")
+    from tokenizers import AddedToken
+
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == CONTROL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in zip(tokens, types, strict=True) if k == USER and t])
+    return tokenizer
+
+
+def _byte_level(file: GGUF, tokens: list[str]) -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    merges, pre = file.meta.get("tokenizer.ggml.merges"), file.meta.get("tokenizer.ggml.pre", "gpt-2")
+    if not isinstance(merges, list):
+        raise OutriderError(f"{file.path}: a gpt2 tokenizer without tokenizer.ggml.merges")
+    if pre not in SPLITS:
+        raise OutriderError(f"{file.path}: pre-tokenizer {pre!r} is not supported; known: {', '.join(SPLITS)}")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    pairs = [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
+    if odd := next((f"{a} {b}" for a, b in pairs if a not in vocab or b not in vocab or a + b not in vocab), None):
+        raise OutriderError(f"{file.path}: merge {odd[:40]!r} uses a token outside the vocabulary")
+    tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    split = SPLITS[pre]
+    if pre == "smollm":
+        first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
+    else:
+        first = [] if split is None else [pre_tokenizers.Split(Regex(split), behavior="isolated")]
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _scored(file: GGUF, tokens: list[str], types: np.ndarray) -> Any:
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = file.meta.get("tokenizer.ggml.scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
+        raise OutriderError(f"{file.path}: tokenizer.ggml.scores does not match its {len(tokens)} tokens")
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = next((t for t, k in zip(tokens, types, strict=True) if k == UNKNOWN), None)
+    mergeable = {t: i for t, i in vocab.items() if types[i] in (NORMAL, USER, UNUSED)}
+    tokenizer = Tokenizer(models.BPE(vocab, _merges(mergeable, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = bool(file.meta.get("tokenizer.ggml.add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
+    return tokenizer
+
+
+def _merges(vocab: dict[str, int], scores: np.ndarray) -> list[tuple[str, str]]:
+    """Every way to make a piece out of two pieces; the best-scored piece first, as SentencePiece merges."""
+    found = []
+    for piece, index in vocab.items():
+        score = -float(scores[index])
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            a = vocab.get(left)
+            if a is not None:
+                b = vocab.get(right)
+                if b is not None:
+                    found.append((score, a, b, left, right))
+    found.sort()
+    return [(left, right) for _, _, _, left, right in found]

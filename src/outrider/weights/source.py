@@ -1,0 +1,111 @@
+"""A checkpoint as the loader sees it: named tensors inside memory-mapped files.
+
+A tensor is rows of bytes: everything but the last dimension is flattened into rows. Reading touches pages of the
+file; `release` gives them back to the system, so that loading never holds file and tensors in memory together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import numpy as np
+
+from ..ops.quant import BLOCKS, QuantPart
+from ..types import OutriderError
+
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+
+
+class Mapped:
+    """One file, mapped copy-on-write (never written to): numpy and torch then hand out ordinary arrays."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with open(path, "rb") as handle:
+                self.size = handle.seek(0, 2)
+                self._map = mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_COPY) if self.size else None
+        except OSError as error:
+            raise OutriderError(f"cannot read {path}: {error.strerror or error}") from None
+        self.data = np.frombuffer(self._map, np.uint8) if self._map is not None else np.empty(0, np.uint8)
+
+    def release(self, start: int, length: int) -> None:
+        """Forget the pages wholly or partly inside; they are read again from the file when touched again."""
+        if self._map is not None and length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+            first = start - start % mmap.PAGESIZE
+            self._map.madvise(mmap.MADV_DONTNEED, first, min(start + length, self.size) - first)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies. `order`: read its rows in this order (Llama's GGUF files store q and k permuted)."""
+
+    file: Mapped
+    kind: str  # a dense type of ITEM_BYTES or a block format of ops.quant.BLOCKS
+    shape: tuple[int, ...]
+    start: int
+    order: np.ndarray | None = field(default=None, compare=False)
+
+    @property
+    def rows(self) -> int:
+        return prod(self.shape[:-1]) if self.order is None else self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return prod(self.shape[-1:]) if self.order is None else prod(self.shape[1:])  # a bias in another order: one column
+
+    @property
+    def row_bytes(self) -> int:
+        if self.kind in BLOCKS:
+            size, nbytes = BLOCKS[self.kind]
+            return self.columns // size * nbytes
+        return self.columns * ITEM_BYTES[self.kind]
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    def data(self) -> np.ndarray:
+        """uint8 [rows, row_bytes], a view of the file (stored order)."""
+        return self.file.data[self.start : self.start + self.nbytes].reshape(self.rows, self.row_bytes)
+
+    def read(self, lo: int, hi: int) -> np.ndarray:
+        """uint8 [hi - lo, row_bytes], in the order asked for."""
+        return self.data()[lo:hi] if self.order is None else self.data()[self.order[lo:hi]]
+
+    def release(self, lo: int, hi: int) -> None:
+        if self.order is None:
+            self.file.release(self.start + lo * self.row_bytes, (hi - lo) * self.row_bytes)
+        elif hi == self.rows:
+            self.file.release(self.start, self.nbytes)
+
+    def quant_part(self) -> QuantPart:
+        """The rows as they are stored; a view of the file unless they have to be reordered."""
+        data = self.data()
+        return QuantPart(self.kind, (self.rows, self.columns), data if self.order is None else data[self.order])
+
+
+@dataclass(frozen=True)
+class Source:
+    """All tensors of a checkpoint, by Hugging Face name (text tower normalised to `model.`)."""
+
+    where: str
+    entries: dict[str, Entry]
+    header: bytes  # what beside the tensors belongs to the identity of the model
+    plus_one_done: bool = False  # the norms already contain Gemma 3's +1 (GGUF)
+
+    def fingerprint(self) -> str:
+        """A content hash: header, names, shapes, types and 64 bytes from the start, middle and end of each tensor."""
+        digest = hashlib.sha256(self.header)
+        for name in sorted(self.entries):
+            entry = self.entries[name]
+            digest.update(f"{name} {entry.kind} {entry.shape}\n".encode())
+            data = entry.file.data[entry.start : entry.start + entry.nbytes]
+            middle = len(data) // 2
+            for piece in (data[:64], data[middle : middle + 64], data[-64:]):
+                digest.update(piece.tobytes())
+        return digest.hexdigest()[:32]
