@@ -31,6 +31,7 @@ CHAT_TEMPLATE = (
 
 LLAMAS = ("llama", "llama3", "smollm2", "mistral", "qwen2", "qwen3")
 GEMMA4S = ("gemma4_31b", "gemma4_e2b", "gemma4_e4b", "gemma4_moe", "gemma4_12b")
+MULTIMODAL = ("gemma3_4b", "gemma4_e2b", "gemma4_12b")  # files with vision and audio tensors beside the text tower
 TARGETS = (*LLAMAS, "gemma3", "gemma3_4b", *GEMMA4S)
 
 _COMMON = dict(
@@ -73,7 +74,7 @@ def _config(name: str) -> Any:
         return t.Gemma3Config(text_config=text.to_dict(), vision_config=vision, mm_tokens_per_image=4)
     if name == "gemma4_31b":
         return t.Gemma4TextConfig(**_K_EQ_V)
-    if name == "gemma4_e2b":  # the multimodal file: its text tower must be picked out
+    if name == "gemma4_e2b":
         text = t.Gemma4TextConfig(**_EDGE, num_kv_shared_layers=3, use_double_wide_mlp=True)
         vision = dict(
             hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, head_dim=8,
@@ -86,7 +87,9 @@ def _config(name: str) -> Any:
     if name == "gemma4_moe":
         return t.Gemma4TextConfig(**_K_EQ_V, enable_moe_block=True, num_experts=8, top_k_experts=2, moe_intermediate_size=24)
     if name == "gemma4_12b":
-        return t.Gemma4UnifiedTextConfig(**{k: v for k, v in _K_EQ_V.items() if "per_layer" not in k})
+        text = t.Gemma4UnifiedTextConfig(**{k: v for k, v in _K_EQ_V.items() if "per_layer" not in k} | dict(intermediate_size=40))
+        vision = dict(patch_size=2, pooling_kernel_size=2, mm_embed_dim=16, mm_posemb_size=8, output_proj_dims=16)
+        return t.Gemma4UnifiedConfig(text_config=text.to_dict(), vision_config=vision, audio_config=dict(audio_embed_dim=16))
     raise ValueError(f"no tiny model is called {name!r}; there are: {', '.join(TARGETS)}")
 
 
@@ -105,6 +108,8 @@ def randomise(model: nn.Module, seed: int) -> None:
             x.copy_(0.8 + 0.2 * noise.tanh())
         elif name.endswith("bias"):
             x.copy_(0.2 * noise)
+        elif "gemma4" in type(model).__name__.lower() and name.endswith(("q_norm.weight", "k_norm.weight")):
+            x.copy_(0.5 + 0.1 * noise)  # scores are not scaled by head_dim^-0.5: weights near one would magnify rounding
         elif x.dim() < 2:  # norms and scales; Gemma 3 stores them minus one
             x.copy_(0.2 * noise if "gemma3" in type(model).__name__.lower() else 1.0 + 0.2 * noise)
         elif "embed_tokens" in name or "lm_head" in name:
@@ -116,7 +121,7 @@ def randomise(model: nn.Module, seed: int) -> None:
 def target(name: str, seed: int = 0) -> PreTrainedModel:
     """A transformers model in float32, ready to compare with."""
     config = _config(name)
-    auto = transformers.AutoModelForImageTextToText if name in ("gemma3_4b", "gemma4_e2b") else transformers.AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if name in MULTIMODAL else transformers.AutoModelForCausalLM
     return _finish(auto.from_config(config, attn_implementation="eager"), seed)
 
 
@@ -170,9 +175,7 @@ def write_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer: six special tokens, 256 bytes, unused ids up to the vocabulary's size."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    vocab: Mapping[str, int] = {
-        token: i for i, token in enumerate((*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())))
-    }  # 262 in all
+    vocab: Mapping[str, int] = {token: i for i, token in enumerate((*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())))}  # 262 in all
     tok = Tokenizer(models.BPE(vocab=dict(vocab), merges=[], unk_token="<unk>"))
     tok.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tok.decoder = decoders.ByteLevel()

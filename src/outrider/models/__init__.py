@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .config import ModelConfig
+from .config import OWN_DRAFTER_TYPES, DrafterConfig, ModelConfig
 
 if TYPE_CHECKING:
     from .layers import TextModel
@@ -27,3 +27,14 @@ def build(config: ModelConfig, weights: Mapping[str, Any], ops: Any) -> TextMode
     from .gemma4 import Gemma4
 
     return Gemma4(config, weights, ops)
+
+
+def build_drafter(config: DrafterConfig, weights: Mapping[str, Any], ops: Any, target: TextModel) -> Any:
+    """An MTP drafter over its target: Google's assistants, or one that we trained."""
+    if config.model_type in OWN_DRAFTER_TYPES:
+        from .outrider_drafter import OutriderDrafter
+
+        return OutriderDrafter(config, weights, ops, target)
+    from .gemma4_assistant import Gemma4Assistant
+
+    return Gemma4Assistant(config, weights, ops, target)

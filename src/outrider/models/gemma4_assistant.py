@@ -11,6 +11,7 @@ at position L - 2, the last visible key.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,61 +21,70 @@ from .config import DrafterConfig
 from .layers import Ops, TextModel, Weight, gather_blocks, rope_variants
 from .pairing import bind
 
-Angles = list[tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class Round:
+    """What the steps of a round share: the view and the position are constant."""
+
+    kv: KVView
+    angles: list[tuple[Tensor, Tensor]]  # a pair for each rope variant
+    tapped: Tensor | None  # [B, taps·Hb] hidden states of other target layers, where the drafter asks for them
 
 
 class Gemma4Assistant:
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Weight], ops: Ops, target: TextModel):
         layers = bind(config, target.config)
         self.config, self.ops, self.target = config, ops, target
-        self.norm: Tensor = weights["norm"]
-        self.device, self.dtype = self.norm.device, target.dtype
-        self.pre: Weight = weights["pre"]  # [h, 2·Hb]
+        norm: Tensor = weights["norm"]
+        self.device, self.dtype = norm.device, target.dtype
+        self.pre: Weight = weights["pre"]  # [h, (2 + taps)·Hb]
         self.post: Weight = weights["post"]  # [Hb, h]
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
         self.blocks = gather_blocks(weights, layers, rope_of, qk_norm=True, sandwich=True, layer_scalar=True)
-        self.head: Weight = weights["embed"]  # [V, h], or by cluster [C, S, h]
+        self.head_proj: Weight | None = weights["head_proj"] if config.tied_to_target else None  # [Hb, h]
+        self.head: Weight = target.head if config.tied_to_target else weights["embed"]  # [V, h], or by cluster [C, S, h]
         self.centroids: Weight | None = None
         if config.clusters:
             # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
             order: Tensor = weights["token_ordering"].long()
             dense = self.head if isinstance(self.head, Tensor) else ops.unpack(self.head).to(self.dtype)
-            self.centroids = weights["centroids"]
+            self.centroids = weights["centroids"]  # [C, h]
             self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
             self.head = dense[order].view(config.clusters, -1, config.hidden)
-        else:
-            self.token_ids = torch.arange(config.vocab_size, device=self.device)
 
-    def start(self, kv: KVView) -> Angles:
-        """The rotary angles of a round: the position is constant, so the steps of a round can share them."""
+    def start(self, kv: KVView, features: Tensor | None = None) -> Round:
+        """Begin a round. features [B, (1 + taps)·Hb]: the last hidden state, then the tapped streams of the same position
+        (wanted only by drafters with taps)."""
         positions = kv.positions + 2 - self.config.position_offset
-        return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
+        tapped = features[:, self.config.backbone_hidden :] if self.config.taps and features is not None else None
+        return Round(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], tapped)
 
-    def step(self, token_embedding: Tensor, hidden: Tensor, kv: KVView, angles: Angles | None = None) -> tuple[Tensor, Tensor]:
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
         """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g [B, h] for the head, next hidden [B, Hb]."""
-        ops, eps, act = self.ops, self.config.norm_eps, self.config.activation
-        angles = self.start(kv) if angles is None else angles
-        x = ops.linear(torch.cat((token_embedding, hidden), dim=-1), self.pre)  # [B, h] the residual stream
+        ops, kv, eps, act = self.ops, state.kv, self.config.norm_eps, self.config.activation
+        fed = (token_embedding, hidden) if state.tapped is None else (token_embedding, hidden, state.tapped)
+        x = ops.linear(torch.cat(fed, dim=-1), self.pre)  # [B, h] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
         for block in self.blocks:
-            q = ops.rope_write(ops.linear(h, block.qkv), *angles[block.rope], block.q_norm, None, block.spec, kv)
+            q = ops.rope_write(ops.linear(h, block.qkv), *state.angles[block.rope], block.q_norm, None, block.spec, kv)
             y = ops.linear(ops.attend(q, block.spec, kv), block.out)
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
             y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
             x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
         return h, ops.linear(h, self.post)
 
-    def candidates(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens worth scoring and their float32 logits: ids [B, N], logits [B, N]; the whole vocabulary without clusters."""
+    def candidates(self, g: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N]."""
+        if self.head_proj is not None:
+            return None, self.target.logits(self.ops.linear(g, self.head_proj))
         if self.centroids is None:
-            z = self.ops.logits(g, self.head, None)
-            return self.token_ids.expand(z.shape), z
+            return None, self.ops.logits(g, self.head, None)
         best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def full_logits(self, g: Tensor) -> Tensor:
         """Float32 [B, V]; -inf where the clustered head did not look."""
-        if self.centroids is None:
-            return self.ops.logits(g, self.head, None)
         ids, z = self.candidates(g)
+        if ids is None:
+            return z
         return torch.full((g.shape[0], self.config.vocab_size), float("-inf"), device=g.device).scatter_(1, ids, z)

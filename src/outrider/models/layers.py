@@ -98,7 +98,6 @@ def gather_blocks(
 class TextModel:
     """The frame of a target model: embedding in, head out. The families write `forward`."""
 
-
     def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: Ops):
         self.config, self.ops = config, ops
         self.table: Weight = weights["embed"]  # [V, H]
