@@ -89,6 +89,15 @@ class KVStore:
         self._live[seq.slot] = seq
         return seq, hit
 
+    def fits(self, seq: SeqCache, positions: int) -> bool:
+        """Could full layers hold `positions` now? (Sliding layers need no more than their bound, which is always there.)"""
+        for name, group in self.groups.items():
+            if group.window is None:
+                idle = sum(group.pool.refs[p] == 1 for p in self.prefix.held(name))  # held by the prefix cache alone
+                if group.need(seq.pages[name], positions) > group.pool.free + idle:
+                    return False
+        return True
+
     def reserve(self, seq: SeqCache, positions: int) -> bool:
         """Make room for positions 0..positions-1, evicting shared prefixes that nobody uses. False: no room."""
         for name, group in self.groups.items():

@@ -1,1 +1,1 @@
-
+"""The command line: one file a command, put together in `main`."""

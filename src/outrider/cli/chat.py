@@ -1,0 +1,114 @@
+"""`outrider chat`: a conversation in the terminal; earlier turns come from the prefix cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..config import parse_draft_tokens
+from ..types import OutriderError, RequestStats, SamplingParams
+from . import common
+from .common import err, out
+from .show import Painter
+
+if TYPE_CHECKING:
+    from ..llm import LLM
+
+HELP = "/stats  statistics of all turns · /seed N · /draft K|auto · /clear  forget the conversation · /quit"
+
+
+def chat(
+    model: common.Model = "smollm2",
+    system: Annotated[str | None, typer.Option(help="A system message.")] = None,
+    max_tokens: common.MaxTokens = 512,
+    temperature: common.Temperature = 0.0,
+    top_p: common.TopP = 1.0,
+    top_k: common.TopK = 0,
+    seed: common.Seed = 0,
+    drafter: common.Drafter = "auto",
+    draft_tokens: common.DraftTokens = "auto",
+    verify: common.VerifyBy = "coupled",
+    show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
+    ops: common.Ops = "auto",
+    threads: common.Threads = None,
+    quantize: common.Quantize = None,
+) -> None:
+    """Chat. Ctrl-C stops an answer and keeps what was said; Ctrl-D or /quit ends."""
+    params = common.sampling(max_tokens, temperature, top_p, top_k, seed)
+    llm = common.load_llm(
+        model, drafter=drafter, draft_tokens=draft_tokens, verify=verify,
+        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+    )  # fmt: skip
+    if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
+        raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
+    err.print(f"[dim]{HELP}[/dim]")
+    Conversation(llm, params, system, show_draft).run()
+
+
+class Conversation:
+    def __init__(self, llm: LLM, params: SamplingParams, system: str | None, show_draft: bool):
+        self.llm, self.params, self.system, self.show_draft = llm, params, system, show_draft
+        self.draft_tokens: int | None = None
+        self.turns: list[RequestStats] = []
+        self.clear()
+
+    def clear(self) -> None:
+        self.messages: list[dict[str, str]] = [{"role": "system", "content": self.system}] if self.system else []
+
+    def run(self) -> None:
+        while True:
+            try:
+                line = out.input("[bold]>>> [/bold]").strip()
+            except (EOFError, KeyboardInterrupt):
+                out.print()
+                return
+            if line == "/quit":
+                return
+            try:
+                if line.startswith("/"):
+                    self.command(line)
+                elif line:
+                    self.answer(line)
+            except OutriderError as error:
+                err.print(f"[red]{error}[/red]")
+
+    def command(self, line: str) -> None:
+        name, _, argument = line.partition(" ")
+        if name == "/stats":
+            for i, stats in enumerate(self.turns, 1):
+                err.print(f"[dim]turn {i}: {common.stats_line(stats, f'{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused')}[/dim]")
+        elif name == "/clear":
+            self.clear()
+        elif name == "/draft":
+            self.draft_tokens = parse_draft_tokens(argument.strip() or "auto")
+        elif name == "/seed":
+            try:
+                self.params = replace(self.params, seed=int(argument))
+            except ValueError:
+                raise OutriderError(f"/seed takes a whole number, got {argument!r}") from None
+        else:
+            err.print(f"[dim]{HELP}[/dim]")
+
+    def answer(self, line: str) -> None:
+        self.messages.append({"role": "user", "content": line})
+        ids = self.llm.chat_prompt(self.messages)
+        painter, text = Painter(self.llm.tokenizer, ids, self.show_draft), ""
+        try:
+            for event in self.llm.stream(ids, self.params, self.draft_tokens):
+                text += event.text
+                out.print(painter.paint(event), end="")
+                if event.stats is not None:
+                    self.turns.append(event.stats)
+                    out.print()
+                    err.print(f"[dim]{common.stats_line(event.stats, event.finish_reason or '')}[/dim]")
+        except KeyboardInterrupt:
+            out.print()
+            err.print("[dim]stopped[/dim]")
+        except OutriderError:
+            self.messages.pop()
+            raise
+        self.messages.append({"role": "assistant", "content": text})

@@ -1,0 +1,120 @@
+"""What the commands share: options as typer types, loading, the line of statistics, the stable JSON object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..types import OutriderError, RequestStats, SamplingParams
+
+if TYPE_CHECKING:
+    from ..llm import LLM, Completion
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")]
+Drafter = Annotated[str, typer.Option(help="auto | none | ngram | an MTP drafter's or Medusa's folder or id | draft:MODEL.")]
+DraftTokens = Annotated[str, typer.Option(help="How many tokens to draft a cycle: 0..16, or auto (measured, every cycle).")]
+VerifyBy = Annotated[str, typer.Option("--verify", help="coupled (same seed, same text) | rejection | block (same distribution).")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.")]
+Ops = Annotated[str, typer.Option(help="Kernels: auto | reference | cpu | triton.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: the cores this process may use.")]
+Quantize = Annotated[str | None, typer.Option(help="int8 | int4: quantise a dense checkpoint while loading (CPU).")]
+MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
+Temperature = Annotated[float, typer.Option(help="0: greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")]
+TopK = Annotated[int, typer.Option(help="0: off.")]
+Seed = Annotated[int, typer.Option(help="Same seed, same text.")]
+AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+LoadFormat = Annotated[str, typer.Option(help="auto | dummy (seeded random weights from the config alone).")]
+
+
+def load_llm(model: str, quiet: bool = False, **options: Any) -> LLM:
+    """Load and say once what was chosen."""
+    from ..llm import LLM
+
+    return LLM.load(model, say=(lambda _: None) if quiet else (lambda line: err.print(f"[dim]{line}[/dim]")), **options)
+
+
+def encode_prompt(llm: LLM, prompt: str | list[dict[str, str]], raw: bool) -> list[int]:
+    """Through the chat template where the model has one, unless `raw`."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template:
+        return llm.chat_prompt(messages)
+    text = messages[-1]["content"]
+    if not text:
+        raise OutriderError("the prompt is empty")
+    return llm._encode(text)
+
+
+def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
+    """Lines of {"prompt": ...} or {"turns": [...]}; other fields are kept."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutriderError(f"cannot read {path}: {error}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise OutriderError(f"{path}, line {number}: not JSON ({error.msg})") from None
+        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("turns"), list)):
+            raise OutriderError(f"{path}, line {number}: needs a field 'prompt' (a string) or 'turns' (a list)")
+        yield row
+
+
+def stats_line(stats: RequestStats, finish: str) -> str:
+    parts = [f"{stats.new_tokens} tokens ({finish})", f"first after {stats.ttft_s * 1e3:.0f} ms", f"{stats.decode_tps:.1f} tok/s"]
+    if stats.drafted:
+        by_position = " ".join(
+            f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d
+        )
+        parts.append(f"{stats.tokens_per_cycle:.2f} tokens a cycle")
+        parts.append(f"{100 * stats.accepted / stats.drafted:.0f} % of drafts right (by position {by_position})")
+    if stats.drafter_off:
+        parts.append(f"drafter switched off: {stats.drafter_off}")
+    return " · ".join(parts)
+
+
+def stats_json(stats: RequestStats) -> dict[str, Any]:
+    last = max((i + 1 for i, d in enumerate(stats.drafted_by_position) if d), default=0)
+    return {
+        "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
+        "new_tokens": stats.new_tokens,
+        "ttft_ms": round(stats.ttft_s * 1e3, 3),
+        "prefill_s": round(stats.prefill_s, 6),
+        "decode_s": round(stats.decode_s, 6),
+        "decode_tps": round(stats.decode_tps, 3),
+        "cycles": stats.cycles,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "tokens_per_cycle": round(stats.tokens_per_cycle, 4),
+        "accepted_by_position": stats.accepted_by_position[:last],
+        "drafted_by_position": stats.drafted_by_position[:last],
+    }
+
+
+def completion_json(completion: Completion) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+        "stats": stats_json(completion.stats),
+    }
+    if completion.logprobs:
+        row["logprobs"] = [{str(t): v for t, v in entry.items()} for entry in completion.logprobs]
+    return row
+
+
+def sampling(max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int, **more: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, **more).validate()

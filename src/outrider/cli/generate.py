@@ -1,0 +1,131 @@
+"""`outrider generate`: one prompt, or a file of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..types import OutriderError, SamplingParams
+from . import common
+from .common import err, out
+from .show import Painter
+
+if TYPE_CHECKING:
+    from ..llm import LLM, Completion
+
+
+def generate(
+    model: common.Model,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="A .jsonl file (field prompt or turns): one JSON object a line comes out.")] = None,
+    raw: Annotated[bool, typer.Option(help="No chat template: continue the text as it is.")] = False,
+    max_tokens: common.MaxTokens = 256,
+    temperature: common.Temperature = 0.0,
+    top_p: common.TopP = 1.0,
+    top_k: common.TopK = 0,
+    min_p: Annotated[float, typer.Option(help="Drop tokens less likely than min-p times the likeliest.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="1: off.")] = 1.0,
+    presence_penalty: Annotated[float, typer.Option(help="OpenAI's.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="OpenAI's.")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop at this text (may be repeated).")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="Report the chosen token's and the N likeliest tokens' logprobs (--json).")] = None,
+    n: Annotated[int, typer.Option(help="How many answers (answer i has seed + i).")] = 1,
+    seed: common.Seed = 0,
+    drafter: common.Drafter = "auto",
+    draft_tokens: common.DraftTokens = "auto",
+    verify: common.VerifyBy = "coupled",
+    compare: Annotated[bool, typer.Option(help="Run plain decoding too; print the speed-up and whether the texts are identical.")] = False,
+    show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
+    as_json: common.AsJson = False,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
+    ops: common.Ops = "auto",
+    threads: common.Threads = None,
+    quantize: common.Quantize = None,
+) -> None:
+    """Generate text. Speculation is on by default and never changes the answer.
+
+    Example: outrider generate smollm2 "Why is the sky blue?" --compare
+    """
+    params = common.sampling(
+        max_tokens, temperature, top_p, top_k, seed, min_p=min_p, repetition_penalty=repetition_penalty, n=n,
+        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, stop=tuple(stop or ()), logprobs=logprobs,
+    )  # fmt: skip
+    if (prompt is None) == (prompts is None):
+        raise OutriderError("give either a prompt or --prompts FILE.jsonl")
+    if prompt == "-":
+        prompt = typer.get_text_stream("stdin").read()
+    if prompt is not None and not prompt.strip():
+        raise OutriderError("the prompt is empty")
+    rows = list(common.read_prompts(prompts)) if prompts is not None else []
+    llm = common.load_llm(
+        model, as_json, drafter=drafter, draft_tokens=draft_tokens, verify=verify,
+        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+    )  # fmt: skip
+    if prompts is not None:
+        for row in rows:
+            print(json.dumps({**{k: v for k, v in row.items() if k not in ("prompt", "turns")}, **_one_row(llm, row, params, raw, compare)}), flush=True)
+        return
+    assert prompt is not None
+    ids = common.encode_prompt(llm, prompt, raw)
+    if as_json:
+        answers = [_answer(llm, ids, replace(params, n=1, seed=seed + i), compare) for i in range(n)]
+        print(json.dumps(answers[0] if n == 1 else answers, ensure_ascii=False))
+        return
+    for i in range(n):
+        _print_one(llm, ids, replace(params, n=1, seed=seed + i), compare, show_draft)
+
+
+def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, show_draft: bool) -> None:
+    painter = Painter(llm.tokenizer, ids, show_draft)
+    tokens: list[int] = []
+    for event in llm.stream(ids, params):
+        out.print(painter.paint(event), end="")
+        tokens += event.tokens
+        if event.stats is not None:
+            out.print()
+            if show_draft:
+                err.print(painter.legend())
+            err.print(f"[dim]{common.stats_line(event.stats, event.finish_reason or '')}[/dim]")
+            fast = event.stats
+    if compare:
+        plain = run_plain(llm, ids, params)
+        same = plain.token_ids == tokens
+        speedup = fast.decode_tps / plain.stats.decode_tps if plain.stats.decode_tps else 0.0
+        err.print(
+            f"[dim]plain: {common.stats_line(plain.stats, plain.finish_reason)}[/dim]\n"
+            f"[bold]{speedup:.2f}x faster · identical: {'yes' if same else 'NO'}[/bold]"
+        )
+
+
+def run_plain(llm: LLM, ids: list[int], params: SamplingParams) -> Completion:
+    """The same request without drafting, and without what the first run left in the prefix cache."""
+    llm.engine.store.prefix.clear()
+    return llm.generate(ids, params, drafter=False)[0]
+
+
+def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> dict[str, Any]:
+    answer = llm.generate(ids, params)[0]
+    row = common.completion_json(answer)
+    if compare:
+        plain = run_plain(llm, ids, params)
+        row["plain"] = common.completion_json(plain)
+        row["speedup"] = round(answer.stats.decode_tps / plain.stats.decode_tps, 4) if plain.stats.decode_tps else None
+        row["identical"] = plain.token_ids == answer.token_ids
+    return row
+
+
+def _one_row(llm: LLM, row: dict[str, Any], params: SamplingParams, raw: bool, compare: bool) -> dict[str, Any]:
+    """Turns are answered one after the other, each seeing what came before."""
+    turns = row["turns"] if "turns" in row else [row["prompt"]]
+    messages: list[dict[str, str]] = []
+    answers = []
+    for turn in turns:
+        messages.append({"role": "user", "content": str(turn)})
+        answers.append(_answer(llm, common.encode_prompt(llm, messages, raw), params, compare))
+        messages.append({"role": "assistant", "content": answers[-1]["text"]})
+    return answers[0] if "turns" not in row else {**answers[-1], "turns": answers}

@@ -1,0 +1,39 @@
+"""Tokens in colour: where each one came from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..engine.engine import Event
+    from ..engine.text import Tokenizer
+
+STYLES = {"accepted": "green", "corrected": "bold red", "bonus": "cyan", "plain": ""}
+
+
+class Painter:
+    """Turns events into rich text; token by token when colours are asked for."""
+
+    def __init__(self, tokenizer: Tokenizer | None, prompt: Sequence[int], colours: bool):
+        from ..engine.text import Detokenizer
+
+        self.detok = Detokenizer(tokenizer, prompt) if tokenizer is not None and colours else None
+
+    def paint(self, event: Event) -> Text:
+        if self.detok is None:
+            return Text(event.text)
+        text = Text()
+        for token, kind in zip(event.tokens, event.kinds):
+            text.append(self.detok.push([token]), STYLES[kind])
+        return text
+
+    @staticmethod
+    def legend() -> Text:
+        text = Text()
+        for kind, what in (("accepted", "drafted and right"), ("corrected", "corrected by the target"), ("bonus", "bonus"), ("plain", "not drafted")):
+            text.append("■ ", STYLES[kind])
+            text.append(f"{what}  ", "dim")
+        return text

@@ -1,0 +1,50 @@
+"""Settings, validated once, frozen. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .types import MAX_DRAFT, OutriderError
+
+Verify = Literal["coupled", "rejection", "block"]
+VERIFIERS: tuple[Verify, ...] = ("coupled", "rejection", "block")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    max_batch: int = 8  # sequences that run at once
+    max_context: int = 4096  # prompt and answer together
+    page_size: int = 32
+    prefill_chunk: int = 512  # prompt tokens between two decode steps
+    kv_tokens: int | None = None  # positions of K/V in all; None: every slot can hold max_context, within 2 GiB
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
+            if getattr(self, name) < 1:
+                raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.prefill_chunk % self.page_size:
+            raise OutriderError(f"prefill_chunk ({self.prefill_chunk}) must be a multiple of page_size ({self.page_size})")
+
+
+@dataclass(frozen=True)
+class SpecConfig:
+    draft_tokens: int | None = None  # None: the controller chooses K every cycle
+    verify: Verify = "coupled"
+
+    def __post_init__(self) -> None:
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:
+            raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {self.draft_tokens}")
+        if self.verify not in VERIFIERS:
+            raise OutriderError(f"unknown verifier {self.verify!r}; known: {', '.join(VERIFIERS)}")
+
+
+def parse_draft_tokens(text: str | int | None) -> int | None:
+    """'auto' or a number, as users write it."""
+    if text is None or text == "auto":
+        return None
+    try:
+        return SpecConfig(draft_tokens=int(text)).draft_tokens
+    except ValueError:
+        raise OutriderError(f"draft tokens must be a number in 0..{MAX_DRAFT} or 'auto', got {text!r}") from None

@@ -1,0 +1,464 @@
+"""The engine: schedule -> run -> commit, one step at a time, in one thread.
+
+`submit` takes a request, `step` runs one step and returns what happened, `abort` drops a request. Token ids inside;
+text only in the events' deltas. Whatever the drafter does, the target's choices are what is emitted.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cache.store import CacheSpec, KVStore
+from ..config import EngineConfig, SpecConfig
+from ..spec.choose import SamplingBatch
+from ..spec.controller import Controller, SeqView
+from ..spec.drafter import DraftBatch, Drafter
+from ..spec.ngram import NgramIndex
+from ..types import MAX_DRAFT, Draft, OutriderError, RequestStats
+from .cycle import CycleInput, Rows, cycle, forward, verify_coupled
+from .metrics import Metrics
+from .scheduler import Chunk, DecodeRow, Request, Scheduler, Sequence_
+from .text import Detokenizer, Tokenizer
+from .verify import verify_block_rows, verify_rejection_rows
+
+log = logging.getLogger("outrider")
+VERIFY = {"coupled": verify_coupled, "rejection": verify_rejection_rows, "block": verify_block_rows}
+KV_BYTES = 2 << 30  # the default K/V budget
+
+
+@dataclass
+class Event:
+    """What one step did for one request. `kinds` says where each token came from."""
+
+    id: str
+    tokens: list[int]
+    kinds: list[str]  # accepted | corrected | bonus | plain
+    text: str
+    logprobs: list[dict[int, float]] | None = None  # per token: {id: logprob}, the chosen one first
+    finish_reason: str | None = None  # stop | length | abort | error
+    stats: RequestStats | None = None  # with the last event
+    error: str | None = None
+
+
+@dataclass
+class Working:
+    """What the engine keeps beside a sequence."""
+
+    detok: Detokenizer | None
+    ngram: NgramIndex | None
+    matcher: Any | None
+    text: str = ""  # all text so far
+    shown: int = 0  # how much of it has been emitted (text that might begin a stop string is held back)
+    held: Event | None = None
+
+
+class Engine:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer | None,
+        config: EngineConfig,
+        spec: SpecConfig,
+        drafter: Drafter | None,
+        controller: Controller,
+        kv_dtype: torch.dtype | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
+        self.drafter, self.controller, self.clock = drafter, controller, clock
+        self.device = model.device
+        ops = model.ops
+        exact = bool(ops.row_invariant_prefill)
+        dtype = kv_dtype or model.dtype
+        self.max_context = min(config.max_context, model.config.max_context)
+        per_token = sum(2 * model.config.layers[i].attn.kv_heads * model.config.layers[i].attn.head_dim for i in model.config.kv_layers)
+        per_token *= torch.empty((), dtype=dtype).element_size()
+        tokens = config.kv_tokens or min(config.max_batch * self.max_context, max(self.max_context, KV_BYTES // per_token))
+        self.store = KVStore(
+            model.config,
+            CacheSpec(config.max_batch, self.max_context, config.page_size, max(config.prefill_chunk, MAX_DRAFT + 1), tokens),
+            dtype,
+            self.device,
+        )
+        self.kv_tokens = tokens
+        self.scheduler = Scheduler(
+            self.store, config.max_batch, config.prefill_chunk,
+            config.page_size if exact else config.prefill_chunk, None if exact else 64, config.prefix_cache,
+        )  # fmt: skip
+        self.share_answers = exact
+        self.metrics = Metrics()
+        self.taps = drafter.taps if drafter is not None else ()
+        width = model.config.hidden * (1 + len(self.taps))
+        self.features = torch.zeros((config.max_batch, width), dtype=model.dtype, device=self.device)
+        self.verify = VERIFY[spec.verify]
+        self._sampling: tuple[tuple[str, ...], SamplingBatch] | None = None
+        self._seqs: dict[str, Sequence_] = {}
+        self._events: list[Event] = []
+        self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
+
+    # ---- requests -----------------------------------------------------------------------------------------------
+    def validate(self, request: Request) -> None:
+        """Raises OutriderError when this request can never run."""
+        vocab, prompt = self.model.config.vocab_size, request.prompt
+        if not prompt:
+            raise OutriderError("the prompt is empty: give at least one token")
+        for token in prompt:
+            if not 0 <= token < vocab:
+                raise OutriderError(f"prompt token id {token} is outside the vocabulary (0..{vocab - 1})")
+        room = min(self.max_context, self.kv_tokens - self.config.page_size)
+        if len(prompt) >= room:
+            raise OutriderError(f"the prompt has {len(prompt)} tokens; the context holds {room}: shorten it or raise max_context")
+        if request.draft_tokens is not None and not 0 <= request.draft_tokens <= MAX_DRAFT:
+            raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {request.draft_tokens}")
+        if request.id in self._seqs:
+            raise OutriderError(f"request id {request.id!r} is already running")
+        if self.tokenizer is None and request.params.stop:
+            raise OutriderError("stop strings need a tokenizer; use stop_token_ids")
+        request.params.validate(vocab)
+
+    def submit(self, request: Request) -> None:
+        self.validate(request)
+        seq = Sequence_(request, self.clock(), list(request.prompt))
+        seq.stats.prompt_tokens = seq.prompt_len
+        wants_ngram = "ngram" in self.controller.drafters and request.drafter
+        index = NgramIndex() if wants_ngram else None
+        if index is not None:
+            index.extend(request.prompt)
+        grammar = request.params.grammar
+        seq.extra = Working(
+            Detokenizer(self.tokenizer, request.prompt) if self.tokenizer is not None else None,
+            index,
+            grammar.matcher() if grammar is not None else None,  # type: ignore[attr-defined]
+        )
+        self._seqs[request.id] = seq
+        self.scheduler.add(seq)
+        self.metrics.requests += 1
+        self.metrics.prompt_tokens += seq.prompt_len
+
+    def abort(self, request_id: str, reason: str = "abort") -> None:
+        seq = self._seqs.get(request_id)
+        if seq is not None:
+            self._events.append(self._finish(seq, Event(request_id, [], [], ""), reason))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._seqs) or bool(self._events)
+
+    # ---- one step -----------------------------------------------------------------------------------------------
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        began = self.clock()
+        plan = self.scheduler.plan(self._choose_drafts)
+        for chunk in plan.prefill:
+            self._prefill(chunk)
+        if plan.prefill:
+            self.metrics.prefill_seconds += self.clock() - began
+        if plan.decode:
+            self._decode(plan.decode)
+        events, self._events = self._events, []
+        m = self.metrics
+        m.steps += 1
+        m.step_seconds += self.clock() - began
+        m.preemptions = self.scheduler.preemptions
+        m.running, m.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        m.free_pages = {name: group.pool.free for name, group in self.store.groups.items()}
+        return events
+
+    def _choose_drafts(self, ready: list[Sequence_]) -> list[tuple[str | None, int]]:
+        """(drafter, K) of each decoding sequence: the K that was asked for, else the controller's."""
+        choices: list[tuple[str | None, int]] = []
+        open_views: list[SeqView] = []
+        for seq in ready:
+            offers, match = self._offers(seq)
+            fixed = seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
+            if fixed is None:
+                open_views.append(SeqView(seq.id, offers, match, seq.remaining, len(seq.tokens)))
+                choices.append((None, -1))
+            else:
+                name = next((n for n in self.controller.drafters if offers.get(n)), None)
+                choices.append((name, min(fixed, offers[name]) if name is not None else 0))
+        planned = iter(self.controller.plan(open_views) if open_views else ())
+        return [next(planned) if k < 0 else (name, k) for name, k in choices]  # type: ignore[misc]
+
+    def _offers(self, seq: Sequence_) -> tuple[dict[str, int], int]:
+        """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
+        offers: dict[str, int] = {}
+        work: Working = seq.extra
+        room = min(seq.remaining - 1, self.max_context - len(seq.tokens) - 1, MAX_DRAFT)
+        match = 0
+        if seq.request.drafter and room > 0:
+            if self.drafter is not None and seq.has_features and not seq.drafter_off:
+                offers[self.drafter.name] = room
+            if work.ngram is not None:
+                guess, match = work.ngram.propose(room)
+                if guess:
+                    offers["ngram"] = len(guess)
+        return offers, match
+
+    def _prefill(self, chunk: Chunk) -> None:
+        seq, began = chunk.seq, self.clock()
+        end = chunk.start + chunk.count
+        ids = torch.tensor(seq.tokens[chunk.start : end], dtype=torch.int64, device=self.device)
+        positions = torch.arange(chunk.start, end, device=self.device)
+        row_seq = torch.zeros_like(ids)
+        row_start = torch.tensor([0, chunk.count], dtype=torch.int32, device=self.device)
+        slots = torch.tensor([seq.cache.slot], device=self.device)
+        kv = self.store.view(slots, positions, row_seq, row_start, chunk.count, end)
+        _, features = forward(self.model, ids, kv, self.taps)
+        seq.computed = end
+        self.store.commit(seq.cache, end)
+        if self.config.prefix_cache and (self.share_answers or end <= seq.prompt_len - 1):
+            whole = end - end % self.scheduler.granularity
+            self.store.share(seq.cache, seq.tokens, whole)
+        if end == len(seq.tokens) - 1:
+            self.features[seq.cache.slot] = features[-1]
+            seq.has_features = True
+        seq.stats.prefill_s += self.clock() - began
+
+    def _decode(self, rows: list[DecodeRow]) -> None:
+        began = self.clock()
+        seqs = [r.seq for r in rows]
+        as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=self.device)  # noqa: E731
+        slots = as_long([s.cache.slot for s in seqs])
+        x = CycleInput(
+            rows=Rows.of(tuple(r.k for r in rows), self.device),
+            slots=slots,
+            last=as_long([s.tokens[-1] for s in seqs]),
+            length=as_long([len(s.tokens) - 1 for s in seqs]),
+            sampling=self._sampling_batch(seqs),
+            ops=self.model.ops,
+            max_context=max(len(s.tokens) + r.k for s, r in zip(seqs, rows)),
+            masks=(lambda drafts: self._grammar_masks(rows, drafts)) if any(s.extra.matcher for s in seqs) else None,
+        )
+        k = x.rows.k
+        propose = (lambda: self._propose(rows, x, k)) if k else None
+        out = cycle(self.model, self.store, propose, self.verify, self.taps, x)
+        self.features.index_copy_(0, slots, out.features)
+        x.sampling.commit(out.verdict.tokens, out.verdict.counts)
+        tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
+        now = self.clock()
+        top = self._logprobs(rows, x, out.logits, out.verdict.tokens) if any(s.request.params.logprobs is not None for s in seqs) else None
+        for i, row in enumerate(rows):
+            self._commit(row, tokens[i][: counts[i]], now, top[i] if top is not None else None)
+        drafter = next((r.drafter for r in rows if r.drafter), None)
+        self.controller.observe_step(len(rows), k, x.max_context, self.clock() - began, drafter)
+
+    # ---- drafting -------------------------------------------------------------------------------------------------
+    def _propose(self, rows: list[DecodeRow], x: CycleInput, k: int) -> Draft:
+        """Each sequence's guess from the drafter chosen for it; a drafter that fails costs its guess, never the answer."""
+        tokens = torch.zeros((len(rows), k), dtype=torch.int64, device=self.device)
+        lengths = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+        q: Tensor | None = None
+        by_ngram = [i for i, r in enumerate(rows) if r.drafter == "ngram" and r.k]
+        for i in by_ngram:
+            guess, _ = rows[i].seq.extra.ngram.propose(rows[i].k)
+            if guess:
+                tokens[i, : len(guess)] = torch.tensor(guess, dtype=torch.int64, device=self.device)
+                lengths[i] = len(guess)
+        rest = [i for i, r in enumerate(rows) if r.drafter and r.drafter != "ngram" and r.k]
+        if rest and self.drafter is not None:
+            try:
+                draft = self._neural(rows, rest, x)
+                ok = ((draft.tokens >= 0) & (draft.tokens < self.model.config.vocab_size)).all(1)
+                if draft.tokens.shape != (len(rest), max(rows[i].k for i in rest)):
+                    raise ValueError(f"draft of shape {tuple(draft.tokens.shape)}")
+                if draft.q is not None and not bool(torch.isfinite(draft.q).all()):
+                    raise ValueError("probabilities are not finite")
+                if not bool(ok.all()):
+                    raise ValueError("token ids outside the vocabulary")
+            except Exception as error:
+                self._drafter_failed([rows[i].seq for i in rest], error)
+                return Draft(tokens, lengths)
+            at = torch.tensor(rest, device=self.device)
+            width = draft.tokens.shape[1]
+            tokens[at, :width] = draft.tokens
+            lengths[at] = torch.minimum(draft.lengths, x.rows.limit[at])
+            if draft.q is not None:
+                q = torch.zeros((len(rows), k, draft.q.shape[-1]), dtype=draft.q.dtype, device=self.device)
+                q.scatter_(2, tokens[:, :, None], 1.0)  # the others are point masses
+                q[at, :width] = draft.q
+        return Draft(tokens, lengths, q)
+
+    def _neural(self, rows: list[DecodeRow], which: list[int], x: CycleInput) -> Draft:
+        assert self.drafter is not None
+        every = len(which) == len(rows)
+        pick = None if every else torch.tensor(which, device=self.device)
+        take = lambda t: t if pick is None else t[pick]  # noqa: E731
+        length, count = take(x.length), len(which)
+        seq_rows = torch.arange(count, device=self.device)
+        start = torch.arange(count + 1, dtype=torch.int32, device=self.device)
+        batch = DraftBatch(
+            ids=[rows[i].seq.id for i in which],
+            tokens=[rows[i].seq.tokens for i in which],
+            last=take(x.last),
+            length=length,
+            features=self.features[take(x.slots)],
+            kv=self.store.view(take(x.slots), length - 1, seq_rows, start, 1, x.max_context),
+            sampling=x.sampling if pick is None else x.sampling.select(pick),
+            sampled=self.spec.verify != "coupled",
+            ops=x.ops,
+            vocab=self.model.config.vocab_size,
+        )
+        return self.drafter.propose(batch, max(rows[i].k for i in which))
+
+    def _drafter_failed(self, seqs: list[Sequence_], error: Exception) -> None:
+        assert self.drafter is not None
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        log.warning("drafter %s switched off for %d request(s): %s", self.drafter.name, len(seqs), reason)
+        for seq in seqs:
+            seq.drafter_off = True
+            seq.stats.drafter_off = reason
+        self.metrics.drafter_failures += 1
+
+    def _sampling_batch(self, seqs: list[Sequence_]) -> SamplingBatch:
+        """Rebuilt only when the batch has changed: `commit` keeps it up to date in between."""
+        key = tuple(s.id for s in seqs)
+        if self._sampling is None or self._sampling[0] != key:
+            batch = SamplingBatch.build(
+                [s.request.params for s in seqs], [s.request.prompt for s in seqs], [s.tokens[s.prompt_len :] for s in seqs],
+                self.model.config.vocab_size, self.device, sorted(self.eos),
+            )  # fmt: skip
+            self._sampling = (key, batch)
+        return self._sampling[1]
+
+    def _grammar_masks(self, rows: list[DecodeRow], drafts: Tensor) -> Tensor:
+        """bool [R, V]: what each row's grammar allows after the drafted tokens before it."""
+        host, parts = drafts.tolist(), []
+        vocab = self.model.config.vocab_size
+        for i, row in enumerate(rows):
+            matcher = row.seq.extra.matcher
+            if matcher is None:
+                parts.append(torch.ones((row.k + 1, vocab), dtype=torch.bool))
+                continue
+            masks, _ = matcher.masks(host[i][: row.k])
+            part = torch.from_numpy(masks)
+            if part.shape[0] < row.k + 1:  # rows behind a draft that left the grammar: never reached
+                part = torch.cat((part, torch.ones((row.k + 1 - part.shape[0], vocab), dtype=torch.bool)))
+            parts.append(part)
+        return torch.cat(parts).to(self.device)
+
+    def _logprobs(self, rows: list[DecodeRow], x: CycleInput, logits: Tensor, tokens: Tensor) -> list[list[dict[int, float]] | None]:
+        """Per sequence and emitted token {id: logprob}, the chosen one first, of the model's own distribution."""
+        out: list[list[dict[int, float]] | None] = []
+        start, host = x.rows.start.tolist(), tokens.tolist()
+        for i, row in enumerate(rows):
+            n = row.seq.request.params.logprobs
+            if n is None:
+                out.append(None)
+                continue
+            logp = torch.log_softmax(logits[start[i] : start[i + 1]].float(), -1)  # [K_i + 1, V]
+            best = logp.topk(n, dim=-1) if n else None
+            table = []
+            for j in range(row.k + 1):
+                entry = {host[i][j]: float(logp[j, host[i][j]])}
+                if best is not None:
+                    entry.update({int(t): float(v) for t, v in zip(best.indices[j], best.values[j])})
+                table.append(entry)
+            out.append(table)
+        return out
+
+    # ---- commit ---------------------------------------------------------------------------------------------------
+    def _commit(self, row: DecodeRow, tokens: list[int], now: float, logprobs: list[dict[int, float]] | None) -> None:
+        """Take the verdict into the sequence, cut at the end of the answer, and say what happened."""
+        seq, params, work = row.seq, row.seq.request.params, row.seq.extra
+        accepted = len(tokens) - 1
+        kinds = ["accepted"] * accepted + ["plain" if not row.k else ("bonus" if accepted == row.k else "corrected")]
+        finish: str | None = None
+        for i, token in enumerate(tokens):
+            output = seq.outputs + i + 1
+            if output >= params.min_tokens and ((token in self.eos and not params.ignore_eos) or token in params.stop_token_ids):
+                tokens, kinds, finish = tokens[: i + 1], kinds[: i + 1], "stop"
+                break
+            if output >= params.max_tokens or len(seq.tokens) + i + 1 >= self.max_context:
+                tokens, kinds, finish = tokens[: i + 1], kinds[: i + 1], "length"
+                break
+        self._count(seq, row, accepted, len(tokens), now)
+        seq.tokens.extend(tokens)
+        seq.computed = len(seq.tokens) - 1
+        seq.has_features = True
+        if work.ngram is not None:
+            work.ngram.extend(tokens)
+        if work.matcher is not None:
+            work.matcher.advance(tokens)
+        event = Event(seq.id, tokens, kinds, "", logprobs[: len(tokens)] if logprobs is not None else None)
+        finish = self._speak(seq, event, finish)
+        if finish is not None:
+            self._events.append(self._finish(seq, event, finish))
+        else:
+            self.store.commit(seq.cache, seq.computed)
+            self._events.append(event)
+
+    def _count(self, seq: Sequence_, row: DecodeRow, accepted: int, emitted: int, now: float) -> None:
+        s, m = seq.stats, self.metrics
+        if seq.first_token_at is None:
+            seq.first_token_at = now
+            s.ttft_s = now - seq.arrived
+        s.decode_s = now - seq.first_token_at
+        s.new_tokens += emitted
+        s.first_emitted = s.first_emitted or emitted
+        m.new_tokens += emitted
+        for c in (s, m):
+            c.cycles += 1
+            c.drafted += row.k
+            c.accepted += accepted
+            for j in range(row.k):
+                c.drafted_by_position[j] += 1
+                c.accepted_by_position[j] += j < accepted
+        self.controller.observe(seq.id, row.drafter, row.k, accepted, None)
+
+    def _speak(self, seq: Sequence_, event: Event, finish: str | None) -> str | None:
+        """Detokenise, look for stop strings; hold back text that may be the beginning of one. Returns the finish reason."""
+        work, params = seq.extra, seq.request.params
+        if work.detok is None:
+            return finish
+        shown = [t for t in event.tokens if t not in self.eos and t not in params.stop_token_ids] if finish == "stop" else event.tokens
+        work.text += work.detok.push(shown)
+        if finish is not None:
+            work.text += work.detok.flush()
+        end = len(work.text)
+        for stop in params.stop:
+            at = work.text.find(stop, max(0, work.shown - len(stop)))
+            if at >= 0 and at < end:
+                end, finish = at, "stop"
+        if finish == "stop" or finish is not None:
+            safe = end
+        else:
+            safe = end - max((_overlap(work.text, stop) for stop in params.stop), default=0)
+        event.text = work.text[work.shown : safe]
+        work.shown = max(work.shown, safe)
+        return finish
+
+    def _finish(self, seq: Sequence_, event: Event, reason: str) -> Event:
+        event.finish_reason, event.stats = reason, seq.stats
+        if seq.cache is not None and self.config.prefix_cache and self.share_answers:
+            self.store.share(seq.cache, seq.tokens, seq.computed - seq.computed % self.config.page_size)
+        self.scheduler.remove(seq)
+        if self.drafter is not None:
+            self.drafter.forget(seq.id)
+        self.controller.finish(seq.id)
+        del self._seqs[seq.id]
+        self.metrics.cached_tokens += seq.stats.cached_tokens
+        self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
+        return event
+
+    def check(self) -> None:
+        """Audit: no page leaks, every running sequence has its slot."""
+        self.store.check()
+        for seq in self.scheduler.running:
+            assert seq.cache is not None, f"{seq.id} runs without a slot"
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How long an end of `text` is a beginning of `stop`."""
+    for n in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0
+

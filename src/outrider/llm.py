@@ -1,0 +1,208 @@
+"""The composition root: `LLM.load(name)` puts model, tokenizer, drafter, controller and engine together.
+
+    llm = LLM.load("smollm2")
+    print(llm.generate("The capital of France is", SamplingParams(max_tokens=32))[0].text)
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from . import ops as ops_module
+from .config import EngineConfig, SpecConfig, Verify, parse_draft_tokens
+from .engine.engine import Engine, Event, Request
+from .engine.text import Tokenizer
+from .models import build, build_drafter
+from .models.pairing import fits
+from .spec.controller import Controller
+from .spec.cost import CostTable
+from .spec.drafter import Drafter
+from .spec.mtp import MTPDrafter
+from .types import OutriderError, RequestStats, SamplingParams
+from .weights import hub, load_drafter, load_target
+
+log = logging.getLogger("outrider")
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Sequence[int]
+
+
+@dataclass
+class Completion:
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    stats: RequestStats
+    logprobs: list[dict[int, float]] | None = None
+    kinds: list[str] | None = None  # where each token came from: accepted | corrected | bonus | plain
+
+
+class LLM:
+    def __init__(self, engine: Engine, name: str, drafter_note: str):
+        self.engine, self.name, self.drafter_note = engine, name, drafter_note
+        self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
+        self.drafter = engine.drafter
+        self._ids = itertools.count()
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        drafter: str = "auto",
+        draft_tokens: int | str | None = "auto",
+        verify: Verify = "coupled",
+        device: str | None = None,
+        dtype: str | None = None,
+        ops: str = "auto",
+        threads: int | None = None,
+        quantize: str | None = None,
+        load_format: str = "auto",
+        seed: int = 0,
+        engine: EngineConfig | None = None,
+        say: Callable[[str], None] = log.info,
+    ) -> LLM:
+        """`drafter`: auto | none | ngram | a folder or id of an MTP drafter, a draft model (draft:NAME) or Medusa heads."""
+        spec = SpecConfig(parse_draft_tokens(draft_tokens), verify)
+        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        kind = _dtype(dtype, place)
+        chosen = ops_module.choose(place, ops, threads)
+        config, weights, text = load_target(model, place, kind, chosen, quantize, load_format, seed)  # type: ignore[arg-type]
+        target = build(config, weights, chosen)
+        tokenizer = Tokenizer.load(text) if load_format != "dummy" else None
+        guesser, names, note = pick_drafter(model, drafter, target, chosen, place, kind, load_format, seed)
+        say(note)
+        controller = Controller(CostTable(), names, fixed=spec.draft_tokens)
+        run = getattr(chosen, "compile", None)
+        runner = (run(target) or target) if run is not None else target
+        return cls(Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind)), model, note)
+
+    # ---- running --------------------------------------------------------------------------------------------------
+    def requests(self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool = True) -> list[Request]:
+        """One request for each of `params.n` answers; answer i has seed + i."""
+        ids = self._encode(prompt)
+        group = next(self._ids)
+        return [
+            Request(f"{group}.{i}", ids, replace(params, seed=params.seed + i, n=1), draft_tokens, drafter) for i in range(params.n)
+        ]
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool = True
+    ) -> list[Completion]:
+        """All answers, in order (n of them for each prompt)."""
+        many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
+        requests = [r for p in many for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter)]  # type: ignore[arg-type]
+        for request in requests:
+            self.engine.validate(request)
+        done = {r.id: Completion("", [], "", RequestStats(), [], []) for r in requests}
+        try:
+            for request in requests:
+                self.engine.submit(request)
+            while any(not c.finish_reason for c in done.values()):
+                for event in self.engine.step():
+                    _take(done[event.id], event)
+        except BaseException:
+            for request in requests:
+                self.engine.abort(request.id)
+            self.engine.step()
+            raise
+        return [done[r.id] for r in requests]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool = True) -> Iterator[Event]:
+        """One answer as it comes. Closing the iterator aborts the request and frees its pages."""
+        (request,) = self.requests(prompt, replace(params or SamplingParams(), n=1), draft_tokens, drafter)
+        self.engine.submit(request)
+        finished = False
+        try:
+            while not finished:
+                for event in self.engine.step():
+                    if event.id == request.id:
+                        finished = event.finish_reason is not None
+                        yield event
+        finally:
+            if not finished:
+                self.engine.abort(request.id)
+                self.engine.step()
+
+    def chat(self, messages: Messages, params: SamplingParams | None = None, **options: Any) -> Completion:
+        return self.generate(self.chat_prompt(messages), params, **options)[0]
+
+    def chat_prompt(self, messages: Messages, tools: Any = None) -> list[int]:
+        return self._tokenizer().chat(messages, tools)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self._tokenizer().encode(prompt, bos=True) if isinstance(prompt, str) else [int(t) for t in prompt]
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise OutriderError(f"{self.name} has no tokenizer: pass token ids")
+        return self.tokenizer
+
+
+def _take(completion: Completion, event: Event) -> None:
+    completion.text += event.text
+    completion.token_ids += event.tokens
+    assert completion.kinds is not None
+    completion.kinds += event.kinds
+    completion.logprobs = completion.logprobs + event.logprobs if event.logprobs is not None and completion.logprobs is not None else None
+    if event.finish_reason is not None:
+        completion.finish_reason = event.finish_reason
+        assert event.stats is not None
+        completion.stats = event.stats
+        if event.error:
+            raise OutriderError(event.error)
+
+
+def _dtype(name: str | None, device: torch.device) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    if name is None:
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    if name not in known:
+        raise OutriderError(f"unknown dtype {name!r}; known: {', '.join(known)}")
+    return known[name]
+
+
+def pick_drafter(
+    model: str, drafter: str, target: Any, ops: Any, device: torch.device, dtype: torch.dtype, load_format: str = "auto", seed: int = 0
+) -> tuple[Drafter | None, tuple[str, ...], str]:
+    """(the neural drafter or None, the names the controller may choose from, one line that says what and why)."""
+    if drafter == "none":
+        return None, (), "drafter: none (plain decoding)"
+    if drafter == "ngram":
+        return None, ("ngram",), "drafter: ngram (suffix matches in prompt and answer)"
+    note = "as asked"
+    if drafter == "auto":
+        where, note = hub.auto_drafter(model)
+        if where is None:
+            return None, ("ngram",), f"drafter: ngram ({note})"
+        try:
+            return _load_drafter(where, note, target, ops, device, dtype, load_format, seed)
+        except OutriderError as error:
+            return None, ("ngram",), f"drafter: ngram ({where} cannot be used: {error})"
+    return _load_drafter(drafter, note, target, ops, device, dtype, load_format, seed)
+
+
+def _load_drafter(
+    where: str, note: str, target: Any, ops: Any, device: torch.device, dtype: torch.dtype, load_format: str, seed: int
+) -> tuple[Drafter, tuple[str, ...], str]:
+    if where.startswith("draft:"):
+        from .spec.draft_model import DraftModel
+
+        config, weights, _ = load_target(where[6:], device, dtype, ops, None, load_format, seed)  # type: ignore[arg-type]
+        if config.vocab_size != target.config.vocab_size:
+            raise OutriderError(f"{where[6:]} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer")
+        return DraftModel(build(config, weights, ops), ops), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
+    files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
+    if files.config.get("model_type") == "medusa":
+        from .spec.medusa import Medusa
+
+        return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
+    config, weights = load_drafter(files, device, dtype, ops, None, load_format, seed)  # type: ignore[arg-type, assignment]
+    reason = fits(config, target.config)  # type: ignore[arg-type]
+    if reason is not None:
+        raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
+    return MTPDrafter(build_drafter(config, weights, ops, target), target), ("mtp", "ngram"), f"drafter: mtp {where} ({note})"

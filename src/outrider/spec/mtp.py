@@ -1,0 +1,43 @@
+"""Multi-token prediction over the target's own cache: no second cache, no prefill.
+
+The drafter is fed the target's embedding of the newest token and the target's hidden state of the position before it;
+it attends to the target's K/V at one constant position; its own hidden state and guess are fed back for the next step.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..types import Draft
+from .drafter import DraftBatch
+
+
+class MTPDrafter:
+    name = "mtp"
+
+    def __init__(self, model: Any, target: Any):
+        self.model, self.target = model, target
+        self.taps: tuple[int, ...] = model.config.taps
+
+    def propose(self, batch: DraftBatch, k: int) -> Draft:
+        model, sampling = self.model, batch.sampling
+        state = model.start(batch.kv, batch.features)
+        token, tokens, qs = batch.last, [], []
+        hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
+        for j in range(k):
+            g, hidden = model.step(self.target.embed(token), hidden, batch.kv, state)
+            ids, logits = model.candidates(g)  # [B, N] ids (None: the whole vocabulary), float32 logits
+            at = batch.length + 1 + j  # the position the guessed token will have
+            if batch.sampled:
+                token, q = sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab, ids)
+                qs.append(q)
+            else:
+                token = sampling.guess(logits, at, batch.ops, ids)
+            tokens.append(token)
+        lengths = torch.full_like(batch.length, k)
+        return Draft(torch.stack(tokens, 1), lengths, torch.stack(qs, 1) if qs else None)
+
+    def forget(self, request_id: str) -> None:
+        pass

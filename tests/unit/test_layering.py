@@ -1,0 +1,77 @@
+"""Who may import whom: the map in docs/architecture.md, enforced."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[2] / "src" / "outrider"
+
+# A package (or module) may import only these of ours, besides itself. `types` and `config` are open to everybody.
+ALLOWED = {
+    "types": set(),
+    "config": set(),
+    "ops": set(),
+    "models": {"ops"},
+    "weights": {"models.config", "ops"},
+    "cache": {"models.config"},
+    "spec": {"cache.store", "models", "weights", "ops"},
+    "engine": {"spec", "cache", "models", "ops"},
+    "llm": {"engine", "spec", "cache", "models", "weights", "ops"},
+    "train": {"llm", "engine", "spec", "cache", "models", "weights", "ops"},
+    "bench": {"llm", "engine", "spec", "cache", "models", "weights", "ops", "train"},
+    "server": {"llm", "engine", "spec", "cache", "models", "weights", "ops"},
+    "cli": {"server", "bench", "train", "llm", "engine", "spec", "cache", "models", "weights", "ops"},
+    "__init__": {"llm"},
+}
+TORCH_FREE = [
+    "types", "config", "models/config", "models/pairing", "models/known", "models/inspect", "cache/pages", "cache/prefix",
+    "spec/controller", "spec/cost", "spec/simulate", "spec/ngram", "engine/scheduler", "engine/metrics", "bench/predict",
+]  # fmt: skip
+
+
+def imports(path: Path) -> list[str]:
+    """Dotted names of our modules that a file imports, relative to the package; typing-only imports count too."""
+    here = path.relative_to(SRC).with_suffix("").parts
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = here[: len(here) - node.level]
+            full = [*base, *(node.module.split(".") if node.module else [])]
+            found += [".".join([*full, a.name]) for a in node.names]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outrider"):
+            found += [".".join([*(node.module or "").split(".")[1:], a.name]) for a in node.names]
+        elif isinstance(node, ast.Import):
+            found += [a.name.removeprefix("outrider.") for a in node.names if a.name.startswith("outrider.")]
+    return found
+
+
+def test_imports_follow_the_map() -> None:
+    wrong = []
+    for path in sorted(SRC.rglob("*.py")):
+        package = path.relative_to(SRC).with_suffix("").parts[0]
+        for name in imports(path):
+            top = name.split(".")[0]
+            if top in (package, "types", "config", "__version__", "OutriderError", "SamplingParams"):
+                continue
+            if not any(name == a or name.startswith(a + ".") for a in ALLOWED[package]):
+                wrong.append(f"{path.relative_to(SRC)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("module", TORCH_FREE)
+def test_torch_free(module: str) -> None:
+    tree = ast.parse((SRC / f"{module}.py").read_text())
+    runtime = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and not _typing_only(tree, n)]
+    names = [a.name for n in runtime if isinstance(n, ast.Import) for a in n.names] + [n.module or "" for n in runtime if isinstance(n, ast.ImportFrom)]
+    assert not [n for n in names if n.split(".")[0] == "torch"]
+
+
+def _typing_only(tree: ast.Module, node: ast.AST) -> bool:
+    for block in ast.walk(tree):
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
+            if any(node is inner for inner in ast.walk(block)):
+                return True
+    return False
