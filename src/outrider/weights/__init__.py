@@ -1,1 +1,7 @@
+"""Checkpoints: names become files, files become weights."""
 
+from . import hub
+from .files import Files, fingerprint, text_files
+from .load import load_drafter, load_target
+
+__all__ = ["Files", "fingerprint", "hub", "load_drafter", "load_target", "text_files"]

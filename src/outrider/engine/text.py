@@ -1,0 +1,188 @@
+"""Text at the edge: encode, decode, chat templates, and incremental detokenisation.
+
+Decoding goes by bytes: every token is a byte string (`token_bytes`), text is their UTF-8. So what a stream emits piece
+by piece is what `decode` gives at once, and half a character is never shown.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from ..types import OutriderError, TextFiles
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's printable stand-ins: bytes that print stand for themselves, the others for 256, 257, … in order."""
+    prints = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    hidden = [b for b in range(256) if b not in prints]
+    return {chr(b): b for b in prints} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template."""
+
+    def __init__(self, files: TextFiles) -> None:
+        if files.build is None:
+            raise OutriderError(f"{files.where} has no tokenizer (tokenizer.json is missing): fetch it with the checkpoint")
+        self.files = files
+        self.backend = files.build()  # a tokenizers.Tokenizer
+        self.eos_ids: tuple[int, ...] = files.eos_ids
+        self.bos_id: int | None = files.bos_id
+        self.vocab_size: int = self.backend.get_vocab_size(with_added_tokens=True)
+        added = self.backend.get_added_tokens_decoder()
+        self.special_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        if not self.eos_ids and "eos_token" in files.specials:
+            index = self.backend.token_to_id(files.specials["eos_token"])
+            self.eos_ids = () if index is None else (index,)
+        steps = _decoder_steps(self.backend)
+        kinds = {step.get("type") for step in steps}
+        if not kinds & {"ByteLevel", "Metaspace", "Replace"}:
+            raise OutriderError(f"{files.where}: a tokenizer with decoder {sorted(map(str, kinds))} is not supported")
+        self._alphabet = _byte_alphabet() if "ByteLevel" in kinds else None
+        self._byte_tokens = "ByteFallback" in kinds
+        strips = any(s.get("type") == "Strip" and s.get("start") for s in steps)
+        metaspace = any(s.get("type") == "Metaspace" and s.get("prepend_scheme", "always") != "never" for s in steps)
+        self.strips_space = strips or metaspace  # the first word's space is the tokenizer's own
+        self._bytes: dict[int, bytes] = {}
+
+    @classmethod
+    def load(cls, files: TextFiles) -> Tokenizer:
+        return cls(files)
+
+    # ---- text and ids -----------------------------------------------------------------------------------------------
+    def encode(self, text: str, bos: bool = False) -> list[int]:
+        """`bos`: a prompt starts here, so what the tokenizer puts in front of a text belongs there."""
+        ids: list[int] = self.backend.encode(text, add_special_tokens=bos).ids
+        if bos and self.files.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        text = b"".join(self.token_bytes(i) for i in ids if keep_special or i not in self.special_ids).decode("utf-8", "replace")
+        return text[1:] if self.strips_space and text.startswith(" ") else text
+
+    def token_bytes(self, index: int) -> bytes:
+        """What a token adds to the text; b"" for ids without a token (padding rows of the vocabulary)."""
+        known = self._bytes.get(index)
+        if known is None:
+            known = self._bytes[index] = self._compute_bytes(index)
+        return known
+
+    def _compute_bytes(self, index: int) -> bytes:
+        token = self.backend.id_to_token(index) if 0 <= index < 1 << 31 else None
+        if token is None:
+            return b""
+        if self._alphabet is not None:
+            if all(c in self._alphabet for c in token):
+                return bytes(self._alphabet[c] for c in token)
+            return bytes(token, "utf-8")
+        if self._byte_tokens and (match := BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(match[1], 16)])
+        return bytes(token.replace("▁", " "), "utf-8")
+
+    @property
+    def json(self) -> str:
+        """The tokenizer in Hugging Face's own format."""
+        return str(self.backend.to_str())
+
+    # ---- chat -------------------------------------------------------------------------------------------------------
+    @property
+    def has_chat_template(self) -> bool:
+        return self.files.chat_template is not None
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        """Ids of a conversation. The template writes bos itself where the model wants one."""
+        return self.encode(self.render(messages, tools, add_generation_prompt, **variables))
+
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str:
+        if self.files.chat_template is None:
+            raise OutriderError(f"{self.files.where} has no chat template: send a plain prompt")
+        try:
+            return self._template.render(
+                messages=[dict(m) for m in messages], tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
+                **{**self.files.specials, **variables},
+            )  # fmt: skip
+        except OutriderError:
+            raise
+        except Exception as error:  # a template is a foreign program: whatever it does is bad input
+            raise OutriderError(f"the chat template refused these messages: {' '.join(str(error).split())[:200]}") from None
+
+    @cached_property
+    def _template(self) -> jinja2.Template:
+        env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation])
+        env.filters["tojson"] = _tojson
+        env.globals["raise_exception"] = _raise
+        env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return env.from_string(self.files.chat_template or "")
+        except jinja2.TemplateError as error:
+            raise OutriderError(f"{self.files.where}: the chat template is broken: {str(error)[:200]}") from None
+
+
+class Detokenizer:
+    """Text as it comes: `push` returns whole characters only, `flush` what is left at the end (as U+FFFD if broken).
+
+    `prompt`: what stands before; only a text that begins here loses the space a tokenizer adds to the first word."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), keep_special: bool = False) -> None:
+        self.tokenizer, self.keep_special = tokenizer, keep_special
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._strip = tokenizer.strips_space and len(prompt) == 0
+
+    def push(self, ids: Iterable[int]) -> str:
+        tokenizer, text = self.tokenizer, ""
+        for index in ids:
+            if index in tokenizer.special_ids and (not self.keep_special or index in tokenizer.eos_ids):
+                continue
+            text += self._utf8.decode(tokenizer.token_bytes(index))
+        return self._first(text)
+
+    def flush(self) -> str:
+        return self._first(self._utf8.decode(b"", final=True))
+
+    def _first(self, text: str) -> str:
+        if self._strip and text:
+            self._strip = False
+            return text.removeprefix(" ")
+        return text
+
+
+def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
+    """The decoder's parts; the library tells them only as JSON."""
+    if backend.decoder is None:
+        return []
+    whole = json.loads(backend.decoder.__getstate__())
+    return list(whole["decoders"]) if whole.get("type") == "Sequence" else [whole]
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+    """jinja's own filter escapes HTML, which is no part of a prompt."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+class _Generation(Extension):
+    """`{% generation %}…{% endgeneration %}` marks the assistant's words for training; here it is its content."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> list[nodes.Node]:
+        next(parser.stream)
+        body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return body
