@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -108,27 +109,27 @@ class SamplingBatch:
         eos_ids: Sequence[int] = (),
     ) -> SamplingBatch:
         hot = [p.temperature >= COLD for p in params]
-        top_k = [p.top_k if h and 0 < p.top_k < vocab else OFF for p, h in zip(params, hot, strict=True)]
-        top_p = [p.top_p if h else 1.0 for p, h in zip(params, hot, strict=True)]
-        min_p = [p.min_p if h else 0.0 for p, h in zip(params, hot, strict=True)]
-        both = [k for k, p in zip(top_k, top_p, strict=True) if k != OFF or p < 1.0]
+        top_k = [p.top_k if h and 0 < p.top_k < vocab else OFF for p, h in zip(params, hot)]
+        top_p = [p.top_p if h else 1.0 for p, h in zip(params, hot)]
+        min_p = [p.min_p if h else 0.0 for p, h in zip(params, hot)]
+        both = [k for k, p in zip(top_k, top_p) if k != OFF or p < 1.0]
         asked = [p.logprobs for p in params if p.logprobs is not None]
         grammar = any(p.grammar is not None for p in params)
         penalties = _penalties(params, prompts, outputs, vocab, device)
         bias = _sparse([dict(p.logit_bias) for p in params], device)
         bad_words = _bad_words(params, prompts, outputs, device)
-        early = [p.min_tokens > len(o) for p, o in zip(params, outputs, strict=True)]
-        ids = [{*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)} if e else set() for p, e in zip(params, early, strict=True)]
+        early = [p.min_tokens > len(o) for p, o in zip(params, outputs)]
+        ids = [{*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)} if e else set() for p, e in zip(params, early)]
         stops = _sparse([dict.fromkeys(sorted(s), -math.inf) for s in ids], device)
         special = grammar or any(x is not None for x in (penalties, bias, bad_words, stops))
         return cls(
-            temperature=torch.tensor([p.temperature if h else 1.0 for p, h in zip(params, hot, strict=True)], device=device),
+            temperature=torch.tensor([p.temperature if h else 1.0 for p, h in zip(params, hot)], dtype=torch.float32, device=device),
             hot=torch.tensor(hot, device=device),
             seed=torch.tensor([_int64(p.seed) for p in params], dtype=torch.int64, device=device),
             out_len=torch.tensor([len(o) for o in outputs], dtype=torch.int64, device=device),
             top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
             top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
-            min_logp=torch.tensor([math.log(m) if m > 0 else -math.inf for m in min_p], device=device),
+            min_logp=torch.tensor([math.log(m) if m > 0 else -math.inf for m in min_p], dtype=torch.float32, device=device),
             plain_greedy=not special and not any(hot),
             any_hot=any(hot),
             any_filter=bool(both) or any(m > 0 for m in min_p),
@@ -322,7 +323,11 @@ def _sparse(rows: Sequence[dict[int, float]], device: torch.device | str) -> Spa
 
 
 def _penalties(
-    params: Sequence[SamplingParams], prompts: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]], vocab: int, device: torch.device | str
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[Sequence[int]],
+    vocab: int,
+    device: torch.device | str,
 ) -> Penalties | None:
     asked = [p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 for p in params]
     if not any(asked):
@@ -335,9 +340,9 @@ def _penalties(
             ids = torch.tensor(list(outputs[b]), dtype=torch.int64, device=device)
             counts[b].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
     return Penalties(
-        torch.tensor([p.repetition_penalty for p in params], device=device),
-        torch.tensor([p.presence_penalty for p in params], device=device),
-        torch.tensor([p.frequency_penalty for p in params], device=device),
+        torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32, device=device),
+        torch.tensor([p.presence_penalty for p in params], dtype=torch.float32, device=device),
+        torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32, device=device),
         in_prompt,
         counts,
     )
@@ -351,13 +356,12 @@ def _bad_words(
         return None
     width = max(1, max(len(w) - 1 for p in params for w in p.bad_words))
     prefix, last, real, tail = [], [], [], []
-    for p, prompt, output in zip(params, prompts, outputs, strict=True):
+    for p, prompt, output in zip(params, prompts, outputs):
         words, gap = p.bad_words, most - len(p.bad_words)
         prefix.append([[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap)
         last.append([w[-1] for w in words] + [0] * gap)
         real.append([True] * len(words) + [False] * gap)
         line = [*prompt[-width:], *output[-width:]][-width:]
         tail.append([-1] * (width - len(line)) + line)
-    return BadWords(
-        torch.tensor(prefix, device=device), torch.tensor(last, device=device), torch.tensor(real, device=device), torch.tensor(tail, device=device)
-    )
+    to = partial(torch.tensor, device=device)
+    return BadWords(to(prefix), to(last), to(real), to(tail))

@@ -146,7 +146,8 @@ def test_grammar_masks_and_wins_over_min_tokens():
 
 def test_plain_greedy_costs_nothing_and_takes_the_lowest_id_on_ties():
     batch = SamplingBatch.build([SamplingParams(), SamplingParams(temperature=1e-7, top_p=0.5)], [[1]] * 2, [[]] * 2, V, "cpu", [EOS])
-    assert batch.plain_greedy and not (batch.any_penalty or batch.any_filter or batch.any_bias or batch.any_bad_words or batch.any_min_tokens)
+    assert batch.plain_greedy and not batch.any_filter
+    assert not (batch.any_penalty or batch.any_bias or batch.any_bad_words or batch.any_min_tokens)
     logits = torch.zeros(2, V)
     logits[:, [7, 4, 19]] = 1.0
     rows = torch.arange(2)
@@ -156,7 +157,8 @@ def test_plain_greedy_costs_nothing_and_takes_the_lowest_id_on_ties():
 
 
 def test_guess_with_the_targets_logits_is_the_targets_choice():
-    params = [SamplingParams(temperature=t, top_k=k, top_p=p, seed=s) for s, (t, k, p) in enumerate([(0, 0, 1), (0.7, 5, 0.9), (1.3, 0, 0.8), (1, 0, 1)])]
+    settings = [(0, 0, 1), (0.7, 5, 0.9), (1.3, 0, 0.8), (1, 0, 1)]
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, seed=s) for s, (t, k, p) in enumerate(settings)]
     batch = SamplingBatch.build(params, [[1]] * 4, [[]] * 4, V, "cpu", [EOS])
     rows = torch.arange(4)
     for t in range(50):
