@@ -1,0 +1,114 @@
+"""`outrider inspect`: what a model is and what it costs, from its configuration alone."""
+
+from __future__ import annotations
+
+import json
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..models.config import DrafterConfig, ModelConfig
+from ..models.inspect import report
+from ..models.known import KNOWN
+from ..types import OutriderError
+from . import common
+from .common import out
+
+BYTES = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has two
+
+
+def inspect(
+    model: common.Model,
+    drafter: Annotated[str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")] = None,
+    context: Annotated[int, typer.Option(help="The length at which passes are compared.")] = 1024,
+    bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are needed."""
+    if context < 1:
+        raise OutriderError(f"--context must be at least 1, got {context}")
+    if bits is not None and not 0 < bits <= 64:
+        raise OutriderError(f"--bits must be in (0, 64], got {bits:g}")
+    raw, size = read(model, "model")
+    config = ModelConfig.from_hf(raw)
+    helper, helper_size = None, 2.0
+    if drafter is not None:
+        draft_raw, helper_size = read(drafter, "drafter")
+        helper = DrafterConfig.from_hf(draft_raw)
+    if bits is not None:
+        size = helper_size = bits / 8
+    data = {"model": model, **report(config, helper, size, helper_size, context)}
+    if data["drafter"] is not None:
+        data["drafter"] = {"name": drafter, **data["drafter"]}
+    if as_json:
+        print(json.dumps(data))
+    else:
+        show(data)
+
+
+def read(name: str, kind: str) -> tuple[dict[str, Any], float]:
+    """A configuration and the bytes of a stored weight. Gemma 4's are built in: nothing is fetched for them."""
+    if name in KNOWN and not Path(name).exists():
+        return dict(KNOWN[name]), 2.0
+    from ..weights import files, hub
+
+    found = hub.resolve(name, "drafter" if kind == "drafter" else "model", weights=False)
+    if found.gguf is not None:  # mixed formats: the mean over the file
+        entries = files.open_source(found).entries.values()
+        return found.config, sum(e.nbytes for e in entries) / sum(prod(e.shape) for e in entries)
+    text = found.config.get("text_config")
+    inner = text if isinstance(text, dict) else {}
+    dtype = next((c[key] for c in (found.config, inner) for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)), "bfloat16")
+    return found.config, BYTES.get(dtype, 2.0)
+
+
+def amount(n: float, unit: str = "") -> str:
+    for size, name in ((1e12, "T"), (1e9, "G" if unit else "B"), (1e6, "M"), (1e3, "k")):
+        if n >= size:
+            return f"{n / size:.3g} {name}{unit}"
+    return f"{n:.3g} {unit}".rstrip()
+
+
+def show(data: dict[str, Any]) -> None:
+    out.print(f"[bold]{data['model']}[/bold]  {data['model_type']}, vocabulary {data['vocabulary']:,}, hidden {data['hidden']}")
+    facts = Table.grid(padding=(0, 2))
+    parts = ", ".join(f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5)
+    facts.add_row("parameters", f"{amount(data['parameters'])}  ({parts})")
+    facts.add_row("read for a token", f"{amount(data['active_parameters'])} parameters, {amount(data['bytes_per_token'], 'B')}"
+                  f" at {data['bits_per_weight']:g} bits")  # fmt: skip
+    facts.add_row("K/V", f"{amount(data['kv_bytes_per_token'], 'B')} a token, {amount(data['kv_bytes_full_context'], 'B')}"
+                  f" for all {data['max_context']:,} positions")  # fmt: skip
+    each = data["intensity"]
+    decode = " · ".join(f"{name.removeprefix('decode_')}: {value:.1f}" for name, value in each.items() if name != "prefill")
+    facts.add_row("FLOP a byte", f"prefill {each['prefill']:.0f}; tokens at once {decode}  (at {data['context']} tokens of context)")
+    drafter = data["drafter"]
+    if drafter is not None:
+        verdict = "[green]fits[/green]" if drafter["fits"] else f"[red]does not fit[/red]: {drafter['reason']}"
+        reads = f", reads the K/V of layers {', '.join(map(str, drafter['reads']))}" if drafter["fits"] else ""
+        head = f", scores {drafter['clusters_scored']} of {drafter['clusters']} clusters" if drafter["clusters"] else ""
+        facts.add_row("drafter", f"{drafter['name']} {verdict}")
+        facts.add_row("", f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
+                      f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}")  # fmt: skip
+    out.print(facts)
+
+    table = Table("layers", "type", "heads", "K/V heads", "head size", "window", "K/V", "MLP", "experts", "parameters", header_style="dim")
+    for _, group in groupby(data["layers"], key=lambda row: {k: v for k, v in row.items() if k not in ("index", "kv_from")} | owner(row)):
+        rows = list(group)
+        row, last = rows[0], rows[-1]
+        span = str(row["index"]) if row is last else f"{row['index']}–{last['index']}"
+        kv = ("own, v = k" if row["k_eq_v"] else "own") if row["kv_from"] == row["index"] else f"of layer {row['kv_from']}"
+        experts = f"{row['experts_per_token']} of {row['experts']}" if row["experts"] else "–"
+        table.add_row(
+            span, row["type"], str(row["heads"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "–"), kv,
+            str(row["intermediate"]), experts, amount(row["parameters"]) + (" each" if len(rows) > 1 else ""),
+        )  # fmt: skip
+    out.print(table)
+
+
+def owner(row: dict[str, Any]) -> dict[str, int]:
+    """What tells rows of the table apart: whose K/V is read, and -1 for one's own."""
+    return {"kv": -1 if row["kv_from"] == row["index"] else row["kv_from"]}

@@ -1,0 +1,216 @@
+"""What a model costs, from its configuration alone: parameters, bytes streamed, K/V, arithmetic intensity. Torch-free.
+
+"Streamed" means: read from memory once for a pass. One token reads every matrix of every layer, the head and one row of
+each embedding table; of a mixture of experts only the experts chosen. Several tokens at once read the same matrices
+once, which is why checking a draft is cheap: `intensity` says how many floating-point operations each byte is good for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .config import DrafterConfig, LayerSpec, ModelConfig
+from .pairing import fits, reads
+
+DECODE_ROWS = (1, 5, 9)
+
+
+@dataclass(frozen=True)
+class LayerSize:
+    """Parameters of one layer. A token reads `matrices` + `expert`·top_k + `small`."""
+
+    matrices: int  # dense matrices
+    small: int  # norms, scalars, biases
+    expert: int = 0  # one routed expert
+
+
+def layer_size(config: ModelConfig, layer: LayerSpec) -> LayerSize:
+    attn, hidden, inter = layer.attn, config.hidden, layer.intermediate
+    attended = attn.heads * attn.head_dim
+    matrices = (attn.qkv_rows + attended) * hidden + 3 * inter * hidden
+    small = (4 if config.sandwich else 2) * hidden
+    small += attn.head_dim * (2 if attn.writes else 1) if config.qk_norm else 0
+    small += (attn.qkv_rows if config.qkv_bias else 0) + (hidden if config.out_bias else 0)
+    small += 2 * inter + hidden if config.mlp_bias else 0
+    small += 1 if config.layer_scalar else 0
+    if config.ple_dim:
+        matrices, small = matrices + 2 * config.ple_dim * hidden, small + hidden
+    if config.moe is None:
+        return LayerSize(matrices, small)
+    moe = config.moe
+    return LayerSize(matrices + moe.experts * hidden, small + 4 * hidden + moe.experts, 3 * hidden * moe.intermediate)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    config: ModelConfig
+    layers: tuple[LayerSize, ...]
+
+    @property
+    def embedding(self) -> int:
+        return self.config.vocab_size * self.config.hidden
+
+    @property
+    def head(self) -> int:
+        """The head's matrix, tied or not: it is read for every token."""
+        return self.embedding
+
+    @property
+    def ple_table(self) -> int:
+        return self.config.vocab_size * len(self.layers) * self.config.ple_dim
+
+    @property
+    def outside(self) -> int:
+        """Beside layers and tables: the final norm and the projection of the per-layer embeddings."""
+        config = self.config
+        wide = len(self.layers) * config.ple_dim
+        return config.hidden + (wide * config.hidden + config.ple_dim if config.ple_dim else 0)
+
+    @property
+    def total(self) -> int:
+        experts = self.config.moe.experts if self.config.moe else 0
+        body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
+        return body + self.embedding + (0 if self.config.tied else self.head) + self.ple_table + self.outside
+
+    def streamed(self, rows: float) -> float:
+        """Parameters read by a pass over `rows` tokens, each asking the router for itself (as if by chance)."""
+        config = self.config
+        experts = 0.0
+        if config.moe is not None:
+            experts = config.moe.experts * (1 - (1 - config.moe.top_k / config.moe.experts) ** rows)
+        body = sum(s.matrices + s.small + s.expert * experts for s in self.layers)
+        looked_up = rows * ((0 if config.tied else config.hidden) + len(self.layers) * config.ple_dim)  # tied: the head holds the row
+        return body + self.head + self.outside + looked_up
+
+    @property
+    def active(self) -> int:
+        return round(self.streamed(1))
+
+
+def kv_bytes_per_token(config: ModelConfig, kv_bytes: float = 2.0) -> int:
+    """Written for every token, all layers that own K/V together."""
+    return round(sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim for i in config.kv_layers) * kv_bytes)
+
+
+def kv_bytes(config: ModelConfig, context: int, item: float = 2.0, read: bool = False) -> int:
+    """Held for a sequence of that length: sliding layers keep their window only. `read`: what a pass over it reads, where
+    layers that share K/V count again."""
+    total = 0
+    for layer in config.layers:
+        attn = layer.attn
+        if attn.writes or read:
+            total += 2 * attn.kv_heads * attn.head_dim * (context if attn.window is None else min(context, attn.window))
+    return round(total * item)
+
+
+def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
+    """Multiplications and additions of `rows` new tokens after `context` earlier ones."""
+    config = size.config
+    top_k = config.moe.top_k if config.moe else 0
+    total = 2.0 * head_rows * size.head + 2.0 * rows * (size.outside - config.hidden)
+    for layer, part in zip(config.layers, size.layers, strict=True):
+        attn = layer.attn
+        seen = context + (rows + 1) / 2  # keys that a row sees, on average
+        seen = seen if attn.window is None else min(seen, attn.window)
+        total += rows * (2.0 * (part.matrices + top_k * part.expert) + 4.0 * attn.heads * attn.head_dim * seen)
+    return total
+
+
+def intensity(
+    config: ModelConfig, rows: int, context: int, weight_bytes: float, kv_item: float = 2.0, head_rows: int | None = None
+) -> float:
+    """Floating-point operations for each byte moved: weights read once, K/V read and written."""
+    size = model_size(config)
+    moved = size.streamed(rows) * weight_bytes
+    moved += kv_bytes(config, context, kv_item, read=True) + rows * kv_bytes_per_token(config, kv_item)
+    return flops(size, rows, context, rows if head_rows is None else head_rows) / moved
+
+
+def model_size(config: ModelConfig) -> ModelSize:
+    return ModelSize(config, tuple(layer_size(config, layer) for layer in config.layers))
+
+
+@dataclass(frozen=True)
+class DrafterSize:
+    total: int  # parameters
+    step: int  # parameters read by one step
+
+
+def drafter_size(config: DrafterConfig) -> DrafterSize:
+    """A step reads everything but the head's clusters that it does not look into."""
+    hidden, wide = config.hidden, config.backbone_hidden
+    body = hidden * (2 + len(config.taps)) * wide + wide * hidden + hidden
+    for layer in config.layers:
+        attended = layer.attn.heads * layer.attn.head_dim
+        body += 2 * attended * hidden + 3 * layer.intermediate * hidden + 4 * hidden + layer.attn.head_dim + 1
+    if config.tied_to_target:
+        return DrafterSize(body + wide * hidden, body + wide * hidden + config.vocab_size * wide)
+    head = config.vocab_size * hidden
+    if not config.clusters:
+        return DrafterSize(body + head, body + head)
+    centroids = config.clusters * hidden
+    return DrafterSize(body + head + centroids, body + centroids + head // config.clusters * config.cluster_top)
+
+
+def layer_row(config: ModelConfig, i: int, size: LayerSize) -> dict[str, Any]:
+    layer = config.layers[i]
+    attn = layer.attn
+    experts = config.moe.experts if config.moe else 0
+    return {
+        "index": i, "type": layer.kind, "heads": attn.heads, "kv_heads": attn.kv_heads, "head_dim": attn.head_dim,
+        "window": attn.window, "kv_from": attn.kv_layer, "k_eq_v": attn.k_eq_v and attn.writes, "intermediate": layer.intermediate,
+        "experts": experts, "experts_per_token": config.moe.top_k if config.moe else 0,
+        "parameters": size.matrices + size.small + experts * size.expert,
+    }  # fmt: skip
+
+
+def report(
+    config: ModelConfig, drafter: DrafterConfig | None = None, weight_bytes: float = 2.0, drafter_bytes: float = 2.0, context: int = 1024
+) -> dict[str, Any]:
+    """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared."""
+    size = model_size(config)
+    out: dict[str, Any] = {
+        "model_type": config.model_type,
+        "family": config.family,
+        "parameters": size.total,
+        "active_parameters": size.active,
+        "parameters_by_part": {
+            "embedding": size.embedding,
+            "head": 0 if config.tied else size.head,
+            "per_layer_embedding": size.ple_table,
+            "layers": size.total - size.embedding - (0 if config.tied else size.head) - size.ple_table - size.outside,
+            "other": size.outside,
+        },
+        "vocabulary": config.vocab_size,
+        "hidden": config.hidden,
+        "max_context": config.max_context,
+        "bits_per_weight": round(8 * weight_bytes, 3),
+        "bytes": round(size.total * weight_bytes),
+        "bytes_per_token": round(size.active * weight_bytes),
+        "kv_bytes_per_token": kv_bytes_per_token(config),
+        "kv_bytes_full_context": kv_bytes(config, config.max_context),
+        "context": context,
+        "intensity": {
+            "prefill": round(intensity(config, context, 0, weight_bytes, head_rows=1), 3),
+            **{f"decode_{rows}": round(intensity(config, rows, context, weight_bytes), 3) for rows in DECODE_ROWS},
+        },
+        "layers": [layer_row(config, i, size.layers[i]) for i in range(len(config.layers))],
+        "drafter": None,
+    }
+    if drafter is not None:
+        reason, cost = fits(drafter, config), drafter_size(drafter)
+        step = round(cost.step * drafter_bytes)
+        out["drafter"] = {
+            "model_type": drafter.model_type,
+            "fits": reason is None,
+            "reason": reason,
+            "parameters": cost.total,
+            "bytes_per_step": step,
+            "share_of_target": round(step / out["bytes_per_token"], 4),
+            "reads": list(reads(drafter, config)) if reason is None else None,
+            "clusters": drafter.clusters,
+            "clusters_scored": drafter.cluster_top,
+            "draft_tokens": drafter.draft_tokens,
+        }
+    return out

@@ -1,0 +1,97 @@
+"""The configurations of the Gemma 4 family and its assistants, as their config.json files state them.
+
+`KNOWN[hugging_face_id]` is a dict that `ModelConfig.from_hf` or `DrafterConfig.from_hf` reads: enough to inspect a model,
+to predict its speed, or to run it on dummy weights before anything is downloaded. A downloaded config.json wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
+}
+_FAMILY = {
+    "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
+    "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": _ROPE, "pad_token_id": 0, "bos_token_id": 2,
+    "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def _layer_types(sliding: int, blocks: int) -> list[str]:
+    return (["sliding_attention"] * sliding + ["full_attention"]) * blocks
+
+
+def _target(
+    model_type: str, *, hidden: int, sliding: int, blocks: int, heads: int, kv: int, global_kv: int | None, intermediate: int,
+    window: int, context: int, **rest: Any,
+) -> dict[str, Any]:  # fmt: skip
+    text = {
+        **_FAMILY, "model_type": f"{model_type}_text", "hidden_size": hidden, "num_hidden_layers": (sliding + 1) * blocks,
+        "layer_types": _layer_types(sliding, blocks), "num_attention_heads": heads, "num_key_value_heads": kv,
+        "num_global_key_value_heads": global_kv, "attention_k_eq_v": global_kv is not None, "intermediate_size": intermediate,
+        "sliding_window": window, "max_position_embeddings": context, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "enable_moe_block": False, "eos_token_id": 1, **rest,
+    }  # fmt: skip
+    return {"model_type": model_type, "text_config": text, "eos_token_id": [1, 106], "tie_word_embeddings": True, "dtype": "bfloat16"}
+
+
+def _assistant(
+    model_type: str, *, backbone: int, hidden: int, intermediate: int, heads: int, kv: int, global_kv: int | None, window: int,
+    context: int, clustered: bool,
+) -> dict[str, Any]:  # fmt: skip
+    text = {
+        **_FAMILY, "model_type": model_type.replace("assistant", "text"), "hidden_size": hidden, "num_hidden_layers": 4,
+        "layer_types": _layer_types(3, 1), "num_attention_heads": heads, "num_key_value_heads": kv,
+        "num_global_key_value_heads": global_kv, "attention_k_eq_v": global_kv is not None, "intermediate_size": intermediate,
+        "sliding_window": window, "max_position_embeddings": context, "final_logit_softcapping": None, "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "enable_moe_block": False,
+    }  # fmt: skip
+    return {
+        "model_type": model_type, "text_config": text, "backbone_hidden_size": backbone, "use_ordered_embeddings": clustered,
+        "num_centroids": 2048, "centroid_intermediate_top_k": 32, "tie_word_embeddings": True, "dtype": "bfloat16",
+    }  # fmt: skip
+
+
+KNOWN: Mapping[str, Mapping[str, Any]] = {
+    "google/gemma-4-E2B-it": _target(
+        "gemma4", hidden=1536, sliding=4, blocks=7, heads=8, kv=1, global_kv=None, intermediate=6144, window=512, context=131072,
+        num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,
+    ),
+    "google/gemma-4-E4B-it": _target(
+        "gemma4", hidden=2560, sliding=5, blocks=7, heads=8, kv=2, global_kv=None, intermediate=10240, window=512, context=131072,
+        num_kv_shared_layers=18, hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,
+    ),
+    "google/gemma-4-12B-it": _target(
+        "gemma4_unified", hidden=3840, sliding=5, blocks=8, heads=16, kv=8, global_kv=1, intermediate=15360, window=1024, context=262144,
+    ),
+    "google/gemma-4-26B-A4B-it": _target(
+        "gemma4", hidden=2816, sliding=5, blocks=5, heads=16, kv=8, global_kv=2, intermediate=2112, window=1024, context=262144,
+        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
+    ),
+    "google/gemma-4-31B-it": _target(
+        "gemma4", hidden=5376, sliding=5, blocks=10, heads=32, kv=16, global_kv=4, intermediate=21504, window=1024, context=262144,
+    ),
+    "google/gemma-4-E2B-it-assistant": _assistant(
+        "gemma4_assistant", backbone=1536, hidden=256, intermediate=2048, heads=4, kv=1, global_kv=None, window=512, context=131072,
+        clustered=True,
+    ),
+    "google/gemma-4-E4B-it-assistant": _assistant(
+        "gemma4_assistant", backbone=2560, hidden=256, intermediate=2048, heads=4, kv=2, global_kv=None, window=512, context=131072,
+        clustered=True,
+    ),
+    "google/gemma-4-12B-it-assistant": _assistant(
+        "gemma4_unified_assistant", backbone=3840, hidden=1024, intermediate=8192, heads=16, kv=8, global_kv=1, window=1024,
+        context=262144, clustered=False,
+    ),
+    "google/gemma-4-26B-A4B-it-assistant": _assistant(
+        "gemma4_assistant", backbone=2816, hidden=1024, intermediate=8192, heads=16, kv=8, global_kv=2, window=1024, context=131072,
+        clustered=False,
+    ),
+    "google/gemma-4-31B-it-assistant": _assistant(
+        "gemma4_assistant", backbone=5376, hidden=1024, intermediate=8192, heads=32, kv=16, global_kv=4, window=1024, context=131072,
+        clustered=False,
+    ),
+}  # fmt: skip
