@@ -73,6 +73,10 @@ class ReferenceOps:
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return activation(act, x) * y
 
+    def linear_act_mul(self, x: Tensor, w: Weight, y: Tensor, act: str) -> Tensor:
+        """act(x · wᵀ) * y, [R, out]."""
+        return self.act_mul(self.linear(x, w), y, act)
+
     def logits(self, h: Tensor, w: Weight, softcap: float | None) -> Tensor:
         """Float32 logits [R, V], soft-capped where the model asks for it."""
         z = self.linear(h, w).float()

@@ -1,0 +1,170 @@
+"""Skinny products y = x · wᵀ for 1..272 rows, row-invariant: a row's result never depends on how many rows there are.
+
+The order of the sum over the inner dimension is fixed by (N, K) alone: 16 columns a matrix instruction, in order, within
+each of `splits` spans; the spans' partial sums are added in order by the program that finishes last. Only the number of
+rows of a tile (16, 32, 64) follows from the number of rows, and a matrix instruction treats its rows independently.
+At these row counts the weights are the cost, so tiles of the same weight columns run next to each other and share L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
+
+MAX_ROWS = 272  # 16 sequences of 17 rows; beyond it a pass is compute-bound and belongs to cuBLAS
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How one weight matrix is cut. A function of (N, K, gated, dtype): never of the rows."""
+
+    bn: int
+    bk: int
+    splits: int
+    stages: int
+    warps: int = 4
+
+
+@lru_cache(maxsize=4096)
+def choose_tile(n: int, k: int, gated: bool, bytes_per: int) -> Tile:
+    """Enough programs to cover 132 multiprocessors about twice, each with enough bytes in flight."""
+    if bytes_per == 4:
+        return Tile(32, 64, 1, 2)
+    bk = 128 if k >= 1024 else 64
+    bn = 64
+    while bn > 16 and (n // bn) * (2 if gated else 1) < 264 and k < 4096:
+        bn //= 2
+    tiles = triton.cdiv(n, bn)
+    splits = 1
+    if not gated and tiles < 200 and k >= 2048:
+        splits = max(1, min(8, round(330 / tiles), k // 512))
+    return Tile(bn, bk, splits, 4)
+
+
+@triton.jit(do_not_specialize=["M", "splits"])
+def linear_kernel(
+    x, w, bias, mul, out, part, seen,
+    M, N, K, x_stride, mul_stride, k_span, splits, softcap,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N]."""
+    pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = pid_m * BM + tl.arange(0, BM)
+    cols = pid_n * BN + tl.arange(0, BN)
+    ks = tl.arange(0, BK)
+    k_from = split * k_span
+    k_to = tl.minimum(k_from + k_span, K)
+    # Columns past the end repeat the last one: loads stay unmasked, and the copies are never stored.
+    w_row = tl.minimum(cols, N - 1).to(tl.int64) * K
+    if PDL:
+        gdc_launch_dependents()
+        if AHEAD > 0:
+            lines = k_from + tl.arange(0, AHEAD) * 64  # bf16: 64 columns a line
+            prefetch(w + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
+            if GATED:
+                prefetch(w + N.to(tl.int64) * K + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
+        gdc_wait()
+    x_ptr = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
+    w_ptr = w + w_row[:, None] + ks[None, :]
+    u_ptr = w_ptr
+    if GATED:
+        u_ptr = w_ptr + N.to(tl.int64) * K
+    row_ok = rows[:, None] < M
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    up = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(k_from, k_to, BK):
+        if EVEN:
+            a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
+            b = tl.load(w_ptr + k)
+        else:
+            k_ok = ks[None, :] < k_to - k
+            a = tl.load(x_ptr + k, mask=row_ok & k_ok, other=0.0)
+            b = tl.load(w_ptr + k, mask=k_ok, other=0.0)
+        acc = tl.dot(a, tl.trans(b), acc, input_precision=PREC)
+        if GATED:
+            if EVEN:
+                c = tl.load(u_ptr + k)
+            else:
+                c = tl.load(u_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
+            up = tl.dot(a, tl.trans(c), up, input_precision=PREC)
+
+    if SPLIT:
+        # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
+        tile = pid_n * tl.num_programs(0) + pid_m
+        at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        base = part + tile.to(tl.int64) * splits * (BM * BN)
+        tl.store(base + split * (BM * BN) + at, acc)
+        tl.debug_barrier()
+        done = tl.atomic_add(seen + tile, 1, sem="acq_rel")
+        if done == splits - 1:
+            tl.debug_barrier()
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            for s in range(splits):
+                acc += tl.load(base + s * (BM * BN) + at, cache_modifier=".cg")
+            tl.store(seen + tile, 0)
+            _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+    else:
+        _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+
+
+@triton.jit
+def _finish(
+    acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
+    GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Round where the plain twin rounds: after the product, after the activation."""
+    kind = out.dtype.element_ty
+    ok = (rows[:, None] < M) & (cols[None, :] < N)
+    if BIAS:
+        acc += tl.load(bias + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up += tl.load(bias + N + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
+        acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    if MUL:
+        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * other
+    if SOFTCAP:
+        acc = tanh(acc / softcap) * softcap
+    tl.store(out + rows[:, None].to(tl.int64) * N + cols[None, :], acc.to(kind), mask=ok)
+
+
+def row_tile(rows: int) -> tuple[int, int | None]:
+    """(rows of a tile, warps). Two warps at 64 rows keep the compiler on the same matrix instruction as at 16 and 32."""
+    return (16, None) if rows <= 16 else (32, None) if rows <= 32 else (64, 2)
+
+
+def skinny(
+    x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
+    gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
+    tile: Tile | None = None, ahead: int = 4,
+) -> Tensor:  # fmt: skip
+    rows, k = x.shape
+    n = w.shape[0] // 2 if gated else w.shape[0]
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    tile = tile or choose_tile(n, k, gated, w.element_size())
+    bm, warps = row_tile(rows)
+    span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
+    splits = triton.cdiv(k, span)
+    out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
+    grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
+    part = torch.empty((grid[0] * grid[1] * splits, bm, tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
+    linear_kernel[grid](
+        x, w, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
+        rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, splits, float(softcap or 0.0),
+        BM=bm, BN=tile.bn, BK=tile.bk, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None,
+        EVEN=k % tile.bk == 0, SPLIT=splits > 1, PREC="tf32x3" if x.dtype == torch.float32 else "tf32", PDL=pdl,
+        AHEAD=ahead if pdl and w.element_size() == 2 else 0, num_warps=warps or tile.warps, num_stages=tile.stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out

@@ -1,0 +1,131 @@
+"""Row-wise kernels: RMSNorm, the fused residual step, embedding rows, gating. One row a program, so a row stands alone."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import activate, start
+
+
+def width_warps(width: int) -> tuple[int, int]:
+    block = triton.next_power_of_2(width)
+    return block, max(1, min(16, block // 512))
+
+
+@triton.jit
+def rms_norm_kernel(x, w, out, x_stride, n, eps, WEIGHT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    ok = i < n
+    if WEIGHT:
+        scale = tl.load(w + i, mask=ok, other=0.0)
+    start(PDL)
+    h = tl.load(x + row * x_stride + i, mask=ok, other=0.0).to(tl.float32)
+    h = h * tl.rsqrt(tl.sum(h * h, 0) / n + eps)
+    if WEIGHT:
+        h = h * scale
+    tl.store(out + row * n + i, h.to(out.dtype.element_ty), mask=ok)
+
+
+def rms_norm(x: Tensor, w: Tensor | None, eps: float, pdl: bool) -> Tensor:
+    width = x.shape[-1]
+    flat = x.reshape(-1, width)
+    out = torch.empty(flat.shape, dtype=x.dtype, device=x.device)
+    block, warps = width_warps(width)
+    rms_norm_kernel[(flat.shape[0],)](
+        flat, flat if w is None else w, out, flat.stride(0), width, eps,
+        WEIGHT=w is not None, BLOCK=block, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out.view(x.shape)
+
+
+@triton.jit
+def residual_norm_kernel(
+    x, y, post_w, scale, next_w, x_out, h_out, n, eps,
+    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    ok = i < n
+    kind = x_out.dtype.element_ty
+    if POST:
+        pw = tl.load(post_w + i, mask=ok, other=0.0)
+    if NEXT:
+        nw = tl.load(next_w + i, mask=ok, other=0.0)
+    if SCALE:
+        factor = tl.load(scale).to(kind).to(tl.float32)
+    start(PDL)
+    b = tl.load(y + row * n + i, mask=ok, other=0.0).to(tl.float32)
+    a = tl.load(x + row * n + i, mask=ok, other=0.0).to(tl.float32)
+    if POST:
+        b = (b * tl.rsqrt(tl.sum(b * b, 0) / n + eps) * pw).to(kind).to(tl.float32)
+    a = (a + b).to(kind)
+    if SCALE:
+        a = (a.to(tl.float32) * factor).to(kind)
+    tl.store(x_out + row * n + i, a, mask=ok)
+    if NEXT:
+        h = a.to(tl.float32)
+        h = h * tl.rsqrt(tl.sum(h * h, 0) / n + eps) * nw
+        tl.store(h_out + row * n + i, h.to(kind), mask=ok)
+
+
+def residual_norm(
+    x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool
+) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    x, y = x.contiguous(), y.contiguous()
+    x_out = torch.empty_like(x)
+    h_out = x_out if next_w is None else torch.empty_like(x)
+    block, warps = width_warps(width)
+    residual_norm_kernel[(rows,)](
+        x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w, x_out, h_out, width, eps,
+        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, BLOCK=block, PDL=pdl,
+        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return x_out, h_out
+
+
+@triton.jit
+def embed_kernel(ids, table, out, n, scale, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start(PDL)
+    token = tl.load(ids + row)
+    e = tl.load(table + token * n + i, mask=i < n, other=0.0)
+    if SCALE:
+        e = (e.to(tl.float32) * scale).to(e.dtype)
+    tl.store(out + row * n + i, e, mask=i < n)
+
+
+def embed(ids: Tensor, table: Tensor, scale: float, pdl: bool) -> Tensor:
+    width = table.shape[1]
+    out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
+    factor = float(torch.tensor(scale, dtype=table.dtype))  # on the host: rounded as the twin rounds it
+    embed_kernel[(ids.shape[0], triton.cdiv(width, 2048))](
+        ids, table, out, width, factor, SCALE=scale != 1.0, BLOCK=2048, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def act_mul_kernel(x, y, out, n, x_stride, y_stride, ACT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = i < n
+    start(PDL)
+    a = tl.load(x + row * x_stride + i, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(y + row * y_stride + i, mask=ok, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    tl.store(out + row * n + i, (activate(a, ACT).to(kind).to(tl.float32) * b).to(kind), mask=ok)
+
+
+def act_mul(x: Tensor, y: Tensor, act: str, pdl: bool) -> Tensor:
+    rows, width = x.shape
+    out = torch.empty((rows, width), dtype=x.dtype, device=x.device)
+    act_mul_kernel[(rows, triton.cdiv(width, 1024))](
+        x, y, out, width, x.stride(0), y.stride(0), ACT=act, BLOCK=1024, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out

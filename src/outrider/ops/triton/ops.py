@@ -1,0 +1,86 @@
+"""The Triton twin of every op. Row-invariant for up to 272 rows; larger passes (prompt chunks) take cuBLAS for the products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...types import AttnSpec, KVView
+from ..reference import ReferenceOps, Weight
+from . import attention, choose, moe, norm, rope
+from .linear import MAX_ROWS, skinny
+
+COUNTERS = 1 << 16  # tiles of the largest split product: (rows / 16) * (columns / 16)
+
+
+class TritonOps(ReferenceOps):
+    name = "triton"
+    row_invariant = True
+
+    def __init__(self, device: torch.device | str = "cuda", pdl: bool = False):
+        """pdl: programmatic dependent launch (Hopper on); off in Triton's interpreter."""
+        self.pdl = pdl
+        self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
+
+    # ---- dense pieces -------------------------------------------------------------------------------------------
+    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
+        return norm.embed(ids, table, scale, self.pdl)
+
+    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+        if x.shape[0] > MAX_ROWS:
+            return F.linear(x, w, bias)
+        return skinny(x, w, self.seen, bias=bias, pdl=self.pdl)
+
+    def gated_linear(self, x: Tensor, w: Weight, act: str) -> Tensor:
+        if x.shape[0] > MAX_ROWS:
+            gate, up = F.linear(x, w).chunk(2, dim=-1)
+            return norm.act_mul(gate, up, act, self.pdl)
+        return skinny(x, w, self.seen, act=act, gated=True, pdl=self.pdl)
+
+    def linear_act_mul(self, x: Tensor, w: Weight, y: Tensor, act: str) -> Tensor:
+        if x.shape[0] > MAX_ROWS:
+            return norm.act_mul(F.linear(x, w), y, act, self.pdl)
+        return skinny(x, w, self.seen, mul=y, act=act, pdl=self.pdl)
+
+    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
+        return norm.rms_norm(x, w, eps, self.pdl)
+
+    def residual_norm(
+        self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return norm.residual_norm(x, y, post_w, scale, next_w, eps, self.pdl)
+
+    def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
+        return norm.act_mul(x, y, act, self.pdl)
+
+    def logits(self, h: Tensor, w: Weight, softcap: float | None) -> Tensor:
+        if h.shape[0] > MAX_ROWS:
+            return super().logits(h, w, softcap)
+        return skinny(h, w, self.seen, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl)
+
+    # ---- attention ----------------------------------------------------------------------------------------------
+    def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+        return rope.rope_angles(positions, inv_freq, self.pdl)
+
+    def rope_write(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
+    ) -> Tensor:
+        return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
+
+    def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
+        return attention.attend(q, spec, kv, self.pdl)
+
+    # ---- mixture of experts -------------------------------------------------------------------------------------
+    def moe(
+        self, router_in: Tensor, x: Tensor, router: Weight, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str
+    ) -> Tensor:
+        z = self.logits(router_in, router, None)  # float32: a choice between experts should not hang on bf16 rounding
+        return moe.experts(z, x, expert_scale, gate_up, down, top_k, act, self.pdl)
+
+    # ---- drafting and choosing ------------------------------------------------------------------------------------
+    def clustered_logits(self, g: Tensor, centroids: Weight, rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        return choose.cluster_scores(self.logits(g, centroids, None), g, rows, top, self.pdl)
+
+    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
+        return choose.gumbel_argmax(z, seed, position, tokens, hot, self.pdl)

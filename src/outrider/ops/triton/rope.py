@@ -1,0 +1,104 @@
+"""Rotary angles, and the fused step between the q/k/v product and attention: norms, rotation, paged K/V write."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import AttnSpec, KVView
+from .common import start
+
+
+@triton.jit
+def angles_kernel(positions, inv_freq, cos, sin, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    ok = i < n
+    freq = tl.load(inv_freq + i, mask=ok, other=0.0)
+    start(PDL)
+    angle = tl.load(positions + row).to(tl.float32) * freq
+    tl.store(cos + row * n + i, tl.cos(angle), mask=ok)
+    tl.store(sin + row * n + i, tl.sin(angle), mask=ok)
+
+
+def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor, Tensor]:
+    rows, half = positions.shape[0], inv_freq.shape[0]
+    cos = torch.empty((rows, half), dtype=torch.float32, device=positions.device)
+    sin = torch.empty_like(cos)
+    angles_kernel[(rows,)](
+        positions, inv_freq, cos, sin, half, BLOCK=triton.next_power_of_2(half), PDL=pdl, num_warps=2,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return cos, sin
+
+
+@triton.jit
+def rope_write_kernel(
+    qkv, cos, sin, q_norm, k_norm, q_out, keys, values, table, positions, row_seq, qkv_stride, table_stride, page_stride, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of one row a program: the q heads, then the k heads, then the v heads."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    ok = i < HALF
+    start(PDL)
+    source = head
+    if K_EQ_V:
+        source = tl.where(head >= HEADS + KV_HEADS, head - KV_HEADS, head)
+    base = qkv + row * qkv_stride + source * (2 * HALF)
+    kind = q_out.dtype.element_ty
+    a = tl.load(base + i, mask=ok, other=0.0).to(tl.float32)
+    b = tl.load(base + HALF + i, mask=ok, other=0.0).to(tl.float32)
+    inv = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / (2 * HALF) + eps)
+    if head < HEADS + KV_HEADS:
+        c = tl.load(cos + row * HALF + i, mask=ok, other=0.0)
+        s = tl.load(sin + row * HALF + i, mask=ok, other=0.0)
+        if head < HEADS:
+            if Q_NORM:
+                a = (a * inv * tl.load(q_norm + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
+                b = (b * inv * tl.load(q_norm + HALF + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
+            to = q_out + row * (HEADS * 2 * HALF) + head * (2 * HALF)
+            tl.store(to + i, (a * c - b * s).to(kind), mask=ok)
+            tl.store(to + HALF + i, (b * c + a * s).to(kind), mask=ok)
+        else:
+            if K_NORM:
+                a = (a * inv * tl.load(k_norm + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
+                b = (b * inv * tl.load(k_norm + HALF + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
+            to = keys + _slot(table, positions, row_seq, row, head - HEADS, table_stride, page_stride, HALF, PAGE)
+            tl.store(to + i, (a * c - b * s).to(kind).to(keys.dtype.element_ty), mask=ok)
+            tl.store(to + HALF + i, (b * c + a * s).to(kind).to(keys.dtype.element_ty), mask=ok)
+    else:
+        if NORM_V:
+            a = (a * inv).to(kind).to(tl.float32)
+            b = (b * inv).to(kind).to(tl.float32)
+        to = values + _slot(table, positions, row_seq, row, head - HEADS - KV_HEADS, table_stride, page_stride, HALF, PAGE)
+        tl.store(to + i, a.to(values.dtype.element_ty), mask=ok)
+        tl.store(to + HALF + i, b.to(values.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _slot(table, positions, row_seq, row, head, table_stride, page_stride, HALF: tl.constexpr, PAGE: tl.constexpr):
+    position = tl.load(positions + row)
+    page = tl.load(table + tl.load(row_seq + row) * table_stride + position // PAGE).to(tl.int64)
+    return page * page_stride + (head * PAGE + position % PAGE) * (2 * HALF)
+
+
+def rope_write(
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView, pdl: bool
+) -> Tensor:
+    rows, half = qkv.shape[0], spec.head_dim // 2
+    q = torch.empty((rows, spec.heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
+    keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+    assert keys is not None and values is not None
+    table = kv.tables[spec.group]
+    rope_write_kernel[(rows, spec.heads + (2 * spec.kv_heads if spec.writes else 0))](
+        qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
+        kv.positions, kv.row_seq, qkv.stride(0), table.stride(0), keys.stride(0), spec.eps,
+        HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, PDL=pdl,
+        num_warps=1, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return q

@@ -1,0 +1,235 @@
+"""Every Triton kernel against its plain twin, on the GPU where there is one, else through Triton's interpreter.
+
+The bugs each case is made to catch stand beside it. Shapes are small, and odd where a kernel has an edge to miss.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+triton = pytest.importorskip("triton")
+
+from outrider.ops.reference import ReferenceOps, gumbel  # noqa: E402
+from outrider.ops.triton import TritonOps  # noqa: E402
+from outrider.ops.triton import attention as attention_module  # noqa: E402
+from outrider.ops.triton.linear import Tile, skinny  # noqa: E402
+from outrider.types import AttnSpec, KVView  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+REF = ReferenceOps()
+DTYPES = [torch.float32, torch.bfloat16] if CUDA else [torch.float32]
+
+
+@pytest.fixture(scope="module")
+def ops() -> TritonOps:
+    return TritonOps(DEVICE, pdl=False)
+
+
+def rand(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, scale: float = 1.0) -> torch.Tensor:
+    g = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=g) * scale).to(DEVICE, dtype)
+
+
+def near(got: torch.Tensor, want: torch.Tensor, rel: float | None = None) -> None:
+    assert got.shape == want.shape and got.dtype == want.dtype
+    rel = rel or (1e-4 if want.dtype == torch.float32 else 1.5e-2)
+    error = (got.double() - want.double()).norm() / want.double().norm().clamp_min(1e-30)
+    assert torch.isfinite(got.double()).all() and error <= rel, f"relative error {float(error):.2e}"
+
+
+# ---- products ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows,n,k", [(1, 48, 64), (5, 40, 96), (17, 32, 64), (40, 72, 80)])
+def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -> None:
+    """Partial tiles in every direction; a bias added twice or to the wrong column."""
+    x, w, bias = rand(rows, k, dtype=dtype), rand(n, k, seed=1, dtype=dtype), rand(n, seed=2, dtype=dtype)
+    near(ops.linear(x, w), REF.linear(x, w))
+    near(ops.linear(x, w, bias), REF.linear(x, w, bias))
+
+
+@pytest.mark.parametrize("splits", [2, 3])
+def test_linear_split(ops: TritonOps, splits: int) -> None:
+    """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call."""
+    x, w = rand(18, 160), rand(48, 160, seed=1)
+    for _ in range(2):
+        near(skinny(x, w, ops.seen, tile=Tile(16, 32, splits, 2)), REF.linear(x, w))
+        assert int(ops.seen.abs().sum()) == 0
+
+
+def test_linear_strided(ops: TritonOps) -> None:
+    """A view of a wider tensor: the row stride is not the width."""
+    x, w = rand(3, 128)[:, 32:96], rand(32, 64, seed=1)
+    near(ops.linear(x, w), REF.linear(x, w))
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+def test_gated(ops: TritonOps, act: str) -> None:
+    """Gate and up swapped, or read from the wrong rows; the activation's tails."""
+    x, w = rand(3, 64, scale=3.0), rand(96, 64, seed=1)
+    near(ops.gated_linear(x, w, act), REF.gated_linear(x, w, act))
+    y = rand(3, 4, 48, seed=2)[:, 1]
+    near(ops.linear_act_mul(x, w[:48], y, act), REF.linear_act_mul(x, w[:48], y, act))
+    near(ops.act_mul(x[:, :48], y, act), REF.act_mul(x[:, :48], y, act))
+
+
+def test_logits(ops: TritonOps) -> None:
+    x, w = rand(2, 64), rand(100, 64, seed=1, scale=5.0)
+    near(ops.logits(x, w, 30.0), REF.logits(x, w, 30.0))
+    near(ops.logits(x, w, None), REF.logits(x, w, None))
+
+
+@pytest.mark.parametrize("rows", [1, 3, 17, 33])
+def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
+    """The guarantee behind 'lossless': a row's bits are the same in any company."""
+    x, w = rand(40, 96), rand(64, 96, seed=1)
+    tile = Tile(16, 32, 3, 2)
+    whole = skinny(x, w, ops.seen, tile=tile)
+    assert torch.equal(skinny(x[:rows], w, ops.seen, tile=tile), whole[:rows])
+
+
+# ---- rows ---------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms(ops: TritonOps, dtype: torch.dtype) -> None:
+    """A mean over the padded width; the scalar applied before the sum; x' returned un-normed where no norm follows."""
+    x, y, w, v = rand(3, 72, dtype=dtype), rand(3, 72, seed=1, dtype=dtype), rand(72, seed=2), rand(72, seed=3)
+    scale = torch.tensor([0.37], device=DEVICE)
+    near(ops.rms_norm(x, w, 1e-6), REF.rms_norm(x, w, 1e-6))
+    near(ops.rms_norm(x.view(3, 3, 24), None, 1e-6), REF.rms_norm(x.view(3, 3, 24), None, 1e-6))
+    for post, s, following in [(w, scale, v), (None, None, v), (w, None, None), (w, scale, None)]:
+        for got, want in zip(ops.residual_norm(x, y, post, s, following, 1e-6), REF.residual_norm(x, y, post, s, following, 1e-6)):
+            near(got, want)
+
+
+def test_embed(ops: TritonOps) -> None:
+    ids, table = torch.tensor([5, 0, 9, 5], device=DEVICE), rand(10, 72)
+    near(ops.embed(ids, table, 72**0.5), REF.embed(ids, table, 72**0.5), 1e-7)
+    near(ops.embed(ids, table, 1.0), REF.embed(ids, table, 1.0), 1e-7)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------------
+def cache(spec: AttnSpec, spans: list[tuple[int, int]], page: int, dtype: torch.dtype = torch.float32) -> KVView:
+    """Shuffled pages; positions before a span hold random K/V, those after it NaN: reading too far shows."""
+    top = max(start + count for start, count in spans)
+    per = -(-top // page)
+    order = 1 + torch.randperm(len(spans) * per, generator=torch.Generator().manual_seed(3))
+    shape = (1 + len(spans) * per, spec.kv_heads, page, spec.head_dim)
+    keys, values = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
+    table = order.view(len(spans), per)
+    for b, (begin, count) in enumerate(spans):
+        for p in range(begin + count):
+            keys[table[b, p // page], :, p % page] = rand(spec.kv_heads, spec.head_dim, seed=7 * p + b).cpu()
+            values[table[b, p // page], :, p % page] = rand(spec.kv_heads, spec.head_dim, seed=7 * p + b + 5000).cpu()
+    counts = [count for _, count in spans]
+    return KVView(
+        page, [keys.to(DEVICE, dtype)], [values.to(DEVICE, dtype)],
+        {"full": table.to(DEVICE, torch.int32), "sliding": table.to(DEVICE, torch.int32)},
+        torch.cat([torch.arange(s, s + c) for s, c in spans]).to(DEVICE),
+        torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(counts)).to(DEVICE),
+        torch.tensor([0, *counts]).cumsum(0).to(DEVICE, torch.int32), max(counts), top,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("writes,k_eq_v,norm_v", [(True, False, True), (True, True, True), (True, False, False), (False, False, True)])
+def test_rope_write(ops: TritonOps, writes: bool, k_eq_v: bool, norm_v: bool) -> None:
+    """v taken after k's norm or rotation; a write to the logical page; q and k norms swapped."""
+    spec = AttnSpec(4, 2, 24, 0, writes, k_eq_v=k_eq_v, norm_v=norm_v)
+    mine, theirs = (cache(spec, [(5, 3), (0, 2)], 4) for _ in range(2))
+    qkv, q_norm, k_norm = rand(5, spec.qkv_rows), rand(24, seed=1), rand(24, seed=2)
+    freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
+    cos, sin = ops.rope_angles(mine.positions * 100, freq)
+    for got, want in zip((cos, sin), REF.rope_angles(mine.positions * 100, freq)):
+        near(got, want)
+    near(ops.rope_write(qkv, cos, sin, q_norm, k_norm, spec, mine), REF.rope_write(qkv, cos, sin, q_norm, k_norm, spec, theirs))
+    for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
+        assert got is not None and want is not None
+        assert torch.equal(got.isnan(), want.isnan())
+        near(got.nan_to_num(0.0), want.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads,kv_heads,dim,window,spans",
+    [
+        (4, 2, 16, None, [(0, 1), (150, 5), (30, 2)]),  # ragged batch, several splits, GQA
+        (8, 1, 32, 40, [(300, 17), (3, 4), (127, 3)]),  # window: starts inside a split, splits before it are skipped
+        (2, 2, 24, None, [(261, 2)]),  # a head size that is no power of two
+        (2, 1, 16, 130, [(255, 3)]),  # rows of one sequence whose first visible split differs
+        (4, 2, 16, None, [(0, 70)]),  # a prompt chunk
+        (4, 2, 16, 20, [(40, 66), (0, 3)]),  # a prompt chunk under a window
+    ],
+)
+def test_attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int | None, spans: list, dtype: torch.dtype) -> None:
+    spec = AttnSpec(heads, kv_heads, dim, 0, True, window=window, scale=0.3)
+    kv = cache(spec, spans, 16, dtype)
+    q = rand(kv.positions.shape[0], heads * dim, seed=4, dtype=dtype)
+    near(ops.attend(q, spec, kv), REF.attend(q, spec, kv))
+
+
+def test_attend_long(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Past the fine splits: an off-by-one where the coarse ones begin; more splits than one combine block."""
+    monkeypatch.setattr(attention_module, "FINE", 32)
+    monkeypatch.setattr(attention_module, "FINE_SPLITS", 4)
+    monkeypatch.setattr(attention_module, "COARSE", 64)
+    spec = AttnSpec(2, 1, 16, 0, True, scale=0.5)
+    for spans in ([(127, 1)], [(126, 4)], [(1200, 2)]):
+        kv = cache(spec, spans, 16)
+        q = rand(kv.positions.shape[0], 32, seed=4)
+        near(ops.attend(q, spec, kv), REF.attend(q, spec, kv))
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_attend_rows_stand_alone(ops: TritonOps, window: int | None) -> None:
+    """One row at a time, or with others of its sequence and beside a longer sequence: the same bits."""
+    spec = AttnSpec(4, 2, 16, 0, True, window=window, scale=0.3)
+    kv = cache(spec, [(130, 6), (400, 2)], 16)
+    q = rand(8, 64, seed=4)
+    together = ops.attend(q, spec, kv)
+    for r in range(6):
+        one = KVView(
+            16, kv.keys, kv.values, kv.tables, kv.positions[r : r + 1], kv.row_seq[r : r + 1],
+            torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), 1, 130 + r + 1,
+        )  # fmt: skip
+        assert torch.equal(ops.attend(q[r : r + 1], spec, one), together[r : r + 1])
+
+
+# ---- experts ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_moe(ops: TritonOps, rows: int) -> None:
+    """An expert with more rows than a tile; weights not renormalised, or scaled before that; slots mixed up."""
+    x, z = rand(rows, 48), rand(rows, 48, seed=1)
+    router, scale = rand(6, 48, seed=2), rand(6, seed=3).abs() + 0.5
+    gate_up, down = rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
+    args = (router, scale, gate_up, down, 2, "gelu_tanh")
+    whole = ops.moe(z, x, *args)
+    near(whole, REF.moe(z, x, *args))
+    assert torch.equal(ops.moe(z[:1], x[:1], *args), whole[:1])
+
+
+# ---- choosing ---------------------------------------------------------------------------------------------------------------
+def test_clusters(ops: TritonOps) -> None:
+    g, centroids, rows = rand(3, 24), rand(20, 24, seed=1), rand(20, 9, 24, seed=2)
+    got, want = ops.clustered_logits(g, centroids, rows, 5), REF.clustered_logits(g, centroids, rows, 5)
+    assert torch.equal(got[0], want[0])
+    near(got[1], want[1])
+
+
+def test_gumbel_argmax(ops: TritonOps) -> None:
+    """Another noise than the twin's, noise on cold rows, a winner in the last partial chunk, ties."""
+    z = rand(4, 5000)
+    z[0, 4999] = z[0, 17] = 50.0
+    seed = torch.tensor([1, 2, -(1 << 40) - 3, 1 << 62], device=DEVICE)
+    position = torch.tensor([0, 5, 123456, 7], device=DEVICE)
+    hot = torch.tensor([False, True, True, True], device=DEVICE)
+    got = ops.gumbel_argmax(z, seed, position, None, hot)
+    want = REF.gumbel_argmax(z, seed, position, None, hot)
+    assert int(got[0]) == 17 and torch.equal(got, want)
+    tokens = torch.arange(5000, device=DEVICE).flip(0).expand(4, 5000)
+    assert torch.equal(ops.gumbel_argmax(z, seed, position, tokens, hot), REF.gumbel_argmax(z, seed, position, tokens, hot))
+    assert not torch.equal(gumbel(seed[1:2], position[1:2], tokens[0]), gumbel(seed[2:3], position[1:2], tokens[0]))
