@@ -1,0 +1,110 @@
+"""Drafts by copying: what followed the longest earlier occurrence of the text's own end, in prompt and output.
+
+`NgramIndex` is torch-free and belongs to one sequence. A token costs a few dictionary operations, whatever the length: as in
+LZ77, a table gives the latest place of each n-gram and a chain leads to the earlier ones; a few candidates are compared
+backwards and the longest wins (on ties the running match, then the latest place).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from ..types import Draft
+
+if TYPE_CHECKING:
+    from .drafter import DraftBatch
+
+SIZES = (5, 2)  # n-grams that are looked up, longest first; the last is the shortest match worth a draft
+TRIES = 8  # candidates of one size that are compared
+REACH = 64  # a match this long is long enough
+
+
+class NgramIndex:
+    def __init__(self, tokens: Iterable[int] = ()):
+        self.tokens: list[int] = []
+        self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
+        self._earlier: tuple[list[int], ...] = tuple([] for _ in SIZES)  # [i]: where the n-gram that ends at i ended before; -1
+        self._place, self._length = -1, 0  # the running match: tokens[_place] would come next, _length tokens agree
+        self.extend(tokens)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            if self._place >= 0 and self.tokens[self._place] == token:
+                self._place, self._length = self._place + 1, self._length + 1
+            else:
+                self._place, self._length = -1, 0
+            self.tokens.append(token)
+            end = len(self.tokens)
+            for size, latest, earlier in zip(SIZES, self._latest, self._earlier):
+                if end < size:
+                    earlier.append(-1)
+                    continue
+                gram = tuple(self.tokens[-size:])
+                earlier.append(latest.get(gram, -1))
+                latest[gram] = end - 1
+
+    def propose(self, k: int) -> tuple[list[int], int]:
+        """Up to k tokens that may follow, and how many tokens of the end agreed (0: no match, no tokens)."""
+        self._match()
+        if self._place < 0:
+            return [], 0
+        known = self.tokens
+        period = len(known) - self._place  # a copy that reaches the end goes round: the text repeats itself
+        return [known[self._place + i % period] for i in range(k)], self._length
+
+    def _match(self) -> None:
+        best, place = (min(self._length, REACH), self._place) if self._place >= 0 else (0, -1)
+        for size, earlier in zip(SIZES, self._earlier):
+            if best >= REACH:
+                break
+            at, tries = (earlier[-1] if earlier else -1), TRIES
+            while at >= 0 and tries:
+                length = self._agree(at, size)
+                if length > best:
+                    best, place = length, at + 1
+                at, tries = earlier[at], tries - 1
+            if best >= size:
+                break
+        if place != self._place:
+            self._place, self._length = place, best
+
+    def _agree(self, at: int, known: int) -> int:
+        """How many tokens up to and including `at` equal the end of the text; the last `known` are sure to."""
+        tokens, end, most = self.tokens, len(self.tokens) - 1, min(at + 1, REACH)
+        length = known
+        while length < most and tokens[at - length] == tokens[end - length]:
+            length += 1
+        return length
+
+
+class NgramDrafter:
+    """One index a request, kept up to date from the tokens on the host."""
+
+    name = "ngram"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self._index: dict[str, NgramIndex] = {}
+
+    def propose(self, batch: DraftBatch, k: int) -> Draft:
+        guesses = [self._guess(name, tokens, k) for name, tokens in zip(batch.ids, batch.tokens)]
+        padded = batch.last.new_tensor([g + [0] * (k - len(g)) for g in guesses])  # [B, k]
+        return Draft(padded, batch.last.new_tensor([len(g) for g in guesses]))
+
+    def match(self, name: str, tokens: Sequence[int]) -> int:
+        """How many tokens of the end were seen before: what the controller judges an offer by."""
+        return self._of(name, tokens).propose(0)[1]
+
+    def _guess(self, name: str, tokens: Sequence[int], k: int) -> list[int]:
+        return self._of(name, tokens).propose(k)[0]
+
+    def _of(self, name: str, tokens: Sequence[int]) -> NgramIndex:
+        index = self._index.get(name)
+        if index is None:
+            index = self._index[name] = NgramIndex()
+        index.extend(tokens[len(index.tokens) :])
+        return index
+
+    def forget(self, request_id: str) -> None:
+        self._index.pop(request_id, None)
