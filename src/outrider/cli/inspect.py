@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..models.config import DrafterConfig, ModelConfig
@@ -95,16 +96,19 @@ def show(data: dict[str, Any]) -> None:
                       f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}")  # fmt: skip
     out.print(facts)
 
-    table = Table("layers", "type", "heads", "K/V heads", "head size", "window", "K/V", "MLP", "experts", "parameters", header_style="dim")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")  # narrow enough for 80 columns
+    routed = any(row["experts"] for row in data["layers"])
+    for title in ("layers", "type", "q/kv", "size", "window", "K/V", "MLP", *(["experts"] if routed else []), "each"):
+        table.add_column(title, no_wrap=True, justify="left" if title in ("layers", "type", "K/V") else "right")
     for _, group in groupby(data["layers"], key=lambda row: {k: v for k, v in row.items() if k not in ("index", "kv_from")} | owner(row)):
         rows = list(group)
         row, last = rows[0], rows[-1]
         span = str(row["index"]) if row is last else f"{row['index']}–{last['index']}"
         kv = ("own, v = k" if row["k_eq_v"] else "own") if row["kv_from"] == row["index"] else f"of layer {row['kv_from']}"
-        experts = f"{row['experts_per_token']} of {row['experts']}" if row["experts"] else "–"
+        experts = [f"{row['experts_per_token']} of {row['experts']}"] if routed else []
         table.add_row(
-            span, row["type"], str(row["heads"]), str(row["kv_heads"]), str(row["head_dim"]), str(row["window"] or "–"), kv,
-            str(row["intermediate"]), experts, amount(row["parameters"]) + (" each" if len(rows) > 1 else ""),
+            span, row["type"], f"{row['heads']}/{row['kv_heads']}", str(row["head_dim"]), str(row["window"] or "–"), kv,
+            str(row["intermediate"]), *experts, amount(row["parameters"]),
         )  # fmt: skip
     out.print(table)
 

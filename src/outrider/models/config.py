@@ -157,7 +157,7 @@ class DrafterConfig:
             raise OutriderError(f"model_type {kind!r} is not an MTP drafter; known: {known}")
         text = raw.get("text_config")
         body = dict(text) if isinstance(text, Mapping) else dict(raw)
-        style = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
+        style: Any = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
         if style not in ("gemma", "plain"):
             raise OutriderError(f"config.json: unknown drafter style {style!r}; known: gemma, plain")
         layers = _own_layers(raw) if style == "plain" else _gemma4_layers(body, drafter=True)

@@ -1,4 +1,4 @@
-"""Gemma 4's MTP drafter, and those that we train in its image.
+"""Gemma 4's MTP drafter (`gemma4_assistant`, `gemma4_unified_assistant`).
 
 It owns no K/V. Fed by the target's embedding of the newest token and the target's last hidden state (after the final
 norm), a few query-only layers attend to the target's cache at one constant position; the hidden state it hands out is
@@ -28,7 +28,6 @@ class Round:
 
     kv: KVView
     angles: list[tuple[Tensor, Tensor]]  # a pair for each rope variant
-    tapped: Tensor | None  # [B, taps·Hb] hidden states of other target layers, where the drafter asks for them
 
 
 class Gemma4Assistant:
@@ -37,12 +36,11 @@ class Gemma4Assistant:
         self.config, self.ops, self.target = config, ops, target
         norm: Tensor = weights["norm"]
         self.device, self.dtype = norm.device, target.dtype
-        self.pre: Weight = weights["pre"]  # [h, (2 + taps)·Hb]
+        self.pre: Weight = weights["pre"]  # [h, 2·Hb]
         self.post: Weight = weights["post"]  # [Hb, h]
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
         self.blocks = gather_blocks(weights, layers, rope_of, qk_norm=True, sandwich=True, layer_scalar=True)
-        self.head_proj: Weight | None = weights["head_proj"] if config.tied_to_target else None  # [Hb, h]
-        self.head: Weight = target.head if config.tied_to_target else weights["embed"]  # [V, h], or by cluster [C, S, h]
+        self.head: Weight = weights["embed"]  # [V, h], or by cluster [C, S, h]
         self.centroids: Weight | None = None
         if config.clusters:
             # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
@@ -53,17 +51,14 @@ class Gemma4Assistant:
             self.head = dense[order].view(config.clusters, -1, config.hidden)
 
     def start(self, kv: KVView, features: Tensor | None = None) -> Round:
-        """Begin a round. features [B, (1 + taps)·Hb]: the last hidden state, then the tapped streams of the same position
-        (wanted only by drafters with taps)."""
+        """Begin a round over one row a sequence. Drafters of other kinds also take features; this one needs none."""
         positions = kv.positions + 2 - self.config.position_offset
-        tapped = features[:, self.config.backbone_hidden :] if self.config.taps and features is not None else None
-        return Round(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], tapped)
+        return Round(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs])
 
     def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
         """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g [B, h] for the head, next hidden [B, Hb]."""
         ops, kv, eps, act = self.ops, state.kv, self.config.norm_eps, self.config.activation
-        fed = (token_embedding, hidden) if state.tapped is None else (token_embedding, hidden, state.tapped)
-        x = ops.linear(torch.cat(fed, dim=-1), self.pre)  # [B, h] the residual stream
+        x = ops.linear(torch.cat((token_embedding, hidden), dim=-1), self.pre)  # [B, h] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
         for block in self.blocks:
             q = ops.rope_write(ops.linear(h, block.qkv), *state.angles[block.rope], block.q_norm, None, block.spec, kv)
@@ -75,8 +70,6 @@ class Gemma4Assistant:
 
     def candidates(self, g: Tensor) -> tuple[Tensor | None, Tensor]:
         """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N]."""
-        if self.head_proj is not None:
-            return None, self.target.logits(self.ops.linear(g, self.head_proj))
         if self.centroids is None:
             return None, self.ops.logits(g, self.head, None)
         best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]

@@ -138,19 +138,19 @@ class DrafterSize:
 
 
 def drafter_size(config: DrafterConfig) -> DrafterSize:
-    """A step reads everything but the head's clusters that it does not look into."""
+    """A step reads everything but the rows of the head that its clusters spare it; a tied head is the target's own."""
     hidden, wide = config.hidden, config.backbone_hidden
-    body = hidden * (2 + len(config.taps)) * wide + wide * hidden + hidden
+    body = hidden * (2 + len(config.taps)) * wide + (wide * hidden if config.has_post else 0) + hidden
     for layer in config.layers:
         attended = layer.attn.heads * layer.attn.head_dim
-        body += 2 * attended * hidden + 3 * layer.intermediate * hidden + 4 * hidden + layer.attn.head_dim + 1
-    if config.tied_to_target:
-        return DrafterSize(body + wide * hidden, body + wide * hidden + config.vocab_size * wide)
-    head = config.vocab_size * hidden
+        body += 2 * attended * hidden + 3 * layer.intermediate * hidden
+        body += 4 * hidden + layer.attn.head_dim + 1 if config.gemma else 2 * hidden
+    head = config.vocab_size * config.head_hidden
+    own = 0 if config.tied_to_target else head
     if not config.clusters:
-        return DrafterSize(body + head, body + head)
-    centroids = config.clusters * hidden
-    return DrafterSize(body + head + centroids, body + centroids + head // config.clusters * config.cluster_top)
+        return DrafterSize(body + own, body + head)
+    centroids = config.clusters * config.head_hidden
+    return DrafterSize(body + own + centroids, body + centroids + head // config.clusters * config.cluster_top)
 
 
 def layer_row(config: ModelConfig, i: int, size: LayerSize) -> dict[str, Any]:

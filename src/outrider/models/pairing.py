@@ -21,8 +21,6 @@ def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
         return f"the drafter was made for a hidden size of {config.backbone_hidden}, {target.model_type} has {target.hidden}"
     if config.vocab_size != target.vocab_size:
         return f"the drafter's vocabulary has {config.vocab_size} tokens, the target's {target.vocab_size}"
-    if config.tied_to_target and config.clusters:
-        return "a clustered head needs rows of its own, but this drafter's head is tied to the target's"
     if any(not 0 <= tap < len(target.layers) for tap in config.taps):
         return f"the drafter taps layers {list(config.taps)}, the target has {len(target.layers)}"
     kinds = {target.layers[i].kind for i in target.kv_layers}

@@ -1,0 +1,70 @@
+"""`outrider inspect`, as typed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from tests import tiny
+from typer.testing import CliRunner
+
+from outrider.cli.inspect import inspect
+from outrider.types import OutriderError
+
+app = typer.Typer()
+app.command()(inspect)
+
+
+def call(*words: str) -> str:
+    done = CliRunner().invoke(app, list(words))
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def test_json_from_a_config_alone(tmp_path: Path) -> None:
+    tiny._config("gemma4_moe").save_pretrained(tmp_path / "t")
+    tiny.assistant("gemma4_moe", clustered=True).config.save_pretrained(tmp_path / "d")
+    data = json.loads(call(str(tmp_path / "t"), "--drafter", str(tmp_path / "d"), "--json"))
+    assert data["model_type"] == "gemma4_text" and data["parameters"] > data["active_parameters"] > 0
+    assert data["bytes_per_token"] > 0 and data["kv_bytes_per_token"] > 0
+    assert set(data["intensity"]) == {"prefill", "decode_1", "decode_5", "decode_9"}
+    assert [row["type"] for row in data["layers"]] == ["sliding", "sliding", "full"] * 2
+    assert data["layers"][0]["experts"] == 8 and data["layers"][2]["k_eq_v"]
+    assert data["drafter"]["fits"] and data["drafter"]["reason"] is None and data["drafter"]["bytes_per_step"] > 0
+
+
+def test_a_drafter_of_another_target_and_why() -> None:
+    data = json.loads(call("google/gemma-4-31B-it", "--drafter", "google/gemma-4-E2B-it-assistant", "--json"))
+    assert data["drafter"]["fits"] is False and "1536" in data["drafter"]["reason"] and "5376" in data["drafter"]["reason"]
+    assert "does not fit" in call("google/gemma-4-31B-it", "--drafter", "google/gemma-4-E2B-it-assistant")
+
+
+def test_the_table_says_who_owns_kv() -> None:
+    shown = call("google/gemma-4-E2B-it", "--drafter", "google/gemma-4-E2B-it-assistant")
+    assert "of layer 13" in shown and "fits" in shown and "32 of 2048 clusters" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["google/gemma-4-E2B-it-assistant"], "--drafter"),
+        (["google/gemma-4-E2B-it", "--drafter", "google/gemma-4-E4B-it"], "not an MTP drafter"),
+        (["google/gemma-4-E2B-it", "--context", "0"], "--context"),
+        (["google/gemma-4-E2B-it", "--bits", "0"], "--bits"),
+        (["./no/such/folder"], "does not exist"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], message: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        call(*words)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_unknown_model_type(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    with pytest.raises(OutriderError, match="unknown model_type 'mamba'"):
+        call(str(tmp_path))
