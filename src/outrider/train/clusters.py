@@ -1,0 +1,137 @@
+"""The clustered head: the vocabulary in C clusters of one size, so that a draft step scores only the best few.
+
+`balanced_kmeans` groups the head's rows: plain k-means where every cluster takes exactly V / C rows, filled best fit
+first. Centroids start as the clusters' means and are trained along with the drafter (`cluster_loss`): what they must do
+is rank the cluster of the token that the target will choose, which a mean alone does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..types import OutriderError
+
+
+@torch.no_grad()
+def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """rows [V, h] -> token_ordering int64 [V] (cluster after cluster, V / C tokens each) and the clusters' means [C, h]."""
+    vocab = rows.shape[0]
+    if clusters < 1 or vocab % clusters:
+        raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
+    size = vocab // clusters
+    x = F.normalize(rows.float(), dim=-1)
+    generator = torch.Generator().manual_seed(seed)
+    centres = x[torch.randperm(vocab, generator=generator)[:clusters].to(x.device)]
+    for _ in range(iterations):  # unbalanced first: cheap, and most of the way
+        near = nearest(x, centres)
+        sums = torch.zeros_like(centres).index_add_(0, near, x)
+        count = torch.bincount(near, minlength=clusters)
+        centres = F.normalize(torch.where(count[:, None] > 0, sums, centres), dim=-1)
+    owner = fill_clusters(x, centres, size)
+    order = owner.argsort(stable=True)
+    means = rows.float()[order].view(clusters, size, -1).mean(1)
+    return order, means
+
+
+def nearest(x: Tensor, centres: Tensor, chunk: int = 16384) -> Tensor:
+    return torch.cat([(x[lo : lo + chunk] @ centres.T).argmax(-1) for lo in range(0, x.shape[0], chunk)])
+
+
+def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
+    """Every row to one cluster, `size` rows a cluster. In rounds: rows ask for their best cluster that still has room,
+    a cluster with more askers than room keeps the closest. A row near many full clusters ends in the best of the rest."""
+    vocab, clusters = x.shape[0], centres.shape[0]
+    owner = torch.full((vocab,), -1, dtype=torch.int64, device=x.device)
+    room = torch.full((clusters,), size, dtype=torch.int64, device=x.device)
+    left = torch.arange(vocab, device=x.device)
+    while left.numel():
+        open_ids = (room > 0).nonzero()[:, 0]
+        best, at = [], []
+        for lo in range(0, left.numel(), 16384):
+            s, c = (x[left[lo : lo + 16384]] @ centres[open_ids].T).max(-1)
+            best.append(s)
+            at.append(open_ids[c])
+        score, want = torch.cat(best), torch.cat(at)
+        # by cluster, closest first: the rank inside the cluster decides
+        order = score.argsort(descending=True, stable=True)
+        order = order[want[order].argsort(stable=True)]
+        sorted_want = want[order]
+        starts = torch.searchsorted(sorted_want, torch.arange(clusters, device=x.device))
+        rank = torch.arange(order.numel(), device=x.device) - starts[sorted_want]
+        take = rank < room[sorted_want]
+        won = order[take]
+        owner[left[won]] = want[won]
+        room -= torch.bincount(want[won], minlength=clusters)
+        left = left[owner[left] < 0]
+    return owner
+
+
+def cluster_of(order: Tensor, clusters: int) -> Tensor:
+    """token_ordering [V] -> the cluster of each token [V]."""
+    size = order.shape[0] // clusters
+    of = torch.empty_like(order)
+    of[order] = torch.arange(order.shape[0], device=order.device) // size
+    return of
+
+
+def cluster_loss(g: Tensor, centroids: Tensor, label: Tensor) -> Tensor:
+    """Cross-entropy of the clusters' scores: g [A, h] (detached: the drafter is not bent to its index), label [A] clusters."""
+    return F.cross_entropy((g.detach() @ centroids.T).float(), label, reduction="sum")
+
+
+@dataclass(frozen=True)
+class Recall:
+    """One point of the recall / cost curve of a clustered head."""
+
+    top: int
+    share: float  # of the vocabulary that is scored
+    recall: float  # how often the full head's choice is among the scored tokens
+    weights: int  # weights read by the head: rows scored and centroids
+
+
+@torch.no_grad()
+def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor, tops: tuple[int, ...], chunk: int = 8192) -> list[Recall]:
+    """g [A, h] states, choice [A] the full head's tokens."""
+    clusters, vocab, width = centroids.shape[0], order.shape[0], g.shape[1]
+    of = cluster_of(order, clusters)
+    found = torch.zeros(len(tops), dtype=torch.float64)
+    for lo in range(0, g.shape[0], chunk):
+        z = (g[lo : lo + chunk] @ centroids.to(g.dtype).T).float()
+        mine = z.gather(1, of[choice[lo : lo + chunk]][:, None])
+        rank = (z > mine).sum(1)  # clusters that score above the right one
+        found += torch.tensor([float((rank < top).sum()) for top in tops], dtype=torch.float64)
+    size = vocab // clusters
+    return [
+        Recall(top, top * size / vocab, float(found[i] / g.shape[0]), (top * size + clusters) * width) for i, top in enumerate(tops) if top <= clusters
+    ]
+
+
+@torch.no_grad()
+def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Recall:
+    """The cheapest point that finds the token often enough; else the best one under the allowed share of the vocabulary."""
+    allowed = [r for r in curve if r.share < most]
+    if not allowed:
+        raise OutriderError("no top of the clustered head scores less than the allowed share of the vocabulary: more clusters are needed")
+    good = [r for r in allowed if r.recall >= need]
+    return min(good, key=lambda r: r.weights) if good else max(allowed, key=lambda r: r.recall)
+
+
+def fit_centroids(g: Tensor, label: Tensor, centroids: Tensor, steps: int, lr: float, batch: int = 8192, seed: int = 0) -> Tensor:
+    """Centroids tuned on recorded states: g [A, h], label [A] the cluster of the token chosen there."""
+    generator: Any = torch.Generator().manual_seed(seed)
+    c = torch.nn.Parameter(centroids.float().clone())
+    optimizer = torch.optim.AdamW([c], lr=lr, weight_decay=0.0)
+    for step in range(steps):
+        pick = torch.randint(g.shape[0], (min(batch, g.shape[0]),), generator=generator).to(g.device)
+        loss = cluster_loss(g[pick].float(), c, label[pick]) / pick.numel()
+        optimizer.zero_grad()
+        loss.backward()
+        for group in optimizer.param_groups:
+            group["lr"] = lr * (1 - step / steps)
+        optimizer.step()
+    return c.detach()

@@ -1,0 +1,246 @@
+"""Training data: prompts in, token sequences on disk, batches out.
+
+A prompt file is JSON lines (optionally gzipped) with `prompt`, `text`, or `turns` (of which the first is used), and
+optionally `id` and `category`. A dataset is a folder of shards of token ids (`data-00000.npz`): small, because no
+hidden states are stored. Everything here is numpy and the standard library; batches hold torch tensors.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..types import OutriderError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    category: str
+    text: str
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    path = Path(path)
+    if not path.is_file():
+        raise OutriderError(f"{path}: no such prompt file")
+    prompts: list[Prompt] = []
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if limit is not None and len(prompts) >= limit:
+                    break
+                if line.strip():
+                    prompts.append(_prompt(line, f"{path}:{number}", number))
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise OutriderError(f"{path}: cannot be read as (gzipped) UTF-8 JSON lines: {error}") from None
+    if not prompts:
+        raise OutriderError(f"{path}: holds no prompts")
+    return prompts
+
+
+def _prompt(line: str, where: str, number: int) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise OutriderError(f"{where}: a JSON object with 'prompt', 'text' or 'turns' is needed, got {type(row).__name__}")
+    text = row.get("prompt", row.get("text"))
+    if text is None and isinstance(row.get("turns"), list) and row["turns"]:
+        text = row["turns"][0]
+    if not isinstance(text, str) or not text.strip():
+        raise OutriderError(f"{where}: no text under 'prompt', 'text' or 'turns'")
+    return Prompt(str(row.get("id", row.get("question_id", number))), str(row.get("category", "all")), text)
+
+
+def file_hash(path: str | Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+# ---- token sequences ------------------------------------------------------------------------------------------------
+@dataclass
+class Sequences:
+    """N token sequences, flat. The first `prompts[i]` tokens of sequence i were given, the rest is the target's answer."""
+
+    tokens: np.ndarray  # uint16 or uint32 [total]
+    starts: np.ndarray  # int64 [N + 1]
+    prompts: np.ndarray  # int32 [N]
+    index: np.ndarray  # int32 [N] the line of the prompt file it came from
+    greedy: np.ndarray  # bool [N]
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        return self.tokens[self.starts[i] : self.starts[i + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        return np.diff(self.starts)
+
+    @property
+    def answer_tokens(self) -> int:
+        return int(self.lengths.sum() - self.prompts.sum())
+
+    @staticmethod
+    def of(rows: Iterable[np.ndarray], prompts: Iterable[int], index: Iterable[int], greedy: Iterable[bool], vocab: int) -> Sequences:
+        listed = list(rows)
+        kind = np.uint16 if vocab <= 1 << 16 else np.uint32
+        starts = np.zeros(len(listed) + 1, dtype=np.int64)
+        np.cumsum([len(r) for r in listed], out=starts[1:])
+        tokens = np.concatenate(listed).astype(kind) if listed else np.zeros(0, kind)
+        return Sequences(tokens, starts, np.array(list(prompts), np.int32), np.array(list(index), np.int32), np.array(list(greedy), bool))
+
+    def select(self, which: np.ndarray) -> Sequences:
+        vocab = 1 << 16 if self.tokens.dtype == np.uint16 else 1 << 32
+        return Sequences.of((self[i] for i in which), self.prompts[which], self.index[which], self.greedy[which], vocab)
+
+    @staticmethod
+    def join(parts: list[Sequences]) -> Sequences:
+        starts = np.concatenate([[0], *(np.diff(p.starts) for p in parts)]).cumsum().astype(np.int64)
+        return Sequences(
+            np.concatenate([p.tokens for p in parts]), starts, np.concatenate([p.prompts for p in parts]),
+            np.concatenate([p.index for p in parts]), np.concatenate([p.greedy for p in parts]),
+        )  # fmt: skip
+
+    def save(self, path: Path) -> None:
+        """Atomic: a shard is whole or absent."""
+        part = path.with_suffix(".part")
+        with open(part, "wb") as file:
+            np.savez_compressed(
+                file, tokens=self.tokens, lengths=np.diff(self.starts).astype(np.int32), prompts=self.prompts,
+                index=self.index, greedy=self.greedy,
+            )  # fmt: skip
+        part.replace(path)
+
+    @staticmethod
+    def load(path: Path) -> Sequences:
+        try:
+            with np.load(path) as file:
+                starts = np.concatenate([[0], file["lengths"]]).cumsum().astype(np.int64)
+                return Sequences(file["tokens"], starts, file["prompts"], file["index"], file["greedy"])
+        except (OSError, KeyError, ValueError) as error:
+            raise OutriderError(f"{path}: not a shard of token sequences: {error}") from None
+
+
+def load_folder(folder: Path) -> Sequences:
+    shards = sorted(folder.glob("data-*.npz"))
+    if not shards:
+        raise OutriderError(f"{folder}: holds no data-*.npz shards")
+    return Sequences.join([Sequences.load(p) for p in shards])
+
+
+# ---- batches --------------------------------------------------------------------------------------------------------
+@dataclass
+class Batch:
+    """B sequences padded on the right to T, and which rows count. Queries are positions first..T-1 (Tq of them)."""
+
+    ids: Tensor  # int64 [B, T]
+    first: int
+    teacher: Tensor  # int64 [N] rows of [B·T] whose next-token distribution is needed
+    anchors: list[Tensor]  # per step j = 1..K: int64 [A_j] rows of [B·Tq]
+    targets: list[Tensor]  # per step: int64 [A_j] which of the N teacher rows each anchor is compared with
+
+    def to(self, device: torch.device) -> Batch:
+        def move(x: Tensor) -> Tensor:
+            return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+
+        return Batch(move(self.ids), self.first, move(self.teacher), [move(a) for a in self.anchors], [move(t) for t in self.targets])
+
+
+def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8) -> Batch:
+    """Anchor a of a sequence with p given tokens out of n: p-1 <= a, and step j is judged at position a+j <= n-2."""
+    lengths, given = data.lengths[which], data.prompts[which].astype(np.int64)
+    width = -(-int(lengths.max()) // multiple) * multiple
+    ids = np.zeros((len(which), width), dtype=np.int64)
+    for row, i in enumerate(which):
+        ids[row, : lengths[row]] = data[i]
+    first = int(given.min()) - 1
+    at = np.arange(width)[None, :]
+    judged = (at >= given[:, None]) & (at <= lengths[:, None] - 2)  # [B, T]
+    number = np.cumsum(judged.reshape(-1)).reshape(judged.shape) - 1
+    anchors, targets = [], []
+    for j in range(1, steps + 1):
+        rows, columns = np.nonzero((at >= given[:, None] - 1) & (at <= lengths[:, None] - 2 - j))
+        anchors.append(torch.from_numpy(rows * (width - first) + columns - first))
+        targets.append(torch.from_numpy(number[rows, columns + j]))
+    return Batch(torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets)
+
+
+def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
+    """Sequences of like shape together (little padding), cut at `anchors` query rows or `tokens` tokens; the order of
+    batches, and who meets whom, depend on (seed, epoch) alone."""
+    rng = np.random.default_rng((seed, epoch))
+    lengths, given = data.lengths, data.prompts
+    usable = np.nonzero(lengths - given >= 2)[0]
+    if not len(usable):
+        raise OutriderError("no sequence has two answer tokens: nothing to learn from")
+    noise = rng.random(len(usable))
+    # buckets of prompt length grow with the length; inside a bucket by answer length, blurred so that epochs differ
+    bucket = np.floor(np.log2(np.maximum(given[usable], 16)) * 4 + noise * 0.5)
+    answer = (lengths - given)[usable] + rng.random(len(usable)) * 12
+    order = usable[np.lexsort((answer, bucket))]
+    batches: list[np.ndarray] = []
+    lo, longest, shortest = 0, 0, 1 << 30
+    for hi, i in enumerate(order):
+        longest_, shortest_ = max(longest, int(lengths[i])), min(shortest, int(given[i]) - 1)
+        size = hi - lo + 1
+        if hi > lo and (size * (longest_ - shortest_) > anchors or size * longest_ > tokens):
+            batches.append(order[lo:hi])
+            lo, longest_, shortest_ = hi, int(lengths[i]), int(given[i]) - 1
+        longest, shortest = longest_, shortest_
+    batches.append(order[lo:])
+    rng.shuffle(batches)  # type: ignore[arg-type]
+    return batches
+
+
+def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
+    """Make items in a thread ahead of their use; an error there is raised here."""
+    ready: queue.Queue[Any] = queue.Queue(depth)
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            for item in items:
+                while not stop.is_set():
+                    try:
+                        ready.put((item, None), timeout=0.2)
+                        break
+                    except queue.Full:
+                        continue
+                if stop.is_set():
+                    return
+            ready.put((None, StopIteration()))
+        except BaseException as error:
+            ready.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        while True:
+            item, error = ready.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stop.set()

@@ -1,0 +1,145 @@
+"""Which drafter to train for a target, and where its weights start.
+
+Plain style (Llama-family targets, our own model_type): layers read target layers spread over the upper part of the
+depth, the width is the target's, the head is the target's embedding. Each layer starts as the attention and the
+strongest MLP neurons of the layer it reads, and the input projection is fitted so that what enters the first layer is,
+as nearly as a linear map can, the residual stream that enters the target layer it imitates.
+
+Gemma style (Gemma targets): Gemma 4's own layout, three sliding layers and a full one on the last layers that own K/V,
+with a head of its own, which starts as the target's embedding in its principal directions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.config import DrafterConfig, LayerSpec, ModelConfig
+from ..types import AttnSpec, OutriderError
+from .capture import capture
+from .clusters import balanced_kmeans
+from .data import Batch
+from .net import DraftNet, rms
+
+
+def spread_reads(target: ModelConfig, count: int) -> tuple[int, ...]:
+    """`count` layers that own K/V, evenly spaced, the last one included."""
+    owners = target.kv_layers
+    if count > len(owners):
+        raise OutriderError(f"{count} drafter layers cannot read different layers: the target has {len(owners)} that own K/V")
+    return tuple(owners[round((i + 1) * len(owners) / count) - 1] for i in range(count))
+
+
+def plain(
+    target: ModelConfig, *, reads: tuple[int, ...], hidden: int | None = None, intermediate: int | None = None,
+    taps: tuple[int, ...] = (), clusters: int = 0, cluster_top: int = 0, position_offset: int = 2, target_hash: str | None = None,
+) -> DrafterConfig:  # fmt: skip
+    width = hidden or target.hidden
+    bad = [r for r in reads if r not in target.kv_layers]
+    if bad:
+        raise OutriderError(f"layer {bad[0]} of the target owns no K/V to read; layers that do: {target.kv_layers[0]}..{target.kv_layers[-1]}")
+    inter = intermediate or max(32, width * 11 // 18 // 32 * 32)
+    layers = []
+    for r in reads:
+        a = target.layers[r].attn
+        spec = AttnSpec(a.heads, a.kv_heads, a.head_dim, -1, False, window=a.window, scale=a.scale, eps=target.norm_eps)
+        layers.append(LayerSpec(spec, target.layers[r].rope, inter))
+    return DrafterConfig(
+        model_type="outrider_drafter", backbone_hidden=target.hidden, hidden=width, vocab_size=target.vocab_size, layers=tuple(layers),
+        reads=reads, norm_eps=target.norm_eps, activation=target.activation, clusters=clusters, cluster_top=cluster_top,
+        position_offset=position_offset, tied_to_target=True, taps=taps, target_hash=target_hash, style="plain",
+    )  # fmt: skip
+
+
+def gemma(
+    target: ModelConfig, *, hidden: int = 256, intermediate: int | None = None, heads: int | None = None, sliding: int = 3,
+    clusters: int = 0, cluster_top: int = 0, target_hash: str | None = None,
+) -> DrafterConfig:  # fmt: skip
+    """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own model_type."""
+    kinds = ["sliding"] * sliding + ["full"]
+    layers = []
+    for kind in kinds:
+        donor = target.layers[target.donor(kind)]
+        spec = replace(donor.attn, heads=heads or donor.attn.heads, kv_layer=-1, writes=False, scale=1.0, norm_v=True)
+        layers.append(LayerSpec(spec, donor.rope, intermediate or 4 * hidden))
+    unified = "unified" in target.model_type
+    kind = ("gemma4_unified_assistant" if unified else "gemma4_assistant") if target.family == "gemma4" else "outrider_drafter"
+    return DrafterConfig(
+        model_type=kind, backbone_hidden=target.hidden, hidden=hidden, vocab_size=target.vocab_size, layers=tuple(layers), reads=None,
+        norm_eps=target.norm_eps, activation=target.activation, clusters=clusters, cluster_top=cluster_top, target_hash=target_hash,
+    )  # fmt: skip
+
+
+# ---- where the weights start ----------------------------------------------------------------------------------------
+@torch.no_grad()
+def start_from_target(net: DraftNet, model: Any) -> None:
+    """Plain style at the target's width: layer i starts as target layer reads[i], cut to the strongest MLP neurons."""
+    config = net.config
+    if config.gemma or config.hidden != config.backbone_hidden:
+        raise OutriderError("only a drafter of the plain style at the target's width can start from the target's layers")
+    for i, layer in enumerate(net.layers):
+        block, at = model.blocks[layer.attn.kv_layer], f"layers.{i}."
+        net.weight(at + "attn_norm").copy_(block.attn_norm)
+        net.weight(at + "qkv").copy_(block.qkv[: layer.attn.heads * layer.attn.head_dim])
+        net.weight(at + "out").copy_(block.out)
+        net.weight(at + "mlp_norm").copy_(block.mlp_norm)
+        gate, up = block.gate_up.float().chunk(2, dim=0)  # [I, H]
+        down = block.down.float()  # [H, I]
+        keep = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(layer.intermediate, gate.shape[0])).indices
+        net.weight(at + "gate_up").copy_(torch.cat((gate[keep], up[keep])))
+        net.weight(at + "down").copy_(down[:, keep])
+    net.weight("norm").copy_(model.blocks[-1].next_norm)
+
+
+@torch.no_grad()
+def fit_inputs(net: DraftNet, model: Any, batches: list[Batch], ridge: float = 1e-3) -> float:
+    """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the token fed.
+    Returns the share of variance explained."""
+    config, eps = net.config, net.config.norm_eps
+    layer = max(0, net.layers[0].attn.kv_layer - 1)
+    gram, cross, power, rows = None, None, 0.0, 0
+    for batch in batches:
+        seen = capture(model, batch.ids, (*config.taps, layer))
+        anchors = batch.anchors[0]
+        width = batch.ids.shape[1] - batch.first
+        b, a = anchors // width, anchors % width + batch.first
+        parts = [rms(model.embed(batch.ids[b, a + 1]), None, eps), rms(seen.hidden[b, a], None, eps)]
+        parts += [rms(t[b, a], None, eps) for t in seen.taps[:-1]]
+        x, y = torch.cat(parts, -1).float(), seen.taps[-1][b, a + 1].float()
+        # huge single coordinates of the residual stream (attention sinks) would own the fit
+        y = y.clamp(-10 * y.std(), 10 * y.std())
+        g, c = x.T @ x, x.T @ y
+        gram, cross = (g, c) if gram is None or cross is None else (gram + g, cross + c)
+        power, rows = power + float(y.pow(2).sum()), rows + x.shape[0]
+    assert gram is not None and cross is not None
+    damp = ridge * gram.diagonal().mean() * torch.eye(gram.shape[0], device=gram.device)
+    solved = torch.linalg.solve((gram + damp).double(), cross.double()).float()  # [in, H]
+    net.weight("pre").copy_(solved.T)
+    left = power - 2 * float((solved * cross).sum()) + float((solved * (gram @ solved)).sum())
+    return 1.0 - left / power
+
+
+@torch.no_grad()
+def start_head(net: DraftNet, model: Any) -> None:
+    """A head of its own: the target's head rows in the principal directions of their spread, widest first."""
+    table: Tensor = model.head.float()  # [V, Hb]
+    values, vectors = torch.linalg.eigh(table.T @ table)
+    basis = vectors[:, -net.config.hidden :].flip(-1)  # [Hb, h]
+    rows = table @ basis
+    net.weight("embed").copy_(rows * (net.config.hidden**-0.5 / rows.std()))
+
+
+@torch.no_grad()
+def start_clusters(net: DraftNet, model: Any, seed: int = 0) -> None:
+    """token_ordering by balanced k-means of the head's rows; centroids start as the clusters' means."""
+    rows = model.head if net.config.tied_to_target else net.weight("embed")
+    order, means = balanced_kmeans(rows, net.config.clusters, seed=seed)
+    net.weight("token_ordering").copy_(order)
+    net.weight("centroids").copy_(means)
+
+
+def set_clusters(config: DrafterConfig, clusters: int, top: int) -> DrafterConfig:
+    return replace(config, clusters=clusters, cluster_top=top)

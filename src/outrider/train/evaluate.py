@@ -1,0 +1,141 @@
+"""How good is a drafter: tokens a cycle for every K, walked exactly over the target's own answers.
+
+A drafted token counts while all before it were right, so along every chain that still counts the drafter's tokens are
+the answer's: feeding the answer gives, for all anchors at once, how many drafted tokens match. The walk then visits
+only the anchors that decoding would: from an anchor with m matches, min(m, K) + 1 tokens are emitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..ops.reference import gumbel
+from .capture import capture
+from .clusters import cluster_of
+from .data import Sequences, make_batch, plan_epoch
+from .losses import CHUNK_BYTES
+from .net import DraftNet
+
+MAX_K = 16
+
+
+@dataclass(frozen=True)
+class Head:
+    """How a draft step chooses. `seeds` and `temperature`: with the engine's noise, as coupled sampling does; None: greedy."""
+
+    rows: Tensor  # [V, h]
+    centroids: Tensor | None = None  # [C, h]: score only the best `top` clusters
+    order: Tensor | None = None  # int64 [V]
+    top: int = 0
+    temperature: float = 1.0
+
+    def choose(self, g: Tensor, seeds: Tensor | None, positions: Tensor | None) -> Tensor:
+        """g [A, h] -> tokens [A]."""
+        vocab = self.rows.shape[0]
+        step = max(1, CHUNK_BYTES // (8 * vocab * (4 if seeds is not None else 1)))
+        allowed = cluster_of(self.order, self.centroids.shape[0]) if self.centroids is not None and self.order is not None else None
+        out = []
+        for lo in range(0, g.shape[0], step):
+            part = g[lo : lo + step]
+            z = (part @ self.rows.T).float()
+            if allowed is not None and self.centroids is not None:
+                score = (part @ self.centroids.T).float()
+                chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.topk(self.top, dim=-1).indices, True)
+                z = z.masked_fill_(~chosen[:, allowed], float("-inf"))
+            if seeds is not None and positions is not None:
+                noise = gumbel(seeds[lo : lo + step, None], positions[lo : lo + step, None], torch.arange(vocab, device=g.device))
+                z = z / self.temperature + noise
+            out.append(z.argmax(-1))
+        return torch.cat(out) if out else torch.zeros(0, dtype=torch.int64, device=g.device)
+
+
+@torch.no_grad()
+def matches(
+    model: Any, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_K,
+    anchors: int = 16384, tokens: int = 65536, seeds: Sequence[int] | None = None,
+    record: Callable[[Tensor, Tensor], None] | None = None,
+) -> list[np.ndarray]:  # fmt: skip
+    """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right.
+    `record(g, choice)` is shown the states and choices of every step that counts."""
+    out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
+    for which in plan_epoch(data, anchors, tokens, 0, 0):
+        batch = make_batch(data, which, 1).to(model.device)
+        seen = capture(model, batch.ids, net.config.taps)
+        ctx = net.context(seen, batch.first)
+        count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
+        ids = torch.nn.functional.pad(batch.ids, (0, most + 2))
+        embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)
+        hidden = seen.hidden[:, batch.first :]
+        alive = batch.anchors[0]  # rows of [B·Tq]
+        right = torch.zeros(count * width, dtype=torch.int64, device=model.device)
+        ends = torch.from_numpy(data.lengths[which]).to(model.device)
+        seed = torch.tensor([seeds[i] for i in which], device=model.device) if seeds is not None else None
+        for j in range(1, most + 1):
+            g, hidden = net.step(weights, ctx, embedded[:, batch.first + j : batch.first + j + width], hidden)
+            b, at = alive // width, alive % width + batch.first + j + 1  # the position being guessed
+            inside = at < ends[b]
+            alive, b, at = alive[inside], b[inside], at[inside]
+            if not alive.numel():
+                break
+            states = g.reshape(count * width, -1)[alive]
+            choice = head.choose(states, None if seed is None else seed[b], at)
+            if record is not None:
+                record(states, choice)
+            alive = alive[choice == ids[b, at]]
+            right[alive] += 1
+        grid = right.view(count, width).cpu().numpy()
+        for row, i in enumerate(which):
+            lo = int(data.prompts[i]) - 1 - batch.first
+            out[i] = grid[row, lo : lo + int(data.lengths[i]) - 1 - int(data.prompts[i])]
+    return out
+
+
+def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
+    """One answer's matches -> tokens emitted after the first, cycles, and how many cycles accepted at least j = 1..k."""
+    left, at, cycles, tokens = len(right), 0, 0, 0
+    reached = np.zeros(k, dtype=np.int64)
+    while at < left:
+        accepted = min(int(right[at]), k)
+        reached[:accepted] += 1
+        emitted = min(accepted + 1, left - at)
+        cycles, tokens, at = cycles + 1, tokens + emitted, at + emitted
+    return tokens, cycles, reached
+
+
+def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_K, at: int = 4) -> dict[str, Any]:
+    """tokens_per_cycle {K: value} over all answers; acceptance_by_position: share of cycles at K = `at` (and, for later
+    positions, at K = most) that accepted at least j; by_category at K = `at`; anchors: first-position acceptance everywhere."""
+    per_k, names = {}, sorted(set(categories))
+    for k in range(1, most + 1):
+        walked = [walk(r, k) for r in right]
+        per_k[k] = sum(w[0] for w in walked) / max(1, sum(w[1] for w in walked))
+        if k == at:
+            by = {}
+            for name in names:
+                mine = [w for w, c in zip(walked, categories, strict=True) if c == name]
+                by[name] = round(sum(w[0] for w in mine) / max(1, sum(w[1] for w in mine)), 4)
+            first = np.sum([w[2] for w in walked], axis=0) / max(1, sum(w[1] for w in walked))
+        if k == most:
+            whole = np.sum([w[2] for w in walked], axis=0) / max(1, sum(w[1] for w in walked))
+    flat = np.concatenate([r for r in right if len(r)]) if any(len(r) for r in right) else np.zeros(1)
+    return {
+        "tokens_per_cycle": {k: round(float(v), 4) for k, v in per_k.items()},
+        "mean_of_categories": round(float(np.mean(list(by.values()))), 4),
+        "acceptance_by_position": [round(float(v), 4) for v in [*first, *whole[len(first) :]]],
+        "first_position_all_anchors": round(float((flat > 0).mean()), 4),
+        "by_category": by,
+        "answers": len(right),
+        "tokens": int(sum(len(r) for r in right)),
+    }
+
+
+def best_k(tokens_per_cycle: dict[int, float], draft_cost: float, verify_cost: float = 0.02) -> int:
+    """The K with most tokens per unit of time when a draft step costs `draft_cost` and each further verified row
+    `verify_cost` of a target step."""
+    return max(tokens_per_cycle, key=lambda k: tokens_per_cycle[k] / (1.0 + k * (draft_cost + verify_cost)))

@@ -1,0 +1,74 @@
+"""`losses.row_terms` as one Triton kernel: a program a row, three passes over the vocabulary, the logits overwritten by
+their gradient. The second and third pass find the row in the cache of the GPU."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .losses import LossMix
+
+
+@triton.jit
+def _head_terms(
+    z_ptr, p_ptr, best_ptr, rows_ptr, weight_ptr, out_ptr, vocab, z_stride, p_stride, out_stride,
+    soft, tv, hard, lk, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    source = tl.load(rows_ptr + row)
+    weight = tl.load(weight_ptr + row)
+    label = tl.load(best_ptr + source)
+    z_row = z_ptr + row * z_stride
+    p_row = p_ptr + source * p_stride
+    cols = tl.arange(0, BLOCK)
+
+    top = float("-inf")
+    total = 0.0
+    for lo in range(0, vocab, BLOCK):
+        z = tl.load(z_row + lo + cols, mask=lo + cols < vocab, other=float("-inf")).to(tl.float32)
+        new = tl.maximum(top, tl.max(z, axis=0))
+        total = total * tl.exp(top - new) + tl.sum(tl.exp(z - new), axis=0)
+        top = new
+    lse = top + tl.log(total)
+    z_label = tl.load(z_row + label).to(tl.float32)
+
+    cross = 0.0
+    alpha = 0.0
+    distance = 0.0
+    lean = 0.0
+    for lo in range(0, vocab, BLOCK):
+        inside = lo + cols < vocab
+        logq = tl.load(z_row + lo + cols, mask=inside, other=float("-inf")).to(tl.float32) - lse
+        logp = tl.load(p_row + lo + cols, mask=inside, other=float("-inf")).to(tl.float32)
+        q = tl.exp(logq)
+        p = tl.exp(logp)
+        cross -= tl.sum(tl.where(inside, p * logq, 0.0), axis=0)
+        alpha += tl.sum(tl.minimum(p, q), axis=0)
+        distance += 0.5 * tl.sum(tl.abs(p - q), axis=0)
+        lean += tl.sum(tl.where(q > p, q, -q), axis=0)
+    floor = tl.maximum(alpha, 1e-4)
+    reach = 0.5 * (tv + lk / floor)
+
+    for lo in range(0, vocab, BLOCK):
+        inside = lo + cols < vocab
+        q = tl.exp(tl.load(z_row + lo + cols, mask=inside, other=float("-inf")).to(tl.float32) - lse)
+        p = tl.exp(tl.load(p_row + lo + cols, mask=inside, other=float("-inf")).to(tl.float32))
+        sign = tl.where(q > p, 1.0, -1.0)
+        grad = soft * (q - p) + reach * q * (sign - lean) + hard * (q - tl.where(lo + cols == label, 1.0, 0.0))
+        tl.store(z_row + lo + cols, (weight * grad).to(z_ptr.dtype.element_ty), mask=inside)
+
+    loss = soft * cross + tv * distance + hard * (lse - z_label) - lk * tl.log(floor)
+    tl.store(out_ptr + row * out_stride, weight * loss)
+    tl.store(out_ptr + row * out_stride + 1, alpha)
+    tl.store(out_ptr + row * out_stride + 2, tl.where(z_label >= top, 1.0, 0.0))
+
+
+def head_terms(z: Tensor, logp: Tensor, best: Tensor, rows: Tensor, weight: Tensor, mix: LossMix, out: Tensor) -> None:
+    """z [A, V] becomes its gradient; out [A, 3] gets weighted loss, alpha, hit."""
+    vocab = z.shape[1]
+    block = min(4096, triton.next_power_of_2(vocab))
+    _head_terms[(z.shape[0],)](
+        z, logp, best, rows, weight, out, vocab, z.stride(0), logp.stride(0), out.stride(0),
+        float(mix.soft), float(mix.tv), float(mix.hard), float(mix.lk), BLOCK=block, num_warps=16 if block >= 4096 else 4,
+    )  # fmt: skip

@@ -1,0 +1,139 @@
+"""The loss of a draft step, fused with the head.
+
+p is the target's distribution at the position, q the drafter's. Per row, weighted:
+
+    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)
+
+Σmin(p, q) = 1 − TV is the chance that rejection sampling accepts the drafted token (the objective of the LK losses);
+`hard` is the greedy one. The head is the dear part of training a drafter (a vocabulary a row and step), so the logits
+are made in chunks, turned into their own gradient in place, and multiplied back at once: nothing of size [rows, V]
+outlives its chunk. The head itself gets a gradient only if it wants one (a head tied to the target is frozen).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..types import OutriderError
+
+CHUNK_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class LossMix:
+    soft: float = 1.0
+    tv: float = 0.5
+    hard: float = 0.0
+    lk: float = 0.0
+
+    @staticmethod
+    def parse(text: str) -> LossMix:
+        """`soft=1,tv=0.5`; terms left out are 0."""
+        values = dict.fromkeys(("soft", "tv", "hard", "lk"), 0.0)
+        for part in text.split(","):
+            name, _, number = part.strip().partition("=")
+            try:
+                if name not in values:
+                    raise ValueError
+                values[name] = float(number)
+            except ValueError:
+                raise OutriderError(f"--loss: {part!r} is not TERM=NUMBER with a term of soft, tv, hard, lk") from None
+        if not any(values.values()):
+            raise OutriderError("--loss: every term is 0, so there is nothing to learn")
+        return LossMix(**values)
+
+    def __str__(self) -> str:
+        return ",".join(f"{k}={v:g}" for k, v in (("soft", self.soft), ("tv", self.tv), ("hard", self.hard), ("lk", self.lk)) if v)
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's next-token distribution at N positions."""
+
+    logp: Tensor  # [N, V] log-probabilities: near 0 for the tokens that matter, where bfloat16 is finest
+    best: Tensor  # int64 [N]
+
+    @staticmethod
+    @torch.no_grad()
+    def of(model: Any, hidden: Tensor, dtype: torch.dtype) -> Teacher:
+        """hidden [N, H] after the final norm."""
+        count, vocab = hidden.shape[0], model.config.vocab_size
+        logp = torch.empty((count, vocab), dtype=dtype, device=hidden.device)
+        best = torch.empty(count, dtype=torch.int64, device=hidden.device)
+        step = max(1, CHUNK_BYTES // (4 * vocab))
+        for lo in range(0, count, step):
+            z = exact_logits(model, hidden[lo : lo + step])
+            best[lo : lo + step] = z.argmax(-1)
+            logp[lo : lo + step] = z.log_softmax(-1)
+        return Teacher(logp, best)
+
+
+def exact_logits(model: Any, hidden: Tensor) -> Tensor:
+    """Float32 logits; on a GPU straight from the bf16 product's accumulators, so that near ties are not rounded into ties."""
+    if hidden.is_cuda and hidden.dtype == torch.bfloat16 and isinstance(model.head, Tensor):
+        z = torch.mm(hidden, model.head.T, out_dtype=torch.float32)
+        cap = model.config.softcap
+        return z if cap is None else torch.tanh(z / cap) * cap
+    return model.logits(hidden)
+
+
+def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: LossMix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The definition. z, logp [A, V]; best, weight [A] -> weighted loss [A], alpha [A], hit [A] and the gradient by z [A, V]."""
+    z, logp = z.float(), logp.float()
+    logq = z.log_softmax(-1)
+    p, q = logp.exp(), logq.exp()
+    alpha = torch.minimum(p, q).sum(-1)
+    distance = 0.5 * (p - q).abs().sum(-1)
+    sign = torch.where(q > p, 1.0, -1.0)
+    pull = 0.5 * q * (sign - (sign * q).sum(-1, keepdim=True))  # d distance / d z
+    at = best[:, None]
+    loss = mix.soft * -(p * logq).sum(-1) + mix.tv * distance + mix.hard * -logq.gather(1, at)[:, 0] - mix.lk * alpha.clamp_min(1e-4).log()
+    grad = mix.soft * (q - p) + (mix.tv + mix.lk / alpha.clamp_min(1e-4))[:, None] * pull
+    if mix.hard:
+        grad = grad + mix.hard * q.scatter_add(1, at, torch.full_like(at, -1, dtype=q.dtype))
+    hit = z.gather(1, at)[:, 0] >= z.max(-1).values
+    return weight * loss, alpha, hit.float(), weight[:, None] * grad
+
+
+class HeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix) -> Any:
+        count, vocab = g.shape[0], head.shape[0]
+        terms = torch.empty((count, 3), dtype=torch.float32, device=g.device)
+        back = torch.empty_like(g)
+        own = torch.zeros(head.shape, dtype=torch.float32, device=g.device) if ctx.needs_input_grad[1] else None
+        step = max(1, CHUNK_BYTES // (g.element_size() * vocab))
+        for lo in range(0, count, step):
+            hi = min(count, lo + step)
+            z = g[lo:hi] @ head.T  # [chunk, V], becomes its own gradient
+            if z.is_cuda:
+                from .head_kernel import head_terms
+
+                head_terms(z, teacher.logp, teacher.best, rows[lo:hi], weight[lo:hi], mix, terms[lo:hi])
+            else:
+                at = rows[lo:hi]
+                *three, grad = row_terms(z, teacher.logp[at], teacher.best[at], weight[lo:hi], mix)
+                terms[lo:hi] = torch.stack(three, 1)
+                z = grad.to(z.dtype)
+            torch.mm(z, head, out=back[lo:hi])
+            if own is not None:
+                own += z.T @ g[lo:hi]
+        ctx.save_for_backward(back, own)
+        ctx.head_dtype = head.dtype
+        ctx.mark_non_differentiable(terms)
+        return terms[:, 0].sum(), terms
+
+    @staticmethod
+    def backward(ctx: Any, up: Tensor, _: Any) -> Any:  # type: ignore[override]
+        back, own = ctx.saved_tensors
+        return back * up.to(back.dtype), None if own is None else (own * up).to(ctx.head_dtype), None, None, None, None
+
+
+def head_loss(g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix) -> tuple[Tensor, Tensor, Tensor]:
+    """g [A, h] · head [V, h] against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit [A])."""
+    loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, mix)
+    return loss, terms[:, 1], terms[:, 2]

@@ -1,0 +1,150 @@
+"""The drafter as a trainable network: the arithmetic of `models/outrider_drafter.py` and `models/gemma4_assistant.py`,
+batched over all anchors of whole sequences.
+
+Anchor a is a position that the target has seen: hidden state a, keys 0..a. Step j is fed the embedding of token a + j
+(for all anchors at once: the sequence shifted by j) and predicts token a + j + 1. The K/V, the mask and the rotary
+position are those of the anchor in every step, so each step is one causal attention of the last Tq positions over all T.
+Parameters carry the canonical weight names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..models.config import DrafterConfig, ModelConfig
+from ..models.layers import inverse_frequencies
+from ..models.pairing import bind
+from ..ops.reference import activation
+from ..weights.names import tensor_plan
+from .capture import Captured, causal_attention, spread_heads
+
+
+@dataclass
+class Context:
+    """What all steps over one batch share."""
+
+    first: int  # queries are positions first..T-1
+    keys: list[Tensor]  # per drafter layer [B, heads, T, D]
+    values: list[Tensor]
+    angles: list[tuple[Tensor, Tensor]]  # per drafter layer cos, sin [Tq, 1, D/2] float32
+    taps: list[Tensor]  # [B, Tq, Hb] at unit scale
+
+
+def rms(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
+    if x.dtype == torch.float32:
+        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        return h if w is None else h * w
+    return F.rms_norm(x, (x.shape[-1],), w, eps)
+
+
+class DraftNet(nn.Module):
+    """Parameters in float32; `step` computes in the dtype of the weights that `cast` gave."""
+
+    def __init__(self, config: DrafterConfig, target: ModelConfig, seed: int = 0):
+        super().__init__()
+        self.config, self.target = config, target
+        self.layers = bind(config, target)
+        self.names: dict[str, str] = {}  # canonical -> parameter or buffer
+        generator = torch.Generator().manual_seed(seed)
+        depth = len(self.layers)
+        for name, plan in tensor_plan(config).items():
+            attribute = name.replace(".", "_")
+            self.names[name] = attribute
+            if plan.role == "index":
+                self.register_buffer(attribute, torch.arange(plan.shape[0]))
+            elif plan.role in ("norm", "vector"):
+                self.register_parameter(attribute, nn.Parameter(torch.ones(plan.shape)))
+            else:
+                std = plan.shape[-1] ** -0.5
+                if name.endswith((".out", ".down")):  # what is added to the residual stream starts small
+                    std *= (2 * depth) ** -0.5
+                self.register_parameter(attribute, nn.Parameter(torch.randn(plan.shape, generator=generator) * std))
+
+    def weight(self, name: str) -> Tensor:
+        return getattr(self, self.names[name])
+
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name in self.names:
+                self.weight(name).copy_(weights[name])
+
+    def export(self) -> dict[str, Tensor]:
+        return {name: self.weight(name).detach().clone() for name in self.names}
+
+    def cast(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Differentiable copies in the compute dtype, once a batch."""
+        return {n: (w.to(dtype) if w.is_floating_point() else w) for n, w in ((n, self.weight(n)) for n in self.names)}
+
+    def context(self, seen: Captured, first: int) -> Context:
+        length, device, config = seen.hidden.shape[1], seen.hidden.device, self.config
+        spread: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        positions = torch.arange(first, length, device=device) + 2 - config.position_offset
+        keys, values, angles = [], [], []
+        for layer in self.layers:
+            at = (layer.attn.kv_layer, layer.attn.heads)
+            if at not in spread:
+                spread[at] = tuple(spread_heads(x[at[0]], at[1]) for x in (seen.keys, seen.values))  # type: ignore[assignment]
+            keys.append(spread[at][0])
+            values.append(spread[at][1])
+            turn = positions.float()[:, None] * inverse_frequencies(layer.rope, device)[None, :]
+            angles.append((turn.cos()[:, None], turn.sin()[:, None]))
+        return Context(first, keys, values, angles, [rms(t[:, first:], None, config.norm_eps) for t in seen.taps])
+
+    def step(self, w: Mapping[str, Tensor], ctx: Context, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """embedding, hidden [B, Tq, Hb] -> g for the head, next hidden [B, Tq, Hb]."""
+        config, eps, gemma = self.config, self.config.norm_eps, self.config.gemma
+        parts = [embedding, hidden] if gemma else [rms(embedding, None, eps), rms(hidden, None, eps), *ctx.taps]
+        x = F.linear(torch.cat(parts, dim=-1), w["pre"])
+        for i, layer in enumerate(self.layers):
+            at, spec = f"layers.{i}.", layer.attn
+            q = F.linear(rms(x, w[at + "attn_norm"], eps), w[at + "qkv"]).unflatten(-1, (spec.heads, spec.head_dim))
+            if gemma:
+                q = rms(q, w[at + "q_norm"], eps)
+            q = rotate(q, *ctx.angles[i]).transpose(1, 2)  # [B, heads, Tq, D]
+            y = causal_attention(q, ctx.keys[i], ctx.values[i], spec.scale, spec.window)
+            y = F.linear(y.transpose(1, 2).flatten(2), w[at + "out"])
+            x = x + (rms(y, w[at + "post_attn_norm"], eps) if gemma else y)
+            gate, up = F.linear(rms(x, w[at + "mlp_norm"], eps), w[at + "gate_up"]).chunk(2, dim=-1)
+            y = F.linear(activation(config.activation, gate) * up, w[at + "down"])
+            x = x + (rms(y, w[at + "post_mlp_norm"], eps) if gemma else y)
+            if gemma:
+                x = x * w[at + "scalar"]
+        h = rms(x, w["norm"], eps)
+        after = F.linear(h, w["post"]) if config.has_post else h
+        return (after if config.tied_to_target else h), after
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [B, T, heads, D]; cos, sin [T, 1, D/2] float32."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+# ---- how many weights a draft step reads --------------------------------------------------------------------------
+def step_weights(config: DrafterConfig) -> dict[str, int]:
+    """Weights streamed by one draft step: the layers and projections, and the head (rows scored plus centroids)."""
+    body = sum(math.prod(p.shape) for n, p in tensor_plan(config).items() if n not in ("embed", "centroids", "token_ordering"))
+    if config.clusters:
+        rows = config.cluster_top * (config.vocab_size // config.clusters) + config.clusters
+    else:
+        rows = config.vocab_size
+    return {"body": body, "head": rows * config.head_hidden}
+
+
+def target_weights(config: ModelConfig) -> int:
+    """Weights streamed by one decoding step of the target (a MoE: the experts that are used)."""
+    total = 0
+    for name, plan in tensor_plan(config).items():
+        size = math.prod(plan.shape)
+        if name == "ple_embed" or (name == "embed" and not config.tied):
+            continue  # looked up, not streamed
+        if config.moe is not None and ".experts_" in name:
+            size = size * config.moe.top_k // config.moe.experts
+        total += size
+    return total

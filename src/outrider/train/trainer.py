@@ -1,0 +1,261 @@
+"""Unrolled training over all anchors, exactly as at inference.
+
+One batch: the target's forward (no gradient) gives hidden states, K/V and its own next-token distributions; the drafter
+then takes `unroll` steps from every anchor in parallel, fed the true next token and its own hidden state. A draft step
+only counts if those before it were right, hence the true token; K/V, mask and position stay those of the anchor.
+
+Runs are reproducible: batches depend on (seed, epoch), and a run that continues from a checkpoint repeats, on the CPU
+bit by bit, what an uninterrupted one would have done. Under `torchrun` each process takes its share of the batches and
+gradients are averaged (the drafter is small: plain data parallelism is enough).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..types import OutriderError
+from .capture import capture
+from .clusters import cluster_loss, cluster_of
+from .data import Batch, Sequences, make_batch, plan_epoch, prefetch
+from .losses import LossMix, Teacher, head_loss
+from .net import DraftNet
+from .optim import make_optimizers
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    steps: int = 1000
+    minutes: float | None = None  # stop after this long instead; the learning rate then follows the clock
+    unroll: int = 5
+    decay: float = 0.8  # weight of step j: decay^(j-1)
+    survival: float = 0.0  # 0..1: how far a step's weight follows the chance that the steps before it were accepted
+    loss: LossMix = field(default_factory=LossMix)
+    lr: float = 2e-3
+    warmup: int = 50
+    hold: float = 0.3  # share of the run at full rate; then linearly to `final`
+    final: float = 0.02
+    weight_decay: float = 0.01
+    muon: bool = True
+    clip: float = 1.0
+    anchors: int = 16384  # query rows a batch
+    tokens: int = 65536  # tokens a batch
+    accumulate: int = 1  # batches a step
+    seed: int = 0
+    log_every: int = 20
+    eval_every: int = 0  # 0: only at the end
+    patience: int = 0  # evaluations without a better result before stopping; 0: never
+    save_every: int = 500
+
+
+@dataclass
+class Progress:
+    step: int = 0
+    epoch: int = 0
+    taken: int = 0  # batches of this epoch already used
+    seconds: float = 0.0
+    best: float = -math.inf
+    since_best: int = 0
+
+
+class Trainer:
+    def __init__(
+        self, model: Any, net: DraftNet, data: Sequences, settings: TrainSettings, *,
+        evaluate: Callable[[], dict[str, Any]] | None = None,  # must hold "score": larger is better
+        log: Callable[[dict[str, Any]], None] | None = None,
+    ):  # fmt: skip
+        self.model, self.net, self.data, self.settings = model, net, data, settings
+        self.evaluate, self.log = evaluate, log or (lambda row: None)
+        self.device, self.dtype = model.device, model.dtype
+        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.params = {n: net.weight(n) for n in net.names if isinstance(net.weight(n), torch.nn.Parameter)}
+        self.optimizers = make_optimizers(self.params, settings.lr, settings.weight_decay, settings.muon)
+        self.progress = Progress()
+        self.clusters = net.config.clusters
+        self.of = cluster_of(net.weight("token_ordering"), self.clusters) if self.clusters else None
+        if net.config.tied_to_target and not isinstance(model.head, Tensor):
+            raise OutriderError("training needs the target's weights dense, not packed")
+
+    # ---- one batch -------------------------------------------------------------------------------------------------
+    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """-> loss (a mean over weighted rows), and statistics [3, unroll]: hits, alpha, rows of each step."""
+        s, model, net = self.settings, self.model, self.net
+        w = net.cast(self.dtype)
+        head = model.head if net.config.tied_to_target else w["embed"]
+        seen = capture(model, batch.ids, net.config.taps)
+        teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype)
+        ctx = net.context(seen, batch.first)
+        width = batch.ids.shape[1] - batch.first
+        with torch.no_grad():
+            ids = F.pad(batch.ids, (0, s.unroll))
+            embedded = model.embed(ids[:, batch.first :].reshape(-1)).view(ids.shape[0], width + s.unroll, -1)
+        hidden = seen.hidden[:, batch.first :]
+        total, weights, stats = torch.zeros((), device=self.device), 0.0, []
+        chance = torch.ones(ids.shape[0] * width, device=self.device)  # that the steps so far were accepted
+        for j in range(1, s.unroll + 1):
+            g, hidden = net.step(w, ctx, embedded[:, j : j + width], hidden)
+            rows, target = batch.anchors[j - 1], batch.targets[j - 1]
+            picked = g.flatten(0, 1)[rows]
+            weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
+            part, alpha, hit = head_loss(picked, head, teacher, target, weight, s.loss)
+            total = total + part
+            if self.of is not None:
+                total = total + s.decay ** (j - 1) * cluster_loss(picked, w["centroids"], self.of[teacher.best[target]])
+            weights += s.decay ** (j - 1) * rows.numel()
+            if s.survival:
+                chance = chance.index_copy(0, rows, chance[rows] * alpha)
+            stats.append(torch.stack((hit.sum(), alpha.sum(), torch.full_like(alpha[:1].sum(), float(rows.numel())))))
+        return total / max(weights, 1.0), torch.stack(stats, 1).detach()
+
+    def batches(self) -> Iterator[tuple[Batch, int, int]]:
+        """This process's batches from where the progress stands, with the epoch and the batches taken after each."""
+        s, epoch, taken = self.settings, self.progress.epoch, self.progress.taken
+        while True:
+            plan = plan_epoch(self.data, s.anchors, s.tokens, s.seed, epoch)
+            if len(plan) < self.world:
+                raise OutriderError(f"{len(plan)} batches are too few for {self.world} processes")
+            while taken + self.world <= len(plan):
+                which = plan[taken + self.rank]
+                taken += self.world
+                yield make_batch(self.data, which, s.unroll), epoch, taken
+            epoch, taken = epoch + 1, 0
+
+    def rate(self, began: float) -> float:
+        s, p = self.settings, self.progress
+        done = (time.perf_counter() - began) / (60 * s.minutes) if s.minutes is not None else p.step / s.steps
+        decay = 1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / (1 - s.hold))
+        return min(1.0, (p.step + 1) / max(1, s.warmup)) * decay
+
+    def finished(self, began: float) -> bool:
+        s = self.settings
+        return time.perf_counter() - began >= 60 * s.minutes if s.minutes is not None else self.progress.step >= s.steps
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+    def run(self, out: Path | None = None) -> None:
+        s, p = self.settings, self.progress
+        began = time.perf_counter() - p.seconds
+        stats, losses, count, since = torch.zeros(3, s.unroll, device=self.device), torch.zeros((), device=self.device), 0, time.perf_counter()
+        batches = prefetch(self.batches()) if self.device.type == "cuda" else self.batches()
+        for batch, epoch, taken in batches:
+            if self.finished(began):
+                break
+            lr = s.lr * self.rate(began)
+            loss, stat = self.loss(batch.to(self.device))
+            (loss / s.accumulate).backward()
+            losses, stats, count = losses + loss.detach(), stats + stat, count + 1
+            p.epoch, p.taken = epoch, taken
+            if count % s.accumulate:
+                continue
+            self.update(lr)
+            p.step += 1
+            p.seconds = time.perf_counter() - began
+            if p.step % s.log_every == 0 or p.step == 1:
+                self.report(losses / count, stats, count, lr, time.perf_counter() - since)
+                stats, losses, count, since = torch.zeros_like(stats), torch.zeros_like(losses), 0, time.perf_counter()
+            if out is not None and p.step % s.save_every == 0:
+                self.save(out)
+            if s.eval_every and p.step % s.eval_every == 0 and self.judge(out):
+                break
+        if count:
+            self.report(losses / count, stats, count, 0.0, time.perf_counter() - since)
+        if out is not None:
+            self.save(out)
+
+    def update(self, lr: float) -> None:
+        grads = [q.grad for q in self.params.values() if q.grad is not None]
+        if self.world > 1:
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            torch.distributed.all_reduce(flat)
+            flat /= self.world
+            for g, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                g.copy_(piece.view_as(g))
+        torch.nn.utils.clip_grad_norm_(list(self.params.values()), self.settings.clip)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def report(self, loss: Tensor, stats: Tensor, count: int, lr: float, seconds: float) -> None:
+        hits, alpha, rows = stats.cpu()
+        value, p = float(loss), self.progress
+        if not math.isfinite(value):
+            raise OutriderError(f"the loss is {value} at step {p.step}: stopped; the last checkpoint is good; try a smaller --lr")
+        self.log({
+            "step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2),
+            "steps_per_s": round(count / self.settings.accumulate / max(seconds, 1e-9), 2), "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
+            "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)], "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
+        })  # fmt: skip
+
+    def judge(self, out: Path | None) -> bool:
+        """Evaluate; keep the best weights beside the checkpoint; True when it is time to stop."""
+        if self.evaluate is None:
+            return False
+        p = self.progress
+        result = self.evaluate()
+        self.log({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
+        p.since_best = 0 if result["score"] > p.best else p.since_best + 1
+        if p.since_best == 0:
+            p.best = result["score"]
+            if out is not None and self.rank == 0:
+                write(out / "best.pt", {"net": self.net.state_dict(), "step": p.step, "score": p.best})
+        return bool(self.settings.patience) and p.since_best >= self.settings.patience
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+    def save(self, out: Path) -> None:
+        if self.rank == 0:
+            write(out / "checkpoint.pt", {
+                "net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers], "progress": asdict(self.progress),
+            })  # fmt: skip
+
+    def resume(self, out: Path) -> bool:
+        path = out / "checkpoint.pt"
+        if not path.exists():
+            return False
+        try:
+            kept = torch.load(path, map_location="cpu", weights_only=True)
+            self.net.load_state_dict(kept["net"])
+            for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
+                optimizer.load_state_dict(state)
+            self.progress = Progress(**kept["progress"])
+        except (RuntimeError, KeyError, ValueError, TypeError) as error:
+            raise OutriderError(f"{path}: does not fit this run ({str(error).splitlines()[0]}): choose another --out or the same settings") from None
+        return True
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all: a full disk leaves the file that was there."""
+    part = path.with_suffix(".part")
+    try:
+        with open(part, "wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except (OSError, RuntimeError) as error:
+        part.unlink(missing_ok=True)
+        raise OutriderError(f"{path}: cannot be written ({error}); the last checkpoint is kept: free some space and run the command again") from None
+
+
+class JsonLog:
+    """Rows appended to a JSON-lines file as they come."""
+
+    def __init__(self, path: Path, echo: Callable[[str], None] | None = None):
+        self.path, self.echo = path, echo
+
+    def __call__(self, row: dict[str, Any]) -> None:
+        line = json.dumps(row)
+        with open(self.path, "a") as file:
+            file.write(line + "\n")
+        if self.echo is not None:
+            self.echo(line)
