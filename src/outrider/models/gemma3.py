@@ -18,8 +18,8 @@ class Gemma3(TextModel):
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)  # [R, H] what the next sublayer reads
-        streams = []
-        for block in self.blocks:
+        streams: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
             qkv = ops.linear(h, block.qkv)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
             y = ops.linear(ops.attend(q, block.spec, kv), block.out)
@@ -27,6 +27,6 @@ class Gemma3(TextModel):
 
             y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
             x, h = ops.residual_norm(x, y, block.post_mlp_norm, None, block.next_norm, eps)
-            if taps:
-                streams.append(x)
+            if i in taps:
+                streams[i] = x
         return (h, tuple(streams[i] for i in taps)) if taps else h

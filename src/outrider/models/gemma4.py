@@ -65,7 +65,7 @@ class Gemma4(TextModel):
         x = self.embed(ids)  # [R, H] the residual stream
         ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)  # [R, H] what the next sublayer reads
-        streams = []
+        streams: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
             qkv = ops.linear(h, block.qkv)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
@@ -83,6 +83,6 @@ class Gemma4(TextModel):
                 side = self.ple_blocks[i]
                 y = ops.linear(ops.act_mul(ops.linear(x, side.gate), ple[i], act), side.out)
                 x, h = ops.residual_norm(x, y, side.post_norm, block.scalar, block.next_norm, eps)
-            if taps:
-                streams.append(x)
+            if i in taps:
+                streams[i] = x
         return (h, tuple(streams[i] for i in taps)) if taps else h

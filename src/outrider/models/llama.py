@@ -18,8 +18,8 @@ class Llama(TextModel):
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)  # [R, H] what the next sublayer reads
-        streams = []
-        for block in self.blocks:
+        streams: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
             qkv = ops.linear(h, block.qkv, block.qkv_bias)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
             y = ops.linear(ops.attend(q, block.spec, kv), block.out, block.out_bias)
@@ -31,6 +31,6 @@ class Llama(TextModel):
                 gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
                 y = ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias)
             x, h = ops.residual_norm(x, y, None, None, block.next_norm, eps)
-            if taps:
-                streams.append(x)
+            if i in taps:
+                streams[i] = x
         return (h, tuple(streams[i] for i in taps)) if taps else h
