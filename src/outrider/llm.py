@@ -82,7 +82,7 @@ class LLM:
         return cls(Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind)), model, note)
 
     # ---- running --------------------------------------------------------------------------------------------------
-    def requests(self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool = True) -> list[Request]:
+    def requests(self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool | str = True) -> list[Request]:
         """One request for each of `params.n` answers; answer i has seed + i."""
         ids = self._encode(prompt)
         group = next(self._ids)
@@ -91,7 +91,7 @@ class LLM:
         ]
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool = True
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True
     ) -> list[Completion]:
         """All answers, in order (n of them for each prompt)."""
         many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
@@ -112,7 +112,7 @@ class LLM:
             raise
         return [done[r.id] for r in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool = True) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True) -> Iterator[Event]:
         """One answer as it comes. Closing the iterator aborts the request and frees its pages."""
         (request,) = self.requests(prompt, replace(params or SamplingParams(), n=1), draft_tokens, drafter)
         self.engine.submit(request)
@@ -195,7 +195,7 @@ def _load_drafter(
         config, weights, _ = load_target(where[6:], device, dtype, ops, None, load_format, seed)  # type: ignore[arg-type]
         if config.vocab_size != target.config.vocab_size:
             raise OutriderError(f"{where[6:]} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer")
-        return DraftModel(build(config, weights, ops), ops), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
+        return DraftModel(build(config, weights, ops)), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":
         from .spec.medusa import Medusa

@@ -24,7 +24,7 @@ from ..spec.ngram import NgramIndex
 from ..types import MAX_DRAFT, Draft, OutriderError, RequestStats
 from .cycle import CycleInput, Rows, cycle, forward, verify_coupled
 from .metrics import Metrics
-from .scheduler import Chunk, DecodeRow, Request, Scheduler, Sequence_
+from .scheduler import Chunk, DecodeRow, Request, Scheduler, Seq
 from .text import Detokenizer, Tokenizer
 from .verify import verify_block_rows, verify_rejection_rows
 
@@ -87,7 +87,7 @@ class Engine:
             dtype,
             self.device,
         )
-        self.kv_tokens = tokens
+        self.max_context = min(self.max_context, tokens - config.page_size)  # one sequence must be able to finish alone
         self.scheduler = Scheduler(
             self.store, config.max_batch, config.prefill_chunk,
             config.page_size if exact else config.prefill_chunk, None if exact else 64, config.prefix_cache,
@@ -99,7 +99,7 @@ class Engine:
         self.features = torch.zeros((config.max_batch, width), dtype=model.dtype, device=self.device)
         self.verify = VERIFY[spec.verify]
         self._sampling: tuple[tuple[str, ...], SamplingBatch] | None = None
-        self._seqs: dict[str, Sequence_] = {}
+        self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
 
@@ -112,9 +112,8 @@ class Engine:
         for token in prompt:
             if not 0 <= token < vocab:
                 raise OutriderError(f"prompt token id {token} is outside the vocabulary (0..{vocab - 1})")
-        room = min(self.max_context, self.kv_tokens - self.config.page_size)
-        if len(prompt) >= room:
-            raise OutriderError(f"the prompt has {len(prompt)} tokens; the context holds {room}: shorten it or raise max_context")
+        if len(prompt) >= self.max_context:
+            raise OutriderError(f"the prompt has {len(prompt)} tokens; the context holds {self.max_context}: shorten it or raise max_context")
         if request.draft_tokens is not None and not 0 <= request.draft_tokens <= MAX_DRAFT:
             raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {request.draft_tokens}")
         if request.id in self._seqs:
@@ -125,7 +124,7 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         self.validate(request)
-        seq = Sequence_(request, self.clock(), list(request.prompt))
+        seq = Seq(request, self.clock(), list(request.prompt))
         seq.stats.prompt_tokens = seq.prompt_len
         wants_ngram = "ngram" in self.controller.drafters and request.drafter
         index = NgramIndex() if wants_ngram else None
@@ -133,7 +132,7 @@ class Engine:
             index.extend(request.prompt)
         grammar = request.params.grammar
         seq.extra = Working(
-            Detokenizer(self.tokenizer, request.prompt) if self.tokenizer is not None else None,
+            Detokenizer(self.tokenizer, request.prompt, request.params.keep_special) if self.tokenizer is not None else None,
             index,
             grammar.matcher() if grammar is not None else None,  # type: ignore[attr-defined]
         )
@@ -171,7 +170,7 @@ class Engine:
         m.free_pages = {name: group.pool.free for name, group in self.store.groups.items()}
         return events
 
-    def _choose_drafts(self, ready: list[Sequence_]) -> list[tuple[str | None, int]]:
+    def _choose_drafts(self, ready: list[Seq]) -> list[tuple[str | None, int]]:
         """(drafter, K) of each decoding sequence: the K that was asked for, else the controller's."""
         choices: list[tuple[str | None, int]] = []
         open_views: list[SeqView] = []
@@ -187,16 +186,16 @@ class Engine:
         planned = iter(self.controller.plan(open_views) if open_views else ())
         return [next(planned) if k < 0 else (name, k) for name, k in choices]  # type: ignore[misc]
 
-    def _offers(self, seq: Sequence_) -> tuple[dict[str, int], int]:
+    def _offers(self, seq: Seq) -> tuple[dict[str, int], int]:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
         offers: dict[str, int] = {}
         work: Working = seq.extra
         room = min(seq.remaining - 1, self.max_context - len(seq.tokens) - 1, MAX_DRAFT)
-        match = 0
-        if seq.request.drafter and room > 0:
-            if self.drafter is not None and seq.has_features and not seq.drafter_off:
+        match, asked = 0, seq.request.drafter
+        if asked and room > 0:
+            if self.drafter is not None and seq.has_features and not seq.drafter_off and asked in (True, self.drafter.name):
                 offers[self.drafter.name] = room
-            if work.ngram is not None:
+            if work.ngram is not None and asked in (True, "ngram"):
                 guess, match = work.ngram.propose(room)
                 if guess:
                     offers["ngram"] = len(guess)
@@ -308,7 +307,7 @@ class Engine:
         )
         return self.drafter.propose(batch, max(rows[i].k for i in which))
 
-    def _drafter_failed(self, seqs: list[Sequence_], error: Exception) -> None:
+    def _drafter_failed(self, seqs: list[Seq], error: Exception) -> None:
         assert self.drafter is not None
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         log.warning("drafter %s switched off for %d request(s): %s", self.drafter.name, len(seqs), reason)
@@ -317,7 +316,7 @@ class Engine:
             seq.stats.drafter_off = reason
         self.metrics.drafter_failures += 1
 
-    def _sampling_batch(self, seqs: list[Sequence_]) -> SamplingBatch:
+    def _sampling_batch(self, seqs: list[Seq]) -> SamplingBatch:
         """Rebuilt only when the batch has changed: `commit` keeps it up to date in between."""
         key = tuple(s.id for s in seqs)
         if self._sampling is None or self._sampling[0] != key:
@@ -395,7 +394,7 @@ class Engine:
             self.store.commit(seq.cache, seq.computed)
             self._events.append(event)
 
-    def _count(self, seq: Sequence_, row: DecodeRow, accepted: int, emitted: int, now: float) -> None:
+    def _count(self, seq: Seq, row: DecodeRow, accepted: int, emitted: int, now: float) -> None:
         s, m = seq.stats, self.metrics
         if seq.first_token_at is None:
             seq.first_token_at = now
@@ -413,7 +412,7 @@ class Engine:
                 c.accepted_by_position[j] += j < accepted
         self.controller.observe(seq.id, row.drafter, row.k, accepted, None)
 
-    def _speak(self, seq: Sequence_, event: Event, finish: str | None) -> str | None:
+    def _speak(self, seq: Seq, event: Event, finish: str | None) -> str | None:
         """Detokenise, look for stop strings; hold back text that may be the beginning of one. Returns the finish reason."""
         work, params = seq.extra, seq.request.params
         if work.detok is None:
@@ -435,7 +434,7 @@ class Engine:
         work.shown = max(work.shown, safe)
         return finish
 
-    def _finish(self, seq: Sequence_, event: Event, reason: str) -> Event:
+    def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats
         if seq.cache is not None and self.config.prefix_cache and self.share_answers:
             self.store.share(seq.cache, seq.tokens, seq.computed - seq.computed % self.config.page_size)

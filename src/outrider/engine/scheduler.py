@@ -33,11 +33,11 @@ class Request:
     prompt: list[int]
     params: SamplingParams
     draft_tokens: int | None = None  # None: as the engine is set
-    drafter: bool = True
+    drafter: bool | str = True  # False: plain decoding; a name: only that drafter
 
 
 @dataclass
-class Sequence_:
+class Seq:
     """A request on its way. `tokens` are prompt and answer; K/V of `computed` of them is committed."""
 
     request: Request
@@ -70,14 +70,14 @@ class Sequence_:
 
 @dataclass(frozen=True)
 class Chunk:
-    seq: Sequence_
+    seq: Seq
     start: int
     count: int
 
 
 @dataclass(frozen=True)
 class DecodeRow:
-    seq: Sequence_
+    seq: Seq
     drafter: str | None
     k: int
 
@@ -94,14 +94,14 @@ class Scheduler:
         pieces of at most so many rows (None: like prompts), so that the same kernels run as the first time."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
         self.replay_rows, self.prefix_cache = replay_rows, prefix_cache
-        self.waiting: deque[Sequence_] = deque()
-        self.running: list[Sequence_] = []  # oldest first
+        self.waiting: deque[Seq] = deque()
+        self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
 
-    def add(self, seq: Sequence_) -> None:
+    def add(self, seq: Seq) -> None:
         self.waiting.append(seq)
 
-    def remove(self, seq: Sequence_) -> None:
+    def remove(self, seq: Seq) -> None:
         """It has finished or was aborted."""
         if seq in self.running:
             self.running.remove(seq)
@@ -111,7 +111,7 @@ class Scheduler:
             self.cache.close(seq.cache)
             seq.cache = None
 
-    def plan(self, choose: Callable[[list[Sequence_]], list[tuple[str | None, int]]]) -> StepPlan:
+    def plan(self, choose: Callable[[list[Seq]], list[tuple[str | None, int]]]) -> StepPlan:
         """`choose` gives (drafter, K) for each decoding sequence."""
         plan = StepPlan()
         self._admit()
@@ -153,7 +153,7 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
 
-    def _next_chunk(self, seq: Sequence_) -> Chunk | None:
+    def _next_chunk(self, seq: Seq) -> Chunk | None:
         """Chunk borders lie on a grid from position 0, so that a prompt is always cut in the same places."""
         start, end = seq.computed, len(seq.tokens) - 1
         if start >= end:
@@ -164,7 +164,7 @@ class Scheduler:
             count = min(count, prompt_end - start) if start < prompt_end else min(count, self.replay_rows)
         return Chunk(seq, start, count)
 
-    def _reserve(self, seq: Sequence_, positions: int) -> bool:
+    def _reserve(self, seq: Seq, positions: int) -> bool:
         """Room for `positions`, pre-empting younger sequences (and at last this one) when there is none."""
         while not self.cache.reserve(seq.cache, positions):
             victim = self.running[-1]

@@ -27,7 +27,7 @@ class MTPDrafter:
         token, tokens, qs = batch.last, [], []
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
         for j in range(k):
-            g, hidden = model.step(self.target.embed(token), hidden, batch.kv, state)
+            g, hidden = model.step(self.target.embed(token), hidden, state)
             ids, logits = model.candidates(g)  # [B, N] ids (None: the whole vocabulary), float32 logits
             at = batch.length + 1 + j  # the position the guessed token will have
             if batch.sampled:

@@ -1,0 +1,155 @@
+"""A certificate of losslessness for one model and its drafters, on the machine it runs on.
+
+1. Row invariance: the logits of a position, computed alone, in verify blocks of 2..17 rows and beside 7 other
+   sequences, are compared bit for bit.
+2. Identity: plain decoding against every drafter and K, greedy and sampled: the same tokens or the first difference,
+   with the gap between the two candidates' log-probabilities there.
+3. The rejection verifiers draw from the target's distribution: chi-square tests on real logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..llm import LLM
+from ..spec.rejection import verify_block, verify_rejection
+from ..types import MAX_DRAFT, Draft, SamplingParams
+
+BATCH = 8
+
+
+@dataclass(frozen=True)
+class Finding:
+    check: str
+    case: str
+    passed: bool
+    detail: str
+
+
+def prove(llm: LLM, prompts: Sequence[list[int]], ks: Sequence[int], max_tokens: int, seed: int, temperatures: Sequence[float]) -> Iterator[Finding]:
+    yield from row_invariance(llm, prompts[: 4])
+    for temperature in temperatures:
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=1.0 if temperature == 0 else 0.95, seed=seed, ignore_eos=True)
+        plain = [llm.generate(p, params, drafter=False)[0].token_ids for p in prompts]
+        for drafter in llm.engine.controller.drafters:
+            for k in ks:
+                yield identity(llm, prompts, plain, params, drafter, k)
+        yield identity(llm, prompts, plain, params, None, None)
+    yield from chi_square(llm, prompts, seed)
+
+
+# ---- 1 ----------------------------------------------------------------------------------------------------------------
+def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[Finding]:
+    for i, prompt in enumerate(prompts):
+        answer = llm.generate(prompt, SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids
+        tokens = prompt + answer
+        alone = block_logits(llm, [tokens], len(prompt), 1)[0]  # [17, V]
+        worst, count = 0.0, 0
+        for width in (2, 3, 5, 9, MAX_DRAFT + 1):
+            worst = max(worst, _gap(alone, block_logits(llm, [tokens], len(prompt), width)[0]))
+            count += 1
+        others = [prompts[j % len(prompts)] + answer for j in range(i + 1, i + BATCH)]
+        if llm.engine.config.max_batch >= BATCH:
+            worst = max(worst, _gap(alone, block_logits(llm, [tokens, *others], None, MAX_DRAFT + 1, [len(prompt)] + [len(o) - len(answer) for o in others])[0]))
+            count += 1
+        yield Finding("row invariance", f"prompt {i + 1}, {count} layouts", worst == 0.0, "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}")
+
+
+def _gap(a: Tensor, b: Tensor) -> float:
+    return 0.0 if torch.equal(a, b) else max(float((a - b).abs().max()), 1e-45)
+
+
+@torch.inference_mode()
+def block_logits(llm: LLM, sequences: Sequence[list[int]], start: int | None, width: int, starts: Sequence[int] | None = None) -> list[Tensor]:
+    """Logits [17, V] of each sequence's positions start-1.., computed `width` rows at a time over a fresh cache."""
+    engine = llm.engine
+    model, store, device = engine.model, engine.store, engine.device
+    begins = [s - 1 for s in (starts if starts is not None else [start or 1] * len(sequences))]
+    caches = []
+    for tokens, begin in zip(sequences, begins):
+        cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
+        caches.append(cache)
+        if not store.reserve(cache, begin + MAX_DRAFT + 1):
+            raise RuntimeError("no room in the cache for the row-invariance check")
+        for at in range(0, begin, engine.config.prefill_chunk):
+            _rows(model, store, [cache], [tokens], [at], min(engine.config.prefill_chunk, begin - at), device)
+    out: list[list[Tensor]] = [[] for _ in sequences]
+    for at in range(0, MAX_DRAFT + 1, width):
+        count = min(width, MAX_DRAFT + 1 - at)
+        logits = model.logits(_rows(model, store, caches, sequences, [b + at for b in begins], count, device))
+        for b in range(len(sequences)):
+            out[b].append(logits[b * count : (b + 1) * count].clone())
+    for cache in caches:
+        store.close(cache)
+    return [torch.cat(parts) for parts in out]
+
+
+def _rows(model: Any, store: Any, caches: Sequence[Any], sequences: Sequence[list[int]], begins: Sequence[int], count: int, device: torch.device) -> Tensor:
+    ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=device)
+    positions = torch.tensor([b + j for b in begins for j in range(count)], device=device)
+    row_seq = torch.arange(len(caches), device=device).repeat_interleave(count)
+    start = torch.arange(0, len(caches) * count + 1, count, dtype=torch.int32, device=device)
+    slots = torch.tensor([c.slot for c in caches], device=device)
+    return model.forward(ids, store.view(slots, positions, row_seq, start, count, max(begins) + count))
+
+
+# ---- 2 ----------------------------------------------------------------------------------------------------------------
+def identity(llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None, k: int | None) -> Finding:
+    """K and drafter as given; both None: as the controller chooses, all prompts in one batch."""
+    if drafter is None:
+        answers = [c.token_ids for c in llm.generate([list(p) for p in prompts], params)]
+    else:
+        answers = [llm.generate(p, params, draft_tokens=k, drafter=drafter)[0].token_ids for p in prompts]
+    case = f"{'greedy' if params.temperature == 0 else f'T = {params.temperature}'}, " + ("auto, one batch" if drafter is None else f"{drafter}, K = {k}")
+    for i, (want, got) in enumerate(zip(plain, answers)):
+        if want != got:
+            at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
+            gap = _logprob_gap(llm, prompts[i], want, got, at, params)
+            return Finding("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {want[at : at + 1]} against {got[at : at + 1]}, logprob gap {gap:.3g}")
+    return Finding("identity", case, True, f"{len(prompts)} × {params.max_tokens} tokens identical")
+
+
+def _logprob_gap(llm: LLM, prompt: list[int], want: list[int], got: list[int], at: int, params: SamplingParams) -> float:
+    if at >= len(want) or at >= len(got):
+        return float("nan")
+    again = llm.generate(prompt, replace(params, max_tokens=at + 1, logprobs=20), drafter=False)[0]
+    assert again.logprobs is not None
+    table = again.logprobs[at]
+    return table[want[at]] - table.get(got[at], float("-inf")) if want[at] in table else float("nan")
+
+
+# ---- 3 ----------------------------------------------------------------------------------------------------------------
+def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 20_000) -> Iterator[Finding]:
+    """First emitted token of the rejection verifiers, K = 1, target p and a wrong but plausible q from real logits."""
+    tokens = prompts[0] + llm.generate(prompts[0], SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids
+    logits = block_logits(llm, [tokens], len(prompts[0]), MAX_DRAFT + 1)[0].double().cpu()  # [17, V]
+    generator = torch.Generator().manual_seed(seed)
+    cases = [(1.0, int(logits.softmax(-1).max(-1).values.argmin())), (1.5, 3)]
+    rules: list[tuple[str, Callable[[Tensor, Draft, Tensor, Tensor], Any]]] = [("rejection", verify_rejection), ("block", verify_block)]
+    for name, rule in rules:
+        for temperature, row in cases:
+            top = (logits[row] / temperature).topk(64)
+            p = top.values.softmax(-1)  # [64]: the support that top-k = 64 leaves
+            q = (logits[(row + 1) % len(logits)][top.indices] / 2 + top.values / 2).softmax(-1)
+            u = torch.rand((draws, 1), generator=generator, dtype=torch.float64)
+            noise = -torch.log(-torch.log(torch.rand((draws, 64), generator=generator, dtype=torch.float64)))
+            drawn = torch.multinomial(q, draws, replacement=True, generator=generator)[:, None]
+            draft = Draft(drawn, torch.ones(draws, dtype=torch.int64), q.expand(draws, 1, 64))
+            verdict = rule(p.expand(draws, 2, 64), draft, u, noise)
+            statistic, freedom = pearson(torch.bincount(verdict.tokens[:, 0], minlength=64).double(), p * draws)
+            limit = freedom + 5.0 * (2 * freedom) ** 0.5  # five standard deviations of the chi-square law
+            yield Finding("distribution", f"{name}, T = {temperature}, {draws} draws", statistic < limit, f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}")
+
+
+def pearson(seen: Tensor, expected: Tensor) -> tuple[float, int]:
+    """Pearson's statistic with cells below 5 expected draws pooled."""
+    big = expected >= 5
+    seen = torch.cat((seen[big], seen[~big].sum()[None]))
+    expected = torch.cat((expected[big], expected[~big].sum()[None]))
+    keep = expected > 0
+    return float(((seen - expected)[keep] ** 2 / expected[keep]).sum()), max(1, int(keep.sum()) - 1)

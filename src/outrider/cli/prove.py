@@ -1,0 +1,78 @@
+"""`outrider prove`: a certificate of losslessness for your own model and drafter."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from ..types import MAX_DRAFT, OutriderError
+from . import common
+from .common import err, out
+
+PROMPTS = (
+    "Explain how a bicycle stays upright.",
+    "Write a Python function that reverses the words of a sentence.",
+    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take?",
+    "Write a short poem about rain on a tin roof.",
+    "List the planets of the solar system with one fact about each.",
+    "Translate to French: The library opens at nine in the morning.",
+    "Summarize the plot of Romeo and Juliet in three sentences.",
+    "What is the difference between a virus and a bacterium?",
+)
+
+
+def prove(
+    model: common.Model,
+    prompts: Annotated[Path | None, typer.Option(help="A .jsonl file of prompts (default: eight built in).")] = None,
+    count: Annotated[int, typer.Option(help="How many prompts to use.")] = 8,
+    ks: Annotated[str, typer.Option("--k", help="Draft lengths to try, separated by commas.")] = "1,2,4,8,16",
+    temperatures: Annotated[str, typer.Option(help="0 is greedy; separated by commas.")] = "0,0.7,1.0",
+    max_tokens: common.MaxTokens = 64,
+    seed: common.Seed = 7,
+    drafter: common.Drafter = "auto",
+    raw: Annotated[bool, typer.Option(help="No chat template.")] = False,
+    as_json: common.AsJson = False,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
+    ops: common.Ops = "auto",
+    threads: common.Threads = None,
+    quantize: common.Quantize = None,
+) -> None:
+    """Check, on your machine and with your weights, that speculation changes nothing. Exit code 1 if anything differs."""
+    from ..bench.prove import prove as run
+
+    try:
+        lengths = [int(k) for k in ks.split(",")]
+        heats = [float(t) for t in temperatures.split(",")]
+    except ValueError:
+        raise OutriderError(f"--k and --temperatures take numbers separated by commas, got {ks!r} and {temperatures!r}") from None
+    if not all(1 <= k <= MAX_DRAFT for k in lengths):
+        raise OutriderError(f"--k must be in 1..{MAX_DRAFT}, got {ks}")
+    if count < 1:
+        raise OutriderError(f"--count must be at least 1, got {count}")
+    texts = [row["prompt"] if "prompt" in row else str(row["turns"][0]) for row in common.read_prompts(prompts)] if prompts else list(PROMPTS)
+    llm = common.load_llm(model, as_json, drafter=drafter, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize)
+    ids = [common.encode_prompt(llm, text, raw) for text in texts[:count]]
+    findings = []
+    for finding in run(llm, ids, lengths, max_tokens, seed, heats):
+        findings.append(finding)
+        if not as_json:
+            mark = "[green]same[/green]" if finding.passed else "[bold red]DIFFERS[/bold red]"
+            err.print(f"{mark}  {finding.check}: {finding.case}: {finding.detail}")
+    passed = all(f.passed for f in findings)
+    if as_json:
+        print(json.dumps({"model": model, "drafter": llm.drafter_note, "ops": llm.model.ops.name, "passed": passed, "findings": [vars(f) for f in findings]}))
+    else:
+        table = Table(title=f"{model} · {llm.drafter_note} · {llm.model.ops.name} kernels")
+        for name in ("check", "cases", "passed"):
+            table.add_column(name)
+        for check in dict.fromkeys(f.check for f in findings):
+            mine = [f for f in findings if f.check == check]
+            table.add_row(check, str(len(mine)), f"{sum(f.passed for f in mine)} of {len(mine)}")
+        out.print(table)
+        out.print("[bold green]lossless[/bold green]" if passed else "[bold red]not lossless: see above[/bold red]")
+    raise typer.Exit(0 if passed else 1)
