@@ -7,13 +7,7 @@ backwards and the longest wins (on ties the running match, then the latest place
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
-
-from ..types import Draft
-
-if TYPE_CHECKING:
-    from .drafter import DraftBatch
+from collections.abc import Iterable
 
 SIZES = (5, 2)  # n-grams that are looked up, longest first; the last is the shortest match worth a draft
 TRIES = 8  # candidates of one size that are compared
@@ -76,35 +70,3 @@ class NgramIndex:
         while length < most and tokens[at - length] == tokens[end - length]:
             length += 1
         return length
-
-
-class NgramDrafter:
-    """One index a request, kept up to date from the tokens on the host."""
-
-    name = "ngram"
-    taps: tuple[int, ...] = ()
-
-    def __init__(self) -> None:
-        self._index: dict[str, NgramIndex] = {}
-
-    def propose(self, batch: DraftBatch, k: int) -> Draft:
-        guesses = [self._guess(name, tokens, k) for name, tokens in zip(batch.ids, batch.tokens)]
-        padded = batch.last.new_tensor([g + [0] * (k - len(g)) for g in guesses])  # [B, k]
-        return Draft(padded, batch.last.new_tensor([len(g) for g in guesses]))
-
-    def match(self, name: str, tokens: Sequence[int]) -> int:
-        """How many tokens of the end were seen before: what the controller judges an offer by."""
-        return self._of(name, tokens).propose(0)[1]
-
-    def _guess(self, name: str, tokens: Sequence[int], k: int) -> list[int]:
-        return self._of(name, tokens).propose(k)[0]
-
-    def _of(self, name: str, tokens: Sequence[int]) -> NgramIndex:
-        index = self._index.get(name)
-        if index is None:
-            index = self._index[name] = NgramIndex()
-        index.extend(tokens[len(index.tokens) :])
-        return index
-
-    def forget(self, request_id: str) -> None:
-        self._index.pop(request_id, None)

@@ -1,12 +1,9 @@
-"""The index against a search through the whole text, and the drafter's bookkeeping."""
+"""The index against a search through the whole text."""
 
 import random
 import sys
-from types import SimpleNamespace
 
-import torch
-
-from outrider.spec.ngram import REACH, TRIES, NgramDrafter, NgramIndex
+from outrider.spec.ngram import REACH, TRIES, NgramIndex
 
 
 def longest(tokens: list[int]) -> int:
@@ -81,21 +78,3 @@ def test_work_per_token_is_bounded():
         return count
 
     assert steps(2000) <= steps(200) + 5 <= 20 * TRIES * REACH
-
-
-def batch(ids: list[str], tokens: list[list[int]]) -> SimpleNamespace:
-    return SimpleNamespace(ids=ids, tokens=tokens, last=torch.tensor([t[-1] for t in tokens]))
-
-
-def test_drafter_follows_each_request_and_forgets():
-    drafter = NgramDrafter()
-    a, b = [1, 2, 3, 4, 1, 2], [9, 8, 7]
-    draft = drafter.propose(batch(["a", "b"], [a, b]), 3)
-    assert draft.lengths.tolist() == [3, 0] and draft.tokens[0].tolist() == [3, 4, 1] and draft.q is None
-    a, b = [*a, 3], [*b, 9, 8]
-    draft = drafter.propose(batch(["b", "a"], [b, a]), 2)
-    assert draft.tokens.tolist() == [[7, 9], [4, 1]]
-    assert drafter.match("a", a) == 3 and drafter.match("b", [*b, 5]) == 0
-    drafter.forget("a")
-    drafter.forget("never seen")
-    assert drafter.propose(batch(["a"], [[5, 6, 7]]), 2).lengths.tolist() == [0]

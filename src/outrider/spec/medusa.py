@@ -1,0 +1,114 @@
+"""Medusa heads (Cai et al. 2024): head i reads the target's last hidden state and guesses the token i + 2 places ahead.
+
+    x = h;  x = x + silu(W_j·x + b_j) for each residual layer j;  logits = head·x
+
+The newest token is known by then, so head 0 guesses the one after it: a chain of the heads' own guesses, no tree.
+A folder holds config.json with model_type "medusa", `medusa_num_heads`, `medusa_num_layers` (or vLLM's `num_heads`,
+`num_hidden_layers`) and one safetensors file, with the original names `{head}.{layer}.linear.weight|bias` and
+`{head}.{layers}.weight`, or vLLM's `blocks.{head}.layers.{layer}.weight|bias` and `lm_heads.{head}.weight`. With
+`"tied_to_target": true` there are no head matrices: the target's own head is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..types import MAX_DRAFT, Draft, OutriderError
+from ..weights.files import Files, open_source
+from ..weights.load import check, dense, finish
+from ..weights.names import TensorPlan
+from .drafter import DraftBatch
+
+Weight = Any
+
+
+@dataclass(frozen=True)
+class MedusaConfig:
+    heads: int
+    layers: int
+    tied: bool
+
+    @staticmethod
+    def from_hf(raw: Mapping[str, Any], where: str, target: Any) -> MedusaConfig:
+        heads = raw.get("medusa_num_heads", raw.get("num_heads"))
+        layers = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
+        if not isinstance(heads, int) or not 1 <= heads <= MAX_DRAFT or not isinstance(layers, int) or layers < 1:
+            raise OutriderError(f"{where}: config.json needs medusa_num_heads (1..{MAX_DRAFT}) and medusa_num_layers (at least 1)")
+        for key, ours in (("hidden_size", target.config.hidden), ("vocab_size", target.config.vocab_size)):
+            if raw.get(key) is not None and raw[key] != ours:
+                raise OutriderError(f"{where}: Medusa heads of {key} {raw[key]} do not fit a target of {ours}")
+        return MedusaConfig(heads, layers, bool(raw.get("tied_to_target", False)))
+
+
+@dataclass(frozen=True)
+class Head:
+    layers: tuple[tuple[Weight, Tensor | None], ...]  # ([H, H], [H]) each
+    out: Weight | None  # [V, H]; None: the target's
+
+
+class Medusa:
+    name = "medusa"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, target: Any, heads: tuple[Head, ...]):
+        self.target, self.heads = target, heads
+
+    @staticmethod
+    def load(files: Files, target: Any, device: torch.device | str, dtype: torch.dtype) -> Medusa:
+        config = MedusaConfig.from_hf(files.config, files.name, target)
+        source, ops = open_source(files), target.ops
+        hidden, vocab = target.config.hidden, target.config.vocab_size
+        block, out = "{0}.{1}.linear", "{0}." + str(config.layers)
+        if "blocks.0.layers.0.weight" in source.entries:
+            block, out = "blocks.{0}.layers.{1}", "lm_heads.{0}"
+        biased = block.format(0, 0) + ".bias" in source.entries
+        plans: dict[str, TensorPlan] = {}
+        for i in range(config.heads):
+            for j in range(config.layers):
+                plans[f"{i}.{j}.w"] = TensorPlan((hidden, hidden), (block.format(i, j) + ".weight",), "matrix")
+                if biased:
+                    plans[f"{i}.{j}.b"] = TensorPlan((hidden,), (block.format(i, j) + ".bias",), "bias")
+            if not config.tied:
+                plans[f"{i}.out"] = TensorPlan((vocab, hidden), (out.format(i) + ".weight",), "matrix")
+        check(source, plans, target.config)
+        w = {
+            name: finish(plan, dense(plan, [source.entries[s] for s in plan.sources], device, dtype, False), ops, None)
+            for name, plan in plans.items()
+        }
+        heads = []
+        for i in range(config.heads):
+            layers = tuple((w[f"{i}.{j}.w"], w.get(f"{i}.{j}.b")) for j in range(config.layers))
+            heads.append(Head(layers, w.get(f"{i}.out")))
+        return Medusa(target, tuple(heads))
+
+    def logits(self, hidden: Tensor, head: Head) -> Tensor:
+        """[B, V] float32."""
+        ops, x = self.target.ops, hidden  # [B, H]
+        for weight, bias in head.layers:
+            x = x + F.silu(ops.linear(x, weight, bias))
+        return self.target.logits(x) if head.out is None else ops.logits(x, head.out, None)
+
+    def propose(self, batch: DraftBatch, k: int) -> Draft:
+        count = min(k, len(self.heads))
+        hidden = batch.features[:, : self.target.config.hidden]
+        tokens = batch.last.new_zeros((batch.last.shape[0], k))
+        laws: list[Tensor] = []
+        for i in range(count):
+            at = batch.length + 1 + i
+            logits = self.logits(hidden, self.heads[i])
+            if batch.sampled:
+                tokens[:, i], law = batch.sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab)
+                laws.append(law)
+            else:
+                tokens[:, i] = batch.sampling.guess(logits, at, batch.ops)
+        q = F.pad(torch.stack(laws, 1), (0, 0, 0, k - count)) if laws else None  # [B, k, V]
+        return Draft(tokens, torch.full_like(batch.length, count), q)
+
+    def forget(self, request_id: str) -> None:
+        pass

@@ -1,0 +1,110 @@
+"""The draft model: right K/V after any mix of accepted and refused guesses, pages conserved, answers unchanged."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
+
+from outrider.spec import draft_model
+from outrider.spec.choose import SamplingBatch
+from outrider.spec.draft_model import PAGE, DraftModel
+from outrider.types import SamplingParams
+
+
+def batch(texts: dict[str, list[int]], params: SamplingParams = SamplingParams(), sampled: bool = False) -> SimpleNamespace:
+    tokens = list(texts.values())
+    sampling = SamplingBatch.build([params] * len(tokens), [t[:1] for t in tokens], [t[1:] for t in tokens], VOCAB, "cpu")
+    return SimpleNamespace(
+        ids=list(texts), tokens=tokens, last=torch.tensor([t[-1] for t in tokens]), length=torch.tensor([len(t) - 1 for t in tokens]),
+        sampling=sampling, sampled=sampled, ops=draft_ops, vocab=VOCAB,
+    )  # fmt: skip
+
+
+draft_ops = tiny_model("llama").ops
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral", "gemma3", "edge"])
+def test_a_long_lived_drafter_guesses_like_a_fresh_one(variant, monkeypatch):
+    """Sequences come and go, guesses are kept or refused at random, other drafters take turns: nothing stale may be left."""
+    monkeypatch.setattr(draft_model, "CHUNK", 7)
+    model, rng = tiny_model(variant, seed=5), random.Random(0)
+    old = DraftModel(model)
+    texts = {f"s{i}": [rng.randrange(VOCAB) for _ in range(rng.choice([1, 5, 20, 50]))] for i in range(3)}
+    for cycle in range(12):
+        k = rng.randint(1, 5)
+        some = {n: t for n, t in texts.items() if rng.random() < 0.8} or texts
+        got = old.propose(batch(some), k)
+        fresh = DraftModel(model).propose(batch(some), k)
+        assert torch.equal(got.tokens, fresh.tokens) and got.lengths.tolist() == [k] * len(some)
+        for name, guess in zip(some, got.tokens.tolist()):
+            texts[name] += guess[: rng.randint(0, k)] + [rng.randrange(VOCAB)]
+        old.check()
+        if cycle == 6:
+            old.forget("s1")
+            texts["s1"] = [3, 1, 4]
+    for name in texts:
+        old.forget(name)
+    old.check()
+    assert len(old.pages.free) == old.pages.count - 1
+
+
+def test_the_target_as_its_own_drafter_is_always_right():
+    """Coupled noise: the same logits make the same choice at any temperature; so every draft must be accepted."""
+    for params in (dict(temperature=0.0), dict(temperature=1.0, seed=3), dict(temperature=0.8, top_p=0.9, seed=4)):
+        model = tiny_model("dense")
+        engine = tiny_engine("dense", DraftModel(model), model=model, names=(), k=4)
+        plain = run(tiny_engine("dense", names=(), model=model, k=0), [request("a", [5, 6, 7], **params), request("b", [9] * 30, **params)])
+        requests = [request("a", [5, 6, 7], **params), request("b", [9] * 30, **params)]
+        for r in requests:
+            engine.submit(r)
+        out, stats = {"a": [], "b": []}, {}
+        while engine.busy:
+            for event in engine.step():
+                out[event.id] += event.tokens
+                stats[event.id] = event.stats
+        assert out == plain
+        assert all(s.drafted == s.accepted > 0 and s.drafter_off is None for s in stats.values())
+        engine.drafter.check()
+        assert not engine.drafter.tracks
+
+
+@pytest.mark.parametrize("verify", ["coupled", "rejection", "block"])
+def test_another_model_as_drafter(verify):
+    target, small = tiny_model("llama"), tiny_model("qwen3", seed=8)
+    engine = tiny_engine("llama", DraftModel(small), model=target, verify=verify, names=())
+    requests = [request(str(i), [i + 2, 7, 7], temperature=0.7 * (i % 2), seed=i, k=1 + i % 4) for i in range(6)]
+    out = run(engine, requests)
+    assert all(len(t) == 24 for t in out.values())
+    engine.drafter.check()
+    if verify == "coupled":
+        plain = [request(r.id, r.prompt, 0, temperature=r.params.temperature, seed=r.params.seed) for r in requests]
+        assert out == run(tiny_engine("llama", model=target, names=()), plain)
+
+
+def test_beyond_its_context_it_stays_silent():
+    model = tiny_model("llama")
+    limit = model.config.max_context
+    draft = DraftModel(model).propose(batch({"long": [1] * (limit - 2), "short": [1, 2]}), 4)
+    assert draft.lengths.tolist() == [0, 4]
+    assert DraftModel(model).propose(batch({"long": [1] * limit}), 1).lengths.tolist() == [0]
+
+
+def test_pool_grows_and_keeps_what_it_held():
+    drafter = DraftModel(tiny_model("llama"))
+    first = batch({"a": [4, 5, 6]})
+    want = drafter.propose(first, 3).tokens
+    before = drafter.pages.count
+    drafter.propose(batch({"b": [7] * (PAGE * before)}), 1)
+    assert drafter.pages.count > before
+    assert torch.equal(drafter.propose(first, 3).tokens, want)
+    drafter.check()
+
+
+def test_drawn_guesses_come_with_their_law():
+    drafter = DraftModel(tiny_model("llama"))
+    draft = drafter.propose(batch({"a": [4, 5, 6], "b": [7]}, SamplingParams(temperature=1.0, top_k=3), sampled=True), 3)
+    assert draft.q.shape == (2, 3, VOCAB)
+    torch.testing.assert_close(draft.q.sum(-1), torch.ones(2, 3))
+    assert (draft.q.gather(2, draft.tokens[:, :, None]) > 0).all() and ((draft.q > 0).sum(-1) == 3).all()
