@@ -38,6 +38,10 @@ class ReferenceOps:
     row_invariant = False  # torch's products may round differently for another number of rows
     row_invariant_prefill = False  # so may prompts, cut into other chunks
 
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What K/V is stored as, given the dtype of the activations."""
+        return dtype
+
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
         """[R] -> [R, H]. The factor is rounded to the table's dtype first, as the checkpoints were trained."""

@@ -1,0 +1,181 @@
+"""The engine's contract at its edges: bad input, ends of answers, logprobs, statistics."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
+from outrider.engine.engine import Engine, Request
+from outrider.engine.scheduler import Scheduler, Seq
+from outrider.types import OutriderError, SamplingParams
+from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
+
+MODEL = tiny_model("llama")
+PROMPT = [3, 5, 7, 9, 11, 3, 5, 7]
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return tiny_engine("llama", model=MODEL)
+
+
+@pytest.mark.parametrize(
+    ("bad", "says"),
+    [
+        (Request("a", [], SamplingParams()), "prompt is empty"),
+        (Request("a", [1] * 600, SamplingParams()), "600 tokens"),
+        (Request("a", [VOCAB], SamplingParams()), "outside the vocabulary"),
+        (Request("a", [-1], SamplingParams()), "outside the vocabulary"),
+        (Request("a", [1], SamplingParams(), 17), "0..16"),
+        (Request("a", [1], SamplingParams(), -1), "0..16"),
+        (Request("a", [1], SamplingParams(temperature=-1)), "temperature"),
+        (Request("a", [1], SamplingParams(temperature=math.nan)), "temperature"),
+        (Request("a", [1], SamplingParams(top_p=0)), "top_p"),
+        (Request("a", [1], SamplingParams(top_p=1.1)), "top_p"),
+        (Request("a", [1], SamplingParams(max_tokens=0)), "max_tokens"),
+        (Request("a", [1], SamplingParams(min_tokens=9, max_tokens=3)), "min_tokens"),
+        (Request("a", [1], SamplingParams(logit_bias={VOCAB: 1.0})), "outside the vocabulary"),
+        (Request("a", [1], SamplingParams(stop_token_ids=(-3,))), "outside the vocabulary"),
+        (Request("a", [1], SamplingParams(stop=("x",))), "tokenizer"),
+    ],
+)
+def test_bad_requests(engine: Engine, bad: Request, says: str) -> None:
+    with pytest.raises(OutriderError, match=says) as caught:
+        engine.submit(bad)
+    assert "\n" not in str(caught.value)
+    assert not engine.busy
+
+
+def test_bad_settings() -> None:
+    for make in (
+        lambda: SpecConfig(draft_tokens=17),
+        lambda: SpecConfig(draft_tokens=-1),
+        lambda: SpecConfig(verify="exact"),  # type: ignore[arg-type]
+        lambda: EngineConfig(max_batch=0),
+        lambda: EngineConfig(prefill_chunk=33),
+        lambda: parse_draft_tokens("many"),
+    ):
+        with pytest.raises(OutriderError):
+            make()
+    assert parse_draft_tokens("auto") is None and parse_draft_tokens("0") == 0
+
+
+def test_an_id_runs_once(engine: Engine) -> None:
+    engine.submit(request("a", PROMPT))
+    with pytest.raises(OutriderError, match="already running"):
+        engine.submit(request("a", PROMPT))
+
+
+def test_max_tokens_and_context_end_an_answer(engine: Engine) -> None:
+    assert len(run(engine, [request("a", PROMPT, k=5, max_tokens=7)])["a"]) == 7
+    small = tiny_engine("llama", model=MODEL, max_context=40)
+    assert len(run(small, [request("a", PROMPT, k=5, max_tokens=500)])["a"]) == 40 - len(PROMPT)
+
+
+def test_stop_ids_cut_inside_an_accepted_draft(engine: Engine) -> None:
+    text = run(engine, [request("a", PROMPT, drafter=False, max_tokens=30)])["a"]
+    stop = text[6]
+    first = text.index(stop)
+    for k in (0, 1, 4, 16):
+        got = run(engine, [request("b", PROMPT, k=k, max_tokens=30, stop_token_ids=(stop,))])["b"]
+        assert got == text[: first + 1]
+        later = run(engine, [request("c", PROMPT, k=k, max_tokens=30, stop_token_ids=(stop,), min_tokens=first + 2)])["c"]
+        assert len(later) > first + 1 and stop not in later[: first + 1]
+
+
+def test_eos_ends_unless_ignored(engine: Engine) -> None:
+    eos = 1
+    got = run(engine, [Request("a", PROMPT, SamplingParams(max_tokens=20, logit_bias={eos: 100.0}))])["a"]
+    assert got == [eos]
+    assert len(run(engine, [request("b", PROMPT, max_tokens=20, logit_bias={eos: 100.0})])["b"]) == 20
+
+
+def test_logprobs_are_those_of_plain_decoding(engine: Engine) -> None:
+    def tables(k: int) -> list[dict[int, float]]:
+        engine.submit(request("a", PROMPT, k=k, logprobs=3, temperature=0.8, seed=4))
+        rows: list[dict[int, float]] = []
+        while engine.busy:
+            for event in engine.step():
+                assert event.logprobs is not None and len(event.logprobs) == len(event.tokens)
+                assert all(token in row for token, row in zip(event.tokens, event.logprobs))
+                rows += event.logprobs
+        return rows
+
+    plain, fast = tables(0), tables(5)
+    assert [list(r) for r in plain] == [list(r) for r in fast]
+    assert all(abs(a[t] - b[t]) < 1e-4 for a, b in zip(plain, fast) for t in a)
+    assert all(len(r) in (3, 4) and max(r.values()) <= 0 for r in plain)
+
+
+def test_statistics_add_up(engine: Engine) -> None:
+    engine.submit(request("a", PROMPT, k=4, max_tokens=30))
+    stats, kinds = None, []
+    while engine.busy:
+        for event in engine.step():
+            assert len(event.kinds) == len(event.tokens)
+            kinds += event.kinds
+            stats = event.stats or stats
+    assert stats is not None
+    assert stats.new_tokens == 30 == len(kinds)
+    assert stats.accepted == sum(stats.accepted_by_position) and stats.drafted == sum(stats.drafted_by_position)
+    assert stats.cycles + stats.accepted >= 30
+    assert stats.prompt_tokens == len(PROMPT) and 0 < stats.ttft_s and stats.prefill_s <= stats.ttft_s
+    assert set(kinds) <= {"accepted", "corrected", "bonus", "plain"}
+
+
+class CountingCache:
+    """A cache that only counts: the scheduler needs no more."""
+
+    def __init__(self, slots: int, positions: int):
+        self.free_slots, self.left = slots, positions
+
+    def open(self, tokens: object, granularity: int, reuse: bool = True) -> tuple[list[int], int]:
+        self.free_slots -= 1
+        return [0], 0
+
+    def fits(self, seq: list[int], positions: int) -> bool:
+        return positions - seq[0] <= self.left
+
+    def reserve(self, seq: list[int], positions: int) -> bool:
+        more = max(0, positions - seq[0])
+        if more > self.left:
+            return False
+        self.left -= more
+        seq[0] += more
+        return True
+
+    def close(self, seq: list[int]) -> None:
+        self.free_slots += 1
+        self.left += seq[0]
+
+
+def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, 64, 64, None, True)
+    short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
+    scheduler.add(short)
+    for chunk in scheduler.plan(lambda seqs: [(None, 0)] * len(seqs)).prefill:
+        chunk.seq.computed = chunk.start + chunk.count
+    scheduler.add(long)
+    for step in range(10):
+        plan = scheduler.plan(lambda seqs: [(None, 0)] * len(seqs))
+        assert [row.seq.id for row in plan.decode] == ["s"], "the running stream is in every step"
+        assert sum(c.count for c in plan.prefill) <= 64
+        for chunk in plan.prefill:
+            assert chunk.start == step * 64
+            chunk.seq.computed = chunk.start + chunk.count
+
+
+def test_the_youngest_is_preempted() -> None:
+    cache = CountingCache(4, 40)
+    scheduler = Scheduler(cache, 4, 64, 64, None, True)
+    seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
+    for seq in seqs:
+        scheduler.add(seq)
+    for chunk in scheduler.plan(lambda s: [(None, 0)] * len(s)).prefill:
+        chunk.seq.computed = chunk.start + chunk.count
+    plan = scheduler.plan(lambda s: [("d", 4)] * len(s))
+    assert [row.seq.id for row in plan.decode] == ["0", "1"]
+    assert scheduler.preemptions == 2 and [s.id for s in scheduler.waiting] == ["2", "3"]
+    assert all(s.computed == 0 and s.cache is None for s in scheduler.waiting)
