@@ -1,0 +1,63 @@
+"""`outrider serve`: the OpenAI-compatible server and its page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..config import EngineConfig
+from ..types import OutriderError
+from . import common
+from .common import err
+
+
+def serve(
+    model: common.Model,
+    drafter: common.Drafter = "auto",
+    draft_tokens: common.DraftTokens = "auto",
+    verify: common.VerifyBy = "coupled",
+    host: Annotated[str, typer.Option(help="Address to listen on. Anything but loopback should have an API key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="More keys, one a line.")] = None,
+    max_concurrent: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 8,
+    max_queued: Annotated[int, typer.Option(help="Sequences that wait behind them; more get 429.")] = 64,
+    max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 4096,
+    timeout: Annotated[float, typer.Option(help="Seconds for one request, waiting included.")] = 600.0,
+    max_body: Annotated[int, typer.Option(help="Bytes of a request body.")] = 4 << 20,
+    max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt. 0: as many as the context holds.")] = 0,
+    log_prompts: Annotated[bool, typer.Option(help="Write prompts to the log (off: no prompt text is ever logged).")] = False,
+    shutdown_grace: Annotated[float, typer.Option(help="Seconds for running requests to finish on shutdown.")] = 10.0,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
+    ops: common.Ops = "auto",
+    threads: common.Threads = None,
+    quantize: common.Quantize = None,
+    load_format: common.LoadFormat = "auto",
+) -> None:
+    """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
+
+    Example: outrider serve smollm2, then open http://127.0.0.1:8000
+    """
+    try:
+        from ..server.main import serve as run
+        from ..server.prepare import Backend
+        from ..server.settings import ServerSettings, public_name, read_keys
+    except ModuleNotFoundError as e:
+        raise OutriderError(f"the server needs {e.name}: pip install 'outrider[serve]'") from None
+    settings = ServerSettings(
+        model_name=name or public_name(model), host=host, port=port, api_keys=read_keys(api_key, api_key_file),
+        max_concurrent=max_concurrent, max_queued=max_queued, timeout=timeout, max_body=max_body, max_prompt=max_prompt,
+        log_prompts=log_prompts, shutdown_grace=shutdown_grace,
+    )  # fmt: skip
+    llm = common.load_llm(
+        model, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
+        quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
+    )  # fmt: skip
+    if not settings.loopback and not settings.api_keys:
+        err.print(f"[yellow]warning: {host} can be reached from other machines and no API key is set[/yellow]")
+    err.print(f"serving [bold]{settings.model_name}[/bold] at http://{host}:{port} (page at /, API at /v1)")
+    run(Backend.of(llm), settings)

@@ -1,0 +1,135 @@
+"""Structured output: a grammar turned into token masks that advance along a draft.
+
+A `Grammar` is compiled once and shared; each request makes its own `Matcher` from it. Before a verify pass the engine
+asks `masks(drafts)`: one row for each position of the draft and one for the token after it, and how many drafted tokens
+are inside the grammar. The target's logits are masked row by row, so a draft that leaves the grammar is cut where it
+leaves, and what is emitted is what masked plain decoding would have emitted. `advance(tokens)` then commits.
+
+Needs the optional package `llguidance` (extra `serve`). No torch here: rows are numpy booleans.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..types import OutriderError
+
+# Bounded white space: a model may print JSON on one line or indented, but can't spend its budget on blanks.
+WHITESPACE = r"[ ]?|\n[ ]{0,16}"
+
+
+class Matcher:
+    """Where one request stands in its grammar."""
+
+    def __init__(self, inner: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._inner = inner
+        self._vocab = vocab_size
+        self._eos = list(eos_ids)
+
+    def masks(self, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
+        """(rows, n_valid): rows [len(drafts) + 1, V] bool, True where a token is allowed. Row j assumes drafts[:j] were
+        taken; rows past the first drafted token outside the grammar can't be reached and are all True."""
+        words = (self._vocab + 31) // 32
+        bits = np.full((len(drafts) + 1, words), -1, dtype=np.int32)
+        valid = consumed = 0
+        self._fill(bits[0])
+        for draft in drafts:
+            ended = self._inner.is_stopped()
+            if not self._consume(draft):
+                break
+            valid, consumed = valid + 1, consumed + (not ended)
+            self._fill(bits[valid])
+        if consumed and not self._inner.rollback(consumed):
+            raise OutriderError(f"the grammar could not be rolled back: {self._inner.get_error()}")
+        rows = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab].astype(bool)  # [len + 1, V]
+        return rows, valid
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """Commit emitted tokens. Each was allowed by a mask, so a refusal is a bug and raises."""
+        for token in tokens:
+            if not self._consume(token):
+                raise OutriderError(f"token {token} is outside the grammar: {self._inner.get_error() or 'the mask was not applied'}")
+
+    @property
+    def done(self) -> bool:
+        """The text is complete: only an end token may follow."""
+        return bool(self._inner.is_stopped())
+
+    def _consume(self, token: int) -> bool:
+        if self._inner.is_stopped():
+            return token in self._eos  # the text is complete; the end token changes nothing
+        # try_consume leaves the state usable on refusal; consume_token would poison it
+        return bool(self._inner.try_consume_tokens([token]) == 1)
+
+    def _fill(self, row: np.ndarray) -> None:
+        if self._inner.is_stopped():
+            row[:] = 0
+            for token in self._eos:
+                row[token >> 5] |= np.uint32(1 << (token & 31)).astype(np.int32)
+        else:
+            self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+        if self._inner.is_error():
+            raise OutriderError(f"the grammar failed: {first_line(self._inner.get_error())}")
+
+
+class Grammar:
+    """A compiled grammar. Cheap to share: `matcher()` copies the start state."""
+
+    def __init__(self, start: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._start = start
+        self._vocab = vocab_size
+        self._eos = tuple(eos_ids)
+
+    def matcher(self) -> Matcher:
+        return Matcher(self._start.deep_copy(), self._vocab, self._eos)
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer. Building it costs about a second for a large vocabulary, so make one and keep it."""
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], cache: int = 64) -> None:
+        try:
+            import llguidance
+        except ImportError as e:
+            raise OutriderError("structured output needs llguidance: pip install 'outrider[serve]'") from e
+        self._ll = llguidance
+        self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
+        self._vocab, self._eos = vocab_size, tuple(eos_ids)
+        self._compiled = functools.lru_cache(maxsize=cache)(self._compile)
+
+    def json_schema(self, schema: Mapping[str, Any] | bool) -> Grammar:
+        """JSON that validates against `schema`. Keywords llguidance can't enforce are refused, never ignored."""
+        try:
+            grammar = self._ll.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
+        except (ValueError, TypeError, RecursionError) as e:
+            raise OutriderError(f"the JSON schema can't be compiled: {first_line(str(e))}") from e
+        return self._compiled(grammar)
+
+    def json_object(self) -> Grammar:
+        return self.json_schema({"type": "object"})
+
+    def regex(self, pattern: str) -> Grammar:
+        return self._compiled(self._ll.LLMatcher.grammar_from_regex(pattern))
+
+    def lark(self, text: str) -> Grammar:
+        """llguidance's Lark dialect: `%json {schema}` embeds a schema, `<[id]>` is a token by id."""
+        return self._compiled(self._ll.LLMatcher.grammar_from_lark(text))
+
+    def _compile(self, grammar: str) -> Grammar:
+        error = self._ll.LLMatcher.validate_grammar(grammar, self._tokenizer)
+        if error and not error.startswith("WARNING"):
+            raise OutriderError(f"the grammar can't be compiled: {first_line(error)}")
+        start = self._ll.LLMatcher(self._tokenizer, grammar, log_level=0)
+        if start.is_error():
+            raise OutriderError(f"the grammar can't be compiled: {first_line(start.get_error())}")
+        return Grammar(start, self._vocab, self._eos)
+
+
+def first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0][:300] if lines else "no reason given"

@@ -1,0 +1,89 @@
+"""/metrics: what the server saw (requests, latencies) and what the engine counted (tokens, drafts, pages), as Prometheus text.
+
+One registry a server, so that two servers in one process (tests) don't share counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from ..engine.metrics import Metrics as EngineMetrics
+from ..types import RequestStats
+from .runner import Runner
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1)
+
+CYCLE_TOKENS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 17)
+
+
+class ServerMetrics:
+    def __init__(self, engine: EngineMetrics, runner: Runner, in_flight: Callable[[], int]) -> None:
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self.requests = Counter("outrider_http_requests", "Answers, by route and status.", ["route", "status"], registry=r)
+        self.ttft = Histogram("outrider_ttft_seconds", "Arrival to first token.", buckets=SECONDS, registry=r)
+        self.per_token = Histogram("outrider_token_seconds", "Mean time a token after the first cycle.", buckets=TOKEN_SECONDS, registry=r)
+        self.tokens_per_cycle = Histogram(
+            "outrider_tokens_per_cycle", "Mean tokens a cycle, per request.", buckets=CYCLE_TOKENS, registry=r
+        )
+        self.aborted = Counter("outrider_requests_aborted", "Clients that went away, and time-outs.", registry=r)
+        flight = Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r)
+        flight.set_function(in_flight)
+        r.register(_EngineCollector(engine, runner))
+
+    def finished(self, stats: RequestStats) -> None:
+        self.ttft.observe(stats.ttft_s)
+        if stats.decode_tps:
+            self.per_token.observe(1.0 / stats.decode_tps)
+        if stats.cycles:
+            self.tokens_per_cycle.observe(stats.tokens_per_cycle)
+
+    def text(self) -> bytes:
+        return generate_latest(self.registry)
+
+
+class _EngineCollector:
+    """Reads the engine's own counters when asked; plain integers, so no lock is needed."""
+
+    def __init__(self, metrics: EngineMetrics, runner: Runner) -> None:
+        self._m, self._runner = metrics, runner
+
+    def collect(self) -> Iterator[Metric]:
+        m = self._m
+        totals = {
+            "prompt_tokens": (m.prompt_tokens, "Prompt tokens received."),
+            "cached_tokens": (m.cached_tokens, "Prompt tokens found in the prefix cache."),
+            "new_tokens": (m.new_tokens, "Tokens generated."),
+            "steps": (m.steps, "Engine steps."),
+            "cycles": (m.cycles, "Decode cycles, one a sequence and step."),
+            "drafted": (m.drafted, "Tokens drafted."),
+            "accepted": (m.accepted, "Drafted tokens accepted."),
+            "drafter_failures": (m.drafter_failures, "Times a drafter failed and was switched off for a request."),
+            "preemptions": (m.preemptions, "Sequences set back because pages ran out."),
+            "step_seconds": (m.step_seconds, "Seconds in engine steps."),
+            "prefill_seconds": (m.prefill_seconds, "Seconds in prefill."),
+            "failed_steps": (self._runner.failed_steps, "Engine steps that raised."),
+        }
+        for name, (value, text) in totals.items():
+            yield CounterMetricFamily(f"outrider_{name}", text, value=value)
+        for name, counts in (("drafted_at", m.drafted_by_position), ("accepted_at", m.accepted_by_position)):
+            text = f"Tokens {name.split('_')[0]} at a position of the draft."
+            family = CounterMetricFamily(f"outrider_{name}", text, labels=["position"])
+            for i, count in enumerate(counts):
+                if m.drafted_by_position[i]:
+                    family.add_metric([str(i + 1)], count)
+            yield family
+        finished = CounterMetricFamily("outrider_finished", "Finished requests.", labels=["reason"])
+        for reason, count in list(m.finished.items()):
+            finished.add_metric([reason], count)
+        yield finished
+        for name, gauge in (("running", m.running), ("waiting", m.waiting)):
+            yield GaugeMetricFamily(f"outrider_{name}", f"Sequences {name} in the engine.", value=gauge)
+        pages = GaugeMetricFamily("outrider_free_pages", "Free cache pages.", labels=["group"])
+        for group, count in list(m.free_pages.items()):
+            pages.add_metric([group], count)
+        yield pages

@@ -1,0 +1,100 @@
+"""From text to message parts: thoughts, content, tool calls. The same parts however the text was cut.
+
+Under speculation one event carries many tokens, and a tag can begin in one event and end in another. So every parser
+here reads character by character and holds back only what may still turn out to be a tag: any cutting of the same text
+gives the same parts (adjacent pieces of one part are joined). `tests/property/test_output_chunking.py` holds us to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+Kind = Literal["reasoning", "content", "call", "args"]
+
+
+@dataclass(frozen=True)
+class Part:
+    kind: Kind
+    text: str  # call: the function's name; args: a piece of its JSON arguments
+    index: int = 0  # which call
+
+
+class Parser(Protocol):
+    @property
+    def calls(self) -> int: ...  # tool calls seen so far
+
+    def feed(self, text: str) -> list[Part]: ...
+    def finish(self, complete: bool) -> list[Part]: ...
+
+
+class Plain:
+    """Everything is content."""
+
+    calls = 0
+
+    def feed(self, text: str) -> list[Part]:
+        return [Part("content", text)] if text else []
+
+    def finish(self, complete: bool) -> list[Part]:
+        return []
+
+
+class Chain:
+    """Thoughts first, then tool calls in what is left."""
+
+    def __init__(self, thoughts: Parser, tools: Parser) -> None:
+        self._thoughts, self._tools = thoughts, tools
+
+    @property
+    def calls(self) -> int:
+        return self._tools.calls
+
+    def feed(self, text: str) -> list[Part]:
+        return join(self._pass(self._thoughts.feed(text)))
+
+    def finish(self, complete: bool) -> list[Part]:
+        return join([*self._pass(self._thoughts.finish(complete)), *self._tools.finish(complete)])
+
+    def _pass(self, parts: Iterable[Part]) -> list[Part]:
+        out: list[Part] = []
+        for part in parts:
+            out += self._tools.feed(part.text) if part.kind == "content" else [part]
+        return out
+
+
+class Tags:
+    """Finds tags in a stream of characters, holding back only a possible beginning of one. No tag may be a prefix of another."""
+
+    def __init__(self, *tags: str) -> None:
+        self._tags = tags
+        self.held = ""
+
+    def feed(self, char: str) -> tuple[str, str | None]:
+        """(text that is certainly not a tag, the tag that just ended or None)."""
+        self.held += char
+        free = ""
+        while self.held and not any(tag.startswith(self.held) for tag in self._tags):
+            free, self.held = free + self.held[0], self.held[1:]
+        if self.held in self._tags:
+            tag, self.held = self.held, ""
+            return free, tag
+        return free, None
+
+    def flush(self) -> str:
+        held, self.held = self.held, ""
+        return held
+
+
+def join(parts: Iterable[Part]) -> list[Part]:
+    """Merge neighbours of one part; drop empty pieces."""
+    out: list[Part] = []
+    for part in parts:
+        if not part.text and part.kind != "call":
+            continue
+        if out and part.kind != "call" and (out[-1].kind, out[-1].index) == (part.kind, part.index):
+            out[-1] = Part(part.kind, out[-1].text + part.text, part.index)
+        else:
+            out.append(part)
+    return out

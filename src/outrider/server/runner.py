@@ -1,0 +1,264 @@
+"""The engine thread. The engine is single-threaded; everything that touches it happens here.
+
+Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one
+cycle. Events go out to asyncio in one hop a step. An exception in a step fails the requests that were in it with an
+`EngineError` and the thread goes on; after three failing steps in a row with nothing finished between them it gives up
+and `healthy` turns false.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from ..engine.metrics import Metrics
+from ..engine.scheduler import Request
+from ..types import OutriderError, RequestStats
+
+log = logging.getLogger("outrider.server")
+MAX_FAILURES = 3
+
+
+class Event(Protocol):
+    """What the engine says of one request after one step (see engine/engine.py)."""
+
+    id: str
+    tokens: list[int]
+    kinds: list[str]
+    text: str
+    logprobs: list[Any] | None
+    finish_reason: str | None
+    stats: RequestStats | None
+
+
+class EngineLike(Protocol):
+    metrics: Metrics
+
+    @property
+    def busy(self) -> bool: ...
+    def submit(self, request: Request) -> None: ...
+    def abort(self, id: str) -> None: ...
+    def step(self) -> Sequence[Event]: ...
+    def check(self) -> None: ...
+
+
+def where(error: BaseException) -> str:
+    """Type and place of an error for the log; not its message, which may hold a prompt."""
+    return type(error).__name__ + "\n" + "".join(traceback.format_tb(error.__traceback__))
+
+
+class EngineError(Exception):
+    """The engine failed under this request. The message is safe to show; the traceback is in the log."""
+
+
+Item = Event | Exception  # what a stream receives
+
+
+class Stream:
+    """The events of a group of requests (the choices of one call), merged. Close it, and what still runs is aborted."""
+
+    def __init__(self, runner: Runner, ids: Iterable[str]) -> None:
+        self._runner = runner
+        self._queue: asyncio.Queue[tuple[str, Item]] = asyncio.Queue()
+        self.open = set(ids)
+
+    async def next(self, timeout: float) -> Event | None:
+        """The next event, or None when none came in `timeout` seconds. Raises what the engine raised."""
+        try:
+            async with asyncio.timeout(timeout):
+                id, item = await self._queue.get()
+        except TimeoutError:
+            return None
+        if isinstance(item, Exception):
+            self.open.discard(id)
+            raise item
+        if item.finish_reason is not None:
+            self.open.discard(id)
+        return item
+
+    @property
+    def waiting(self) -> int:
+        """Events that have arrived and were not taken yet."""
+        return self._queue.qsize()
+
+    def put(self, id: str, item: Item) -> None:
+        self._queue.put_nowait((id, item))
+
+    def close(self) -> None:
+        for id in self.open:
+            self._runner.abort(id)
+        self.open = set()
+
+
+class Runner:
+    def __init__(self, engine: EngineLike) -> None:
+        self._engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}  # touched by the engine thread only
+        self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failures = 0
+        self._stopping = False
+        self.failed_steps = 0
+        self.healthy = True
+
+    def start(self) -> None:
+        """Call from the event loop that will read the streams."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Abort what runs and end the thread. May be called twice."""
+        self._stopping = True
+        if self._thread.is_alive():
+            self._commands.put(None)
+            await asyncio.to_thread(self._thread.join, 30.0)
+
+    async def submit(self, requests: Sequence[Request]) -> Stream:
+        """All or none: returns once the engine has taken them. OutriderError if it refuses one."""
+        if self._stopping:
+            raise EngineError("the server is shutting down")
+        if not self.healthy:
+            raise EngineError("the engine has stopped after repeated failures; restart the server")
+        stream = Stream(self, [r.id for r in requests])
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._commands.put(lambda: self._submit(requests, stream, taken))
+        try:
+            await taken
+        except BaseException:
+            stream.close()  # the caller went away, or one of several was refused
+            raise
+        return stream
+
+    def abort(self, id: str) -> None:
+        self._commands.put(lambda: self._abort(id))
+
+    async def call(self, function: Callable[[EngineLike], Any]) -> Any:
+        """Run something on the engine between two steps (an audit, a count)."""
+        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def command() -> None:
+            try:
+                self._post(done, function(self._engine), None)
+            except Exception as e:
+                self._post(done, None, e)
+
+        self._commands.put(command)
+        return await done
+
+    # ---- on the engine thread
+
+    def _run(self) -> None:
+        while True:
+            try:
+                # block only when there is nothing to compute
+                command = self._commands.get(block=not (self._engine.busy and self.healthy))
+            except queue.Empty:
+                self._step()
+                continue
+            if command is None:
+                break
+            command()
+        running = list(self._streams.items())
+        for id, _ in running:
+            self._abort(id)
+        self._streams = dict(running)
+        self._deliver([(id, EngineError("the server is shutting down")) for id, _ in running])
+
+    def _step(self) -> None:
+        try:
+            events = self._engine.step()
+        except Exception as e:
+            self._fail(e)
+            return
+        if any(e.finish_reason not in (None, "error") for e in events):
+            self._failures = 0
+        out: list[tuple[str, Item]] = [(e.id, e) for e in events]
+        for i, event in enumerate(events):
+            if event.finish_reason == "error":
+                out[i] = (event.id, EngineError("the engine failed on this request"))
+        self._deliver(out)
+
+    def _fail(self, error: Exception) -> None:
+        """A step raised: nobody knows which sequences it has spoilt, so all that were in it fail."""
+        self.failed_steps += 1
+        self._failures += 1
+        log.error("engine step failed, and %d requests with it: %s", len(self._streams), where(error))
+        ids = list(self._streams)
+        for id in ids:
+            try:
+                self._engine.abort(id)
+            except Exception as e:
+                log.error("abort failed after a failed step: %s", where(e))
+                self.healthy = False
+        try:
+            self._engine.check()
+        except Exception as e:
+            log.error("the engine's audit failed after a failed step: %s", where(e))
+            self.healthy = False
+        if self._failures >= MAX_FAILURES:
+            self.healthy = False
+        self._deliver([(id, EngineError("the engine failed while this request was running")) for id in ids])
+
+    def _submit(self, requests: Sequence[Request], stream: Stream, taken: asyncio.Future[None]) -> None:
+        for request in requests:
+            try:
+                self._engine.submit(request)
+            except Exception as e:
+                for other in requests:
+                    if other.id in self._streams:
+                        self._abort(other.id)
+                if not isinstance(e, OutriderError):
+                    log.error("the engine could not take a request: %s", where(e))
+                    e = EngineError("the engine could not take this request")
+                self._post(taken, None, e)
+                return
+            self._streams[request.id] = stream
+        self._post(taken, None, None)
+
+    def _abort(self, id: str) -> None:
+        if self._streams.pop(id, None) is None:
+            return  # finished in the meantime
+        try:
+            self._engine.abort(id)
+        except Exception as e:
+            log.error("abort failed: %s", where(e))
+
+    def _deliver(self, items: Sequence[tuple[str, Item]]) -> None:
+        out: list[tuple[Stream, str, Item]] = []
+        for id, item in items:
+            stream = self._streams.get(id)
+            if stream is None:
+                continue  # aborted: nobody listens
+            if isinstance(item, Exception) or item.finish_reason is not None:
+                del self._streams[id]
+            out.append((stream, id, item))
+
+        def hand_over() -> None:
+            for stream, id, item in out:
+                stream.put(id, item)
+
+        if out:
+            self._call_soon(hand_over)
+
+    def _post(self, future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+        def resolve() -> None:
+            if not future.done():
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(value)
+
+        self._call_soon(resolve)
+
+    def _call_soon(self, function: Callable[[], None]) -> None:
+        assert self._loop is not None, "Runner.start() was not called"
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            log.debug("the event loop is closed; an event was dropped")

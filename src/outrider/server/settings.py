@@ -1,0 +1,67 @@
+"""Server settings, validated once, frozen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..types import OutriderError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_keys: tuple[str, ...] = ()
+    max_concurrent: int = 8  # sequences that decode at once
+    max_queued: int = 64  # sequences that wait behind them; more get a 429
+    timeout: float = 600.0  # seconds for one request, waiting included
+    max_body: int = 4 << 20  # bytes
+    max_prompt: int = 0  # tokens; 0: as long as the model's context
+    max_choices: int = 16  # the largest n, and the most prompts of one /v1/completions call
+    log_prompts: bool = False
+    shutdown_grace: float = 10.0  # seconds for running requests to finish
+
+    def __post_init__(self) -> None:
+        def need(ok: bool, what: str) -> None:
+            if not ok:
+                raise OutriderError(what)
+
+        need(bool(self.model_name), "the served model needs a name")
+        need(0 <= self.port <= 65535, f"--port must be in 0..65535, got {self.port}")
+        need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
+        need(self.max_queued >= 0, f"--max-queued must be 0 or more, got {self.max_queued}")
+        need(self.timeout > 0, f"--timeout must be more than 0 seconds, got {self.timeout}")
+        need(self.max_body >= 1024, f"--max-body must be at least 1024 bytes, got {self.max_body}")
+        need(self.max_prompt >= 0, f"--max-prompt must be 0 (the model's context) or more tokens, got {self.max_prompt}")
+        need(self.shutdown_grace >= 0, f"--shutdown-grace must be 0 or more seconds, got {self.shutdown_grace}")
+        fine = all(k.isascii() and k.isprintable() and " " not in k for k in self.api_keys)
+        need(fine, "API keys must be printable ASCII without spaces")
+
+    @property
+    def loopback(self) -> bool:
+        return self.host in LOOPBACK
+
+
+def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:
+    """Keys from the option and from a file (one a line, # starts a comment)."""
+    keys = [key] if key else []
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as e:
+            raise OutriderError(f"can't read the API keys in {file}: {e}") from e
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise OutriderError(f"{file} holds no API key; write one a line")
+        keys += found
+    return tuple(keys)
+
+
+def public_name(model: str) -> str:
+    """The name clients use: never a local folder's path."""
+    name = model.rstrip("/\\")
+    return Path(name).name if name.startswith((".", "/", "~")) or "\\" in name or Path(name).exists() else name

@@ -1,0 +1,243 @@
+"""Events to OpenAI's JSON: whole answers, and chunks as server-sent events. Pure: no sockets, no clock but `created`."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..engine.scheduler import Request
+from ..engine.text import Detokenizer, Tokenizer
+from ..types import RequestStats
+from .output import Parser, Part
+from .prepare import Job
+from .runner import Event
+
+DONE = "data: [DONE]\n\n"
+
+
+def sse(data: dict[str, Any]) -> str:
+    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class Choice:
+    """One answer on its way: takes events, remembers the whole, gives out what is new."""
+
+    def __init__(self, index: int, request: Request, parser: Parser, tokenizer: Tokenizer, job: Job, echo: str = "") -> None:
+        self.index = index
+        self._tokenizer, self._parser, self._one_call = tokenizer, parser, job.one_call
+        self._pieces = Detokenizer(tokenizer, request.prompt) if job.options.token_kinds else None
+        self.content, self.reasoning = echo, ""
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: list[tuple[int, dict[int, float]]] = []
+        self.tokens: list[list[str]] = []  # [text, kind]
+        self.new_tokens = 0
+        self.finish: str | None = None
+        self.stats: RequestStats | None = None
+
+    def take(self, event: Event) -> dict[str, Any]:
+        """The delta this event makes, empty when it makes none: {parts, logprobs, tokens}."""
+        parts = self._parser.feed(event.text)
+        self.new_tokens += len(event.tokens)
+        if event.finish_reason is not None:
+            complete = event.finish_reason == "stop"
+            parts += self._parser.finish(complete)
+            self.stats = event.stats
+            self.finish = "tool_calls" if complete and self._parser.calls else event.finish_reason
+        if self._one_call:
+            parts = self._first_call_only(parts)
+        deltas = [self._remember(p) for p in parts]
+        update: dict[str, Any] = {"deltas": deltas} if deltas else {}
+        if event.logprobs is not None:
+            new = list(zip(event.tokens, event.logprobs))
+            self.logprobs += new
+            if new:
+                update["logprobs"] = new
+        if self._pieces is not None and event.tokens:
+            new_tokens = [[self._piece(t), kind] for t, kind in zip(event.tokens, event.kinds)]
+            self.tokens += new_tokens
+            update["tokens"] = new_tokens
+        return update
+
+    def _piece(self, token: int) -> str:
+        assert self._pieces is not None
+        return "" if token in self._tokenizer.eos_ids else self._pieces.push([token])
+
+    def _first_call_only(self, parts: list[Part]) -> list[Part]:
+        kept = [p for p in parts if p.kind not in ("call", "args") or p.index == 0]
+        if len(kept) < len(parts) and self.finish is None:
+            self.finish = "tool_calls"  # the second call began: enough
+        return kept
+
+    def _remember(self, part: Part) -> dict[str, Any]:
+        if part.kind == "content":
+            self.content += part.text
+            return {"content": part.text}
+        if part.kind == "reasoning":
+            self.reasoning += part.text
+            return {"reasoning_content": part.text}
+        if part.kind == "call":
+            id, function = f"call_{secrets.token_hex(12)}", {"name": part.text, "arguments": ""}
+            self.calls.append({"id": id, "type": "function", "function": function})
+            return {"tool_calls": [{"index": part.index, "id": id, "type": "function", "function": dict(function)}]}
+        self.calls[part.index]["function"]["arguments"] += part.text
+        return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
+
+
+class Writer:
+    """Builds the answers of one call. `chat` or `/v1/completions`."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, model: str, chat: bool, fingerprint: str) -> None:
+        self._job, self._tokenizer, self._chat = job, tokenizer, chat
+        kind = "chat.completion" if chat else "text_completion"
+        prefix = "chatcmpl-" if chat else "cmpl-"
+        self._head = {"id": prefix + secrets.token_hex(12), "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self._object, self._chunk_object = kind, kind + ".chunk" if chat else kind
+        echoes = job.echoes or ("",) * len(job.requests)
+        self.choices = [Choice(i, r, job.parser(), tokenizer, job, e) for i, (r, e) in enumerate(zip(job.requests, echoes))]
+        self._by_id = {r.id: c for r, c in zip(job.requests, self.choices)}
+
+    def choice(self, id: str) -> Choice:
+        return self._by_id[id]
+
+    # ---- whole
+
+    def whole(self) -> dict[str, Any]:
+        choices = []
+        for c in self.choices:
+            choice: dict[str, Any] = {"index": c.index, "finish_reason": c.finish, "logprobs": self._logprobs(c.logprobs)}
+            if self._chat:
+                message: dict[str, Any] = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
+                if c.reasoning:
+                    message["reasoning_content"] = c.reasoning
+                if c.calls:
+                    message["tool_calls"] = c.calls
+                choice["message"] = message
+            else:
+                choice["text"] = c.content
+            if self._job.options.token_kinds:
+                choice["outrider"] = {"tokens": c.tokens}
+            choices.append(choice)
+        out = {**self._head, "object": self._object, "choices": choices, "usage": self.usage()}
+        if self._job.options.stats:
+            out["outrider"] = statistics([c.stats for c in self.choices], self._job.seed)
+        return out
+
+    # ---- chunks
+
+    def opening(self) -> list[str]:
+        """The first chunk of each choice: the role, or the echoed prompt."""
+        if self._chat:
+            return [sse(self._chunk(c, {"role": "assistant", "content": ""})) for c in self.choices]
+        return [sse(self._chunk(c, {"content": c.content})) for c in self.choices if c.content]
+
+    def chunks(self, event: Event) -> list[str]:
+        choice = self.choice(event.id)
+        if choice.finish is not None:
+            return []
+        update = choice.take(event)
+        deltas, logprobs, tokens = update.get("deltas", []), update.get("logprobs"), update.get("tokens")
+        if not deltas and (logprobs or tokens):
+            deltas = [{}]  # text is held back (half a character, a possible tag), the tokens are not
+        out = []
+        for i, delta in enumerate(deltas):
+            chunk = self._chunk(choice, delta, logprobs if i == 0 else None)
+            if tokens and i == 0:
+                chunk["outrider"] = {"tokens": tokens}
+            out.append(chunk)
+        if choice.finish is not None:
+            last = self._chunk(choice, {}, finish=choice.finish)
+            if self._job.options.stats:
+                last["outrider"] = statistics([choice.stats], self._job.seed + choice.index)
+            out.append(last)
+        if self._job.include_usage:
+            for chunk in out:
+                chunk["usage"] = None
+        return [sse(c) for c in out]
+
+    def closing(self) -> list[str]:
+        out = [DONE]
+        if self._job.include_usage:
+            out.insert(0, sse({**self._head, "object": self._chunk_object, "choices": [], "usage": self.usage()}))
+        return out
+
+    def _chunk(
+        self,
+        choice: Choice,
+        delta: dict[str, Any],
+        logprobs: Sequence[tuple[int, dict[int, float]]] | None = None,
+        finish: str | None = None,
+    ) -> dict[str, Any]:
+        body: dict[str, Any] = {"index": choice.index, "finish_reason": finish, "logprobs": self._logprobs(logprobs or [])}
+        if self._chat:
+            body["delta"] = delta
+        else:
+            body["text"] = delta.get("content", "")
+        return {**self._head, "object": self._chunk_object, "choices": [body]}
+
+    # ---- parts of both
+
+    def usage(self) -> dict[str, Any]:
+        new = sum(c.new_tokens for c in self.choices)
+        prompt = self._job.prompt_tokens
+        cached = min((c.stats.cached_tokens for c in self.choices if c.stats is not None), default=0)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _logprobs(self, entries: Sequence[tuple[int, dict[int, float]]]) -> dict[str, Any] | None:
+        wanted = self._job.requests[0].params.logprobs
+        if wanted is None or not entries:
+            return None
+        if self._chat:
+            content = [{**self._token(t, table[t]), "top_logprobs": self._top(table, wanted)} for t, table in entries]
+            return {"content": content, "refusal": None}
+        tokens = [self._token(t, table[t]) for t, table in entries]
+        offsets, at = [], 0
+        for t in tokens:
+            offsets.append(at)
+            at += len(t["token"])
+        return {
+            "tokens": [t["token"] for t in tokens],
+            "token_logprobs": [t["logprob"] for t in tokens],
+            "top_logprobs": [{e["token"]: e["logprob"] for e in self._top(table, wanted)} for _, table in entries] if wanted else None,
+            "text_offset": offsets,
+        }
+
+    def _top(self, table: dict[int, float], wanted: int) -> list[dict[str, Any]]:
+        best = sorted(table.items(), key=lambda item: -item[1])[:wanted]
+        return [self._token(t, v) for t, v in best]
+
+    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+        raw = self._tokenizer.token_bytes(token)
+        return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}  # JSON has no -inf
+
+
+def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> dict[str, Any]:
+    """The object `outrider`: counts are summed over the choices, the time to first token is the first choice's to speak."""
+    known = [s for s in per_choice if s is not None]
+    width = max((i + 1 for s in known for i, d in enumerate(s.drafted_by_position) if d), default=0)
+    cycles, accepted = sum(s.cycles for s in known), sum(s.accepted for s in known)
+    off = next((s.drafter_off for s in known if s.drafter_off), None)
+    return {
+        "cycles": cycles,
+        "drafted": sum(s.drafted for s in known),
+        "accepted": accepted,
+        "tokens_per_cycle": round((accepted + cycles) / cycles, 4) if cycles else 0.0,
+        "by_position": [
+            {"drafted": sum(s.drafted_by_position[i] for s in known), "accepted": sum(s.accepted_by_position[i] for s in known)}
+            for i in range(width)
+        ],
+        "ttft_ms": round(1e3 * min((s.ttft_s for s in known), default=0.0), 3),
+        "decode_tps": round(sum(s.decode_tps for s in known), 3),
+        "prompt_tokens": sum(s.prompt_tokens for s in known),
+        "cached_tokens": sum(s.cached_tokens for s in known),
+        "new_tokens": sum(s.new_tokens for s in known),
+        "seed": seed,
+        "drafter_off": off,
+    }

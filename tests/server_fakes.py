@@ -1,0 +1,235 @@
+"""A server without a model: a byte-level tokenizer with Gemma 4's control tokens, and an engine that says what a script says.
+
+The fake engine keeps the engine's contract (submit, abort, step, busy, check, metrics): tokens come several a step with
+their kinds, stop strings and limits cut, grammars mask. So the HTTP side is tested without torch in its way.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from outrider.engine.engine import Event
+from outrider.engine.metrics import Metrics
+from outrider.engine.scheduler import Request
+from outrider.engine.text import Detokenizer, Tokenizer
+from outrider.types import OutriderError, RequestStats, TextFiles
+
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>")
+GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tool_response>")
+TEMPLATE = (
+    "{% for m in messages %}{% if m['content'] == 'refuse' %}{{ raise_exception('no system messages') }}{% endif %}"
+    "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GEMMA_TEMPLATE = "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}" + TEMPLATE
+VOCAB = 288
+
+
+def tokenizer(gemma: bool = False) -> Tokenizer:
+    names = SPECIAL + (GEMMA if gemma else ())
+
+    def build() -> Backend:
+        vocab = {t: i for i, t in enumerate((*names, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
+        backend = Backend(models.BPE(vocab=vocab, merges=[]))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(t, special=True) for t in names])
+        return backend
+
+    template = GEMMA_TEMPLATE if gemma else TEMPLATE
+    return Tokenizer.load(TextFiles("fake", build, template, {"bos_token": "<bos>", "eos_token": "<eos>"}, 2, (1, 4), False))
+
+
+@dataclass
+class _Running:
+    request: Request
+    detok: Detokenizer
+    script: list[int] | None
+    matcher: Any
+    rng: random.Random
+    out: list[int] = field(default_factory=list)
+    text: str = ""
+    shown: int = 0
+    stats: RequestStats = field(default_factory=RequestStats)
+    arrived: float = field(default_factory=time.perf_counter)
+
+
+class FakeEngine:
+    def __init__(
+        self, tok: Tokenizer, say: Callable[[Request], str] | None = None, draft: int = 3, delay: float = 0.0, batch: int = 8
+    ) -> None:
+        self.tokenizer, self.say, self.draft, self.delay, self.batch = tok, say or self.babble, draft, delay, batch
+        self.metrics = Metrics()
+        self.running: dict[str, _Running] = {}
+        self.seen: list[Request] = []
+        self.fail_steps = 0  # this many steps raise
+        self.aborted: list[str] = []
+        self.max_context = 2048
+        self._events: list[Event] = []
+
+    def babble(self, request: Request) -> str:
+        rng = random.Random(f"{request.params.seed}-{len(request.prompt)}")
+        return " ".join(rng.choice(["fox", "jumps", "über", "naïve", "日本", "🦊🚀", "dog."]) for _ in range(12))
+
+    def submit(self, request: Request) -> None:
+        if len(request.prompt) >= self.max_context:
+            raise OutriderError(f"the prompt has {len(request.prompt)} tokens; the context holds {self.max_context}")
+        self.seen.append(request)
+        p = request.params
+        script = None if p.grammar is not None else [*self.tokenizer.encode(self.say(request)), 1]
+        matcher = p.grammar.matcher() if p.grammar is not None else None  # type: ignore[attr-defined]
+        detok = Detokenizer(self.tokenizer, request.prompt, p.keep_special)
+        self.running[request.id] = _Running(request, detok, script, matcher, random.Random(p.seed))
+        self.running[request.id].stats.prompt_tokens = len(request.prompt)
+        self.metrics.requests += 1
+
+    def abort(self, id: str) -> None:
+        run = self.running.pop(id, None)
+        if run is not None:
+            self.aborted.append(id)
+            self._events.append(Event(id, [], [], "", finish_reason="abort", stats=run.stats))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running) or bool(self._events)
+
+    def step(self) -> list[Event]:
+        if self.delay:
+            time.sleep(self.delay)
+        if self.fail_steps:
+            self.fail_steps -= 1
+            raise RuntimeError("made to fail; a secret prompt")
+        events, self._events = self._events, []
+        for run in list(self.running.values())[: self.batch]:
+            events.append(self._advance(run))
+            if events[-1].finish_reason:
+                del self.running[run.request.id]
+        self.metrics.steps += 1
+        return events
+
+    def check(self) -> None:
+        pass
+
+    def _advance(self, run: _Running) -> Event:
+        p, k = run.request.params, self.draft if run.request.draft_tokens is None else run.request.draft_tokens
+        tokens, accepted = self._tokens(run, k)
+        finish = None
+        for i, t in enumerate(tokens):
+            if t in self.tokenizer.eos_ids or t in p.stop_token_ids:
+                tokens, finish = tokens[: i + 1], "stop"
+                break
+            if len(run.out) + i + 1 >= p.max_tokens:
+                tokens, finish = tokens[: i + 1], "length"
+                break
+        last = "plain" if k == 0 else "bonus" if accepted == k else "corrected"
+        kinds = (["accepted"] * accepted + [last])[: len(tokens)]
+        run.out += tokens
+        run.text += run.detok.push([t for t in tokens if t not in self.tokenizer.eos_ids and t not in p.stop_token_ids])
+        if finish:
+            run.text += run.detok.flush()
+        end = len(run.text)
+        for stop in p.stop:
+            if 0 <= run.text.find(stop) < end:
+                end, finish = run.text.find(stop), "stop"
+        held = 0 if finish else max((len(s) - 1 for s in p.stop), default=0)
+        safe = max(run.shown, end - held)
+        text, run.shown = run.text[run.shown : safe], safe
+        self._count(run, k, accepted, len(tokens))
+        tables = [{t: -0.5, 7: -1.5, 8: -2.5} for t in tokens] if p.logprobs is not None else None
+        return Event(run.request.id, tokens, kinds, text, tables, finish, run.stats if finish else None)
+
+    def _tokens(self, run: _Running, k: int) -> tuple[list[int], int]:
+        """(tokens of this cycle, how many of them were drafted)"""
+        if run.script is not None:
+            accepted = run.rng.randint(0, k)
+            at = len(run.out)
+            tokens = run.script[at : at + accepted + 1]
+            return tokens, min(accepted, len(tokens))
+        # under a grammar: random drafts, and at each position a seeded choice among what the mask allows
+        drafts = [run.rng.randrange(VOCAB) for _ in range(k)]
+        for j in range(k):  # make some drafts legal, so that accepted ones occur
+            rows, n = run.matcher.masks(drafts[:j])
+            if n == j and run.rng.random() < 0.8:
+                drafts[j] = self._choose(run, rows[j], len(run.out) + j)
+        rows, _ = run.matcher.masks(drafts)
+        tokens: list[int] = []
+        for j in range(k + 1):
+            tokens.append(self._choose(run, rows[j], len(run.out) + j))
+            if tokens[-1] in self.tokenizer.eos_ids or j == k or tokens[-1] != drafts[j]:
+                break
+        run.matcher.advance(tokens)
+        return tokens, len(tokens) - 1
+
+    def _choose(self, run: _Running, mask: Any, position: int) -> int:
+        allowed = [i for i in range(VOCAB) if mask[i]]
+        assert allowed, "a mask that allows nothing"
+        return random.Random(f"{run.request.params.seed}-{position}").choice(allowed)
+
+    def _count(self, run: _Running, k: int, accepted: int, emitted: int) -> None:
+        now = time.perf_counter()
+        for c in (run.stats, self.metrics):
+            c.cycles += 1
+            c.drafted += k
+            c.accepted += accepted
+            c.new_tokens += emitted
+            for j in range(k):
+                c.drafted_by_position[j] += 1
+                c.accepted_by_position[j] += j < accepted
+        s = run.stats
+        s.ttft_s = s.ttft_s or now - run.arrived
+        s.first_emitted = s.first_emitted or emitted
+        s.decode_s = now - run.arrived - s.ttft_s
+
+
+class Served:
+    """The real HTTP server in a thread of its own, on a free port. `with Served(engine, tok) as s: s.client()`"""
+
+    def __init__(self, engine: Any, tok: Tokenizer, max_context: int = 2048, vocab: int = VOCAB, **settings: Any) -> None:
+        from outrider.server.main import HttpServer
+        from outrider.server.prepare import Backend as ServerBackend
+        from outrider.server.settings import ServerSettings
+
+        self.engine = engine
+        self.server = HttpServer(
+            ServerBackend(engine, tok, vocab, max_context, "drafter: fake"), ServerSettings(**{"model_name": "fake", "port": 0, **settings})
+        )
+        self.state = self.server.app.state.server
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def _run(self) -> None:
+        self.server.run()
+
+    def __enter__(self) -> Served:
+        self._thread.start()
+        deadline = time.monotonic() + 30
+        while not self.server.started:
+            assert self._thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+            time.sleep(0.01)
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive(), "the server did not stop"
+
+    def client(self, key: str = "none") -> Any:
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def settle(self, seconds: float = 5.0) -> None:
+        """Wait until nothing is in flight."""
+        deadline = time.monotonic() + seconds
+        while self.state.admission.in_flight or self.engine.busy:
+            assert time.monotonic() < deadline, f"{self.state.admission.in_flight} in flight, busy {self.engine.busy}"
+            time.sleep(0.01)
