@@ -1,0 +1,95 @@
+"""Compile the C kernels for this processor, once, into the cache folder.
+
+The library's name carries a hash of the sources, the flags and the compiler, so a change of any of them builds anew
+and old processes keep what they have loaded. Starts may race: each builds under a name of its own, then renames.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SOURCES = ("kernels.c", "forward.h", "attend.h", "rows.h", "product.h", "pool.h", "vec.h")
+ISAS = ("avx512", "avx2", "generic")
+FLAGS = {
+    "avx512": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
+    "avx2": ("-mavx2", "-mfma", "-mf16c"),
+    "generic": (),
+}
+NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "f16c", "fma"}, "avx2": {"avx2", "fma", "f16c"}, "generic": set[str]()}
+# No contraction: a sum must round the same in every tile it is part of.
+COMMON = ("-O3", "-std=c11", "-D_GNU_SOURCE", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
+
+
+class BuildError(Exception):
+    """Why there is no library: one line."""
+
+
+def cpu_flags() -> set[str]:
+    """What the processor can do; empty where nobody tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("flags"):
+                return set(line.partition(":")[2].split())
+    except OSError:
+        pass
+    return set()
+
+
+def best_isa() -> str:
+    flags = cpu_flags()
+    return next(isa for isa in ISAS if NEEDS[isa] <= flags)
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("OUTRIDER_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider")
+    return Path(base) / "kernels"
+
+
+def compiler() -> str:
+    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+        if name and shutil.which(name):
+            return name
+    raise BuildError("no C compiler (cc, gcc or clang) on the path")
+
+
+def library(isa: str | None = None) -> Path:
+    """The path of the built library."""
+    isa = isa or best_isa()
+    digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, platform.machine())).encode())
+    for name in SOURCES:
+        digest.update((HERE / name).read_bytes())
+    folder = cache_folder()
+    target = folder / f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    cc = compiler()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:  # a read-only home: build for this process's user in the temporary folder
+        folder = Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():
+            raise BuildError(f"{folder} belongs to someone else") from None
+        target = folder / target.name
+        if target.exists():
+            return target
+    fd, scratch = tempfile.mkstemp(suffix=".so", prefix="build-", dir=folder)
+    os.close(fd)
+    try:
+        done = subprocess.run([cc, *COMMON, *FLAGS[isa], str(HERE / "kernels.c"), "-o", scratch, "-lm"], capture_output=True, text=True, timeout=300)
+        if done.returncode:
+            raise BuildError(f"{cc} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
+        os.chmod(scratch, 0o755)
+        os.replace(scratch, target)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{cc} failed: {error}") from None
+    finally:
+        Path(scratch).unlink(missing_ok=True)
+    return target

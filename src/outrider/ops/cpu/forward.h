@@ -1,0 +1,246 @@
+/* A whole stack of decoder layers in one parallel region: embedding (or a projection of given features) in, the
+ * normed hidden state out. Every step calls the same row and tile functions as the single operations, so the answers
+ * are bitwise those of the operations called one by one.
+ */
+#pragma once
+#include "attend.h"
+
+typedef struct {
+    Spec attn;
+    int32_t rope, inter;
+    Weight qkv, out, gate_up, down, ple_gate, ple_out;
+    const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *post_attn_norm;
+    const float *mlp_norm, *gate_up_bias, *down_bias, *post_mlp_norm, *scalar, *next_norm, *ple_post_norm;
+} Layer;
+
+typedef struct {
+    int32_t layers, hidden, act, ropes, ple;
+    float eps, embed_scale, ple_token_scale, ple_proj_scale;
+    const Layer *layer;
+    Weight embed, pre, post;          /* pre: features -> stream instead of an embedding; post: hidden -> features */
+    Weight ple_embed, ple_proj;
+    const float *ple_norm;
+    const float *const *inv_freq;     /* per rope variant */
+    const int32_t *rope_half;         /* head_dim / 2 of each */
+} Stack;
+
+typedef struct {
+    const Stack *stack;
+    Batch batch;
+    const float *features; /* [rows, pre.k] where the stack has `pre` */
+    float *hidden;         /* [rows, H] after the last norm */
+    float *fed_back;       /* [rows, post.n] where the stack has `post` */
+    float *const *taps;    /* per layer: NULL or [rows, H] for the residual stream after it */
+} Call;
+
+typedef struct { /* where a product's answers go */
+    enum { TO_STORE, TO_GATED, TO_TIMES, TO_SOFTCAP } how;
+    const float *bias;
+    float *out;            /* [rows, ldo] */
+    long ldo;
+    int act;               /* GATED: act(gate)·up; TIMES: act(y)·side */
+    const float *side;
+    long ldside;
+    float cap;
+    Acts *quantised;       /* GATED, TIMES: also quantise what was written */
+} To;
+
+#define PRIVATE_ROWS 4 /* up to here every member does the row work for itself and saves a barrier */
+
+INLINE int grain_of(const Team *t, int units) { int g = units / (t->size * 6); return g < 1 ? 1 : g > 32 ? 32 : g; }
+
+INLINE vf add_bias(vf y, const float *bias, int n, int left) { return bias ? vf_add(y, vf_load_n(bias + n, left)) : y; }
+
+/* One member's share of a product. No barrier at the end. */
+static void product_phase(Team *team, const Weight *w, const Acts *a, int rows, const To *to) {
+    const int gated = to->how == TO_GATED, n = gated ? w->n / 2 : w->n;
+    const int wide = to->quantised ? 2 : 1; /* groups a unit: 32 answers where they are quantised at once */
+    const int units = (n + LANES * wide - 1) / (LANES * wide), grain = grain_of(team, units);
+    float tile[2][TILE_ROWS * LANES], other[TILE_ROWS * LANES];
+    int lo, hi;
+    while (team_next(team, units, grain, &lo, &hi))
+        for (int base = 0; base < rows; base += BLOCK_ROWS) {
+            const int end = base + BLOCK_ROWS < rows ? base + BLOCK_ROWS : rows;
+            for (int u = lo; u < hi; u++)
+                for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
+                    const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
+                    for (int half = 0; half < wide; half++) {
+                        const int g = u * wide + half, at = g * LANES, left = n - at;
+                        float *t = tile[half];
+                        if (left <= 0) break;
+                        product_tile(w, g, a, m0, mc, t);
+                        if (gated) product_tile(w, g + n / LANES, a, m0, mc, other);
+                        for (int m = 0; m < mc; m++) {
+                            vf y = add_bias(vf_load(t + LANES * m), to->bias, at, left);
+                            if (gated) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(other + LANES * m), to->bias, n + at, left));
+                            else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + (m0 + m) * to->ldside + at, left));
+                            else if (to->how == TO_SOFTCAP) y = vf_softcap(y, to->cap);
+                            if (to->out) vf_store_n(to->out + (m0 + m) * to->ldo + at, y, left);
+                            if (to->quantised) vf_store(t + LANES * m, y);
+                        }
+                    }
+                    if (to->quantised)
+                        for (int m = 0; m < mc; m++) {
+                            float x[32];
+                            memcpy(x, tile[0] + LANES * m, 64);
+                            memcpy(x + LANES, tile[1] + LANES * m, 64);
+                            const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
+                            quantize_block(x, to->quantised->q + at, to->quantised->blk + at / 32);
+                        }
+                }
+        }
+}
+
+/* ---- the region ---- */
+typedef struct {
+    Call call;
+    Cut cut[2];              /* full, sliding */
+    int cut_made[2];
+    float **cos, **sin;      /* per rope variant [rows, half] */
+    float *x, *h, *y, *qkv, *mixed, *mlp, *ple, *side; /* x, h: one copy each member when private */
+    long xh_step;            /* floats between members' copies */
+    Acts norm, attn, mlp_acts, side_acts;
+    char *norm_at;           /* members' copies of the quantised stream */
+    size_t norm_step;
+    int own;                 /* row work is private */
+    float *tmp;              /* [members, H] */
+} Run;
+
+typedef struct { float *x, *h; Acts acts; int lo, hi; } View; /* what a member sees of the row work */
+
+static void row_finish(const Run *run, View *v, int row, int n, const Weight *next) {
+    (void)run;
+    if (next->kind != W_DENSE) quantize_row(v->acts.x + (long)row * n, n, v->acts.q + (long)row * n, v->acts.blk + (long)row * (n / 32));
+}
+
+/* x += y (normed, scaled), then h = norm(x) and its quantised form for `next` */
+static void residual_phase(Team *team, int me, const Run *run, View *v, const float *post, const float *scalar, const float *norm, const Weight *next) {
+    const Stack *s = run->call.stack;
+    const int n = s->hidden;
+    v->acts.x = norm ? v->h : v->x;
+    for (int r = v->lo; r < v->hi; r++) {
+        residual_row(v->x + (long)r * n, run->y + (long)r * n, n, post, scalar, norm, s->eps, v->h + (long)r * n, run->tmp + (long)me * n);
+        if (next) row_finish(run, v, r, n, next);
+    }
+    if (!run->own) team_barrier(team);
+}
+
+static void copy_out(const Run *run, const View *v, int me, float *to, const float *from) {
+    if (run->own && me) return; /* every member holds all rows: one of them is enough */
+    for (int r = v->lo; r < v->hi; r++) memcpy(to + (long)r * run->call.stack->hidden, from + (long)r * run->call.stack->hidden, (size_t)run->call.stack->hidden * 4);
+}
+
+static void stack_region(Team *team, int me, void *job) {
+    Run *run = job;
+    const Stack *s = run->call.stack;
+    const Batch *b = &run->call.batch;
+    const int rows = b->rows, H = s->hidden;
+    View v = {run->x + run->xh_step * (run->own ? me : 0), run->h + run->xh_step * (run->own ? me : 0), run->norm, 0, rows};
+    if (run->own) v.acts = acts_at(run->norm_at + run->norm_step * me, rows, H, v.h, H);
+    else team_share(team, me, rows, &v.lo, &v.hi);
+    int mine_lo, mine_hi;
+    team_share(team, me, rows, &mine_lo, &mine_hi);
+
+    /* angles, and the stream's beginning */
+    for (int k = 0; k < s->ropes; k++)
+        for (int r = mine_lo; r < mine_hi; r++)
+            angles_row(b->positions[r] + b->rope_shift, s->inv_freq[k], s->rope_half[k], run->cos[k] + (long)r * s->rope_half[k], run->sin[k] + (long)r * s->rope_half[k]);
+    if (s->pre.kind != W_NONE) {
+        Acts in = acts_at((char *)run->side_acts.q, rows, s->pre.k, run->call.features, s->pre.k);
+        if (s->pre.kind != W_DENSE)
+            for (int r = mine_lo; r < mine_hi; r++) quantize_row(in.x + (long)r * in.k, in.k, in.q + (long)r * in.k, in.blk + (long)r * (in.k / 32));
+        team_barrier(team);
+        To to = {TO_STORE, NULL, run->y, H};
+        product_phase(team, &s->pre, &in, rows, &to);
+        team_barrier(team);
+        for (int r = v.lo; r < v.hi; r++) memcpy(v.x + (long)r * H, run->y + (long)r * H, (size_t)H * 4);
+    } else {
+        for (int r = v.lo; r < v.hi; r++) {
+            weight_row(&s->embed, b->ids[r], v.x + (long)r * H);
+            if (s->embed_scale != 1.0f) for (int i = 0; i < H; i++) v.x[(long)r * H + i] *= s->embed_scale;
+        }
+    }
+    if (s->ple) { /* per-layer inputs: the token's own part and a projection of its embedding */
+        const int L = s->layers * s->ple;
+        v.acts.x = v.x;
+        for (int r = v.lo; r < v.hi; r++) row_finish(run, &v, r, H, &s->ple_proj);
+        team_barrier(team);
+        To to = {TO_STORE, NULL, run->ple, L};
+        product_phase(team, &s->ple_proj, &v.acts, rows, &to);
+        team_barrier(team);
+        for (int r = mine_lo; r < mine_hi; r++) {
+            float *p = run->ple + (long)r * L, *token = run->side + (long)me * L;
+            weight_row(&s->ple_embed, b->ids[r], token);
+            for (int i = 0; i < L; i++) p[i] *= s->ple_proj_scale;
+            for (int i = 0; i < s->layers; i++) norm_row(p + i * s->ple, s->ple, s->ple_norm, s->eps, p + i * s->ple);
+            for (int i = 0; i < L; i++) p[i] = (p[i] + token[i] * s->ple_token_scale) * 0.70710678118654752f;
+        }
+    }
+    v.acts.x = v.h;
+    for (int r = v.lo; r < v.hi; r++) {
+        norm_row(v.x + (long)r * H, H, s->layer[0].attn_norm, s->eps, v.h + (long)r * H);
+        row_finish(run, &v, r, H, &s->layer[0].qkv);
+    }
+    team_barrier(team);
+
+    for (int i = 0; i < s->layers; i++) {
+        const Layer *l = &s->layer[i];
+        const Spec *a = &l->attn;
+        const int qkv_n = l->qkv.n, heads = qkv_n / a->dim, wide = a->heads * a->dim;
+        const float *cos = run->cos[l->rope], *sin = run->sin[l->rope];
+        const int half = s->rope_half[l->rope];
+        int lo, hi;
+
+        To to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n};
+        product_phase(team, &l->qkv, &v.acts, rows, &to_qkv);
+        team_barrier(team);
+        team_share(team, me, rows * heads, &lo, &hi);
+        for (int t = lo; t < hi; t++) {
+            const long r = t / heads;
+            rope_write_head(a, b, (int)r, t % heads, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
+        }
+        team_barrier(team);
+        Acts mixed = run->attn;
+        mixed.k = wide; mixed.x = run->mixed; mixed.ldx = wide;
+        attend_phase(team, me, a, b, &run->cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
+        team_barrier(team);
+        To to_y = {TO_STORE, l->out_bias, run->y, H};
+        product_phase(team, &l->out, &mixed, rows, &to_y);
+        team_barrier(team);
+        residual_phase(team, me, run, &v, l->post_attn_norm, NULL, l->mlp_norm, &l->gate_up);
+
+        Acts mlp = run->mlp_acts;
+        mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
+        const int dense = l->down.kind == W_DENSE;
+        To to_mlp = {TO_GATED, l->gate_up_bias, dense ? run->mlp : NULL, l->inter, s->act, NULL, 0, 0.0f, dense ? NULL : &mlp};
+        product_phase(team, &l->gate_up, &v.acts, rows, &to_mlp);
+        team_barrier(team);
+        To to_down = {TO_STORE, l->down_bias, run->y, H};
+        product_phase(team, &l->down, &mlp, rows, &to_down);
+        team_barrier(team);
+
+        const Weight *next = i + 1 < s->layers ? &s->layer[i + 1].qkv : (s->post.kind != W_NONE ? &s->post : NULL);
+        if (s->ple) {
+            residual_phase(team, me, run, &v, l->post_mlp_norm, NULL, NULL, &l->ple_gate);
+            Acts side = run->side_acts;
+            side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
+            const int plain = l->ple_out.kind == W_DENSE;
+            To to_side = {TO_TIMES, NULL, plain ? run->mlp : NULL, s->ple, s->act, run->ple + (long)i * s->ple, (long)s->layers * s->ple, 0.0f, plain ? NULL : &side};
+            product_phase(team, &l->ple_gate, &v.acts, rows, &to_side);
+            team_barrier(team);
+            To to_out = {TO_STORE, NULL, run->y, H};
+            product_phase(team, &l->ple_out, &side, rows, &to_out);
+            team_barrier(team);
+            residual_phase(team, me, run, &v, l->ple_post_norm, l->scalar, l->next_norm, next);
+        } else {
+            residual_phase(team, me, run, &v, l->post_mlp_norm, l->scalar, l->next_norm, next);
+        }
+        if (run->call.taps && run->call.taps[i]) copy_out(run, &v, me, run->call.taps[i], v.x);
+    }
+    copy_out(run, &v, me, run->call.hidden, v.h);
+    if (s->post.kind != W_NONE) {
+        v.acts.x = v.h;
+        To to = {TO_STORE, NULL, run->call.fed_back, s->post.n};
+        product_phase(team, &s->post, &v.acts, rows, &to);
+    }
+}

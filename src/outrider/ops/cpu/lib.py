@@ -1,0 +1,146 @@
+"""The C library's structs and signatures. What is declared here must match the headers; sizes are checked at load."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_long, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...types import AttnSpec, KVView
+from .build import library
+
+W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q8M = range(6)
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class CWeight(Structure):
+    _fields_ = [("kind", c_int32), ("n", c_int32), ("k", c_int32), ("dtype", c_int32), ("data", c_void_p), ("scale", c_void_p)]
+
+
+class CSpec(Structure):
+    _fields_ = [
+        *[(name, c_int32) for name in ("heads", "kv_heads", "dim", "kv_layer", "writes", "group", "window", "k_eq_v", "norm_v")],
+        ("scale", c_float), ("eps", c_float),
+    ]  # fmt: skip
+
+
+class CBatch(Structure):
+    _fields_ = [
+        *[(name, c_int32) for name in ("rows", "seqs", "page_size", "kv_dtype", "rope_shift")],
+        *[(name, c_void_p) for name in ("ids", "positions", "row_seq", "row_start")],
+        ("tables", c_void_p * 2), ("width", c_int32 * 2), ("keys", c_void_p), ("values", c_void_p),
+    ]  # fmt: skip
+
+
+class CLayer(Structure):
+    _fields_ = [
+        ("attn", CSpec), ("rope", c_int32), ("inter", c_int32),
+        *[(name, CWeight) for name in ("qkv", "out", "gate_up", "down", "ple_gate", "ple_out")],
+        *[(name, c_void_p) for name in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias", "post_attn_norm")],
+        *[(name, c_void_p) for name in ("mlp_norm", "gate_up_bias", "down_bias", "post_mlp_norm", "scalar", "next_norm", "ple_post_norm")],
+    ]  # fmt: skip
+
+
+class CStack(Structure):
+    _fields_ = [
+        *[(name, c_int32) for name in ("layers", "hidden", "act", "ropes", "ple")],
+        *[(name, c_float) for name in ("eps", "embed_scale", "ple_token_scale", "ple_proj_scale")],
+        ("layer", POINTER(CLayer)),
+        *[(name, CWeight) for name in ("embed", "pre", "post", "ple_embed", "ple_proj")],
+        ("ple_norm", c_void_p), ("inv_freq", POINTER(c_void_p)), ("rope_half", POINTER(c_int32)),
+    ]  # fmt: skip
+
+
+class CCall(Structure):
+    _fields_ = [
+        ("stack", POINTER(CStack)), ("batch", CBatch),
+        *[(name, c_void_p) for name in ("features", "hidden", "fed_back", "taps")],
+    ]  # fmt: skip
+
+
+P, I, F, L = c_void_p, c_int, c_float, c_long
+SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "or_isa": (I, []),
+    "or_sizes": (I, [I]),
+    "or_team_new": (P, [I]),
+    "or_team_free": (None, [P]),
+    "or_team_size": (I, [P]),
+    "or_linear": (None, [P, P, P, I, P, P]),
+    "or_gated_linear": (None, [P, P, P, I, I, P]),
+    "or_logits": (None, [P, P, P, I, F, P]),
+    "or_rows": (None, [P, P, I, F, P]),
+    "or_clustered": (None, [P, P, P, I, P, I, I, I, P, P]),
+    "or_rms_norm": (None, [P, I, I, P, F, P]),
+    "or_residual_norm": (None, [P, P, I, I, P, P, P, F, P, P, P]),
+    "or_act_mul": (None, [P, L, P, L, I, I, I, P]),
+    "or_angles": (None, [P, I, P, I, P, P]),
+    "or_choose": (None, [P, P, I, I, P, P, P, P, P]),
+    "or_rope_write": (None, [P, P, P, P, P, P, P, P]),
+    "or_attend": (I, [P, P, P, P, L, P]),
+    "or_forward": (I, [P, P]),
+}
+
+
+def load(isa: str | None = None) -> Any:
+    """The library, built if need be. ctypes lets other Python threads run during a call."""
+    lib = ctypes.CDLL(str(library(isa)))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(lib, name)
+        function.restype, function.argtypes = result, arguments
+    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall)]
+    assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "lib.py and the headers disagree"
+    return lib
+
+
+def c_spec(spec: AttnSpec) -> CSpec:
+    return CSpec(
+        spec.heads, spec.kv_heads, spec.head_dim, spec.kv_layer, spec.writes, spec.window is not None, spec.window or 0,
+        spec.k_eq_v, spec.norm_v, spec.scale, spec.eps,
+    )  # fmt: skip
+
+
+def dense_weight(w: Tensor) -> CWeight:
+    """[..., K] of any float type, read where it lies."""
+    return CWeight(W_DENSE, w.numel() // w.shape[-1], w.shape[-1], DTYPES[w.dtype], w.data_ptr(), None)
+
+
+class Batch:
+    """A KVView as the library sees it; keeps alive what its pointers show."""
+
+    def __init__(self, kv: KVView, ids: Tensor | None = None):
+        self.keep: list[Any] = [kv.positions.contiguous(), kv.row_seq.contiguous(), kv.row_start.contiguous()]
+        positions, row_seq, row_start = self.keep
+        assert positions.dtype == row_seq.dtype == torch.int64 and row_start.dtype == torch.int32
+        c = self.c = CBatch(positions.shape[0], row_start.shape[0] - 1, kv.page_size)
+        c.positions, c.row_seq, c.row_start = positions.data_ptr(), row_seq.data_ptr(), row_start.data_ptr()
+        if ids is not None:
+            ids = ids.contiguous()
+            self.keep.append(ids)
+            c.ids = ids.data_ptr()
+        for i, group in enumerate(("full", "sliding")):
+            table = kv.tables.get(group)  # type: ignore[call-overload]
+            if table is not None:
+                table = table.contiguous()
+                self.keep.append(table)
+                c.tables[i], c.width[i] = table.data_ptr(), table.shape[1]
+        self.ref = byref(c)
+
+    def set_cache(self, pages: Pages) -> None:
+        self.c.keys, self.c.values, self.c.kv_dtype = pages.at_keys, pages.at_values, pages.dtype
+
+
+class Pages:
+    """Pointers to every layer's keys and values. Made once for a cache: its tensors never move."""
+
+    def __init__(self, kv: KVView):
+        held = [t for t in (*kv.keys, *kv.values) if t is not None]
+        dtypes = {t.dtype for t in held}
+        assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), "keys and values must be contiguous and of one dtype"
+        self.dtype = DTYPES[dtypes.pop()]
+        count = len(kv.keys)
+        self.keys = (c_void_p * count)(*[None if t is None else t.data_ptr() for t in kv.keys])
+        self.values = (c_void_p * count)(*[None if t is None else t.data_ptr() for t in kv.values])
+        self.at_keys, self.at_values = ctypes.addressof(self.keys), ctypes.addressof(self.values)

@@ -1,0 +1,219 @@
+"""CpuOps: the operations on this machine's cores, in C, with weights kept quantised.
+
+Activations are float32. Every answer row is bitwise the same whichever rows are computed beside it (`row_invariant`),
+dense weights and attention included; `compile` runs a whole model in one call and gives the same bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...types import AttnSpec, KVView, OutriderError
+from ..quant import QuantPart
+from ..reference import ReferenceOps
+from . import packing
+from .lib import Batch, CSpec, CWeight, Pages, c_spec, dense_weight, load
+from .packing import PackedWeight
+
+Weight = Any
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def default_threads() -> int:
+    """The cores this process may use: its affinity, less where a cgroup grants fewer."""
+    try:
+        count = len(os.sched_getaffinity(0))
+    except AttributeError:
+        count = os.cpu_count() or 1
+    try:
+        quota, period = open("/sys/fs/cgroup/cpu.max").read().split()[:2]
+        if quota != "max":
+            count = min(count, max(1, int(quota) // int(period)))
+    except (OSError, ValueError):
+        pass
+    return count
+
+
+def floats(x: Tensor) -> Tensor:
+    """float32, contiguous; the tensor itself where it is."""
+    return x if x.dtype == torch.float32 and x.is_contiguous() else x.float().contiguous()
+
+
+def at(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+class CpuOps(ReferenceOps):
+    name = "cpu"
+    row_invariant = True
+
+    def __init__(self, threads: int | None = None, isa: str | None = None):
+        self.lib = load(isa)
+        self.threads = threads or default_threads()
+        self.team: int = self.lib.or_team_new(self.threads)
+        self._close = weakref.finalize(self, self.lib.or_team_free, self.team)
+        self._specs: dict[AttnSpec, CSpec] = {}
+        self._batch: tuple[weakref.ref[KVView], Batch] | None = None
+        self._pages: tuple[Any, Pages] | None = None
+
+    # ---- weights --------------------------------------------------------------------------------------------------
+    def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
+        return packing.pack(parts)
+
+    def quantize(self, dense: Tensor, mode: str) -> Weight:
+        if mode not in ("int8", "int4"):
+            raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")
+        packed = packing.quantize(dense, mode)
+        return self.prepare(dense) if packed is None else packed
+
+    def prepare(self, dense: Tensor) -> Tensor:
+        return dense.contiguous()
+
+    def unpack(self, weight: Weight) -> Tensor:
+        """float32, dense."""
+        if isinstance(weight, Tensor):
+            return weight.float()
+        ids = torch.arange(weight.c.n)
+        return self.embed(ids, weight, 1.0).view(weight.shape)
+
+    def c_weight(self, w: Weight) -> CWeight:
+        if isinstance(w, PackedWeight):
+            return w.c
+        if not w.is_contiguous():
+            raise OutriderError("a dense weight must be contiguous: pass it through prepare()")
+        return dense_weight(w)
+
+    # ---- dense pieces ---------------------------------------------------------------------------------------------
+    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
+        w, ids = self.c_weight(table), ids.contiguous()
+        out = torch.empty((ids.shape[0], w.k))
+        self.lib.or_rows(ctypes.byref(w), ids.data_ptr(), ids.shape[0], table_scale(table, scale), out.data_ptr())
+        return out
+
+    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+        c, x = self.c_weight(w), floats(x)
+        out = torch.empty((x.shape[0], c.n))
+        bias = None if bias is None else floats(bias)
+        self.lib.or_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
+        return out
+
+    def gated_linear(self, x: Tensor, w: Weight, act: str) -> Tensor:
+        c, x = self.c_weight(w), floats(x)
+        if c.n % 32:  # gate and up rows share a group
+            gate, up = self.linear(x, w).chunk(2, dim=-1)
+            return self.act_mul(gate, up, act)
+        out = torch.empty((x.shape[0], c.n // 2))
+        self.lib.or_gated_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr())
+        return out
+
+    def logits(self, h: Tensor, w: Weight, softcap: float | None) -> Tensor:
+        c, h = self.c_weight(w), floats(h)
+        out = torch.empty((h.shape[0], c.n))
+        self.lib.or_logits(self.team, ctypes.byref(c), h.data_ptr(), h.shape[0], softcap or 0.0, out.data_ptr())
+        return out
+
+    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
+        x = floats(x)
+        out = torch.empty_like(x)
+        n = x.shape[-1]
+        self.lib.or_rms_norm(x.data_ptr(), x.numel() // n, n, at(w), eps, out.data_ptr())
+        return out
+
+    def residual_norm(
+        self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        x, y = floats(x), floats(y)
+        rows, n = x.shape
+        out = torch.empty_like(x)
+        h = out if next_w is None else torch.empty_like(x)
+        scratch = torch.empty(n)
+        self.lib.or_residual_norm(
+            x.data_ptr(), y.data_ptr(), rows, n, at(post_w), at(scale), at(next_w), eps, out.data_ptr(), h.data_ptr(), scratch.data_ptr()
+        )
+        return out, h
+
+    def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
+        x, y = (t if t.dtype == torch.float32 and t.stride(-1) == 1 else floats(t) for t in (x, y))
+        rows, n = x.shape
+        out = torch.empty((rows, n))
+        self.lib.or_act_mul(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, n, ACTIVATIONS[act], out.data_ptr())
+        return out
+
+    # ---- attention ------------------------------------------------------------------------------------------------
+    def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
+        positions, rows, half = positions.contiguous(), positions.shape[0], inv_freq.shape[0]
+        cos, sin = torch.empty((rows, half)), torch.empty((rows, half))
+        self.lib.or_angles(positions.data_ptr(), rows, inv_freq.data_ptr(), half, cos.data_ptr(), sin.data_ptr())
+        return cos, sin
+
+    def rope_write(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
+    ) -> Tensor:
+        """As the reference, but q is rotated within a copy of qkv and returned as a view of it."""
+        qkv = floats(qkv).clone()
+        batch, c = self.batch(kv), self.c_spec(spec)
+        self.lib.or_rope_write(
+            self.team, ctypes.byref(c), batch.ref, qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), at(q_norm), at(k_norm)
+        )
+        return qkv[:, : spec.heads * spec.head_dim]
+
+    def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
+        q = q if q.dtype == torch.float32 and q.stride(-1) == 1 else floats(q)
+        batch, c = self.batch(kv), self.c_spec(spec)
+        out = torch.empty((q.shape[0], spec.heads * spec.head_dim))
+        if self.lib.or_attend(self.team, ctypes.byref(c), batch.ref, q.data_ptr(), q.stride(0), out.data_ptr()):
+            raise MemoryError("attention scratch")
+        return out
+
+    def c_spec(self, spec: AttnSpec) -> CSpec:
+        c = self._specs.get(spec)
+        if c is None:
+            c = self._specs[spec] = c_spec(spec)
+        return c
+
+    def batch(self, kv: KVView) -> Batch:
+        """The view's pointers; the same view is met once a layer."""
+        if self._batch is not None and self._batch[0]() is kv:
+            return self._batch[1]
+        batch = Batch(kv)
+        batch.set_cache(self.pages(kv))
+        self._batch = (weakref.ref(kv), batch)
+        return batch
+
+    def pages(self, kv: KVView) -> Pages:
+        first = next(t for t in kv.keys if t is not None)
+        if self._pages is None or self._pages[0]() is not first:
+            self._pages = (weakref.ref(first), Pages(kv))
+        return self._pages[1]
+
+    # ---- drafting and choosing --------------------------------------------------------------------------------------
+    def clustered_logits(self, g: Tensor, centroids: Weight, rows: Weight, top: int) -> tuple[Tensor, Tensor]:
+        g, c = floats(g), self.c_weight(rows)
+        clusters, size = rows.shape[0], rows.shape[1]
+        scores = self.linear(g, centroids)
+        best = torch.empty((g.shape[0], top), dtype=torch.int64)
+        out = torch.empty((g.shape[0], top, size))
+        self.lib.or_clustered(
+            self.team, ctypes.byref(c), g.data_ptr(), g.shape[0], scores.data_ptr(), clusters, top, size, best.data_ptr(), out.data_ptr()
+        )
+        return best, out
+
+    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
+        z, seed, position, hot = floats(z), seed.contiguous(), position.contiguous(), hot.contiguous()
+        tokens = None if tokens is None else tokens.contiguous()
+        out = torch.empty(z.shape[0], dtype=torch.int64)
+        self.lib.or_choose(
+            self.team, z.data_ptr(), z.shape[0], z.shape[1], seed.data_ptr(), position.data_ptr(), at(tokens), hot.data_ptr(), out.data_ptr()
+        )
+        return out
+
+
+def table_scale(table: Weight, scale: float) -> float:
+    """The embedding's factor, rounded to the table's dtype where it has one."""
+    return float(torch.tensor(scale, dtype=table.dtype)) if isinstance(table, Tensor) and scale != 1.0 else scale

@@ -1,0 +1,173 @@
+/* A team of threads that enters a parallel region together: the caller is member 0.
+ *
+ * Members wait for a region by spinning briefly, then asleep, so an idle engine burns nothing. Inside a region they
+ * meet at `team_barrier`, which also resets the shared task counter of `team_next`. After a fork the child starts a
+ * team of its own.
+ */
+#pragma once
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "vec.h"
+
+typedef struct Team Team;
+typedef void (*Region)(Team *team, int me, void *job);
+
+typedef struct { void *at; size_t size; } Arena;
+
+struct Team {
+    int size;
+    _Alignas(64) atomic_int task;   /* the next unclaimed task of the phase */
+    _Alignas(64) atomic_int arrived;
+    _Alignas(64) atomic_int phase;
+    _Alignas(64) atomic_int round;  /* counts regions: a change starts one */
+    _Alignas(64) atomic_int sleepers;
+    Region region;
+    void *job;
+    int stop;
+    pid_t owner;
+    pthread_mutex_t use, lock;      /* use: one region at a time; lock + wake: sleeping members */
+    pthread_cond_t wake;
+    pthread_t *threads;
+    Arena scratch;                  /* grows, is never shared between regions */
+};
+
+INLINE void cpu_relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+/* All members meet. The last to arrive resets the task counter. */
+static void team_barrier(Team *t) {
+    if (t->size == 1) { atomic_store_explicit(&t->task, 0, memory_order_relaxed); return; }
+    int phase = atomic_load_explicit(&t->phase, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
+        atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&t->task, 0, memory_order_relaxed);
+        atomic_store_explicit(&t->phase, phase + 1, memory_order_release);
+        return;
+    }
+    for (int spins = 0; atomic_load_explicit(&t->phase, memory_order_acquire) == phase; spins++) {
+        if (spins < 4000) cpu_relax();
+        else sched_yield(); /* another member lost its core: let it run */
+    }
+}
+
+/* Claim `grain` tasks of `count`; false when there are none left. */
+INLINE int team_next(Team *t, int count, int grain, int *lo, int *hi) {
+    int at = atomic_fetch_add_explicit(&t->task, grain, memory_order_relaxed);
+    if (at >= count) return 0;
+    *lo = at;
+    *hi = at + grain < count ? at + grain : count;
+    return 1;
+}
+
+/* A fixed share of `count` items for member `me`. */
+INLINE void team_share(const Team *t, int me, int count, int *lo, int *hi) {
+    *lo = (int)((long)count * me / t->size);
+    *hi = (int)((long)count * (me + 1) / t->size);
+}
+
+typedef struct { Team *team; int me; } Member;
+
+static void *team_member(void *arg) {
+    Member m = *(Member *)arg;
+    free(arg);
+    Team *t = m.team;
+    int seen = 0;
+    for (;;) {
+        for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < 3000; spins++) cpu_relax();
+        if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
+            pthread_mutex_lock(&t->lock);
+            atomic_fetch_add(&t->sleepers, 1);
+            while (atomic_load(&t->round) == seen) pthread_cond_wait(&t->wake, &t->lock);
+            atomic_fetch_sub(&t->sleepers, 1);
+            pthread_mutex_unlock(&t->lock);
+        }
+        seen++;
+        if (t->stop) return NULL;
+        t->region(t, m.me, t->job);
+        team_barrier(t); /* the caller may not leave before everyone has */
+    }
+}
+
+static void team_start(Team *t) {
+    t->owner = getpid();
+    atomic_store(&t->task, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
+    atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0);
+    t->stop = 0;
+    pthread_mutex_init(&t->use, NULL); pthread_mutex_init(&t->lock, NULL); pthread_cond_init(&t->wake, NULL);
+    int wanted = t->size;
+    t->size = 1;
+    for (int i = 1; i < wanted; i++) {
+        Member *m = malloc(sizeof *m);
+        m->team = t; m->me = i;
+        if (pthread_create(&t->threads[i], NULL, team_member, m)) { free(m); break; }
+        t->size++;
+    }
+}
+
+static void team_begin(Team *t) {
+    if (t->owner != getpid()) team_start(t); /* forked: the old members did not come along */
+    pthread_mutex_lock(&t->use);
+}
+
+static void team_end(Team *t) { pthread_mutex_unlock(&t->use); }
+
+/* Between team_begin and team_end. */
+static void team_run(Team *t, Region region, void *job) {
+    atomic_store_explicit(&t->task, 0, memory_order_relaxed);
+    if (t->size == 1) { region(t, 0, job); return; }
+    t->region = region;
+    t->job = job;
+    atomic_fetch_add(&t->round, 1);
+    if (atomic_load(&t->sleepers)) {
+        pthread_mutex_lock(&t->lock);
+        pthread_cond_broadcast(&t->wake);
+        pthread_mutex_unlock(&t->lock);
+    }
+    region(t, 0, job);
+    team_barrier(t);
+}
+
+/* At least `size` bytes, 64-byte aligned, contents lost; valid until the next call. */
+static void *team_scratch(Team *t, size_t size) {
+    if (size > t->scratch.size) {
+        free(t->scratch.at);
+        size = (size + (size >> 2) + 4095) & ~(size_t)4095;
+        t->scratch.at = aligned_alloc(64, size);
+        t->scratch.size = t->scratch.at ? size : 0;
+    }
+    return t->scratch.at;
+}
+
+Team *or_team_new(int size) {
+    Team *t = aligned_alloc(64, (sizeof(Team) + 63) & ~(size_t)63);
+    memset(t, 0, sizeof *t);
+    t->size = size < 1 ? 1 : size;
+    t->threads = calloc((size_t)t->size, sizeof(pthread_t));
+    team_start(t);
+    return t;
+}
+
+int or_team_size(const Team *t) { return t->size; }
+
+void or_team_free(Team *t) {
+    if (t->owner == getpid()) {
+        pthread_mutex_lock(&t->lock);
+        t->stop = 1;
+        atomic_fetch_add(&t->round, 1);
+        pthread_cond_broadcast(&t->wake);
+        pthread_mutex_unlock(&t->lock);
+        for (int i = 1; i < t->size; i++) pthread_join(t->threads[i], NULL);
+    }
+    free(t->threads);
+    free(t->scratch.at);
+    free(t);
+}

@@ -1,0 +1,124 @@
+/* What happens to one row at a time: norms, activations, rotary embedding, choosing. */
+#pragma once
+#include "product.h"
+
+enum { ACT_SILU = 0, ACT_GELU = 1 };
+
+INLINE vf vf_act(vf x, int act) { /* both are x·sigmoid(u): u = x, or twice the argument of gelu's tanh */
+    vf u = x;
+    if (act == ACT_GELU) {
+        vf cube = vf_mul(vf_mul(x, x), x);
+        u = vf_mul(vf_set(1.5957691216f), vf_fma(vf_set(0.044715f), cube, x));
+    }
+    return vf_div(x, vf_add(vf_set(1.0f), vf_exp(vf_sub(vf_set(0.0f), u))));
+}
+INLINE vf vf_softcap(vf z, float cap) { /* cap·tanh(z / cap) */
+    vf e = vf_exp(vf_mul(vf_set(2.0f / cap), z));
+    vf t = vf_sub(vf_set(1.0f), vf_div(vf_set(2.0f), vf_add(e, vf_set(1.0f))));
+    return vf_mul(t, vf_set(cap));
+}
+
+/* out = x / rms(x) · w (w NULL: no weight); out may be x */
+static void norm_row(const float *x, int n, const float *w, float eps, float *out) {
+    vf a = vf_set(0.0f), b = a;
+    int i = 0;
+    for (; i + 32 <= n; i += 32) {
+        vf u = vf_load(x + i), v = vf_load(x + i + 16);
+        a = vf_fma(u, u, a); b = vf_fma(v, v, b);
+    }
+    for (; i < n; i += LANES) { vf u = vf_load_n(x + i, n - i); a = vf_fma(u, u, a); }
+    vf r = vf_set(1.0f / sqrtf(vf_sum(vf_add(a, b)) / (float)n + eps));
+    for (i = 0; i < n; i += LANES) {
+        vf h = vf_mul(vf_load_n(x + i, n - i), r);
+        vf_store_n(out + i, w ? vf_mul(h, vf_load_n(w + i, n - i)) : h, n - i);
+    }
+}
+
+/* x = (x + post_norm(y))·scale; h = norm(x, next) where next is given. tmp: n floats. scale NULL: 1 */
+static void residual_row(float *x, const float *y, int n, const float *post, const float *scale, const float *next, float eps,
+                         float *h, float *tmp) {
+    if (post) { norm_row(y, n, post, eps, tmp); y = tmp; }
+    for (int i = 0; i < n; i += LANES) {
+        vf v = vf_add(vf_load_n(x + i, n - i), vf_load_n(y + i, n - i));
+        vf_store_n(x + i, scale ? vf_mul(v, vf_set(*scale)) : v, n - i);
+    }
+    if (next) norm_row(x, n, next, eps, h);
+}
+
+/* A head: norm (unless `plain`), rotate by NeoX pairs, in float. x and out may be the same. */
+static void rope_head(const float *x, int dim, const float *norm, int normed, float eps, const float *cos, const float *sin, float *out) {
+    float tmp[1024];
+    if (normed) { norm_row(x, dim, norm, eps, tmp); x = tmp; }
+    const int half = dim / 2;
+    for (int i = 0; i < half; i += LANES) {
+        int n = half - i;
+        vf a = vf_load_n(x + i, n), b = vf_load_n(x + half + i, n), c = vf_load_n(cos + i, n), s = vf_load_n(sin + i, n);
+        vf_store_n(out + i, vf_sub(vf_mul(a, c), vf_mul(b, s)), n);
+        vf_store_n(out + half + i, vf_add(vf_mul(b, c), vf_mul(a, s)), n);
+    }
+}
+
+/* cos, sin of position · inv_freq, the product rounded to float32 as the models were trained */
+static void angles_row(int64_t position, const float *inv_freq, int half, float *cos_out, float *sin_out) {
+    const float p = (float)position;
+    for (int i = 0; i < half; i++) {
+        const float angle = p * inv_freq[i];
+        cos_out[i] = inv_freq[i] == 0.0f ? 1.0f : cosf(angle);
+        sin_out[i] = inv_freq[i] == 0.0f ? 0.0f : sinf(angle);
+    }
+}
+
+/* ---- choosing ---- */
+INLINE uint32_t mix32(uint32_t x) {
+    x = (x ^ (x >> 16)) * 0x7FEB352Du;
+    x = (x ^ (x >> 15)) * 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+INLINE vi vi_mix32(vi x) {
+    x = vi_mul(vi_xor(x, vi_shr(x, 16)), vi_set(0x7FEB352D));
+    x = vi_mul(vi_xor(x, vi_shr(x, 15)), vi_set((int32_t)0x846CA68Bu));
+    return vi_xor(x, vi_shr(x, 16));
+}
+/* gumbel noise of sixteen tokens */
+INLINE vf vf_gumbel(uint32_t key, vi token) {
+    vi bits = vi_mix32(vi_xor(vi_set((int32_t)key), vi_mix32(vi_add(token, vi_set((int32_t)0x85EBCA6Bu)))));
+    vf u = vf_mul(vf_add(vi_to_float(vi_shr(bits, 8)), vf_set(0.5f)), vf_set(1.0f / 16777216.0f));
+    u = vf_min(u, vf_set(0.99999994f)); /* the top value rounds to 1 in float32 */
+    vf zero = vf_set(0.0f);
+    return vf_sub(zero, vf_log(vf_sub(zero, vf_log(u))));
+}
+
+/* First index of the largest z (+ noise where hot). tokens: the ids of the columns, NULL for 0.. */
+static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t position, const int64_t *tokens) {
+    float top = -INFINITY;
+    int64_t at = 0;
+    vf best = vf_set(-INFINITY);
+    int whole = n & ~15;
+    for (int i = 0; i < whole; i += LANES) best = vf_max(vf_load(z + i), best);
+    top = vf_hmax(best);
+    for (int i = whole; i < n; i++) if (z[i] > top) top = z[i];
+    if (!hot) {
+        for (int i = 0; i < n; i++) if (z[i] == top) return i;
+        return 0;
+    }
+    uint32_t key = mix32((uint32_t)seed ^ mix32((uint32_t)((uint64_t)seed >> 32)));
+    key = mix32(key ^ mix32((uint32_t)(position + 0x9E3779B9)));
+    /* noise lies in (-2.9, 17.4): a column further than 20.3 below the top can't win, so most draw no noise */
+    const float bar = top - 20.5f;
+    float found = -INFINITY;
+    for (int i = 0; i < n; i += LANES) {
+        float t[LANES];
+        int count = n - i < LANES ? n - i : LANES;
+        vf v;
+        if (count == LANES) v = vf_load(z + i);
+        else { for (int j = 0; j < LANES; j++) t[j] = j < count ? z[i + j] : -INFINITY; v = vf_load(t); }
+        if (!vf_any_ge(v, vf_set(bar))) continue;
+        int32_t ids[LANES];
+        for (int j = 0; j < LANES; j++) ids[j] = j < count ? (tokens ? (int32_t)tokens[i + j] : i + j) : 0;
+        v = vf_add(v, vf_gumbel(key, vi_load(ids)));
+        if (!vf_any_ge(v, vf_set(found))) continue;
+        vf_store(t, v);
+        for (int j = 0; j < count; j++) if (t[j] > found) { found = t[j]; at = i + j; }
+    }
+    return at;
+}
