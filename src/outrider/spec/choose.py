@@ -274,7 +274,7 @@ class SamplingBatch:
 
     def _floor(self, z: Tensor, row_seq: Tensor, head: int) -> tuple[Tensor, Tensor]:
         """The smallest logit that stays [R], from the `head` largest; and whether these were enough [R]."""
-        values, at = z.topk(head, dim=-1)  # [R, head], largest first
+        values, at = z.sort(-1, descending=True) if head == z.shape[1] else z.topk(head, dim=-1)  # [R, head], largest first
         k = self.top_k[row_seq]
         kth = values.gather(1, (k - 1).clamp(max=head - 1)[:, None])[:, 0]
         floor = torch.where(k <= head, kth, -math.inf)
