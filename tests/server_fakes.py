@@ -111,6 +111,8 @@ class FakeEngine:
         for run in list(self.running.values())[: self.batch]:
             events.append(self._advance(run))
             if events[-1].finish_reason:
+                reason = events[-1].finish_reason
+                self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
                 del self.running[run.request.id]
         self.metrics.steps += 1
         return events
