@@ -34,12 +34,14 @@ def test_a_long_lived_drafter_guesses_like_a_fresh_one(variant, monkeypatch):
     texts = {f"s{i}": [rng.randrange(VOCAB) for _ in range(rng.choice([1, 5, 20, 50]))] for i in range(3)}
     for cycle in range(12):
         k = rng.randint(1, 5)
-        some = {n: t for n, t in texts.items() if rng.random() < 0.8} or texts
+        some = {n: t for n, t in texts.items() if rng.random() < 0.6} or texts
         got = old.propose(batch(some), k)
         fresh = DraftModel(model).propose(batch(some), k)
         assert torch.equal(got.tokens, fresh.tokens) and got.lengths.tolist() == [k] * len(some)
         for name, guess in zip(some, got.tokens.tolist()):
             texts[name] += guess[: rng.randint(0, k)] + [rng.randrange(VOCAB)]
+        for name in texts.keys() - some.keys():  # another drafter's turn
+            texts[name] += [rng.randrange(VOCAB) for _ in range(rng.randint(1, 4))]
         old.check()
         if cycle == 6:
             old.forget("s1")
