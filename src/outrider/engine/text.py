@@ -21,6 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..types import OutriderError, TextFiles
 
+Messages = Sequence[Mapping[str, Any]]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -103,11 +104,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.files.chat_template is not None
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+    def chat(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Ids of a conversation. The template writes bos itself where the model wants one."""
         return self.encode(self.render(messages, tools, add_generation_prompt, **variables))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str:
         if self.files.chat_template is None:
             raise OutriderError(f"{self.files.where} has no chat template: send a plain prompt")
         try:

@@ -38,7 +38,8 @@ def dequantize(kind: str, rows: np.ndarray) -> np.ndarray:
     size, nbytes = BLOCKS[kind]
     count, width = rows.shape
     blocks = np.ascontiguousarray(rows).reshape(-1, nbytes)  # [blocks, nbytes]
-    return _DECODERS[kind](blocks).reshape(count, width // nbytes * size)
+    with np.errstate(all="ignore"):  # a scale may be infinite in a damaged file
+        return _DECODERS[kind](blocks).reshape(count, width // nbytes * size)
 
 
 def _half(blocks: np.ndarray, at: int) -> np.ndarray:

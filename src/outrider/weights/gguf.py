@@ -49,7 +49,7 @@ def read(path: Path) -> GGUF:
 class _Reader:
     def __init__(self, file: Mapped) -> None:
         self.file, self.at = file, 0
-        self.view = memoryview(file.data)
+        self.view = memoryview(file.data)  # type: ignore[arg-type]
 
     def bad(self, what: str) -> OutriderError:
         return OutriderError(f"{self.file.path} is not a sound GGUF file: {what}; fetch it again")
@@ -70,6 +70,12 @@ class _Reader:
         length = self.count(1, what)
         self.at += length
         return bytes(self.view[self.at - length : self.at]).decode("utf-8", errors="replace")
+
+    def name(self, what: str) -> str:
+        name = self.string(what)
+        if len(name) > 100 or not name.isprintable():
+            raise self.bad(f"{what} is garbled ({name[:20]!r}…)")
+        return name
 
     def value(self, kind: int, key: str) -> Any:
         if kind in SCALARS:
@@ -100,7 +106,7 @@ class _Reader:
         tensors, keys = self.count(24, "the tensor list"), self.count(13, "the metadata")
         meta: dict[str, Any] = {}
         for _ in range(keys):
-            key = self.string("a key")[:120]
+            key = self.name("a key")
             meta[key] = self.value(self.number("<I"), key)
         infos = [self.tensor_info() for _ in range(tensors)]
         align = meta.get("general.alignment", 32)
@@ -119,7 +125,7 @@ class _Reader:
         return GGUF(self.file.path, meta, entries, header)
 
     def tensor_info(self) -> tuple[str, str, tuple[int, ...], int]:
-        name = self.string("a tensor's name")[:120]
+        name = self.name("a tensor's name")
         dims = self.number("<I")
         if not 1 <= dims <= 4:
             raise self.bad(f"tensor {name!r} has {dims} dimensions")

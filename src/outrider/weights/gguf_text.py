@@ -14,7 +14,7 @@ from ..types import OutriderError, TextFiles
 from .gguf import GGUF
 from .gguf_config import eos_ids
 
-NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # token types
+NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # token types (2: unknown, 6: a byte)
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {  # how text is cut before merging, by tokenizer.ggml.pre; None: GPT-2's own pattern
@@ -66,8 +66,9 @@ def build(file: GGUF) -> Any:
         raise OutriderError(f"{file.path}: tokenizer model {family!r} is not supported; known: gpt2, llama")
     from tokenizers import AddedToken
 
-    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, k in zip(tokens, types, strict=True) if k == CONTROL])
-    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, k in zip(tokens, types, strict=True) if k == USER and t])
+    typed = list(zip(tokens, types.tolist(), strict=True))
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t, kind in typed if kind == CONTROL and t])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t, kind in typed if kind == USER and t])
     return tokenizer
 
 
@@ -103,7 +104,8 @@ def _scored(file: GGUF, tokens: list[str], types: np.ndarray) -> Any:
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise OutriderError(f"{file.path}: tokenizer.ggml.scores does not match its {len(tokens)} tokens")
     vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = next((t for t, k in zip(tokens, types, strict=True) if k == UNKNOWN), None)
+    index = file.meta.get("tokenizer.ggml.unknown_token_id")
+    unknown = tokens[index] if type(index) is int and index < len(tokens) else None
     mergeable = {t: i for t, i in vocab.items() if types[i] in (NORMAL, USER, UNUSED)}
     tokenizer = Tokenizer(models.BPE(vocab, _merges(mergeable, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(file.meta.get("tokenizer.ggml.add_space_prefix", True))

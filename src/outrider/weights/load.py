@@ -6,8 +6,9 @@ packs quantised rows it gets them as they are stored; otherwise they are dequant
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ from .progress import progress
 from .source import ITEM_BYTES, Entry, Source
 
 Weight = Any
+C = TypeVar("C", ModelConfig, DrafterConfig)
 LoadFormat = Literal["auto", "dummy"]
-SLICE = 16 << 20  # bytes of the file copied at once
+SLICE = 8 << 20  # bytes of the file copied at once
+INTEGERS, FLOATS = ("I64", "I32"), ("F64", "F32", "F16", "BF16", *BLOCKS)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
 
 
@@ -37,7 +40,7 @@ def load_target(
     seed: int = 0,
 ) -> tuple[ModelConfig, dict[str, Weight], TextFiles]:
     files = name if isinstance(name, Files) else hub.resolve(name, weights=load_format == "auto")
-    config = ModelConfig.from_hf(files.config)
+    config = translate(ModelConfig.from_hf, files)
     return config, load(files, config, device, dtype, ops, quantize, load_format, seed), text_files(files)
 
 
@@ -51,8 +54,16 @@ def load_drafter(
     seed: int = 0,
 ) -> tuple[DrafterConfig, dict[str, Weight]]:
     files = name if isinstance(name, Files) else hub.resolve(name, kind="drafter", weights=load_format == "auto")
-    config = DrafterConfig.from_hf(files.config)
+    config = translate(DrafterConfig.from_hf, files)
     return config, load(files, config, device, dtype, ops, quantize, load_format, seed)
+
+
+def translate(reader: Callable[[dict[str, Any]], C], files: Files) -> C:
+    """A foreign dict may hold anything at any depth; whatever trips over it is bad input."""
+    try:
+        return reader(files.config)
+    except (TypeError, ValueError, KeyError, IndexError, AttributeError, ArithmeticError) as error:
+        raise OutriderError(f"{files.name}: its configuration makes no sense ({type(error).__name__}: {str(error)[:80]})") from None
 
 
 def load(
@@ -97,8 +108,7 @@ def check(source: Source, plans: dict[str, TensorPlan], config: Config) -> None:
                 continue
             if entry.shape != shape:
                 raise OutriderError(f"{source.where}: tensor {name} has shape {list(entry.shape)}, the config asks for {list(shape)}")
-            readable = entry.kind in ("I64", "I32") if plan.role == "index" else entry.kind in BLOCKS or entry.kind in ("F64", "F32", "F16", "BF16")
-            if not readable:
+            if entry.kind not in (INTEGERS if plan.role == "index" else FLOATS):
                 raise OutriderError(f"{source.where}: tensor {name} is stored as {entry.kind}, which cannot be read as a {plan.role}")
     if missing:
         raise OutriderError(f"{source.where}: {_some(missing)} missing from the checkpoint")
@@ -183,7 +193,7 @@ def dummy_weights(
             tensor.normal_(1.0, 0.05, generator=generator)
         elif plan.role == "vector":
             tensor.fill_(1.0)
-        else:
-            tensor.normal_(0.0, 0.02, generator=generator)
+        else:  # small biases: they would drown the embedding
+            tensor.normal_(0.0, 0.002 if plan.role == "bias" else 0.02, generator=generator)
         weights[name] = finish(plan, tensor, ops, quantize)
     return weights

@@ -89,8 +89,8 @@ def read_header(path: Path) -> dict[str, Entry]:
             continue
         if not isinstance(info, dict):
             raise bad(f"the entry of {name[:80]!r} is malformed")
-        kind, shape, span = info.get("dtype"), info.get("shape"), info.get("data_offsets")
-        if not isinstance(kind, str) or not _naturals(shape) or not _naturals(span) or len(span) != 2:
+        kind, shape, span = info.get("dtype"), _naturals(info.get("shape")), _naturals(info.get("data_offsets"))
+        if not isinstance(kind, str) or shape is None or span is None or len(span) != 2:
             raise bad(f"the entry of {name[:80]!r} is malformed")
         start, end = span
         if not start <= end <= room:
@@ -104,5 +104,7 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _naturals(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= 8 and all(type(v) is int and 0 <= v < 1 << 48 for v in value)
+def _naturals(value: Any) -> list[int] | None:
+    """A short list of numbers that a file can have; None for anything else."""
+    good = isinstance(value, list) and len(value) <= 8 and all(type(v) is int and 0 <= v < 1 << 48 for v in value)
+    return value if good else None

