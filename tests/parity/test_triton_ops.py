@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 
 from outrider.ops.reference import ReferenceOps, gumbel  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
-from outrider.ops.triton import attention as attention_module  # noqa: E402
+from outrider.ops.triton.attention import Cut, attend  # noqa: E402
 from outrider.ops.triton.linear import Tile, skinny  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
 
@@ -172,16 +172,14 @@ def test_attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int
     near(ops.attend(q, spec, kv), REF.attend(q, spec, kv))
 
 
-def test_attend_long(ops: TritonOps, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attend_long() -> None:
     """Past the fine splits: an off-by-one where the coarse ones begin; more splits than one combine block."""
-    monkeypatch.setattr(attention_module, "FINE", 32)
-    monkeypatch.setattr(attention_module, "FINE_SPLITS", 4)
-    monkeypatch.setattr(attention_module, "COARSE", 64)
+    cut = Cut(16, fine=32, fine_splits=4, coarse=64)
     spec = AttnSpec(2, 1, 16, 0, True, scale=0.5)
     for spans in ([(127, 1)], [(126, 4)], [(1200, 2)]):
         kv = cache(spec, spans, 16)
         q = rand(kv.positions.shape[0], 32, seed=4)
-        near(ops.attend(q, spec, kv), REF.attend(q, spec, kv))
+        near(attend(q, spec, kv, False, cut), REF.attend(q, spec, kv))
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -227,6 +225,7 @@ def test_gumbel_argmax(ops: TritonOps) -> None:
     seed = torch.tensor([1, 2, -(1 << 40) - 3, 1 << 62], device=DEVICE)
     position = torch.tensor([0, 5, 123456, 7], device=DEVICE)
     hot = torch.tensor([False, True, True, True], device=DEVICE)
+    assert torch.equal(ops.argmax(z), REF.argmax(z))
     got = ops.gumbel_argmax(z, seed, position, None, hot)
     want = REF.gumbel_argmax(z, seed, position, None, hot)
     assert int(got[0]) == 17 and torch.equal(got, want)

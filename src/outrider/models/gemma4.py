@@ -81,7 +81,7 @@ class Gemma4(TextModel):
             else:
                 x, _ = ops.residual_norm(x, y, block.post_mlp_norm, None, None, eps)
                 side = self.ple_blocks[i]
-                y = ops.linear(ops.act_mul(ops.linear(x, side.gate), ple[i], act), side.out)
+                y = ops.linear(ops.linear_act_mul(x, side.gate, ple[i], act), side.out)
                 x, h = ops.residual_norm(x, y, side.post_norm, block.scalar, block.next_norm, eps)
             if i in taps:
                 streams[i] = x

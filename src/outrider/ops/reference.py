@@ -184,6 +184,10 @@ class ReferenceOps:
         best = self.linear(g, centroids).float().topk(top, dim=-1).indices
         return best, torch.einsum("rtsh,rh->rts", rows[best].float(), g.float())
 
+    def argmax(self, z: Tensor) -> Tensor:
+        """z [R, N] -> [R]; the lowest index on ties."""
+        return z.argmax(-1)
+
     def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
         """argmax over the last axis of z + gumbel(seed, position, token) where `hot`, else of z.
 

@@ -176,7 +176,7 @@ class SamplingBatch:
     def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: ReferenceOps) -> Tensor:
         """Tokens [R]; `position` [R] is where the chosen token will stand in its sequence."""
         if not self.any_hot:
-            return z.argmax(-1)
+            return ops.argmax(z)
         return ops.gumbel_argmax(z, self.seed[row_seq], position, None, self.hot[row_seq])
 
     def commit(self, tokens: Tensor, counts: Tensor) -> None:
@@ -205,7 +205,7 @@ class SamplingBatch:
         (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: only the
         acceptance could suffer."""
         if not self.any_hot:
-            best = logits.argmax(-1)
+            best = ops.argmax(logits)
         else:
             best = ops.gumbel_argmax(self._draft_z(logits), self.seed, position, token_ids, self.hot)
         return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]

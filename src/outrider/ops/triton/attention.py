@@ -9,6 +9,8 @@ of a reduction, does not follow from the tile's shape.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +19,25 @@ from torch import Tensor
 from ...types import AttnSpec, KVView
 from .common import start
 
-FINE = 128  # keys a split; sliding layers see few splits, full layers use fine ones for the first FINE_SPLITS * FINE keys
-FINE_SPLITS = 16
-COARSE = 512  # keys a split beyond that: bounds the partial results at long contexts
 PREFILL_ROWS = 64  # more rows than this of one sequence: a prompt chunk
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How keys are cut. A function of the layer: never of the rows, the batch or the length."""
+
+    bn: int  # keys a block; one block's weights are computed together
+    warps: int = 4
+    stages: int = 2
+    fine: int = 128  # keys a split; full layers use fine splits for the first fine_splits of them
+    fine_splits: int = 16
+    coarse: int = 512  # keys a split beyond that: bounds the partial results at long contexts
+
+
+def choose_cut(dim: int, dtype: torch.dtype) -> Cut:
+    if dtype == torch.float32:
+        return Cut(16, warps=8)
+    return Cut(32 if dim > 256 else 64)
 
 
 @triton.jit(do_not_specialize=["slots"])
@@ -133,37 +150,37 @@ def combine_kernel(
     tl.store(out + (row * HEADS + head) * D + d, mixed.to(out.dtype.element_ty), mask=d_ok)
 
 
-def split_count(spec: AttnSpec, kv: KVView) -> int:
+def split_count(spec: AttnSpec, kv: KVView, cut: Cut) -> int:
     """Slots that cover every key any row of this pass can see: a host number, so that a captured grid stays valid."""
     if spec.window is not None:
-        return min(triton.cdiv(kv.max_context, FINE), (spec.window + kv.max_rows - 2) // FINE + 2)
-    fine = min(FINE_SPLITS, triton.cdiv(kv.max_context, FINE))
-    return fine + triton.cdiv(max(0, kv.max_context - FINE_SPLITS * FINE), COARSE)
+        return min(triton.cdiv(kv.max_context, cut.fine), (spec.window + kv.max_rows - 2) // cut.fine + 2)
+    fine = min(cut.fine_splits, triton.cdiv(kv.max_context, cut.fine))
+    return fine + triton.cdiv(max(0, kv.max_context - cut.fine_splits * cut.fine), cut.coarse)
 
 
-def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool) -> Tensor:
+def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None) -> Tensor:
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
+    cut = cut or choose_cut(dim, q.dtype)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded, wide = triton.next_power_of_2(dim), q.dtype == torch.float32
     split = kv.max_rows <= PREFILL_ROWS
     packed = kv.max_rows * group
-    bq = (16 if packed <= 16 else 32) if split else 64
-    bn = 32 if padded > 256 or wide else 64
-    slots = split_count(spec, kv) if split else 1
+    bq = 16 if wide or (split and packed <= 16) else 32 if split else 64
+    slots = split_count(spec, kv, cut) if split else 1
     part = torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if split else out
     part_ml = torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if split else out
     same = dict(
-        HEADS=spec.heads, D=dim, DP=padded, WINDOW=spec.window or 0, FINE=FINE, FINE_SPLITS=FINE_SPLITS, COARSE=COARSE, PDL=pdl,
-        **({"launch_pdl": True} if pdl else {}),
+        HEADS=spec.heads, D=dim, DP=padded, WINDOW=spec.window or 0, FINE=cut.fine, FINE_SPLITS=cut.fine_splits, COARSE=cut.coarse,
+        PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     attend_kernel[(slots, spec.kv_heads * triton.cdiv(packed, bq), batch)](
         q, keys, values, table, kv.positions, kv.row_start, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
-        KV_HEADS=spec.kv_heads, PAGE=kv.page_size, BQ=bq, BN=bn, SPLIT=split, PREC="tf32x3" if wide else "tf32",
-        num_warps=4 if split or padded <= 128 else 8, num_stages=1 if wide else 2, **same,
+        KV_HEADS=spec.kv_heads, PAGE=kv.page_size, BQ=bq, BN=cut.bn, SPLIT=split, PREC="tf32x3" if wide else "tf32",
+        num_warps=cut.warps if split or padded <= 128 else 8, num_stages=cut.stages, **same,
     )  # fmt: skip
     if split:
         combine_kernel[(rows, spec.heads)](

@@ -22,24 +22,26 @@ def mix32(x):
 
 @triton.jit
 def argmax_kernel(
-    z, tokens, seed, position, hot, best, where, n, chunks, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
-):
+    z, tokens, seed, position, hot, best, where, n, chunks,
+    NOISE: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = i < n
     start(PDL)
     value = tl.load(z + row * n + i, mask=ok, other=float("-inf"))
-    if tl.load(hot + row) != 0:
-        s, p = tl.load(seed + row), tl.load(position + row)
-        key = mix32((s & 0xFFFFFFFF).to(tl.uint32) ^ mix32(((s >> 32) & 0xFFFFFFFF).to(tl.uint32)))
-        key = mix32(key ^ mix32(((p + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)))
-        token = i.to(tl.int64)
-        if TOKENS:
-            token = tl.load(tokens + row * n + i, mask=ok, other=0)
-        bits = mix32(key ^ mix32(((token + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
-        u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
-        series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))  # -log(1 - u) where 1 - u would round
-        value = tl.where(ok, value - tl.log(tl.where(u < 1.0 / 1024.0, series, -tl.log(1.0 - u))), float("-inf"))
+    if NOISE:  # noqa: SIM102
+        if tl.load(hot + row) != 0:
+            s, p = tl.load(seed + row), tl.load(position + row)
+            key = mix32((s & 0xFFFFFFFF).to(tl.uint32) ^ mix32(((s >> 32) & 0xFFFFFFFF).to(tl.uint32)))
+            key = mix32(key ^ mix32(((p + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)))
+            token = i.to(tl.int64)
+            if TOKENS:
+                token = tl.load(tokens + row * n + i, mask=ok, other=0)
+            bits = mix32(key ^ mix32(((token + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
+            u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
+            series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))  # -log(1 - u) where 1 - u would round
+            value = tl.where(ok, value - tl.log(tl.where(u < 1.0 / 1024.0, series, -tl.log(1.0 - u))), float("-inf"))
     top, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * chunks + chunk, top)
     tl.store(where + row * chunks + chunk, chunk * CHUNK + at)
@@ -55,7 +57,16 @@ def argmax_last_kernel(best, where, out, chunks, BLOCK: tl.constexpr, PDL: tl.co
     tl.store(out + row, tl.load(where + row * chunks + tl.minimum(at, chunks - 1)).to(tl.int64))
 
 
+def argmax(z: Tensor, pdl: bool) -> Tensor:
+    """The lowest id on ties."""
+    return _argmax(z, z, z, None, z, False, pdl)
+
+
 def gumbel_argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor, pdl: bool) -> Tensor:
+    return _argmax(z, seed, position, tokens, hot.view(torch.uint8), True, pdl)
+
+
+def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor, noise: bool, pdl: bool) -> Tensor:
     rows, n = z.shape
     z = z.contiguous()
     chunks = triton.cdiv(n, CHUNK)
@@ -65,8 +76,8 @@ def gumbel_argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | No
     launch = {"launch_pdl": True} if pdl else {}
     ids = seed if tokens is None else tokens.expand(rows, n).contiguous()
     argmax_kernel[(rows, chunks)](
-        z, ids, seed, position, hot.view(torch.uint8), best, where, n, chunks,
-        TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, **launch,
+        z, ids, seed, position, hot, best, where, n, chunks,
+        NOISE=noise, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, **launch,
     )  # fmt: skip
     argmax_last_kernel[(rows,)](best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, **launch)
     return out

@@ -8,7 +8,7 @@ At these row counts the weights are the cost, so tiles of the same weight column
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -138,9 +138,12 @@ def _finish(
     tl.store(out + rows[:, None].to(tl.int64) * N + cols[None, :], acc.to(kind), mask=ok)
 
 
-def row_tile(rows: int) -> tuple[int, int | None]:
-    """(rows of a tile, warps). Two warps at 64 rows keep the compiler on the same matrix instruction as at 16 and 32."""
-    return (16, None) if rows <= 16 else (32, None) if rows <= 32 else (64, 2)
+def for_rows(tile: Tile, rows: int, gated: bool) -> tuple[int, Tile]:
+    """Rows of a tile, and the cut that fits them. Spans and the order within them stay as they are. Two warps at 64 rows keep
+    the compiler on the same matrix instruction as at 16 and 32."""
+    if rows <= 32:
+        return (16 if rows <= 16 else 32), tile
+    return 64, replace(tile, bn=min(tile.bn, 32 if gated else 64), bk=min(tile.bk, 64), warps=2)
 
 
 def skinny(
@@ -153,9 +156,9 @@ def skinny(
     if x.stride(1) != 1:
         x = x.contiguous()
     tile = tile or choose_tile(n, k, gated, w.element_size())
-    bm, warps = row_tile(rows)
     span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
     splits = triton.cdiv(k, span)
+    bm, tile = for_rows(tile, rows, gated)
     out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
     part = torch.empty((grid[0] * grid[1] * splits, bm, tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
@@ -164,7 +167,7 @@ def skinny(
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, splits, float(softcap or 0.0),
         BM=bm, BN=tile.bn, BK=tile.bk, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None,
         EVEN=k % tile.bk == 0, SPLIT=splits > 1, PREC="tf32x3" if x.dtype == torch.float32 else "tf32", PDL=pdl,
-        AHEAD=ahead if pdl and w.element_size() == 2 else 0, num_warps=warps or tile.warps, num_stages=tile.stages,
+        AHEAD=ahead if pdl and w.element_size() == 2 else 0, num_warps=tile.warps, num_stages=tile.stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

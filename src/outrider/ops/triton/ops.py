@@ -18,9 +18,9 @@ class TritonOps(ReferenceOps):
     name = "triton"
     row_invariant = True
 
-    def __init__(self, device: torch.device | str = "cuda", pdl: bool = False):
-        """pdl: programmatic dependent launch (Hopper on); off in Triton's interpreter."""
-        self.pdl = pdl
+    def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
+        """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
+        self.pdl = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
         self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
@@ -81,6 +81,9 @@ class TritonOps(ReferenceOps):
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(self, g: Tensor, centroids: Weight, rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
         return choose.cluster_scores(self.logits(g, centroids, None), g, rows, top, self.pdl)
+
+    def argmax(self, z: Tensor) -> Tensor:
+        return choose.argmax(z, self.pdl)
 
     def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
         return choose.gumbel_argmax(z, seed, position, tokens, hot, self.pdl)
