@@ -106,7 +106,7 @@ class FakeEngine:
             time.sleep(self.delay)
         if self.fail_steps:
             self.fail_steps -= 1
-            raise RuntimeError("made to fail; a secret prompt")
+            raise RuntimeError(f"made to fail on {[self.tokenizer.decode(r.request.prompt) for r in self.running.values()]}")
         events, self._events = self._events, []
         for run in list(self.running.values())[: self.batch]:
             events.append(self._advance(run))

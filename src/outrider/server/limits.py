@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, bad
@@ -68,30 +69,29 @@ class Guard:
         except ApiError as e:
             await e.response()(scope, receive, send)
             return
-        got, started = 0, False
+        got, refused = 0, False
 
         async def counted() -> Message:
-            nonlocal got
+            nonlocal got, refused
             message = await receive()
-            if message["type"] == "http.request":
-                got += len(message.get("body", b""))
-                if got > self._settings.max_body:  # a chunked body has no length to check beforehand
-                    raise self._too_large()
-            return message
+            got += len(message.get("body", b""))
+            refused = got > self._settings.max_body  # a chunked body has no length to check beforehand
+            return {"type": "http.disconnect"} if refused else message
 
         async def secured(message: Message) -> None:
-            nonlocal started
+            if refused:
+                return  # whatever the app makes of the cut body, the answer is ours
             if message["type"] == "http.response.start":
-                started = True
                 message["headers"] = [*message.get("headers", ()), *SECURITY_HEADERS]
             await send(message)
 
         try:
             await self.app(scope, counted, secured)
-        except ApiError as e:
-            if started:
+        except ClientDisconnect:
+            if not refused:
                 raise
-            await e.response()(scope, receive, send)
+        if refused:
+            await self._too_large().response()(scope, receive, send)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")

@@ -136,6 +136,9 @@ class Preparer:
         if len(prompts) * (body.n or 1) > self._settings.max_choices:
             raise bad(f"At most {self._settings.max_choices} answers a call (prompts times n).", "n")
         encoded = [self._encode(p, bos=True) if isinstance(p, str) else p for p in prompts]
+        for token in (t for ids in encoded for t in ids):
+            if token >= self._backend.vocab_size:
+                raise bad(f"Token id {token} is outside the vocabulary (0..{self._backend.vocab_size - 1}).", "prompt")
         longest = max(encoded, key=len)
         room = max(1, self._backend.max_context - len(longest))
         limit = body.max_tokens if body.max_tokens is not None else min(16, room)  # 16 is OpenAI's default

@@ -1,0 +1,478 @@
+"""The server through the official `openai` client, on an engine that says what a script says. Real sockets, real streaming."""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from outrider.engine.scheduler import Request
+from outrider.server.limits import Admission
+from outrider.server.settings import ServerSettings, public_name, read_keys
+from outrider.types import OutriderError
+from tests.server_fakes import FakeEngine, Served, tokenizer
+
+TOK = tokenizer()
+GEMMA = tokenizer(gemma=True)
+HI: list[Any] = [{"role": "user", "content": "hi"}]
+WEATHER: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}}
+]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(FakeEngine(TOK), TOK) as s:
+        yield s
+
+
+@pytest.fixture(autouse=True)
+def calm(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After every test nothing is left running."""
+    yield
+    if "served" in request.fixturenames:
+        request.getfixturevalue("served").settle()
+
+
+def text_of(chunks: Any) -> str:
+    return "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+
+
+# ---- answers
+
+
+def test_stream_and_whole_are_the_same_text(served: Served) -> None:
+    ask = dict(model="fake", messages=HI, seed=7)
+    whole = served.client().chat.completions.create(**ask)
+    stream = list(served.client().chat.completions.create(**ask, stream=True, stream_options={"include_usage": True}))
+    assert text_of(stream) == whole.choices[0].message.content and whole.choices[0].finish_reason == "stop"
+    assert stream[-1].choices == [] and stream[-1].usage == whole.usage
+    assert whole.usage.completion_tokens == len(TOK.encode(whole.choices[0].message.content)) + 1  # and the end token
+    assert stream[0].choices[0].delta.role == "assistant"
+    smooth = served.client().chat.completions.create(**ask, stream=True, extra_body={"outrider": {"stream_smoothing": True}})
+    pieces = list(smooth)
+    assert text_of(pieces) == whole.choices[0].message.content and len(pieces) > len(stream)
+
+
+def test_choices_have_their_own_seeds(served: Served) -> None:
+    three = served.client().chat.completions.create(model="fake", messages=HI, seed=7, n=3)
+    alone = [served.client().chat.completions.create(model="fake", messages=HI, seed=7 + i) for i in range(3)]
+    assert [c.message.content for c in three.choices] == [a.choices[0].message.content for a in alone]
+    assert len({c.message.content for c in three.choices}) == 3
+    streamed = {0: "", 1: "", 2: ""}
+    for chunk in served.client().chat.completions.create(model="fake", messages=HI, seed=7, n=3, stream=True):
+        streamed[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+    assert list(streamed.values()) == [c.message.content for c in three.choices]
+
+
+def test_parameters_reach_the_engine(served: Served) -> None:
+    served.client().chat.completions.create(
+        model="fake", messages=HI, temperature=0.3, top_p=0.9, presence_penalty=0.5, frequency_penalty=-0.5, max_completion_tokens=9, stop=["zz"],
+        logit_bias={"65": 5}, seed=-1, extra_body={"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True,
+                                                   "stop_token_ids": [9], "outrider": {"draft_tokens": 5}},
+    )  # fmt: skip
+    request = served.engine.seen[-1]
+    p = request.params
+    assert (p.temperature, p.top_p, p.presence_penalty, p.frequency_penalty, p.max_tokens, p.stop) == (0.3, 0.9, 0.5, -0.5, 9, ("zz",))
+    assert (p.logit_bias, p.top_k, p.min_p, p.repetition_penalty, p.min_tokens, p.ignore_eos) == ({65: 5.0}, 4, 0.1, 1.1, 2, True)
+    assert p.stop_token_ids == (9,) and request.draft_tokens == 5 and 0 <= p.seed < 2**63
+    served.client().chat.completions.create(model="fake", messages=HI)
+    assert served.engine.seen[-1].params.temperature == 1.0  # OpenAI's default
+    assert served.engine.seen[-1].params.max_tokens == 2048 - len(served.engine.seen[-1].prompt)
+
+
+def test_stop_strings_and_limits(served: Served) -> None:
+    whole = served.client().chat.completions.create(model="fake", messages=HI, seed=7).choices[0].message.content
+    stop = whole[5:9]
+    stopped = served.client().chat.completions.create(model="fake", messages=HI, seed=7, stop=stop)
+    assert stopped.choices[0].message.content == whole[: whole.index(stop)] and stopped.choices[0].finish_reason == "stop"
+    cut = served.client().chat.completions.create(model="fake", messages=HI, seed=7, max_tokens=3)
+    assert cut.choices[0].finish_reason == "length" and cut.usage.completion_tokens == 3
+
+
+def test_logprobs(served: Served) -> None:
+    answer = served.client().chat.completions.create(model="fake", messages=HI, seed=7, logprobs=True, top_logprobs=2, max_tokens=4)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == 4 and all(c.logprob == -0.5 and len(c.top_logprobs) == 2 for c in content)
+    assert b"".join(bytes(c.bytes) for c in content).decode("utf-8", "replace") == answer.choices[0].message.content
+    streamed = served.client().chat.completions.create(model="fake", messages=HI, seed=7, logprobs=True, max_tokens=4, stream=True)
+    assert sum(len(c.choices[0].logprobs.content) for c in streamed if c.choices[0].logprobs) == 4
+    legacy = served.client().completions.create(model="fake", prompt="x", logprobs=1, max_tokens=4)
+    assert len(legacy.choices[0].logprobs.token_logprobs) == 4 == len(legacy.choices[0].logprobs.text_offset)
+
+
+def test_completions(served: Served) -> None:
+    two = served.client().completions.create(model="fake", prompt=["abc", "de"], seed=3, echo=True, max_tokens=5)
+    assert [c.text[:3] for c in two.choices][0] == "abc" and two.choices[1].text.startswith("de") and two.usage.prompt_tokens == 5
+    ids = served.client().completions.create(model="fake", prompt=TOK.encode("abc"), seed=3, max_tokens=5)
+    assert "abc" + ids.choices[0].text == two.choices[0].text
+    stream = served.client().completions.create(model="fake", prompt="abc", seed=3, max_tokens=5, stream=True, echo=True)
+    assert "".join(c.choices[0].text for c in stream) == two.choices[0].text
+
+
+def test_statistics_only_on_request(served: Served) -> None:
+    client = served.client()
+    assert "outrider" not in client.chat.completions.create(model="fake", messages=HI).model_dump()
+    by_header = client.chat.completions.create(model="fake", messages=HI, seed=7, extra_headers={"X-Outrider-Stats": "1"}).model_dump()
+    stats = by_header["outrider"]
+    assert {"cycles", "drafted", "accepted", "by_position", "ttft_ms", "decode_tps", "tokens_per_cycle", "seed"} <= set(stats)
+    assert stats["accepted"] == sum(p["accepted"] for p in stats["by_position"]) and stats["seed"] == 7
+    assert stats["new_tokens"] == by_header["usage"]["completion_tokens"]
+    ask = dict(model="fake", messages=HI, seed=7, stream=True, extra_body={"outrider": {"stats": True, "token_kinds": True}})
+    chunks = [c.model_dump() for c in client.chat.completions.create(**ask)]
+    tokens = [t for c in chunks for t in c.get("outrider", {}).get("tokens", [])]
+    assert "".join(t[0] for t in tokens) == by_header["choices"][0]["message"]["content"]
+    assert len(tokens) == stats["new_tokens"] and {t[1] for t in tokens} <= {"accepted", "corrected", "bonus", "plain"}
+    assert chunks[-1]["outrider"]["cycles"] == stats["cycles"]
+    plain = client.chat.completions.create(
+        model="fake", messages=HI, extra_body={"outrider": {"stats": True, "draft_tokens": 0}}
+    ).model_dump()
+    assert plain["outrider"]["drafted"] == 0
+
+
+def test_routes_beside_the_answers(served: Served) -> None:
+    assert [m.id for m in served.client().models.list()] == ["fake"]
+    assert served.client().models.retrieve("fake").id == "fake"
+    with pytest.raises(openai.NotFoundError):
+        served.client().models.retrieve("../../etc/passwd")
+    http = httpx.Client(base_url=served.url)
+    assert http.get("/health").json()["status"] == "ok" and http.get("/version").json()["version"]
+    metrics = http.get("/metrics").text
+    assert 'outrider_http_requests_total{route="chat",status="200"}' in metrics and "outrider_accepted_at_total" in metrics
+    page = http.get("/")
+    assert page.status_code == 200 and "script-src" not in page.headers["content-security-policy"] and "http://" not in page.text
+    assert http.get("/page/app.js").status_code == 200 and http.get("/page/..%2Fapp.py").status_code == 404
+    assert http.get("/docs").status_code == 404 and http.get("/openapi.json").status_code == 200
+
+
+# ---- structured output, tools, thoughts
+
+
+def test_json_schema(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"colour": {"enum": ["red", "blue"]}, "n": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["colour", "n"],
+        "additionalProperties": False,
+    }
+    form: Any = {"type": "json_schema", "json_schema": {"name": "pick", "strict": True, "schema": schema}}
+    for seed in range(5):
+        answer = served.client().chat.completions.create(model="fake", messages=HI, seed=seed, response_format=form)
+        value = json.loads(answer.choices[0].message.content)
+        assert set(value) == {"colour", "n"} and answer.choices[0].finish_reason == "stop"
+    # a tokenizer of bytes and a random choice make long objects: only their beginning is checked
+    loose = served.client().chat.completions.create(
+        model="fake", messages=HI, seed=1, max_tokens=64, response_format={"type": "json_object"}
+    )
+    assert loose.choices[0].message.content.startswith("{")
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+@pytest.mark.parametrize("gemma", [False, True])
+def test_forced_tool_calls(choice: Any, gemma: bool) -> None:
+    tok = GEMMA if gemma else TOK
+    tools: list[Any] = [
+        {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}}},
+        {"type": "function", "function": {"name": "weather", "parameters": {
+            "type": "object", "properties": {"city": {"enum": ["Ulm", "Bonn"]}}, "required": ["city"], "additionalProperties": False}}},
+    ]  # fmt: skip
+    with Served(FakeEngine(tok), tok) as s:
+        for seed in range(3):
+            ask = dict(model="fake", messages=HI, tools=tools, tool_choice=choice, seed=seed, max_tokens=1000, parallel_tool_calls=False)
+            whole = s.client().chat.completions.create(**ask)
+            (call,) = whole.choices[0].message.tool_calls
+            assert whole.choices[0].finish_reason == "tool_calls" and whole.choices[0].message.content is None
+            if call.function.name == "weather":
+                assert json.loads(call.function.arguments)["city"] in ("Ulm", "Bonn")
+            else:
+                assert choice == "required"
+            name, arguments = "", ""
+            for chunk in s.client().chat.completions.create(**ask, stream=True):
+                for delta in chunk.choices[0].delta.tool_calls or []:
+                    name += delta.function.name or ""
+                    arguments += delta.function.arguments or ""
+            assert (name, arguments) == (call.function.name, call.function.arguments)
+
+
+def test_gemma_thoughts_and_calls_from_many_tokens_at_once() -> None:
+    text = '<|channel>thought\nLook it up.\n<channel|>I check.<|tool_call>call:weather{city:<|"|>Köln<|"|>}<tool_call|><|tool_response>'
+    answers = []
+    for draft in (0, 1, 3, 15):
+        with Served(FakeEngine(GEMMA, lambda r: text, draft=draft), GEMMA) as s:
+            stream = s.client().chat.completions.create(model="fake", messages=HI, tools=WEATHER, stream=True)
+            parts: dict[str, str] = {"reasoning": "", "content": "", "name": "", "arguments": ""}
+            for chunk in stream:
+                delta = chunk.choices[0].delta
+                parts["reasoning"] += getattr(delta, "reasoning_content", None) or ""
+                parts["content"] += delta.content or ""
+                for call in delta.tool_calls or []:
+                    parts["name"] += call.function.name or ""
+                    parts["arguments"] += call.function.arguments or ""
+                finish = chunk.choices[0].finish_reason or ""
+            answers.append((parts, finish))
+    want = {"reasoning": "Look it up.", "content": "I check.", "name": "weather", "arguments": '{"city":"Köln"}'}
+    assert answers == [(want, "tool_calls")] * 4
+
+
+def test_a_tool_conversation_is_rendered(served: Served) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
+    messages: list[Any] = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sun"},
+    ]
+    served.client().chat.completions.create(model="fake", messages=messages, tools=WEATHER)
+    prompt = TOK.decode(served.engine.seen[-1].prompt)
+    assert '<tool_call>[{"name": "weather", "arguments": {"city": "Ulm"}}]</tool_call>' in prompt
+    assert "<tool_response>sun</tool_response>" in prompt and '<tools>[{"name": "weather"' in prompt
+    served.client().chat.completions.create(model="fake", messages=HI, tools=WEATHER, tool_choice="none")
+    assert "<tools>" not in TOK.decode(served.engine.seen[-1].prompt)
+
+
+# ---- refusals
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "fake", "messages": HI, **fields}
+
+
+BAD: list[tuple[Any, int, str]] = [
+    (chat(foo=1), 400, "foo"),
+    (chat(audio={}), 400, "audio"),
+    (chat(outrider={"fast": True}), 400, "outrider.fast"),
+    (chat(temperature="hot"), 400, "temperature"),
+    (chat(temperature=-1), 400, "temperature"),
+    (chat(messages=[]), 400, "messages"),
+    (chat(messages=[{"role": "king", "content": "x"}]), 400, "messages[0].role"),
+    (chat(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]), 400, "messages[0].content[0]"),
+    (chat(messages=[{"role": "user", "content": "refuse"}]), 400, "chat template"),
+    (chat(messages=[{"role": "user"}]), 400, "content"),
+    (chat(n=17), 400, "n"),
+    (chat(max_tokens=10**6), 400, "max_tokens"),
+    (chat(max_tokens=0), 400, "max_tokens"),
+    (chat(messages=[{"role": "user", "content": "x" * 5000}]), 400, "5"),
+    (chat(logit_bias={"x": 1}), 400, "logit_bias"),
+    (chat(logit_bias={"99999": 1}), 400, "99999"),
+    (chat(top_logprobs=2), 400, "top_logprobs"),
+    (chat(stream_options={"include_usage": True}), 400, "stream_options"),
+    (chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}), 400, "response_format"),
+    (chat(response_format={"type": "json_object"}, tools=WEATHER), 400, "response_format"),
+    (chat(tool_choice={"type": "function", "function": {"name": "nope"}}, tools=WEATHER), 400, "nope"),
+    (chat(stop=["x"] * 17), 400, "stop"),
+    (chat(model="gpt-4"), 404, "model"),
+    (chat(model="/etc/passwd"), 404, "model"),
+    ({"model": "fake"}, 400, "messages"),
+    ([], 400, ""),
+    ("text", 400, ""),
+]
+
+
+@pytest.mark.parametrize("i", range(len(BAD)))
+def test_bad_requests_name_the_field(served: Served, i: int) -> None:
+    body, status, word = BAD[i]
+    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and word in f"{error['param']} {error['message']}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'{"\\ud800": 1}',
+        b'{"model": "fake", "messages": [{"role": "user", "content": "\\ud800"}]}',
+        b"\xff",
+        b"NaN",
+    ],
+)
+def test_broken_bodies_are_400(served: Served, body: bytes) -> None:
+    answer = httpx.post(f"{served.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("fields, word", [({"suffix": "x"}, "suffix"), ({"best_of": 2}, "best_of"), ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"),
+                                          ({"prompt": [999]}, "999"), ({"prompt": ["a"] * 17}, "16"), ({"echo": True, "logprobs": 1}, "echo")])  # fmt: skip
+def test_bad_completions(served: Served, fields: dict[str, Any], word: str) -> None:
+    answer = httpx.post(f"{served.url}/v1/completions", json={"model": "fake", "prompt": "x", **fields})
+    assert answer.status_code == 400 and word in answer.text
+
+
+def test_the_client_sees_its_own_exceptions(served: Served) -> None:
+    with pytest.raises(openai.BadRequestError, match="Unknown or unsupported field: 'foo'"):
+        served.client().chat.completions.create(model="fake", messages=HI, extra_body={"foo": 1})
+    with pytest.raises(openai.NotFoundError):
+        served.client().chat.completions.create(model="gpt-4", messages=HI)
+
+
+# ---- limits and safety
+
+
+def test_keys() -> None:
+    with Served(FakeEngine(TOK), TOK, api_keys=("alpha", "beta")) as s:
+        for key in ("alpha", "beta"):
+            assert s.client(key).chat.completions.create(model="fake", messages=HI)
+        for key in ("", "alph", "alphaa", "Alpha"):
+            with pytest.raises((openai.AuthenticationError, openai.APIConnectionError, httpx.LocalProtocolError)):
+                s.client(key or "x").chat.completions.create(model="fake", messages=HI)
+        http = httpx.Client(base_url=s.url)
+        assert [http.get(p).status_code for p in ("/health", "/version", "/", "/page/app.js", "/metrics", "/v1/models", "/openapi.json")] == [
+            200, 200, 200, 200, 401, 401, 401,
+        ]  # fmt: skip
+
+
+def test_foreign_hosts_and_origins(served: Served) -> None:
+    ask = lambda **headers: httpx.get(f"{served.url}/v1/models", headers=headers).status_code  # noqa: E731
+    assert ask(Host="evil.example") == 403 and ask(Origin="https://evil.example") == 403
+    assert ask(Host=f"localhost:{served.port}") == 200 and ask(Origin=served.url) == 200
+
+
+def test_body_limit_also_for_chunked_bodies() -> None:
+    with Served(FakeEngine(TOK), TOK, max_body=2000, max_prompt=100) as s:
+        url = f"{s.url}/v1/chat/completions"
+        assert httpx.post(url, json=chat(user="x" * 3000)).status_code == 413
+        chunks = (b"x" * 500 for _ in range(8))
+        assert httpx.post(url, content=chunks, headers={"Content-Type": "application/json"}).status_code == 413
+        long = httpx.post(url, json=chat(messages=[{"role": "user", "content": "x" * 200}]))
+        assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_full_is_429_with_retry_after() -> None:
+    with Served(FakeEngine(TOK, delay=0.05, batch=1), TOK, max_concurrent=1, max_queued=1) as s:
+        streams = [s.client().chat.completions.create(model="fake", messages=HI, stream=True) for _ in range(2)]
+        full = httpx.post(f"{s.url}/v1/chat/completions", json=chat())
+        assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1 and full.json()["error"]["type"] == "rate_limit_error"
+        too_many = httpx.post(f"{s.url}/v1/chat/completions", json=chat(n=3))
+        assert too_many.status_code == 400
+        assert all(text_of(stream) for stream in streams)
+        s.settle()
+        assert s.client().chat.completions.create(model="fake", messages=HI, max_tokens=2)
+
+
+def test_timeout_is_408_or_told_in_the_stream() -> None:
+    with Served(FakeEngine(TOK, delay=0.1, draft=0), TOK, timeout=0.5) as s:
+        slow = httpx.post(f"{s.url}/v1/chat/completions", json=chat(), timeout=20)
+        assert slow.status_code == 408 and slow.json()["error"]["type"] == "timeout_error"
+        with pytest.raises(openai.APIError, match="took longer"):
+            list(s.client().chat.completions.create(model="fake", messages=HI, stream=True))
+        s.settle()
+        assert len(s.engine.aborted) == 2
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_is_aborted_at_once(stream: bool) -> None:
+    engine = FakeEngine(TOK, lambda r: "long " * 300, delay=0.01, draft=0)
+    with Served(engine, TOK) as s:
+        body = json.dumps(chat(stream=stream)).encode()
+        with socket.create_connection(("127.0.0.1", s.port)) as raw:
+            raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
+            raw.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
+            deadline = time.monotonic() + 5
+            while not engine.metrics.cycles and time.monotonic() < deadline:
+                time.sleep(0.005)
+        left_at = engine.metrics.cycles
+        s.settle(2.0)
+        assert len(engine.aborted) == 1 and engine.metrics.cycles - left_at < 50  # of 1500
+
+
+def test_a_failing_step_fails_its_requests_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    with Served(FakeEngine(TOK, delay=0.01), TOK) as s:
+        s.engine.fail_steps = 1
+        with pytest.raises(openai.InternalServerError, match="engine failed"), caplog.at_level(logging.INFO):
+            s.client().chat.completions.create(model="fake", messages=[{"role": "user", "content": "my secret"}])
+        assert "secret" not in caplog.text and "RuntimeError" in caplog.text
+        assert s.client().chat.completions.create(model="fake", messages=HI)
+        stream = s.client().chat.completions.create(model="fake", messages=HI, stream=True)
+        next(iter(stream))
+        s.engine.fail_steps = 1
+        with pytest.raises(openai.APIError, match="engine failed"):
+            list(stream)
+        assert httpx.get(f"{s.url}/health").status_code == 200
+        for _ in range(3):
+            s.settle()
+            s.engine.fail_steps = 1
+            assert httpx.post(f"{s.url}/v1/chat/completions", json=chat()).status_code == 500
+        assert httpx.get(f"{s.url}/health").status_code == 503
+        assert httpx.post(f"{s.url}/v1/chat/completions", json=chat()).status_code == 500
+
+
+def test_logs_hold_no_prompt_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
+    secret: list[Any] = [{"role": "user", "content": "attack at dawn"}]
+    for log_prompts in (False, True):
+        caplog.clear()
+        with Served(FakeEngine(TOK), TOK, log_prompts=log_prompts) as s, caplog.at_level(logging.DEBUG, "outrider"):
+            s.client().chat.completions.create(model="fake", messages=secret)
+            httpx.post(f"{s.url}/v1/chat/completions", json=chat(messages=secret, foo="attack at dawn"))
+        assert ("attack at dawn" in "".join(r.getMessage() for r in caplog.records if r.name.startswith("outrider"))) is log_prompts
+
+
+def test_shutdown_lets_streams_finish_then_ends_them() -> None:
+    for grace, whole in ((5.0, True), (0.2, False)):
+        s = Served(FakeEngine(TOK, lambda r: "word " * 20, delay=0.02, draft=0), TOK, shutdown_grace=grace)
+        got: list[str] = []
+        errors: list[Exception] = []
+        with s:
+
+            def read(s: Served = s, got: list[str] = got, errors: list[Exception] = errors) -> None:
+                try:
+                    got.append(text_of(s.client().chat.completions.create(model="fake", messages=HI, stream=True)))
+                except openai.APIError as e:
+                    errors.append(e)
+
+            reader = threading.Thread(target=read)
+            reader.start()
+            while not s.engine.metrics.cycles:
+                time.sleep(0.01)
+        reader.join(10)
+        assert (got == ["word " * 20]) is whole
+        assert bool(errors) is not whole and (whole or "shutting down" in str(errors[0]))
+
+
+def test_a_request_refused_by_the_engine_is_400(served: Served) -> None:
+    def refuse(request: Request) -> None:
+        raise OutriderError("no room for this one")
+
+    served.engine.submit = refuse
+    try:
+        answer = httpx.post(f"{served.url}/v1/chat/completions", json=chat(stream=True))
+        assert answer.status_code == 400 and "no room" in answer.text
+    finally:
+        del served.engine.submit
+
+
+# ---- settings
+
+
+def test_settings() -> None:
+    with pytest.raises(OutriderError, match="--port"):
+        ServerSettings("m", port=70000)
+    with pytest.raises(OutriderError, match="printable ASCII"):
+        ServerSettings("m", api_keys=("a b",))
+    assert public_name("/home/me/models/gemma") == "gemma" and public_name("google/gemma-4-E2B-it") == "google/gemma-4-E2B-it"
+
+
+def test_key_files(tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# mine\nalpha\n\n beta \n")
+    assert read_keys("own", file) == ("own", "alpha", "beta")
+    file.write_text("# none\n")
+    with pytest.raises(OutriderError, match="holds no API key"):
+        read_keys(None, file)
+
+
+def test_admission_counts_what_leaves() -> None:
+    admission = Admission(ServerSettings("m", max_concurrent=1, max_queued=1))
+    with pytest.raises(ValueError), admission.enter(2):
+        assert admission.in_flight == 2
+        raise ValueError
+    assert admission.in_flight == 0

@@ -1,0 +1,112 @@
+"""Masks that advance along a draft. Catches: a draft followed past where it leaves the grammar, a matcher left advanced after
+masks(), an end token refused or anything else allowed when the text is complete."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.engine.grammar import GrammarCompiler
+from outrider.types import OutriderError
+from tests.server_fakes import VOCAB, tokenizer
+
+TOK = tokenizer()
+COMPILER = GrammarCompiler(TOK.json, VOCAB, TOK.eos_ids)
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"enum": ["x", "yy"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["a", "n"],
+    "additionalProperties": False,
+}
+
+
+def allowed(row: np.ndarray) -> set[str]:
+    return {TOK.token_bytes(int(i)).decode() for i in np.nonzero(row)[0]}
+
+
+def test_a_draft_is_cut_where_it_leaves_the_grammar() -> None:
+    matcher = COMPILER.json_schema(SCHEMA).matcher()
+    drafts = TOK.encode('{"a":"z"}')
+    rows, valid = matcher.masks(drafts)
+    assert rows.shape == (len(drafts) + 1, VOCAB) and rows.dtype == bool
+    assert valid == len('{"a":"')
+    assert allowed(rows[0]) == {"{"} and allowed(rows[valid]) == {"x", "y"}
+    assert rows[valid + 1 :].all()  # not reachable
+
+
+def test_masks_leave_the_matcher_where_it_was() -> None:
+    matcher = COMPILER.json_schema(SCHEMA).matcher()
+    matcher.advance(TOK.encode('{"a":'))
+    before, _ = matcher.masks([])
+    matcher.masks([*TOK.encode('"x","n":7}'), *TOK.eos_ids])
+    matcher.masks(TOK.encode("nonsense"))
+    after, _ = matcher.masks([])
+    assert (before == after).all()
+    matcher.advance(TOK.encode('"yy","n":12}'))
+    assert matcher.done
+
+
+def test_a_complete_text_allows_end_tokens_only() -> None:
+    matcher = COMPILER.json_schema(SCHEMA).matcher()
+    matcher.advance(TOK.encode('{"a":"x","n":7}'))
+    rows, valid = matcher.masks([TOK.eos_ids[1], 50])
+    assert set(np.nonzero(rows[0])[0]) == set(TOK.eos_ids) and valid == 1
+    matcher.advance([TOK.eos_ids[1]])
+
+
+def test_white_space_is_bounded() -> None:
+    matcher = COMPILER.json_object().matcher()
+    assert matcher.masks(TOK.encode("{   "))[1] == 2  # one blank, not three
+
+
+def test_advancing_outside_the_grammar_raises() -> None:
+    with pytest.raises(OutriderError, match="outside the grammar"):
+        COMPILER.json_object().matcher().advance(TOK.encode("x"))
+
+
+@pytest.mark.parametrize("schema", [{"not": {}}, {"type": "strin"}, {"$ref": "http://x/y"}, {"type": "string", "pattern": "(?=a)"}])
+def test_schemas_that_cannot_be_enforced_are_refused(schema: dict[str, object]) -> None:
+    with pytest.raises(OutriderError, match="can't be compiled"):
+        COMPILER.json_schema(schema)
+
+
+def test_regex_and_cache() -> None:
+    assert COMPILER.regex("ab+") is COMPILER.regex("ab+")
+    matcher = COMPILER.regex("ab{1,2}").matcher()
+    assert matcher.masks(TOK.encode("abbb"))[1] == 3
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), width=st.integers(0, 5))
+def test_masked_choice_with_drafts_is_masked_choice_without(seed: int, width: int) -> None:
+    """Whatever is drafted, choosing under the masks gives the text that choosing one token at a time gives, and it is valid."""
+    rng = np.random.default_rng(seed)
+    prefer = rng.permutation(VOCAB)
+
+    def choose(row: np.ndarray) -> int:
+        return int(prefer[np.nonzero(row[prefer])[0][0]])
+
+    grammar = COMPILER.json_schema(SCHEMA)
+    plain, matcher = [], grammar.matcher()
+    while not plain or plain[-1] not in TOK.eos_ids:
+        plain.append(choose(matcher.masks([])[0][0]))
+        matcher.advance(plain[-1:])
+    drafted, matcher = [], grammar.matcher()
+    while not drafted or drafted[-1] not in TOK.eos_ids:
+        at = len(drafted)
+        drafts = [t if rng.random() < 0.8 else int(rng.integers(VOCAB)) for t in plain[at : at + width]]
+        rows, _ = matcher.masks(drafts)
+        step: list[int] = []
+        for j in range(len(drafts) + 1):
+            step.append(choose(rows[j]))
+            if step[-1] in TOK.eos_ids or j == len(drafts) or step[-1] != drafts[j]:
+                break
+        matcher.advance(step)
+        drafted += step
+    assert drafted == plain
+    value = json.loads(TOK.decode(plain))
+    assert value["a"] in ("x", "yy") and 0 <= value["n"] <= 99

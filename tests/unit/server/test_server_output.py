@@ -1,0 +1,181 @@
+"""Thoughts and tool calls, case by case (the cutting of the text is tested in tests/property/test_output_chunking.py)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from outrider.engine.grammar import GrammarCompiler
+from outrider.server.output import Chain, Parser, Part, join
+from outrider.server.reasoning import GEMMA4_CHANNEL, THINK_TAGS, Thoughts
+from outrider.server.tool_grammar import gemma_calls, json_calls
+from outrider.server.tools import GemmaCalls, JsonCalls
+from outrider.types import OutriderError
+from tests.server_fakes import VOCAB, tokenizer
+
+
+def run(parser: Parser, text: str, complete: bool = True) -> list[tuple[str, str]]:
+    return [(p.kind, p.text) for p in join([*parser.feed(text), *parser.finish(complete)])]
+
+
+def calls(parser: Parser, text: str) -> list[tuple[str, object]]:
+    out: list[list[str]] = []
+    for part in [*parser.feed(text), *parser.finish(True)]:
+        if part.kind == "call":
+            out.append([part.text, ""])
+        elif part.kind == "args":
+            out[part.index][1] += part.text
+    return [(name, json.loads(args)) for name, args in out]
+
+
+THOUGHTS = {
+    "think tags": (THINK_TAGS, "", "<think>\nhm\n</think>\n\nYes.", [("reasoning", "hm"), ("content", "Yes.")]),
+    "opened by the template": (THINK_TAGS, "<think>\n", "hm</think>Yes.", [("reasoning", "hm"), ("content", "Yes.")]),
+    "only at the start": (THINK_TAGS, "", "Yes <think>no</think>", [("content", "Yes <think>no</think>")]),
+    "never closed": (THINK_TAGS, "", "<think>hm, a <", [("reasoning", "hm, a <")]),
+    "no thoughts keep their blanks": (THINK_TAGS, "", " \n Yes. ", [("content", " \n Yes. ")]),
+    "channel": (GEMMA4_CHANNEL, "", "<|channel>thought\nhm\n<channel|>Yes.", [("reasoning", "hm"), ("content", "Yes.")]),
+    "empty channel": (GEMMA4_CHANNEL, "", "<|channel>thought\n<channel|>Yes.", [("content", "Yes.")]),
+    "channel later": (GEMMA4_CHANNEL, "", "A <|channel>thought\nb<channel|> c", [("content", "A "), ("reasoning", "b"), ("content", "c")]),
+    "a call ends the channel": (
+        GEMMA4_CHANNEL, "", "<|channel>thought\nhm<|tool_call>x", [("reasoning", "hm"), ("content", "<|tool_call>x")],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_thoughts(name: str) -> None:
+    form, prompt, text, want = THOUGHTS[name]
+    assert run(Thoughts(form, prompt), text) == want
+
+
+GEMMA = {
+    "all kinds of values": (
+        'call:f{s:<|"|>a "b" \\ {c}, [d]\n<|"|>,n:-1.5e3,i:7,t:true,z:null,l:[1,<|"|>x<|"|>,[]],o:{k:{}}}',
+        {"s": 'a "b" \\ {c}, [d]\n', "n": -1500.0, "i": 7, "t": True, "z": None, "l": [1, "x", []], "o": {"k": {}}},
+    ),
+    "no arguments": ("call:f{}", {}),
+    "blanks": ('call: f { a : 1 , b : <|"|>x<|"|> }', {"a": 1, "b": "x"}),
+    "python's words and bare strings": ("call:f{a:None,b:True,c:Paris,d:007}", {"a": None, "b": True, "c": "Paris", "d": "007"}),
+    "quoted keys and JSON strings": ('call:f{<|"|>a<|"|>:1,"b":"x\\n\\"y"}', {"a": 1, "b": 'x\n"y'}),
+    "braces left open": ("call:f{a:[1,2", {"a": [1, 2]}),
+    "a closing tag inside a string": ('call:f{a:<|"|><tool_call|><|"|>}', {"a": "<tool_call|>"}),
+}
+
+
+@pytest.mark.parametrize("name", GEMMA)
+def test_gemma_arguments_become_json(name: str) -> None:
+    text, want = GEMMA[name]
+    assert calls(GemmaCalls(), f"<|tool_call>{text}<tool_call|>") == [("f", want)]
+
+
+def test_gemma_calls_among_text() -> None:
+    text = "Let me look.\n<|tool_call>call:f{a:1}<tool_call|>\n<|tool_call>call:g{}<tool_call|>"
+    assert run(GemmaCalls(), text) == [("content", "Let me look."), ("call", "f"), ("args", '{"a":1}'), ("call", "g"), ("args", "{}")]
+
+
+JSON = {
+    "an object": '{"name": "f", "arguments": {"a": "}"}}',
+    "a list": '\n[{"name": "f", "arguments": {"a": "}"}}]\n',
+    "parameters first": '{"parameters": {"a": "}"}, "id": 3, "name": "f"}',
+    "arguments as a string": '{"name": "f", "arguments": "{\\"a\\": \\"}\\"}"}',
+}
+
+
+@pytest.mark.parametrize("name", JSON)
+def test_json_calls(name: str) -> None:
+    assert calls(JsonCalls(), f"<tool_call>{JSON[name]}</tool_call>") == [("f", {"a": "}"})]
+
+
+@pytest.mark.parametrize(
+    "parser, text",
+    [
+        (JsonCalls, "<tool_call>no call</tool_call> and more"),
+        (JsonCalls, '<tool_call>{"arguments": {}}</tool_call>'),
+        (JsonCalls, '<tool_call>{"name": "not a name!"}</tool_call>'),
+        (JsonCalls, "5 <tool_call"),
+        (GemmaCalls, "<|tool_call>not a call<tool_call|> and more"),
+        (GemmaCalls, "<|tool_call>call:f"),
+        (GemmaCalls, "  "),
+    ],
+)
+def test_what_is_no_call_is_given_back(parser: type[JsonCalls], text: str) -> None:
+    assert run(parser(), text) == [("content", text)]
+
+
+def test_an_empty_list_means_no_call() -> None:
+    assert run(JsonCalls(), "<tool_call>[]</tool_call>") == []
+
+
+def test_a_call_cut_by_the_limit_stays_cut() -> None:
+    assert run(JsonCalls(), '<tool_call>{"name": "f", "arguments": {"a": "b', complete=False)[-1] == ("args", '{"a": "b')
+    assert calls(JsonCalls(), '<tool_call>{"name": "f", "arguments": {"a": ["b') == [("f", {"a": ["b"]})]
+
+
+def test_thoughts_then_calls() -> None:
+    parser = Chain(Thoughts(GEMMA4_CHANNEL), GemmaCalls())
+    parts = run(parser, "<|channel>thought\nuse f<|tool_call>call:f{}<tool_call|>")
+    assert parts == [("reasoning", "use f"), ("call", "f"), ("args", "{}")] and parser.calls == 1
+
+
+def test_parts_join() -> None:
+    assert join([Part("args", "a"), Part("args", "b"), Part("args", "c", 1)]) == [Part("args", "ab"), Part("args", "c", 1)]
+
+
+# ---- forced calls
+
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 4},
+        "unit": {"enum": ["C", "F", None, 3]},
+        "days": {"type": "array", "items": {"$ref": "#/$defs/day"}, "minItems": 1, "maxItems": 2},
+        "deep": {"type": "object", "properties": {"x": {"type": ["integer", "null"]}}},
+    },
+    "required": ["unit"],
+    "additionalProperties": False,
+    "$defs": {"day": {"type": "integer"}},
+}
+
+
+def accepts(grammar: str, text: str, gemma: bool) -> bool:
+    tok = tokenizer(gemma)
+    matcher = GrammarCompiler(tok.json, VOCAB, tok.eos_ids).lark(grammar).matcher()
+    ids = tok.encode(text)
+    return matcher.masks(ids)[1] == len(ids) and bool(matcher.masks(ids)[0][-1][tok.eos_ids[0]])
+
+
+@pytest.mark.parametrize(
+    "arguments, good",
+    [
+        ("{unit:3}", True),
+        ('{city:<|"|>Ulm<|"|>,unit:<|"|>C<|"|>,days:[1,2],deep:{x:null}}', True),
+        ("{unit:null,deep:{}}", True),
+        ("{}", False),
+        ('{unit:<|"|>K<|"|>}', False),
+        ("{unit:3,days:[]}", False),
+        ("{unit:3,days:[1,2,3]}", False),
+        ('{city:<|"|>London<|"|>,unit:3}', False),
+        ("{unit:3,other:1}", False),
+    ],
+)
+def test_forced_gemma_calls_follow_the_schema(arguments: str, good: bool) -> None:
+    tok = tokenizer(gemma=True)
+    grammar = gemma_calls([("f", PARAMETERS), ("g", {"type": "object"})], 2, lambda t: tok.encode(t)[0])
+    assert accepts(grammar, f"<|tool_call>call:f{arguments}<tool_call|>", True) is good
+
+
+def test_forced_json_calls_follow_the_schema() -> None:
+    grammar = json_calls([("f", PARAMETERS), ("g", {"type": "object"})], 1)
+    assert accepts(grammar, '<tool_call>[{"name":"f","arguments":{"unit":"C","days":[1]}}]</tool_call>', False)
+    assert not accepts(grammar, '<tool_call>[{"name":"f","arguments":{"unit":"K"}}]</tool_call>', False)
+    assert not accepts(grammar, '<tool_call>[{"name":"h","arguments":{}}]</tool_call>', False)
+    assert not accepts(grammar, '<tool_call>[{"name":"g","arguments":{}},{"name":"g","arguments":{}}]</tool_call>', False)
+
+
+def test_forced_calls_refuse_what_they_cannot_enforce() -> None:
+    with pytest.raises(OutriderError, match="'not' is not supported"):
+        gemma_calls([("f", {"properties": {"a": {"not": {}}}})], 1, lambda t: 1)
+    with pytest.raises(OutriderError, match="points nowhere"):
+        gemma_calls([("f", {"properties": {"a": {"$ref": "#/nope"}}})], 1, lambda t: 1)
