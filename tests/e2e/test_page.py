@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.server_fakes import FakeEngine, Served, tokenizer
 
 from outrider.engine.scheduler import Request
-from tests.server_fakes import FakeEngine, Served, tokenizer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 expect = sync_api.expect

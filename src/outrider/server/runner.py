@@ -176,7 +176,7 @@ class Runner:
         except Exception as e:
             self._fail(e)
             return
-        if any(e.finish_reason not in (None, "error") for e in events):
+        if any(e.finish_reason in ("stop", "length") for e in events):
             self._failures = 0
         out: list[tuple[str, Item]] = [(e.id, e) for e in events]
         for i, event in enumerate(events):

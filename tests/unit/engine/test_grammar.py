@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.server_fakes import VOCAB, tokenizer
 
 from outrider.engine.grammar import GrammarCompiler
 from outrider.types import OutriderError
-from tests.server_fakes import VOCAB, tokenizer
 
 TOK = tokenizer()
 COMPILER = GrammarCompiler(TOK.json, VOCAB, TOK.eos_ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.server_fakes import VOCAB, tokenizer
 
 from outrider.engine.grammar import GrammarCompiler
 from outrider.server.output import Chain, Parser, Part, join
@@ -12,7 +13,6 @@ from outrider.server.reasoning import GEMMA4_CHANNEL, THINK_TAGS, Thoughts
 from outrider.server.tool_grammar import gemma_calls, json_calls
 from outrider.server.tools import GemmaCalls, JsonCalls
 from outrider.types import OutriderError
-from tests.server_fakes import VOCAB, tokenizer
 
 
 def run(parser: Parser, text: str, complete: bool = True) -> list[tuple[str, str]]:
