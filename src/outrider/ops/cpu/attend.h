@@ -8,7 +8,7 @@
 #include "pool.h"
 #include "rows.h"
 
-#define CHUNK 256
+#define CHUNK 128
 #define MAX_QUERIES 32 /* of one unit of work: rows × query heads that share a K/V head */
 
 typedef struct {
@@ -61,7 +61,12 @@ static void rope_write_head(const Spec *s, const Batch *b, int row, int h, float
 /* ---- units of work ---- */
 typedef struct { int32_t seq, row, count; } RowBlock; /* `count` rows of one sequence from `row` */
 
-INLINE int block_rows(const Spec *s) { int n = 24 / (s->heads / s->kv_heads); return n < 1 ? 1 : n; }
+/* Rows of a unit: many share the loading of keys, but there should be work for everyone. */
+INLINE int block_rows(const Spec *s, const Batch *b, int members) {
+    int most = 24 / (s->heads / s->kv_heads), wanted = b->rows * s->kv_heads / (2 * members);
+    if (wanted < most) most = wanted;
+    return most < 1 ? 1 : most;
+}
 static int count_blocks(const Batch *b, int per) {
     int n = 0;
     for (int i = 0; i < b->seqs; i++) n += (b->row_start[i + 1] - b->row_start[i] + per - 1) / per;
@@ -84,31 +89,71 @@ INLINE int padded(int dim) { return (dim + LANES - 1) & ~(LANES - 1); }
 INLINE size_t part_floats(const Spec *s) { return (size_t)padded(s->dim) + LANES; } /* maximum, sum, (pad), weighted values */
 INLINE size_t attend_scratch(int dim) { return ((size_t)MAX_QUERIES * CHUNK + (size_t)LANES * padded(dim)) * sizeof(float); }
 
-/* Sixteen keys (or values) from position j0, as floats: out[16][padded dim]. Outside first..last stands any finite one:
- * its weight is 0. */
-INLINE void load_tile(const Spec *s, const Batch *b, int seq, int head, const void *base, int64_t j0, int64_t first, int64_t last, int dtype, float *out) {
-    const long start = kv_offset(s, b, seq, j0, head);
-    const int together = b->page_size % LANES == 0, dim = s->dim, wide = padded(dim); /* together: a tile never straddles pages */
+/* Where sixteen keys (or values) from position j0 begin, in elements. Outside first..last stands a neighbour that is
+ * finite: its weight is 0. */
+INLINE void tile_rows(const Spec *s, int dim, const Batch *b, int seq, int head, int64_t j0, int64_t first, int64_t last, long *row) {
+    const int together = b->page_size % LANES == 0; /* a tile never straddles pages */
+    const long start = together ? kv_offset(s, b, seq, j0, head) : 0;
     for (int i = 0; i < LANES; i++) {
         int64_t j = j0 + i < first ? first : j0 + i <= last ? j0 + i : last;
-        long at = together ? start + (j - j0) * dim : kv_offset(s, b, seq, j, head);
-        float *o = out + (long)i * wide;
-        int d = 0;
-        for (; d + LANES <= dim; d += LANES) vf_store(o + d, vf_any(base, at + d, dtype));
-        for (; d < wide; d++) o[d] = d < dim ? one_any(base, at + d, dtype) : 0.0f;
+        row[i] = together ? start + (j - j0) * dim : kv_offset(s, b, seq, j, head);
     }
 }
+INLINE vf load_piece(const void *base, long row, int d, int dim, int dtype) { /* sixteen of a row's values from d, zeros past its end */
+    if (d + LANES <= dim) return vf_any(base, row + d, dtype);
+    float t[LANES] = {0};
+    for (int i = d; i < dim; i++) t[i - d] = one_any(base, row + i, dtype);
+    return vf_load(t);
+}
+/* Ask for the sixteen rows of a later tile: the cache is larger than the caches, its pages lie anywhere. */
+INLINE void fetch_tile(const Spec *s, int dim, const Batch *b, int seq, int head, const void *base, int64_t j0, int dtype) {
+    if (b->page_size % LANES) return;
+    const int item = dtype == DT_F32 ? 4 : 2;
+    const char *p = (const char *)base + kv_offset(s, b, seq, j0, head) * item;
+    for (int i = 0; i < LANES * dim * item; i += 64) __builtin_prefetch(p + i);
+}
 
-#if ISA_AVX512
-#define KEYS_AT_ONCE 16
-#else
-#define KEYS_AT_ONCE 4
-#endif
+/* scores of 16 keys for Q queries: tile is [dim][16] */
+INLINE void score_keys(int Q, const float *const *x, const float *tile, int dim, vf scale, float *const *out) {
+    vf even[4], odd[4];
+    for (int i = 0; i < Q; i++) even[i] = odd[i] = vf_set(0.0f);
+    for (int d = 0; d < dim; d += 2) {
+        vf k0 = vf_load(tile + (long)d * LANES), k1 = vf_load(tile + (long)(d + 1) * LANES);
+        for (int i = 0; i < Q; i++) {
+            even[i] = vf_fma(vf_set(x[i][d]), k0, even[i]);
+            odd[i] = vf_fma(vf_set(x[i][d + 1]), k1, odd[i]);
+        }
+    }
+    for (int i = 0; i < Q; i++) vf_store(out[i], vf_mul(vf_add(even[i], odd[i]), scale));
+}
+/* out += Σ weight·value over 16 values, in ascending order, for Q queries: tile is [16][wide] */
+INLINE void mix_values(int Q, const float *const *w, const float *tile, int wide, float *const *out) {
+    int d = 0;
+    for (; d + 64 <= wide; d += 64) {
+        vf a[2][4];
+        for (int i = 0; i < Q; i++) for (int c = 0; c < 4; c++) a[i][c] = vf_load(out[i] + d + 16 * c);
+        for (int k = 0; k < LANES; k++) {
+            const float *v = tile + (long)k * wide + d;
+            for (int i = 0; i < Q; i++) {
+                vf e = vf_set(w[i][k]);
+                for (int c = 0; c < 4; c++) a[i][c] = vf_fma(e, vf_load(v + 16 * c), a[i][c]);
+            }
+        }
+        for (int i = 0; i < Q; i++) for (int c = 0; c < 4; c++) vf_store(out[i] + d + 16 * c, a[i][c]);
+    }
+    for (; d < wide; d += LANES)
+        for (int i = 0; i < Q; i++) {
+            vf a = vf_load(out[i] + d);
+            for (int k = 0; k < LANES; k++) a = vf_fma(vf_set(w[i][k]), vf_load(tile + (long)k * wide + d), a);
+            vf_store(out[i] + d, a);
+        }
+}
 
 /* One chunk of keys for the queries of a row block and a K/V head: part[(row, head)][maximum, sum, values]. */
-INLINE void attend_typed(int dtype, const Spec *s, const Batch *b, RowBlock r, int head, int chunk, const float *q, long ldq,
+INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowBlock r, int head, int chunk, const float *q, long ldq,
                          float *part, long part_step, float *scratch) {
-    const int per = s->heads / s->kv_heads, nq = r.count * per, dim = s->dim, wide = padded(dim);
+    const int per = s->heads / s->kv_heads, nq = r.count * per, wide = padded(dim);
+    const void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
     float *scores = scratch, *tile = scratch + (long)MAX_QUERIES * CHUNK;
     int64_t lo[MAX_QUERIES], hi[MAX_QUERIES], from = INT64_MAX, to = -1; /* visible keys of each query within the chunk */
     for (int i = 0; i < nq; i++) {
@@ -119,88 +164,104 @@ INLINE void attend_typed(int dtype, const Spec *s, const Batch *b, RowBlock r, i
         if (lo[i] <= hi[i]) { from = lo[i] < from ? lo[i] : from; to = hi[i] > to ? hi[i] : to; }
     }
     const vf none = vf_set(-INFINITY), scale = vf_set(s->scale);
+    long row[LANES];
     for (int64_t j0 = from & ~15L; j0 <= to; j0 += LANES) {
-        load_tile(s, b, r.seq, head, b->keys[s->kv_layer], j0, from, to, dtype, tile);
+        tile_rows(s, dim, b, r.seq, head, j0, from, to, row);
+        fetch_tile(s, dim, b, r.seq, head, values, j0, dtype);
+        if (j0 + LANES <= to) fetch_tile(s, dim, b, r.seq, head, keys, j0 + LANES, dtype);
+        for (int d = 0; d < wide; d += LANES) {
+            vf t[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) t[i] = load_piece(keys, row[i], d, dim, dtype);
+            vf_transpose(t);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) vf_store(tile + (long)(d + i) * LANES, t[i]);
+        }
         const int c = (int)(j0 % CHUNK);
-        for (int i = 0; i < nq; i++) {
-            float *out = scores + (long)i * CHUNK + c;
-            if (j0 + LANES <= lo[i] || j0 > hi[i]) { vf_store(out, none); continue; }
-            const float *x = q + (long)(r.row + i / per) * ldq + (long)(head * per + i % per) * dim;
-            vf sums[LANES];
-            for (int k0 = 0; k0 < LANES; k0 += KEYS_AT_ONCE) {
-                vf acc[KEYS_AT_ONCE];
-                for (int k = 0; k < KEYS_AT_ONCE; k++) acc[k] = vf_set(0.0f);
-                for (int d = 0; d < dim; d += LANES) {
-                    vf xv = vf_load_n(x + d, dim - d);
-                    for (int k = 0; k < KEYS_AT_ONCE; k++) acc[k] = vf_fma(xv, vf_load(tile + (long)(k0 + k) * wide + d), acc[k]);
-                }
-                for (int k = 0; k < KEYS_AT_ONCE; k++) sums[k0 + k] = acc[k];
+        const float *x[4];
+        float *out[4];
+        int have = 0, of[4];
+        for (int i = 0; i <= nq; i++) {
+            if (i < nq) {
+                if (j0 + LANES <= lo[i] || j0 > hi[i]) { vf_store(scores + (long)i * CHUNK + c, none); continue; }
+                x[have] = q + (long)(r.row + i / per) * ldq + (long)(head * per + i % per) * dim;
+                out[have] = scores + (long)i * CHUNK + c;
+                of[have++] = i;
+                if (have < 4) continue;
             }
-            vf_store(out, vf_mul(vf_sum16(sums), scale));
-            if (j0 < lo[i] || j0 + LANES - 1 > hi[i])
-                for (int k = 0; k < LANES; k++)
-                    if (j0 + k < lo[i] || j0 + k > hi[i]) out[k] = -INFINITY;
+            if (have == 4) score_keys(4, x, tile, dim, scale, out);
+            else if (have == 3) score_keys(3, x, tile, dim, scale, out);
+            else if (have == 2) score_keys(2, x, tile, dim, scale, out);
+            else if (have == 1) score_keys(1, x, tile, dim, scale, out);
+            for (int j = 0; j < have; j++)
+                if (j0 < lo[of[j]] || j0 + LANES - 1 > hi[of[j]])
+                    for (int k = 0; k < LANES; k++)
+                        if (j0 + k < lo[of[j]] || j0 + k > hi[of[j]]) out[j][k] = -INFINITY;
+            have = 0;
         }
     }
     for (int i = 0; i < nq; i++) {
         float *p = part + (long)i * part_step;
         for (int d = 0; d < wide + LANES; d += LANES) vf_store(p + d, vf_set(0.0f));
         if (lo[i] > hi[i]) { p[0] = -INFINITY; continue; }
-        float *row = scores + (long)i * CHUNK;
+        float *z = scores + (long)i * CHUNK;
         vf top = none, sum = vf_set(0.0f);
-        const int a = (int)((lo[i] & ~15L) % CHUNK), z = (int)(hi[i] % CHUNK);
-        for (int c = a; c <= z; c += LANES) top = vf_max(top, vf_load(row + c));
+        const int first = (int)((lo[i] & ~15L) % CHUNK), last = (int)(hi[i] % CHUNK);
+        for (int c = first; c <= last; c += LANES) top = vf_max(top, vf_load(z + c));
         p[0] = vf_hmax(top);
         top = vf_set(p[0]);
-        for (int c = a; c <= z; c += LANES) {
-            vf e = vf_exp(vf_sub(vf_load(row + c), top));
+        for (int c = first; c <= last; c += LANES) {
+            vf e = vf_exp(vf_sub(vf_load(z + c), top));
             sum = vf_add(sum, e);
-            vf_store(row + c, e);
+            vf_store(z + c, e);
         }
         p[1] = vf_sum(sum);
     }
     for (int64_t j0 = from & ~15L; j0 <= to; j0 += LANES) {
-        load_tile(s, b, r.seq, head, b->values[s->kv_layer], j0, from, to, dtype, tile);
+        tile_rows(s, dim, b, r.seq, head, j0, from, to, row);
+        for (int i = 0; i < LANES; i++)
+            for (int d = 0; d < wide; d += LANES) vf_store(tile + (long)i * wide + d, load_piece(values, row[i], d, dim, dtype));
         const int c = (int)(j0 % CHUNK);
-        for (int i = 0; i < nq; i++) {
-            if (j0 + LANES <= lo[i] || j0 > hi[i]) continue;
-            const float *w = scores + (long)i * CHUNK + c;
-            float *out = part + (long)i * part_step + LANES;
-            int d = 0;
-            for (; d + 64 <= dim; d += 64) {
-                vf a0 = vf_load(out + d), a1 = vf_load(out + d + 16), a2 = vf_load(out + d + 32), a3 = vf_load(out + d + 48);
-                for (int k = 0; k < LANES; k++) {
-                    const float *v = tile + (long)k * wide + d;
-                    vf e = vf_set(w[k]);
-                    a0 = vf_fma(e, vf_load(v), a0); a1 = vf_fma(e, vf_load(v + 16), a1);
-                    a2 = vf_fma(e, vf_load(v + 32), a2); a3 = vf_fma(e, vf_load(v + 48), a3);
-                }
-                vf_store(out + d, a0); vf_store(out + d + 16, a1); vf_store(out + d + 32, a2); vf_store(out + d + 48, a3);
+        const float *w[2];
+        float *out[2];
+        int have = 0;
+        for (int i = 0; i <= nq; i++) {
+            if (i < nq) {
+                if (j0 + LANES <= lo[i] || j0 > hi[i]) continue;
+                w[have] = scores + (long)i * CHUNK + c;
+                out[have++] = part + (long)i * part_step + LANES;
+                if (have < 2) continue;
             }
-            for (; d < dim; d += LANES) {
-                vf a0 = vf_load(out + d);
-                for (int k = 0; k < LANES; k++) a0 = vf_fma(vf_set(w[k]), vf_load(tile + (long)k * wide + d), a0);
-                vf_store(out + d, a0);
-            }
+            if (have == 2) mix_values(2, w, tile, wide, out);
+            else if (have == 1) mix_values(1, w, tile, wide, out);
+            have = 0;
         }
     }
 }
 static void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int chunk, const float *q, long ldq, float *part,
                          long part_step, float *scratch) {
-    if (b->kv_dtype == DT_F16) attend_typed(DT_F16, s, b, r, head, chunk, q, ldq, part, part_step, scratch);
-    else if (b->kv_dtype == DT_F32) attend_typed(DT_F32, s, b, r, head, chunk, q, ldq, part, part_step, scratch);
-    else attend_typed(DT_BF16, s, b, r, head, chunk, q, ldq, part, part_step, scratch);
+#define ARGS s, b, r, head, chunk, q, ldq, part, part_step, scratch
+    if (b->kv_dtype == DT_F16 && s->dim == 64) attend_typed(DT_F16, 64, ARGS); /* the common shapes get loops of known length */
+    else if (b->kv_dtype == DT_F16 && s->dim == 128) attend_typed(DT_F16, 128, ARGS);
+    else if (b->kv_dtype == DT_F16) attend_typed(DT_F16, s->dim, ARGS);
+    else if (b->kv_dtype == DT_F32) attend_typed(DT_F32, s->dim, ARGS);
+    else attend_typed(DT_BF16, s->dim, ARGS);
+#undef ARGS
 }
 
 /* Merge the chunks of one query, in ascending order. */
-static void merge_chunks(const float *parts, int count, long step, int dim, float *out) {
+static void merge_chunks(float *parts, int count, long step, int dim, float *out) {
     float top = -INFINITY;
     for (int c = 0; c < count; c++) if (parts[c * step] > top) top = parts[c * step];
     vf sum = vf_set(0.0f);
-    for (int c = 0; c < count; c++) sum = vf_fma(vf_exp(vf_set(parts[c * step] - top)), vf_set(parts[c * step + 1]), sum);
+    for (int c = 0; c < count; c++) {
+        vf w = vf_exp(vf_set(parts[c * step] - top));
+        sum = vf_fma(w, vf_set(parts[c * step + 1]), sum);
+        vf_store(parts + c * step, w); /* maximum and sum have served */
+    }
     for (int d = 0; d < dim; d += LANES) {
         vf o = vf_set(0.0f);
-        for (int c = 0; c < count; c++) o = vf_fma(vf_exp(vf_set(parts[c * step] - top)), vf_load(parts + c * step + LANES + d), o);
+        for (int c = 0; c < count; c++) o = vf_fma(vf_load(parts + c * step), vf_load(parts + c * step + LANES + d), o);
         vf_store_n(out + d, vf_div(o, sum), dim - d);
     }
 }
@@ -208,7 +269,7 @@ static void merge_chunks(const float *parts, int count, long step, int dim, floa
 /* How attention over a batch is cut, decided once a pass: blocks of rows, and whether chunks are tasks of their own. */
 typedef struct {
     RowBlock *blocks;
-    int count, split, most; /* most: chunks of any block */
+    int per, count, split, most; /* rows a block; most: chunks of any block */
     float *parts;           /* split: [rows, heads, most]; else per member [MAX_QUERIES, most] */
     char *scratch;          /* per member */
     size_t scratch_step, parts_step;

@@ -151,7 +151,7 @@ void or_rope_write(Team *team, const Spec *s, const Batch *b, float *qkv, const 
 }
 
 static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) { /* sizes only */
-    const int per = block_rows(s);
+    const int per = cut->per = block_rows(s, b, team->size);
     cut->count = count_blocks(b, per);
     cut->most = 1;
     for (int i = 0; i < b->seqs; i++) {
@@ -160,7 +160,7 @@ static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) 
         int chunks = (int)(top / CHUNK - (low > 0 ? low : 0) / CHUNK) + 1;
         if (chunks > cut->most) cut->most = chunks;
     }
-    cut->split = cut->most > 1 && cut->count * s->kv_heads < 4 * team->size;
+    cut->split = cut->most > 1 && cut->count * s->kv_heads < 2 * team->size;
     cut->scratch_step = UP(attend_scratch(s->dim));
     cut->parts_step = UP(MAX_QUERIES * part_floats(s) * cut->most * 4) / 4;
 }
@@ -170,7 +170,7 @@ INLINE size_t cut_bytes(const Cut *cut, const Team *team, const Spec *s, const B
 }
 static void cut_place(Cut *cut, const Team *team, const Spec *s, const Batch *b, char *at) {
     cut->blocks = (RowBlock *)at;
-    cut_blocks(b, block_rows(s), cut->blocks);
+    cut_blocks(b, cut->per, cut->blocks);
     at += UP(cut->count * sizeof(RowBlock));
     cut->scratch = at;
     cut->parts = (float *)(at + cut->scratch_step * team->size);

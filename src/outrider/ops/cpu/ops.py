@@ -19,6 +19,7 @@ from ..quant import QuantPart
 from ..reference import ReferenceOps
 from . import packing
 from .lib import Batch, CSpec, CWeight, Pages, c_spec, dense_weight, load
+from .memory import Arena, advise
 from .packing import PackedWeight
 
 Weight = Any
@@ -58,18 +59,19 @@ class CpuOps(ReferenceOps):
         self.threads = threads or default_threads()
         self.team: int = self.lib.or_team_new(self.threads)
         self._close = weakref.finalize(self, self.lib.or_team_free, self.team)
+        self.arena = Arena()
         self._specs: dict[AttnSpec, CSpec] = {}
         self._batch: tuple[weakref.ref[KVView], Batch] | None = None
         self._pages: tuple[Any, Pages] | None = None
 
     # ---- weights --------------------------------------------------------------------------------------------------
     def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
-        return packing.pack(parts)
+        return packing.pack(parts, self.arena)
 
     def quantize(self, dense: Tensor, mode: str) -> Weight:
         if mode not in ("int8", "int4"):
             raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")
-        packed = packing.quantize(dense, mode)
+        packed = packing.quantize(dense, mode, self.arena)
         return self.prepare(dense) if packed is None else packed
 
     def prepare(self, dense: Tensor) -> Tensor:
@@ -190,6 +192,9 @@ class CpuOps(ReferenceOps):
         first = next(t for t in kv.keys if t is not None)
         if self._pages is None or self._pages[0]() is not first:
             self._pages = (weakref.ref(first), Pages(kv))
+            for t in (*kv.keys, *kv.values):
+                if t is not None:
+                    advise(t.data_ptr(), t.numel() * t.element_size())
         return self._pages[1]
 
     # ---- drafting and choosing --------------------------------------------------------------------------------------

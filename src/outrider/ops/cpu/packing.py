@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..quant import BLOCKS, QuantPart, dequantize
 from .lib import W_Q4, W_Q4M, W_Q8, W_Q8M, CWeight
+from .memory import Arena
 
 LANES, BLOCK = 16, 32
 BITS = {W_Q4: 4, W_Q4M: 4, W_Q8: 8, W_Q8M: 8}
@@ -52,7 +53,7 @@ class Rows:
     lift: np.ndarray | None
 
 
-def pack(parts: Sequence[QuantPart]) -> PackedWeight | None:
+def pack(parts: Sequence[QuantPart], arena: Arena) -> PackedWeight | None:
     """Rows of all parts in order; None where the width does not divide into blocks."""
     k = parts[0].shape[1]
     if k % BLOCK or any(p.kind not in BLOCKS for p in parts):
@@ -64,15 +65,15 @@ def pack(parts: Sequence[QuantPart]) -> PackedWeight | None:
         rows = [_with_lift(_rows(p)) for p in parts]
     else:
         rows = [quantize_rows(p.dense(), "int8") for p in parts]
-    return assemble(rows, k)
+    return assemble(rows, k, arena)
 
 
-def assemble(rows: list[Rows], k: int) -> PackedWeight:
+def assemble(rows: list[Rows], k: int, arena: Arena) -> PackedWeight:
     kind, n, kb = rows[0].kind, sum(len(r.q) for r in rows), k // BLOCK
     groups, words = -(-n // LANES), rows[0].q.shape[2] // 4
     has_min = rows[0].lift is not None
-    data = torch.empty((groups, kb, words, LANES), dtype=torch.int32)  # aligned to 64 bytes
-    scale = torch.empty((groups, kb, 2 if has_min else 1, LANES), dtype=torch.float16)
+    data = arena.empty((groups, kb, words, LANES), torch.int32)
+    scale = arena.empty((groups, kb, 2 if has_min else 1, LANES), torch.float16)
     to, to_scale = data.numpy().view(np.uint32), scale.numpy()
     for g0, piece in _whole_groups(rows):
         count = len(piece.q) // LANES
@@ -170,10 +171,10 @@ def quantize_rows(dense: np.ndarray, mode: str) -> Rows:
     return Rows(W_Q4M, q[:, :, :16] | (q[:, :, 16:] << 4), scale, low)
 
 
-def quantize(dense: Tensor, mode: str) -> PackedWeight | None:
+def quantize(dense: Tensor, mode: str, arena: Arena) -> PackedWeight | None:
     """A dense [N, K] weight, blockwise; None where K does not divide into blocks. Works in slices: float32 copies stay small."""
     n, k = dense.shape
     if k % BLOCK:
         return None
     step = max(LANES, (1 << 22) // k // LANES * LANES)
-    return assemble([quantize_rows(dense[lo : lo + step].float().numpy(), mode) for lo in range(0, n, step)], k)
+    return assemble([quantize_rows(dense[lo : lo + step].float().numpy(), mode) for lo in range(0, n, step)], k, arena)

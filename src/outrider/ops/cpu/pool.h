@@ -9,6 +9,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include "vec.h"
@@ -17,6 +18,7 @@ typedef struct Team Team;
 typedef void (*Region)(Team *team, int me, void *job);
 
 typedef struct { void *at; size_t size; } Arena;
+#define HUGE_PAGE (2u << 20)
 
 struct Team {
     int size;
@@ -140,8 +142,11 @@ static void team_run(Team *t, Region region, void *job) {
 static void *team_scratch(Team *t, size_t size) {
     if (size > t->scratch.size) {
         free(t->scratch.at);
-        size = (size + (size >> 2) + 4095) & ~(size_t)4095;
-        t->scratch.at = aligned_alloc(64, size);
+        size = (size + (size >> 2) + HUGE_PAGE - 1) & ~(size_t)(HUGE_PAGE - 1);
+        t->scratch.at = aligned_alloc(HUGE_PAGE, size);
+#ifdef MADV_HUGEPAGE
+        if (t->scratch.at) madvise(t->scratch.at, size, MADV_HUGEPAGE);
+#endif
         t->scratch.size = t->scratch.at ? size : 0;
     }
     return t->scratch.at;

@@ -50,10 +50,11 @@ INLINE void quantize_block(const float *x, int8_t *q, Blk *blk) {
     vf a = vf_load(x), b = vf_load(x + 16);
     float top = vf_hmax(vf_max(vf_abs(a), vf_abs(b)));
     vf inv = vf_set(top > 0.0f ? 127.0f / top : 0.0f);
-    vf_store_i8(q, vf_mul(a, inv));
-    vf_store_i8(q + 16, vf_mul(b, inv));
-    int32_t sum = 0;
-    for (int i = 0; i < 32; i++) sum += q[i];
+    a = vf_round(vf_mul(a, inv));
+    b = vf_round(vf_mul(b, inv));
+    vf_store_i8(q, a);
+    vf_store_i8(q + 16, b);
+    const int32_t sum = (int32_t)vf_sum(vf_add(a, b)); /* whole numbers: exact */
     blk->d = top / 127.0f;
     blk->s = blk->d * (float)sum;
     blk->i = -128 * sum;
@@ -71,6 +72,7 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
     const uint16_t *scale = w->scale + (size_t)g * kb * (has_min ? 32 : 16);
     const int8_t *q = a->q + (size_t)m0 * a->k;
     const Blk *blk = a->blk + (size_t)m0 * kb;
+    const size_t ahead = (size_t)kb * (small ? 256 : 512), ahead_scale = (size_t)kb * (has_min ? 64 : 32);
     const __m512i low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8((char)0x80);
     vf acc[TILE_ROWS];
     for (int m = 0; m < MT; m++) acc[m] = vf_set(0.0f);
@@ -93,6 +95,10 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
         const vf d = vf_half(scale);
         const vf lift = has_min ? vf_half(scale + 16) : d;
         scale += has_min ? 32 : 16;
+        if (MT > 1) { /* one row keeps up with memory; more rows compute while the next group arrives */
+            for (int j = 0; j < (small ? 4 : 8); j++) __builtin_prefetch(data + ahead + 64 * j - (small ? 256 : 512));
+            __builtin_prefetch((const char *)scale + ahead_scale);
+        }
         for (int m = 0; m < MT; m++) {
             const int32_t *x = (const int32_t *)(q + (size_t)m * a->k + 32 * b);
             const Blk *s = blk + (size_t)m * kb + b;
