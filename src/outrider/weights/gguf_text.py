@@ -1,7 +1,7 @@
 """The tokenizer and the chat template inside a GGUF file, rebuilt for the `tokenizers` library.
 
-Two families: byte-level BPE with stored merges ("gpt2": SmolLM2, Qwen, Llama 3) and SentencePiece-like BPE with scores
-("llama": Llama 2, Gemma), whose merges are recovered from the scores.
+Three families: byte-level BPE with stored merges ("gpt2": SmolLM2, Qwen, Llama 3), SentencePiece-like BPE with scores,
+whose merges are recovered from the scores ("llama": Llama 2, Gemma 3), and the same with stored merges ("gemma4").
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def text_files(file: GGUF) -> TextFiles:
     template, bos = meta.get("tokenizer.chat_template"), meta.get("tokenizer.ggml.bos_token_id")
     add_bos = meta.get("tokenizer.ggml.add_bos_token")
     if add_bos is None:  # the format's defaults
-        add_bos = family == "llama" or pre == "llama-bpe"
+        add_bos = family in ("llama", "gemma4") or pre == "llama-bpe"
     return TextFiles(
         where=str(file.path),
         build=(lambda: build(file)) if isinstance(tokens, list) and tokens else None,
@@ -61,9 +61,12 @@ def build(file: GGUF) -> Any:
     if family == "gpt2":
         tokenizer = _byte_level(file, tokens)
     elif family == "llama":
-        tokenizer = _scored(file, tokens, types)
+        tokenizer = _sentencepiece(file, tokens, _scored_merges(file, tokens, types), prefix=True)
+    elif family == "gemma4":
+        tokenizer = _sentencepiece(file, tokens, _stored_merges(file, tokens), prefix=False)
+        types = np.where([t != "" and not t.strip("\n") for t in tokens], USER, types)  # a run of newlines is never cut
     else:
-        raise OutriderError(f"{file.path}: tokenizer model {family!r} is not supported; known: gpt2, llama")
+        raise OutriderError(f"{file.path}: tokenizer model {family!r} is not supported; known: gpt2, llama, gemma4")
     from tokenizers import AddedToken
 
     typed = list(zip(tokens, types.tolist(), strict=True))
@@ -75,16 +78,11 @@ def build(file: GGUF) -> Any:
 def _byte_level(file: GGUF, tokens: list[str]) -> Any:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    merges, pre = file.meta.get("tokenizer.ggml.merges"), file.meta.get("tokenizer.ggml.pre", "gpt-2")
-    if not isinstance(merges, list):
-        raise OutriderError(f"{file.path}: a gpt2 tokenizer without tokenizer.ggml.merges")
+    pre = file.meta.get("tokenizer.ggml.pre", "gpt-2")
     if pre not in SPLITS:
         raise OutriderError(f"{file.path}: pre-tokenizer {pre!r} is not supported; known: {', '.join(SPLITS)}")
     vocab = {token: i for i, token in enumerate(tokens)}
-    pairs = [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
-    if odd := next((f"{a} {b}" for a, b in pairs if a not in vocab or b not in vocab or a + b not in vocab), None):
-        raise OutriderError(f"{file.path}: merge {odd[:40]!r} uses a token outside the vocabulary")
-    tokenizer = Tokenizer(models.BPE(vocab, pairs, ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(models.BPE(vocab, _stored_merges(file, tokens), ignore_merges=pre == "llama-bpe"))
     split = SPLITS[pre]
     if pre == "smollm":
         first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
@@ -97,18 +95,32 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Any:
     return tokenizer
 
 
-def _scored(file: GGUF, tokens: list[str], types: np.ndarray) -> Any:
-    from tokenizers import Tokenizer, decoders, models, normalizers
+def _stored_merges(file: GGUF, tokens: list[str]) -> list[tuple[str, str]]:
+    merges, known = file.meta.get("tokenizer.ggml.merges"), set(tokens)
+    if not isinstance(merges, list):
+        raise OutriderError(f"{file.path}: its tokenizer lacks tokenizer.ggml.merges")
+    pairs = [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
+    if odd := next((f"{a} {b}" for a, b in pairs if a not in known or b not in known or a + b not in known), None):
+        raise OutriderError(f"{file.path}: merge {odd[:40]!r} uses a token outside the vocabulary")
+    return pairs
 
+
+def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tuple[str, str]]:
     scores = file.meta.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise OutriderError(f"{file.path}: tokenizer.ggml.scores does not match its {len(tokens)} tokens")
+    return _merges({t: i for i, t in enumerate(tokens) if types[i] in (NORMAL, USER, UNUSED)}, scores)
+
+
+def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]], prefix: bool) -> Any:
+    """`prefix`: a space is put before the text unless the metadata says otherwise."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
     vocab = {token: i for i, token in enumerate(tokens)}
     index = file.meta.get("tokenizer.ggml.unknown_token_id")
     unknown = tokens[index] if type(index) is int and index < len(tokens) else None
-    mergeable = {t: i for t, i in vocab.items() if types[i] in (NORMAL, USER, UNUSED)}
-    tokenizer = Tokenizer(models.BPE(vocab, _merges(mergeable, scores), unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    prefix = bool(file.meta.get("tokenizer.ggml.add_space_prefix", True))
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    prefix = bool(file.meta.get("tokenizer.ggml.add_space_prefix", prefix))
     steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
     ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []

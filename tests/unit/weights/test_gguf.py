@@ -176,6 +176,30 @@ def test_scored_tokenizer_merges_by_score(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("aba é", bos=True)) == "aba é"
 
 
+def test_gemma4_tokenizer_merges_by_rank_and_keeps_runs_of_newlines(tmp_path: Path) -> None:
+    from outrider.weights.gguf import GGUF
+    from outrider.weights.gguf_text import text_files
+
+    pieces = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{b:02X}>" for b in range(256)), "\n", "\n\n", "▁", "a", "b", "ab", "▁a", "<turn|>"]
+    kinds = np.array([3] * 4 + [6] * 256 + [1] * 7 + [3], np.int32)
+    meta = {"model": "gemma4", "tokens": pieces, "merges": ["a b", "▁ a"], "token_type": kinds, "bos_token_id": 2, "eos_token_id": 1}
+    tokenizer = Tokenizer(text_files(GGUF(tmp_path, {f"tokenizer.ggml.{k}": v for k, v in meta.items()}, {}, b"")))
+    ids = tokenizer.encode("a ab\n\n\nb a<turn|>", bos=True)
+    found = [tokenizer.backend.id_to_token(i) for i in ids]
+    assert found == ["<bos>", "a", "▁", "ab", "\n\n", "\n", "b", "▁a", "<turn|>"]
+    assert tokenizer.decode(ids) == "a ab\n\n\nb a" and tokenizer.eos_ids == (1, 267)
+
+
+def test_text_is_cut_as_the_original_tokenizers_cut_it() -> None:
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+    from outrider.weights.gguf_text import SPLITS
+
+    assert SPLITS["qwen2"] == PRETOKENIZE_REGEX
+    assert SPLITS["llama-bpe"] == TikTokenConverter("").pattern  # Llama 3's
+
+
 def test_bad_files_are_refused_in_one_line(tmp_path: Path) -> None:
     _, path = make("smollm2", tmp_path / "model.gguf")
     sound = path.read_bytes()
