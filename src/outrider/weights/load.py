@@ -87,7 +87,7 @@ def load(
     with progress(f"Loading {Path(files.name).name}", total) as advance:
         for name, plan in plans.items():
             entries = [source.entries[s] for s in plan.sources]
-            weight = pack(plan, entries, ops) if quantize is None else None
+            weight = pack(plan, entries, ops)  # quantised files stay as they are; `quantize` is for dense ones
             if weight is None:
                 weight = finish(plan, dense(plan, entries, device, dtype, source.plus_one_done), ops, quantize)
             weights[name] = weight
