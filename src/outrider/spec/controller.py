@@ -1,0 +1,407 @@
+"""Chooses the drafter and K for every sequence, every cycle, so that speculation is never slower. Pure, torch-free.
+
+A cycle that drafts K tokens yields E(K) = 1 + Σ_{j≤K} a_1·…·a_j tokens and costs C(K) seconds; the controller picks
+the K in 0..16 (0 is plain decoding) with the most tokens a second, jointly over the batch. C comes from the measured
+`CostTable`. a_j, the chance that position j is right given that all before it were, is learnt from what the target
+accepted: exponentially weighted per request, drawn towards the running estimate over all requests, which itself starts
+from the model card's prior. A rejection hides the positions behind it; they are not counted.
+
+Verification is coupled (same seed, same text whatever was drafted), so nothing decided here can change a text.
+
+Safety, in order: a new drafter starts with short drafts until something was accepted; plain decoding is left only for a
+predicted gain of more than `MARGIN`; a request that has lost time to drafting must earn it back before it may
+risk more (`_Seq.bank`); exploring may cost at most `EXPLORE` of all time, with intervals that double.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..types import MAX_DRAFT, OutriderError
+from .acceptance import BINS, Arm, Source
+from .cost import CostTable
+
+DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no model card says better; the last one goes on
+NGRAM_PRIOR = ((0.30, 0.5, 0.6), (0.55, 0.7, 0.8), (0.75, 0.85, 0.9), (0.85, 0.92, 0.95))  # by match length, see _bucket
+REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over all requests is worth
+REQUEST_KEEP = 0.97
+RISK, RISK_RATE = 2.0, 0.015  # plain steps a request may lose to drafting: at once, and more for each token emitted
+MARGIN = 0.01  # predicted gain below which plain decoding is kept
+HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
+EXPLORE = 0.008  # share of all time that probing may cost
+PROBE_FIRST, PROBE_LAST = 8, 512  # cycles between probes: doubles while they fail
+BROKEN_AFTER, BROKEN_BELOW = 12, 0.02  # first positions judged, and the acceptance under which a drafter is called broken
+SURE_AFTER = 64  # judged confidences before a draft may end by them
+
+
+class SeqView(NamedTuple):
+    """What the controller may know of a sequence before its next cycle."""
+
+    id: str
+    drafter_available: Mapping[str, int]  # most tokens each drafter could offer now (an n-gram drafter: 0 without a match)
+    match_len: int  # length of the suffix that the n-gram drafter found again
+    remaining: int  # tokens that may still be emitted
+    context: int
+    fixed: int | None = None  # this request asked for a fixed K: obeyed, and kept out of what is learnt
+
+
+class Choice(NamedTuple):
+    """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over the
+    tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft; one that
+    brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates confidences."""
+
+    drafter: str | None
+    k: int
+    stop: float = 0.0
+    drop: float = 0.0
+
+
+PLAIN = Choice(None, 0)
+Array = NDArray[np.float64]
+
+
+class _Seq:
+    __slots__ = (
+        "arms", "bank", "curve", "expected", "fixed", "interval", "key", "last", "plain", "planned", "probing", "step", "tokens", "wait",
+    )  # fmt: skip
+
+    def __init__(self, wait: int) -> None:
+        self.arms: dict[tuple[str, int], Arm] = {}
+        self.expected: dict[tuple[str, int], list[float]] = {}  # E(0..16), dropped when something is observed
+        self.last = PLAIN
+        self.bank = 0.0  # plain steps won (or lost) by drafting in this request
+        self.tokens = 0
+        self.interval = wait
+        self.wait = wait  # cycles until the next probe
+        self.probing = False
+        self.key = ("", 0)  # of the cycle under way: whose statistics it belongs to,
+        self.curve: Sequence[float] = (1.0,)  # its seconds by K (or whatever K, in a batch),
+        self.step = 1.0  # those of a plain one,
+        self.plain = 0.0  # this sequence's share of them,
+        self.planned = 0  # its K,
+        self.fixed = False  # and whether the user chose it
+
+
+class Controller:
+    """One per engine. `plan` before a cycle, `observe` per sequence and `observe_step` once after it, `finish` at a request's end."""
+
+    def __init__(
+        self,
+        cost: CostTable,
+        drafters: tuple[str, ...],
+        prior: Mapping[str, Sequence[float]] | None = None,
+        max_draft: int = MAX_DRAFT,
+        fixed: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= max_draft <= MAX_DRAFT:
+            raise OutriderError(f"max_draft must be in 0..{MAX_DRAFT}, got {max_draft}")
+        if fixed is not None and not 0 <= fixed <= MAX_DRAFT:
+            raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or auto, got {fixed}")
+        for name, values in (prior or {}).items():
+            if not values or any(not 0.0 <= v <= 1.0 for v in values):
+                raise OutriderError(f"prior acceptance of drafter {name!r} must be numbers in [0, 1], one a position")
+        self.cost, self.drafters, self.max_draft, self.fixed = cost, drafters, max_draft, fixed
+        self._prior = dict(prior or {})
+        self._shared: dict[tuple[str, int], Source] = {}
+        self._seqs: dict[str, _Seq] = {}
+        self._warnings: list[str] = []
+        self._told: set[str] = set()
+        self._time = 0.0  # all cycles so far, in table seconds
+        self._explored = 0.0  # of it, lost to probes
+        self._mixed: float | None = None  # table seconds of the cycle under way, if its sequences draft differently
+        self._phase = seed % PROBE_FIRST  # engines side by side do not probe in step
+        self._histogram = [0] * (MAX_DRAFT + 1)
+
+    # ---- before a cycle ----------------------------------------------------------------------------------------------
+    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
+        self._mixed = None
+        if len(seqs) == 1 and self.fixed is None and seqs[0].fixed is None:
+            return [self._single(seqs[0])]
+        ours = [view for view in seqs if view.fixed is None and self.fixed is None]
+        planned = iter(self._joint(ours) if ours else ())
+        choices = [next(planned) if view.fixed is None and self.fixed is None else self._fixed(view) for view in seqs]
+        if len({(c.drafter, c.k) for c in choices}) > 1:
+            self._mixed = self._seconds(choices, sum(v.context for v in seqs) // len(seqs))
+        return choices
+
+    def _fixed(self, view: SeqView) -> Choice:
+        asked = view.fixed if view.fixed is not None else self.fixed
+        self._seq(view.id).fixed = True
+        k = min(asked or 0, self.max_draft, view.remaining - 1)
+        for name in self.drafters:
+            offered = min(k, view.drafter_available.get(name, 0))
+            if offered > 0:
+                return Choice(name, offered)
+        return PLAIN
+
+    def _single(self, view: SeqView) -> Choice:
+        seq = self._seq(view.id)
+        curve = self.cost.curve(None, 1, view.context)
+        plain = curve[0]
+        base = 1.0 / plain
+        best, best_rate, kept_rate = PLAIN, base * (1.0 + MARGIN), base if seq.last.k == 0 else 0.0
+        least: Choice | None = None  # the drafting that loses least: what a probe would try
+        least_rate = 0.0
+        for name in self.drafters:
+            cap, expected, shared = self._offer(view, seq, name)
+            if cap <= 0:
+                continue
+            times = self._times(name, 1, view.context, shared)
+            limit = self._risk(seq, times, plain, cap)
+            top, top_rate = 0, 0.0
+            for k in range(1, cap + 1):
+                rate = expected[k] / times[k]
+                if rate > top_rate:
+                    top, top_rate = k, rate
+                    if k <= limit and rate > best_rate:
+                        best, best_rate = Choice(name, k), rate
+            if top_rate > least_rate:
+                least, least_rate = Choice(name, 1 if top_rate < base else top), top_rate
+            if name == seq.last.drafter and seq.last.k <= limit:
+                kept_rate = expected[seq.last.k] / times[seq.last.k]
+        if kept_rate >= best_rate * (1.0 - HYSTERESIS) and (seq.last.k == 0 or kept_rate > base):
+            best = seq.last
+        seq.last = best
+        if best.k > 0:
+            seq.interval = seq.wait = PROBE_FIRST
+            best = self._ending(best, view, best_rate)
+        elif least is not None:
+            best = self._maybe_probe(seq, least, self.cost.curve(least.drafter, 1, view.context)[least.k] - plain)
+        self._note(view, seq, best, plain, self.cost.curve(best.drafter, 1, view.context), plain)
+        return best
+
+    def _times(self, name: str, size: int, context: int, shared: Source) -> Sequence[float]:
+        """Seconds of a cycle by K, drafts ended by confidence counted at their expected length."""
+        curve = self.cost.curve(name, size, context)
+        if shared.length is None:
+            return curve
+        lost = self.cost.draft(name, size, 1)  # the token that ended the draft was drafted too
+        return [lost + curve[int(n)] + (n - int(n)) * (curve[min(int(n) + 1, MAX_DRAFT)] - curve[int(n)]) for n in shared.length]
+
+    def _ending(self, choice: Choice, view: SeqView, rate: float) -> Choice:
+        """Where a confident drafter should end: a further token must be worth, at this rate, the time it adds."""
+        assert choice.drafter is not None
+        shared = self._shared[choice.drafter, _bucket(view.match_len) if choice.drafter == "ngram" else 0]
+        if shared.sure < SURE_AFTER:
+            return choice
+        verify, whole = self.cost.curve(None, 1, view.context), self.cost.curve(choice.drafter, 1, view.context)
+        row, token = (verify[choice.k] - verify[0]) / choice.k, (whole[choice.k] - whole[0]) / choice.k
+        return Choice(choice.drafter, choice.k, rate * token / shared.next, rate * row)
+
+    def _offer(self, view: SeqView, seq: _Seq, name: str) -> tuple[int, list[float], Source]:
+        """How many tokens this drafter may offer, E(0..16), and what is known of it."""
+        cap = min(view.drafter_available.get(name, 0), self.max_draft, view.remaining - 1)
+        key = (name, _bucket(view.match_len) if name == "ngram" else 0)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = Source(self._prior_of(*key))
+        if cap <= 0:
+            return 0, [], shared
+        expected = seq.expected.get(key)
+        if expected is None:
+            arm = seq.arms.get(key)
+            chain = shared.a if arm is None else arm.estimate(shared.a, REQUEST_WEIGHT)
+            expected, path = [1.0], 1.0
+            for a in chain:
+                path *= a
+                expected.append(expected[-1] + path)
+            seq.expected[key] = expected
+        if shared.judged < 8 and not self.cost.free(name):  # an unproven drafter earns its length
+            cap = min(cap, 2 + shared.accepted)
+        return cap, expected, shared
+
+    def _prior_of(self, name: str, bucket: int) -> Sequence[float]:
+        if name in self._prior:
+            return self._prior[name]
+        return NGRAM_PRIOR[bucket] if name == "ngram" else DEFAULT_PRIOR
+
+    def _risk(self, seq: _Seq, times: Sequence[float], plain: float, cap: int) -> int:
+        """The longest draft whose total loss this request could still bear: so that even a prompt on which nothing is
+        ever accepted stays within a few percent of plain decoding."""
+        allowed = (seq.bank + RISK + RISK_RATE * seq.tokens) * plain
+        if times[cap] - plain <= allowed:
+            return cap
+        k = cap
+        while k > 0 and times[k] - plain > allowed:
+            k -= 1
+        return k
+
+    def _maybe_probe(self, seq: _Seq, choice: Choice, loss: float) -> Choice:
+        seq.wait -= 1
+        if seq.wait > 0 or self._explored + loss > EXPLORE * self._time:
+            return PLAIN
+        seq.interval = min(PROBE_LAST, seq.interval * 2)
+        seq.wait = seq.interval
+        seq.probing = True
+        return choice
+
+    def _joint(self, seqs: Sequence[SeqView]) -> list[Choice]:
+        """Most expected tokens a second for the whole batch: one widest K for all, each sequence trimmed where a further
+        token is worth less than its row costs. Two passes, since that worth depends on the rate reached."""
+        size, context = len(seqs), sum(v.context for v in seqs) // len(seqs)
+        verify = np.asarray(self.cost.curve(None, size, context))
+        states = [self._seq(view.id) for view in seqs]
+        best: tuple[float, list[Choice]] = (size / verify[0] * (1.0 + MARGIN), [PLAIN] * size)
+        dear = [name for name in self.drafters if not self.cost.free(name)]
+        for runs in [*dear, None]:  # at most one drafter that takes time runs in a cycle; free ones always may
+            rows: list[list[float]] = []
+            owners: list[str | None] = []
+            for view, seq in zip(seqs, states, strict=True):
+                row, owner = [1.0], None
+                for name in self.drafters:
+                    if name == runs or self.cost.free(name):
+                        cap, expected, shared = self._offer(view, seq, name)
+                        times = self._times(name, size, context, shared)
+                        cap = min(cap, self._risk(seq, times, float(verify[0]), cap)) if cap else 0
+                        if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else 1.02):
+                            row, owner = expected[: cap + 1], name
+                rows.append(row + [0.0] * (MAX_DRAFT + 1 - len(row)))  # 0 tokens: never chosen
+                owners.append(owner)
+            if runs is not None and runs not in owners:
+                continue
+            rate, ks = self._widths(np.asarray(rows), np.asarray([o == runs for o in owners]), verify, runs, size)
+            if rate > best[0]:
+                best = (rate, [Choice(o, k) if k and o else PLAIN for o, k in zip(owners, ks, strict=True)])
+        return self._settle(seqs, states, best[1], context, float(verify[0]))
+
+    def _widths(self, tokens: Array, dear: Array, verify: Array, runs: str | None, size: int) -> tuple[float, list[int]]:
+        """`tokens` [B, 17]: E by K. Returns the best rate and its K for each sequence."""
+        steps = np.arange(MAX_DRAFT + 1)
+        drafting = np.zeros(MAX_DRAFT + 1)
+        if runs is not None:
+            drafting = np.asarray([self.cost.draft(runs, max(1, int(dear.sum())), k) for k in range(MAX_DRAFT + 1)])
+        rate, ks = 0.0, [0] * size
+        worth = size / verify[0]
+        for _ in range(2):
+            price = worth * (verify[-1] - verify[0]) / MAX_DRAFT / size if self.cost.ragged else 0.0
+            net = np.where(tokens > 0.0, tokens - price * steps, -1.0)
+            top = np.maximum.accumulate(net, axis=1)
+            chosen = np.maximum.accumulate(np.where(net >= top, steps, 0), axis=1)  # [B, 17]: K by widest K allowed
+            made = np.take_along_axis(tokens, chosen, axis=1).sum(axis=0)  # [17]
+            width = chosen.mean(axis=0) if self.cost.ragged else chosen.max(axis=0)
+            depth = np.where(dear[:, None], chosen, 0).max(axis=0)
+            rates = made / (np.interp(width, steps, verify) + drafting[depth])
+            at = int(rates.argmax())
+            if rates[at] > rate:
+                rate, ks = float(rates[at]), [int(k) for k in chosen[:, at]]
+            worth = rate
+        return rate, ks
+
+    def _settle(self, seqs: Sequence[SeqView], states: Sequence[_Seq], choices: list[Choice], context: int, plain: float) -> list[Choice]:
+        """Probes for a batch that decodes plainly, and the books: what this cycle costs against a plain one."""
+        size = len(seqs)
+        if not any(c.k for c in choices):
+            for i, (view, seq) in enumerate(zip(seqs, states, strict=True)):
+                for name in self.drafters:
+                    cap, _, _ = self._offer(view, seq, name)
+                    if cap > 0:
+                        loss = self.cost.curve(name, size, context)[1] - plain
+                        choices[i] = self._maybe_probe(seq, Choice(name, 1), loss)
+                        break
+                if choices[i].k:
+                    break  # one probe a cycle: its neighbours pay for it too
+        seconds = self._seconds(choices, context)
+        for view, seq, choice in zip(seqs, states, choices, strict=True):
+            self._note(view, seq, choice, plain / size, [seconds], plain)
+        return choices
+
+    def _seconds(self, choices: Sequence[Choice], context: int) -> float:
+        """Of one cycle in which each sequence does as chosen."""
+        size = len(choices)
+        width = sum(c.k for c in choices) / size if self.cost.ragged else max(c.k for c in choices)
+        seconds = self.cost.verify(size, width, context)
+        for name in {c.drafter for c in choices if c.k and c.drafter}:
+            if not self.cost.free(name):
+                users = [c.k for c in choices if c.drafter == name]
+                seconds += self.cost.draft(name, len(users), max(users))
+        return seconds
+
+    def _note(self, view: SeqView, seq: _Seq, choice: Choice, share: float, curve: Sequence[float], plain: float) -> None:
+        """Keep the books of the cycle about to run: `curve` its seconds by K (or the one entry of a batch)."""
+        seconds = curve[min(choice.k, len(curve) - 1)]
+        seq.curve, seq.plain, seq.step, seq.planned, seq.fixed = curve, share, plain, choice.k, False
+        seq.key = (choice.drafter or "", _bucket(view.match_len) if choice.drafter == "ngram" else 0)
+        self._time += seconds / plain * share
+
+    # ---- after a cycle -----------------------------------------------------------------------------------------------
+    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
+        """What became of one sequence's draft (drafter None or drafted 0: a plain step)."""
+        if not 0 <= accepted <= drafted <= MAX_DRAFT:
+            raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}")
+        seq = self._seq(id)
+        seq.tokens += accepted + 1
+        self._histogram[drafted] += 1
+        if drafter is None or seq.fixed or (drafted == 0 and confidence is None):
+            return
+        gain = accepted + 1 - seq.curve[min(drafted, len(seq.curve) - 1)] / seq.step
+        seq.bank += gain
+        if seq.probing:
+            # the whole batch waits for a probe; only this sequence gains by it
+            self._explored = max(0.0, self._explored + seq.step * (accepted + 1 - gain - 1.0) - accepted * seq.plain)
+            seq.probing = False
+        key = seq.key if seq.key[0] == drafter else (drafter, 0)
+        shared = self._shared.get(key)
+        if shared is None:
+            shared = self._shared[key] = Source(self._prior_of(*key))
+        planned = max(seq.planned, drafted)
+        shared.add(planned, drafted, accepted, confidence)
+        arm = seq.arms.get(key)
+        if arm is None:
+            arm = seq.arms[key] = Arm()
+        # a draft that ended itself emits no more than one that was rejected there, and counts so
+        arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, REQUEST_KEEP)
+        seq.expected.pop(key, None)
+        if shared.judged == BROKEN_AFTER or (shared.judged > BROKEN_AFTER and shared.judged % 64 == 0):
+            self._judge(drafter, shared)
+
+    def _judge(self, drafter: str, shared: Source) -> None:
+        rate = shared.arm.good[0] / shared.arm.seen[0]
+        if drafter != "ngram" and rate < BROKEN_BELOW and drafter not in self._told:
+            self._told.add(drafter)
+            self._warnings.append(
+                f"drafter {drafter!r} does not fit this target: {shared.accepted} tokens accepted in {shared.judged} drafts; decoding "
+                "plainly (another base model, a fine-tune or a harsh quantisation does this; --drafter none silences it)"
+            )
+
+    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
+        """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
+        self.cost.observe(batch, k, context, seconds, drafter, self._mixed)
+
+    def trust(self, drafter: str) -> list[float]:
+        """Acceptance by confidence, in 16 equal bins: index with int(confidence · 16), at most 15."""
+        shared = self._shared.get((drafter, 0))
+        return list(shared.trust) if shared is not None else [(i + 0.5) / BINS for i in range(BINS)]
+
+    def finish(self, id: str) -> None:
+        self._seqs.pop(id, None)
+
+    # ---- looking in --------------------------------------------------------------------------------------------------
+    @property
+    def warnings(self) -> list[str]:
+        """Each said once, in the order they were noticed."""
+        return list(self._warnings)
+
+    def snapshot(self) -> dict[str, Any]:
+        return {
+            "acceptance": {f"{n}:{b}" if n == "ngram" else n: [round(a, 4) for a in d.a] for (n, b), d in self._shared.items()},
+            "drafts": {f"{n}:{b}" if n == "ngram" else n: d.judged for (n, b), d in self._shared.items()},
+            "by_k": list(self._histogram),
+            "explored_share": self._explored / self._time if self._time else 0.0,
+            "drift": self.cost.drift,
+            "running": len(self._seqs),
+        }
+
+    def _seq(self, id: str) -> _Seq:
+        seq = self._seqs.get(id)
+        if seq is None:
+            seq = self._seqs[id] = _Seq(PROBE_FIRST + self._phase)
+        return seq
+
+
+def _bucket(match_len: int) -> int:
+    return 0 if match_len <= 2 else 1 if match_len <= 4 else 2 if match_len <= 8 else 3

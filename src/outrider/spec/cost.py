@@ -1,0 +1,359 @@
+"""What a cycle costs on this machine: step time by batch, K and context, plus the drafter's own time. Torch-free.
+
+A `CostTable` holds measured times at a few knots and answers for everything between: linear in the batch and in the
+context, monotone in K (a wider step is never taken to be cheaper: a dip is noise). `measure` fills it in at most three
+seconds from a callable of the engine's; `observe` keeps it true while the engine runs; `save` / `load` keep it between
+runs, keyed by machine, model and version.
+
+Two things change a step's time: the machine (another process, a hotter chip: every cell alike) and a cell that was
+mis-measured. Only the second matters for choosing K. So a surprise is first put down to the machine (`drift`), and to the
+cell only when the step before was of another kind: then the two were timed under the same conditions and their
+ratio means something.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..types import MAX_DRAFT, OutriderError
+
+WIDTH = MAX_DRAFT + 1  # K = 0..16
+Curve = list[float]  # seconds by K, WIDTH entries
+Probe = Callable[[str, int, int, int], object]  # (part: "verify" or a drafter's name, batch, k, context): runs that part once, to its end
+
+DRIFT_GAIN = 0.1
+CELL_GAIN = 0.15
+CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
+REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
+
+
+@dataclass(frozen=True)
+class CostKey:
+    """A stored table is only used where all three agree."""
+
+    machine: str
+    model: str
+    version: str
+
+
+def machine_name(accelerator: str | None = None, threads: int | None = None) -> str:
+    """Processor, threads and accelerator: what a measured time depends on besides the model."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
+    except OSError:
+        pass
+    parts = [name, f"{threads or os.cpu_count()} threads"]
+    return " / ".join(parts + ([accelerator] if accelerator else []))
+
+
+class CostTable:
+    """Seconds of a cycle. `ragged`: verify rows are packed (cost follows their sum); otherwise padded to the widest K."""
+
+    def __init__(
+        self,
+        verify: Mapping[tuple[int, int], Sequence[float]] | None = None,
+        draft: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
+        ragged: bool = True,
+        key: CostKey | None = None,
+    ) -> None:
+        """Without figures: a careful guess (a row costs 15 % of a plain step, a drafted token 8 %), corrected by `observe`."""
+        if verify is None:
+            verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(WIDTH)] for b in (1, 32)}
+        if draft is None:
+            draft = {name: {1: [0.08 * k for k in range(WIDTH)]} for name in ("mtp", "draft_model", "medusa")}
+        if not verify:
+            raise OutriderError("a cost table needs at least one measured step")
+        curves = [(f"verify {knot}", c) for knot, c in verify.items()] + [(f"{d} {b}", c) for d, cs in draft.items() for b, c in cs.items()]
+        for name, curve in curves:
+            if len(curve) != WIDTH or any(not (t >= 0.0 and math.isfinite(t)) for t in curve):
+                raise OutriderError(f"cost table: {name} needs {WIDTH} finite times >= 0")
+        self.ragged, self.key = ragged, key
+        self.drift = 0.0  # log of how much slower the machine is now than when the table was measured
+        self.observed = 0
+        self._verify = {knot: _monotone(curve) for knot, curve in verify.items()}
+        self._draft = {name: {b: _monotone(c) for b, c in curves.items()} for name, curves in draft.items()}
+        self._batches = sorted({b for b, _ in verify})
+        self._factor: dict[tuple[str, int], Curve] = {}  # (drafter or "", batch knot) -> correction of a whole cycle by K
+        self._cache: dict[tuple[str | None, int, int], Curve] = {}
+        self._last: tuple[str, int, int] | None = None
+        self._pending = 0
+
+    @staticmethod
+    def linear(
+        base: float, per_row: float, draft: Mapping[str, float] | None = None, per_key: float = 0.0, ragged: bool = True
+    ) -> CostTable:
+        """A step of R rows takes base + per_row·R (+ per_key for each key read); a drafter its time a token. For tests and predictions."""
+        batches, contexts = (1, 2, 4, 8, 16, 32), (0, 8192)
+        verify = {
+            (b, c): [base + per_row * b * (k + 1) + per_key * b * c for k in range(WIDTH)] for b in batches for c in contexts
+        }
+        return CostTable(verify, {n: {1: [t * k for k in range(WIDTH)]} for n, t in (draft or {}).items()}, ragged)
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+    def verify(self, batch: int, k: float, context: int) -> float:
+        """Seconds of one target step over `batch` sequences with k drafted tokens each (a mean k for a ragged batch)."""
+        return _at(self.curve(None, batch, context), k)
+
+    def draft(self, drafter: str, batch: int, k: int) -> float:
+        return self._draft_curve(drafter, batch)[k]
+
+    def curve(self, drafter: str | None, batch: int, context: int) -> Curve:
+        """Seconds of a whole cycle by K: draft and verify. Relative to the moment of measuring: `drift` is left out,
+        since it scales every choice alike. Cached; treat as read-only."""
+        key = (drafter, batch, context >> 7)
+        found = self._cache.get(key)
+        if found is None:
+            found = self._cache[key] = self._build(drafter, batch, (context >> 7 << 7) + 64)
+        return found
+
+    def free(self, drafter: str) -> bool:
+        """Whether proposing costs nothing worth counting (an n-gram match)."""
+        return drafter not in self._draft
+
+    def _build(self, drafter: str | None, batch: int, context: int) -> Curve:
+        lo, hi, w = _bracket(self._batches, batch)
+        low = self._contextual(lo, context)
+        high = low if lo == hi else self._contextual(hi, context)
+        curve = [a + w * (b - a) for a, b in zip(low, high, strict=True)]
+        plain = curve[0]
+        if drafter is not None and drafter in self._draft:
+            curve = [v + d for v, d in zip(curve, self._draft_curve(drafter, batch), strict=True)]
+            curve[0] = plain
+        factor = self._factor.get(("" if drafter is None or drafter not in self._draft else drafter, self._knot(batch)))
+        base = self._factor.get(("", self._knot(batch)))
+        if factor is not None:
+            curve = [t * f for t, f in zip(curve, factor, strict=True)]
+        if base is not None:
+            curve[0] = plain * base[0]  # K = 0 is the same step whoever would have drafted
+        return _monotone(curve)
+
+    def _contextual(self, batch: int, context: int) -> Curve:
+        contexts = sorted(c for b, c in self._verify if b == batch)
+        lo, hi, w = _bracket(contexts, context)
+        low, high = self._verify[batch, lo], self._verify[batch, hi]
+        return [max(a + w * (b - a), a if w > 0 else 0.0) for a, b in zip(low, high, strict=True)]
+
+    def _draft_curve(self, drafter: str, batch: int) -> Curve:
+        curves = self._draft.get(drafter)
+        if curves is None:
+            return [0.0] * WIDTH
+        lo, hi, w = _bracket(sorted(curves), batch)
+        return [max(0.0, a + w * (b - a)) for a, b in zip(curves[lo], curves[hi], strict=True)]
+
+    def _knot(self, batch: int) -> int:
+        return min(self._batches, key=lambda b: abs(math.log(b / batch)))
+
+    # ---- refreshing ------------------------------------------------------------------------------------------------
+    def observe(self, batch: int, k: float, context: int, seconds: float, drafter: str | None, mixed: float | None = None) -> None:
+        """One finished cycle (no prompt chunk in it): k drafted tokens a sequence by `drafter`, all of it in `seconds`.
+        `mixed`: what the table said of a cycle whose sequences drafted differently; no one cell answers for it."""
+        if not seconds > 0.0:
+            return
+        name = "" if drafter is None or drafter not in self._draft else drafter
+        cell = min(MAX_DRAFT, max(0, round(k)))
+        predicted = mixed if mixed is not None else _at(self.curve(drafter, batch, context), k)
+        surprise = math.log(seconds / predicted) - self.drift
+        if self.observed == 0:  # the table may come from a busier or idler day: take the first step as it is
+            self.drift, self.observed, self._last = surprise, 1, (name, batch, cell)
+            return
+        surprise = min(CLAMP, max(-CLAMP, surprise))
+        self.drift += DRIFT_GAIN * surprise
+        kind = (name, batch, cell) if mixed is None else self._last
+        if kind is not None and kind != self._last:
+            self._correct(name, self._knot(batch), cell, CELL_GAIN * surprise)
+            self._last = kind
+        self.observed += 1
+        self._pending += 1
+        if self._pending >= REBUILD_EVERY:
+            self._pending = 0
+            self._cache.clear()
+
+    def _correct(self, name: str, knot: int, cell: int, log_gain: float) -> None:
+        """Move one cell, and its neighbours half as far: nearby widths are wrong in the same direction."""
+        name = "" if cell == 0 else name
+        factor = self._factor.setdefault((name, knot), [1.0] * WIDTH)
+        for k, share in ((cell, 1.0), (cell - 1, 0.5), (cell + 1, 0.5)):
+            if 0 <= k < WIDTH and (k > 0) == (cell > 0):  # plain decoding is a kind of its own
+                factor[k] = min(4.0, max(0.25, factor[k] * math.exp(log_gain * share)))
+
+    # ---- keeping ---------------------------------------------------------------------------------------------------
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "key": asdict(self.key) if self.key else None,
+            "ragged": self.ragged,
+            "verify": [{"batch": b, "context": c, "seconds": t} for (b, c), t in sorted(self._verify.items())],
+            "draft": {n: [{"batch": b, "seconds": t} for b, t in sorted(cs.items())] for n, cs in self._draft.items()},
+            "factor": [{"drafter": n, "batch": b, "by_k": f} for (n, b), f in sorted(self._factor.items())],
+        }
+
+    @staticmethod
+    def from_json(raw: Mapping[str, Any]) -> CostTable:
+        try:
+            table = CostTable(
+                {(int(e["batch"]), int(e["context"])): e["seconds"] for e in raw["verify"]},
+                {n: {int(e["batch"]): e["seconds"] for e in es} for n, es in raw["draft"].items()},
+                bool(raw["ragged"]),
+                CostKey(**raw["key"]) if raw["key"] else None,
+            )
+            for entry in raw["factor"]:
+                if len(entry["by_k"]) != WIDTH:
+                    raise ValueError("by_k")
+                table._factor[str(entry["drafter"]), int(entry["batch"])] = [float(f) for f in entry["by_k"]]
+        except (KeyError, TypeError, ValueError) as error:
+            raise OutriderError(f"not a cost table ({error}): delete it and it is measured again") from error
+        return table
+
+    def save(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")  # two processes may finish together
+        part.write_text(json.dumps(self.to_json()), encoding="utf-8")
+        part.replace(path)
+
+    @staticmethod
+    def load(path: Path, key: CostKey) -> CostTable | None:
+        """The stored table, or None when there is none for this key (or it cannot be read: it is only a cache)."""
+        try:
+            table = CostTable.from_json(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, OutriderError):
+            return None
+        return table if table.key == key else None
+
+
+# ---- measuring ---------------------------------------------------------------------------------------------------
+def measure(
+    probe: Probe,
+    drafters: Sequence[str] = (),
+    batches: Sequence[int] = (1, 4, 16),
+    contexts: Sequence[int] = (256, 2048),
+    ks: Sequence[int] = (0, 1, 2, 4, 8, 16),
+    budget_s: float = 3.0,
+    ragged: bool = True,
+    key: CostKey | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CostTable:
+    """Time the most telling cells first and stop within the budget; what is left over is read off what was measured.
+
+    `drafters` are those whose drafting takes time (an n-gram match does not). `contexts` must fit the engine's cache."""
+    start = clock()
+    first = sorted(contexts)[0]
+    order = [("verify", batches[0], k, first) for k in ks]
+    order += [(d, batches[0], k, first) for d in drafters for k in (1, 8)]
+    order += [("verify", batches[0], k, c) for c in sorted(contexts)[1:] for k in (0, 8)]
+    order += [("verify", b, k, first) for b in batches[1:] for k in (0, 4, 16)]
+    order += [(d, b, 4, first) for d in drafters for b in batches[1:]]
+    times: dict[tuple[str, int, int, int], list[float]] = {}
+    for rounds in range(3):  # rounds, not repeats in a row: a slow moment then spoils one sample of each cell, not all of one cell's
+        for cell in order:
+            left = budget_s - (clock() - start)
+            part, batch, k, _ = cell
+            guess = min(times[cell]) if cell in times else _guess(times, part, batch * (k + 1))
+            mandatory = rounds == 0 and batch == batches[0] and (part != "verify" or k in (ks[0], ks[-1]))
+            if not mandatory and guess * (2 if cell not in times else 1) > left:
+                continue
+            if cell not in times:
+                began = clock()
+                probe(*cell)  # the first run of a shape compiles, allocates, fills caches
+                if mandatory and clock() - start > budget_s:
+                    times[cell] = [clock() - began]
+                    continue
+            began = clock()
+            probe(*cell)
+            times.setdefault(cell, []).append(clock() - began)
+    return _assemble({cell: median(found) for cell, found in times.items()}, drafters, batches, ragged, key)
+
+
+def _guess(times: Mapping[tuple[str, int, int, int], Sequence[float]], part: str, rows: int) -> float:
+    """An upper guess of an untried cell: proportional to its rows from the nearest tried one."""
+    known = [(b * (k + 1), min(t)) for (p, b, k, _), t in times.items() if p == part]
+    if not known:
+        return 0.0
+    near, seconds = min(known, key=lambda e: abs(e[0] - rows))
+    return seconds * max(1.0, rows / near)
+
+
+def _assemble(
+    times: Mapping[tuple[str, int, int, int], float], drafters: Sequence[str], batches: Sequence[int], ragged: bool, key: CostKey | None
+) -> CostTable:
+    groups: dict[tuple[str, int, int], dict[int, float]] = {}
+    for (part, batch, k, context), seconds in times.items():
+        groups.setdefault((part, batch, context), {})[k] = seconds
+    base_batch = min(b for p, b, _ in groups if p == "verify")
+    base_context = min(c for p, b, c in groups if p == "verify" and b == base_batch)
+    base = _spread(groups["verify", base_batch, base_context])
+    # the base curve, read at the same number of rows, stands in for batches there was no time for ...
+    same_rows = {b: [_at(base, b * (k + 1) / base_batch - 1) for k in range(WIDTH)] for b in {*batches, *(b for _, b, _ in groups)}}
+    verify: dict[tuple[int, int], Curve] = {(b, base_context): _monotone(same_rows[b]) for b in batches}
+    for (part, batch, context), known in groups.items():
+        if part == "verify":  # ... and gives the shape in K between the few widths that were timed
+            verify[batch, context] = _monotone(_follow(same_rows[batch], known))
+    far = {c: verify[base_batch, c] for b, c in verify if b == base_batch and c != base_context}
+    for batch in {b for b, _ in verify if b != base_batch}:  # attention's share grows with batch and context alike
+        for context, curve in far.items():
+            if (batch, context) not in verify and (batch, base_context) in verify:
+                extra = [max(0.0, f - n) * batch / base_batch for f, n in zip(curve, verify[base_batch, base_context], strict=True)]
+                verify[batch, context] = [t + e for t, e in zip(verify[batch, base_context], extra, strict=True)]
+    draft: dict[str, dict[int, Curve]] = {}
+    for name in drafters:
+        for (part, batch, _), known in groups.items():
+            if part == name:
+                draft.setdefault(name, {})[batch] = _spread({0: 0.0, **known})
+    return CostTable(verify, draft, ragged, key)
+
+
+def _spread(known: Mapping[int, float]) -> Curve:
+    """Times at a few K -> at all: linear between, the mean slope beyond."""
+    ks = sorted(known)
+    if len(ks) == 1:
+        return [known[ks[0]]] * WIDTH
+    slope = max(0.0, (known[ks[-1]] - known[ks[0]]) / (ks[-1] - ks[0]))
+    curve = []
+    for k in range(WIDTH):
+        lo, hi, w = _bracket(ks, k)
+        curve.append(known[ks[-1]] + slope * (k - ks[-1]) if k > ks[-1] else known[lo] + w * (known[hi] - known[lo]))
+    return _monotone(curve)
+
+
+def _follow(reference: Sequence[float], known: Mapping[int, float]) -> Curve:
+    """The reference's shape, bent through the known points (their ratio to it, linear in K)."""
+    ratio = {k: t / reference[k] for k, t in known.items()}
+    ks = sorted(ratio)
+    curve = []
+    for k in range(WIDTH):
+        lo, hi, w = _bracket(ks, min(max(k, ks[0]), ks[-1]))
+        curve.append(reference[k] * (ratio[lo] + w * (ratio[hi] - ratio[lo])))
+    return curve
+
+
+def _bracket(knots: Sequence[int], x: float) -> tuple[int, int, float]:
+    """The two knots around x and the weight of the upper one; beyond the last pair the line goes on, below the first it stops."""
+    if len(knots) == 1 or x <= knots[0]:
+        return knots[0], knots[0], 0.0
+    i = min(bisect_right(knots, x), len(knots) - 1)
+    lo, hi = knots[i - 1], knots[i]
+    return lo, hi, (x - lo) / (hi - lo)
+
+
+def _at(curve: Sequence[float], k: float) -> float:
+    """The curve at a fractional K; beyond its end the last slope goes on."""
+    i = min(max(int(k), 0), len(curve) - 2)
+    return curve[i] + (k - i) * (curve[i + 1] - curve[i])
+
+
+def _monotone(curve: Sequence[float]) -> Curve:
+    out, top = [], 0.0
+    for value in curve:
+        top = max(top, float(value))
+        out.append(top)
+    return out

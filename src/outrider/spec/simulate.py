@@ -1,0 +1,315 @@
+"""Replays recorded drafts through any policy: what would fixed K, an oracle or our controller have cost? Torch-free.
+
+A trace says, for every output position of one answer, how many tokens of a 16-token draft made there would have been
+right. Since verification is coupled the text does not depend on the drafts, so one recording answers for every policy
+exactly; time comes from a `CostTable`.
+
+Trace file, JSONL: {"id", "category", "drafter", "runs": [accepted run at each output position], "ngram": [the same for
+the n-gram drafter, -1 where it has no match], "match": [length of that match], "confidence": [[the drafter's probability
+of each token of that draft]], "prompt_tokens"}; all after "runs" may be absent.
+
+Two oracles, both unreachable: `static` knows each prompt's best drafter and fixed K beforehand (this is what the project's
+95 % goal is held against); `clairvoyant` knows every run and chooses each cycle's K by dynamic programming (a bound).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ..types import MAX_DRAFT, OutriderError
+from .controller import PLAIN, Choice, Controller, SeqView
+from .cost import CostTable
+
+
+@dataclass(frozen=True)
+class Trace:
+    id: str
+    category: str
+    drafter: str
+    runs: tuple[int, ...]
+    ngram: tuple[int, ...] = ()
+    match: tuple[int, ...] = ()
+    confidence: tuple[tuple[float, ...], ...] = ()  # of the drafter's own, at each output position
+    prompt_tokens: int = 64
+
+    def __post_init__(self) -> None:
+        for name, values in (("ngram", self.ngram), ("match", self.match), ("confidence", self.confidence)):
+            if values and len(values) != len(self.runs):
+                raise OutriderError(f"trace {self.id!r}: {name!r} has {len(values)} entries, 'runs' has {len(self.runs)}")
+        if not self.runs:
+            raise OutriderError(f"trace {self.id!r}: 'runs' is empty")
+
+    def run(self, drafter: str, position: int) -> int:
+        """Tokens of a draft made at this position that the target would accept (-1: this drafter has nothing to offer)."""
+        if drafter == "ngram":
+            return self.ngram[position] if self.ngram else -1
+        return self.runs[position]
+
+    def view(self, position: int) -> SeqView:
+        offers = {self.drafter: MAX_DRAFT} if self.drafter != "ngram" else {}
+        if self.ngram and self.ngram[position] >= 0:
+            offers["ngram"] = MAX_DRAFT
+        match = self.match[position] if self.match else 0
+        return SeqView(self.id, offers, match, len(self.runs) - position, self.prompt_tokens + position)
+
+
+@dataclass
+class Replay:
+    """Seconds and tokens of each trace under one policy."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second over all traces."""
+        return sum(self.tokens.values()) / sum(self.seconds.values())
+
+
+class Policy(Protocol):
+    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]: ...
+    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None: ...
+    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None: ...
+    def trust(self, drafter: str) -> list[float]: ...
+    def finish(self, id: str) -> None: ...
+
+
+class Fixed:
+    """Always K tokens of one drafter, where it has any; K = 0 is plain decoding."""
+
+    def __init__(self, drafter: str | None, k: int) -> None:
+        self.drafter, self.k = drafter, k
+
+    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
+        out = []
+        for view in seqs:
+            k = min(self.k, view.drafter_available.get(self.drafter or "", 0), view.remaining - 1)
+            out.append(Choice(self.drafter, k) if k > 0 else PLAIN)
+        return out
+
+    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
+        pass
+
+    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
+        pass
+
+    def trust(self, drafter: str) -> list[float]:
+        return []
+
+    def finish(self, id: str) -> None:
+        pass
+
+
+def replay(traces: Sequence[Trace], policy: Policy, cost: CostTable, batch: int = 1, noise: float = 0.0, seed: int = 0) -> Replay:
+    """Run the traces in order, `batch` at a time (a finished one makes room for the next). `noise`: relative
+    spread of the step times that the policy is told; the books keep the true ones."""
+    out, rng = Replay(), random.Random(seed)
+    waiting = list(reversed(traces))
+    running: dict[str, tuple[Trace, int]] = {}
+    while waiting or running:
+        while waiting and len(running) < batch:
+            trace = waiting.pop()
+            if trace.id in out.tokens:
+                raise OutriderError(f"two traces are called {trace.id!r}")
+            running[trace.id] = (trace, 0)
+            out.seconds[trace.id], out.tokens[trace.id] = 0.0, len(trace.runs)
+        views = [trace.view(position) for trace, position in running.values()]
+        choices = policy.plan(views)
+        context = sum(v.context for v in views) // len(views)
+        sure = [_confidences(running[v.id], c) for v, c in zip(views, choices, strict=True)]
+        ended = [_ended(c, f, policy) for c, f in zip(choices, sure, strict=True)]
+        choices = [choice for choice, _ in ended]
+        seconds, width, main = cycle_cost(choices, cost, context, [steps for _, steps in ended])
+        out.cycles += 1
+        for view, choice, confidence in zip(views, choices, sure, strict=True):
+            trace, position = running[view.id]
+            k = choice.k
+            accepted = min(k, max(0, trace.run(choice.drafter, position)), view.remaining - 1) if choice.drafter and k else 0
+            policy.observe(view.id, choice.drafter, k, accepted, confidence)
+            out.drafted, out.accepted = out.drafted + k, out.accepted + accepted
+            out.seconds[view.id] += seconds / len(views)
+            position += accepted + 1
+            if position >= len(trace.runs):
+                del running[view.id]
+                policy.finish(view.id)
+            else:
+                running[view.id] = (trace, position)
+        told = seconds * max(0.5, rng.gauss(1.0, noise)) if noise else seconds
+        policy.observe_step(len(views), width, context, told, main)
+    return out
+
+
+def _confidences(at: tuple[Trace, int], choice: Choice) -> tuple[float, ...] | None:
+    trace, position = at
+    return trace.confidence[position] if trace.confidence and choice.drafter == trace.drafter else None
+
+
+def _ended(choice: Choice, confidence: Sequence[float] | None, policy: Policy) -> tuple[Choice, int]:
+    """What an engine does with `stop` and `drop` (see `Choice`): what is left to verify, and the steps drafted for it."""
+    if confidence is None or choice.drafter is None or choice.stop == 0.0:
+        return choice, choice.k
+    trust, path = policy.trust(choice.drafter), 1.0
+    for j in range(min(choice.k, len(confidence))):
+        path *= trust[min(len(trust) - 1, int(confidence[j] * len(trust)))]
+        if path < choice.drop:
+            return choice._replace(k=j), j + 1
+        if path < choice.stop:
+            return choice._replace(k=j + 1), j + 1
+    return choice, choice.k
+
+
+def cycle_cost(
+    choices: Sequence[Choice], cost: CostTable, context: int, steps: Sequence[int] | None = None
+) -> tuple[float, float, str | None]:
+    """Seconds of a cycle, its width (mean K of a ragged batch, widest of a padded one) and the drafter that took time in it.
+    `steps`: tokens drafted, where some were dropped before verification."""
+    size = len(choices)
+    steps = steps or [c.k for c in choices]
+    width = sum(c.k for c in choices) / size if cost.ragged else float(max(c.k for c in choices))
+    seconds, main = cost.verify(size, width, context), None
+    for name in {c.drafter for c, n in zip(choices, steps, strict=True) if n and c.drafter}:
+        if not cost.free(name):
+            users = [n for c, n in zip(choices, steps, strict=True) if c.drafter == name]
+            seconds, main = seconds + cost.draft(name, len(users), max(users)), name
+    return seconds, width, main
+
+
+# ---- oracles (batch 1) ---------------------------------------------------------------------------------------------
+def fixed_seconds(trace: Trace, drafter: str, k: int, cost: CostTable) -> float:
+    """What `replay` with `Fixed` says of one trace, without the ceremony: oracles ask for hundreds."""
+    seconds, position, n = 0.0, 0, len(trace.runs)
+    while position < n:
+        run = trace.run(drafter, position)
+        drafted = min(k, n - position - 1) if run >= 0 else 0
+        seconds += cost.curve(drafter, 1, trace.prompt_tokens + position)[drafted]
+        position += min(drafted, max(run, 0)) + 1
+    return seconds
+
+
+def static_oracle(traces: Sequence[Trace], cost: CostTable) -> Replay:
+    """Each prompt with its own best drafter and fixed K (0 too), known beforehand."""
+    out = Replay()
+    for trace in traces:
+        names = [trace.drafter] + (["ngram"] if trace.ngram and trace.drafter != "ngram" else [])
+        out.seconds[trace.id] = min(fixed_seconds(trace, name, k, cost) for name in names for k in range(MAX_DRAFT + 1))
+        out.tokens[trace.id] = len(trace.runs)
+    return out
+
+
+def clairvoyant(traces: Sequence[Trace], cost: CostTable) -> Replay:
+    """The least time possible: drafts exactly as far as they will be right."""
+    out = Replay()
+    for trace in traces:
+        n = len(trace.runs)
+        rest = [0.0] * (n + 1)  # seconds from a position to the end
+        for p in range(n - 1, -1, -1):
+            view = trace.view(p)
+            best = cost.verify(1, 0, view.context) + rest[p + 1]
+            for name in view.drafter_available:
+                curve = cost.curve(name, 1, view.context)
+                for k in range(1, min(max(0, trace.run(name, p)), view.remaining - 1) + 1):
+                    best = min(best, curve[k] + rest[p + k + 1])
+            rest[p] = best
+        out.seconds[trace.id], out.tokens[trace.id] = rest[0], n
+    return out
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One policy against plain decoding and the oracles, over the same traces."""
+
+    speedup: float  # tokens a second over plain decoding's
+    of_static: float  # share of the static oracle's tokens a second
+    of_clairvoyant: float
+    best_fixed: tuple[str, int]  # the one drafter and K that is best over all traces
+    of_best_fixed: float
+    worst: tuple[str, float]  # the prompt with the least speed-up, and that
+
+
+def compare(traces: Sequence[Trace], cost: CostTable, controller: Controller, noise: float = 0.0, seed: int = 0) -> Comparison:
+    ours = replay(traces, controller, cost, noise=noise, seed=seed)
+    plain = replay(traces, Fixed(None, 0), cost)
+    names = sorted({t.drafter for t in traces} | ({"ngram"} if any(t.ngram for t in traces) else set()))
+    fixed = {(name, k): sum(fixed_seconds(t, name, k, cost) for t in traces) for name in names for k in range(1, MAX_DRAFT + 1)}
+    best = min(fixed, key=lambda at: fixed[at])
+    worst = min(ours.seconds, key=lambda id: plain.seconds[id] / ours.seconds[id])
+    return Comparison(
+        speedup=ours.rate / plain.rate,
+        of_static=ours.rate / static_oracle(traces, cost).rate,
+        of_clairvoyant=ours.rate / clairvoyant(traces, cost).rate,
+        best_fixed=best,
+        of_best_fixed=fixed[best] / sum(ours.seconds.values()),
+        worst=(worst, plain.seconds[worst] / ours.seconds[worst]),
+    )
+
+
+# ---- traces --------------------------------------------------------------------------------------------------------
+def synthetic(
+    count: int, seed: int, tokens: tuple[int, int] = (48, 256), easiness: tuple[float, float] = (0.35, 0.9), decay: float = 0.02,
+    copying: float = 0.0, drafter: str = "mtp", confident: bool = False,
+) -> list[Trace]:  # fmt: skip
+    """Answers with a made-up drafter: each token has a difficulty that wanders slowly (easy and hard stretches), and is
+    guessed right at draft position j when it is easier than `easiness` - decay·j. `copying`: share of n-gram matches.
+    `confident`: with the drafter's confidence, roughly calibrated."""
+    rng = random.Random(seed)
+    out = []
+    for index in range(count):
+        n, level = rng.randint(*tokens), rng.uniform(*easiness)
+        mood, hard = 0.0, []
+        for _ in range(n + MAX_DRAFT):
+            mood = 0.9 * mood + rng.gauss(0.0, 0.06)
+            hard.append(rng.random() + mood)
+        runs = tuple(next((j for j in range(MAX_DRAFT) if hard[p + j] > level - decay * j), MAX_DRAFT) for p in range(n))
+        sure: list[tuple[float, ...]] = []
+        for p in range(n if confident else 0):
+            margins = [level - decay * j - hard[p + j] + rng.gauss(0.0, 0.15) for j in range(MAX_DRAFT)]
+            sure.append(tuple(round(1.0 / (1.0 + math.exp(-6.0 * m)), 3) for m in margins))
+        ngram, match = [-1] * n, [0] * n
+        p = 0
+        while copying > 0.0 and p < n:
+            if rng.random() < copying / 12:
+                span = rng.randint(4, 24)
+                for q in range(p, min(n, p + span)):
+                    match[q], ngram[q] = 2 + q - p, min(MAX_DRAFT, p + span - q - 1)
+                p += span
+            elif rng.random() < 0.1:
+                match[p], ngram[p] = rng.randint(1, 3), rng.choice((0, 0, 0, 1))
+            p += 1
+        copies = (tuple(ngram), tuple(match)) if copying else ((), ())
+        out.append(Trace(f"{seed}-{index}", "synthetic", drafter, runs, *copies, tuple(sure)))
+    return out
+
+
+def broken(count: int, seed: int, tokens: tuple[int, int] = (48, 256), drafter: str = "mtp") -> list[Trace]:
+    """A drafter with random weights: right once in a thousand tokens."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(*tokens) for _ in range(count)]
+    return [Trace(f"{seed}-{i}", "broken", drafter, tuple(int(rng.random() < 1e-3) for _ in range(n))) for i, n in enumerate(lengths)]
+
+
+def write_traces(path: Path, traces: Iterable[Trace]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        for trace in traces:
+            file.write(json.dumps({k: v for k, v in asdict(trace).items() if v != ()}) + "\n")
+
+
+def read_traces(path: Path) -> Iterator[Trace]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            raw = json.loads(line)
+            yield Trace(
+                str(raw["id"]), str(raw["category"]), str(raw["drafter"]), tuple(int(r) for r in raw["runs"]),
+                tuple(int(r) for r in raw.get("ngram", ())), tuple(int(m) for m in raw.get("match", ())),
+                tuple(tuple(float(c) for c in row) for row in raw.get("confidence", ())), int(raw.get("prompt_tokens", 64)),
+            )  # fmt: skip
+        except (KeyError, TypeError, ValueError) as error:
+            raise OutriderError(f"{path}:{number}: not a trace ({error})") from error

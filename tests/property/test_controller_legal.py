@@ -1,0 +1,60 @@
+"""Whatever happens, the controller's choices are legal and its books stay sane."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.spec.controller import Controller, SeqView
+from outrider.spec.cost import CostTable
+from outrider.spec.simulate import Fixed, Trace, replay
+
+NAMES = st.sampled_from(["a", "b", "c", "d"])
+VIEW = st.tuples(NAMES, st.integers(0, 16), st.integers(0, 16), st.integers(0, 20), st.integers(1, 40), st.integers(0, 5000))
+BATCH = st.lists(VIEW, min_size=1, max_size=4, unique_by=lambda v: v[0])
+MACHINE = st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 1e-2), st.floats(0, 1e-2))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    MACHINE,
+    st.booleans(),
+    st.lists(st.tuples(BATCH, st.integers(0, 16), st.floats(1e-5, 1.0)), max_size=40),
+)
+def test_choices_are_legal(machine, ragged, cycles):
+    base, row, token = machine
+    controller = Controller(CostTable.linear(base, row, {"mtp": token}, ragged=ragged), ("mtp", "ngram"))
+    for raw, luck, seconds in cycles:
+        views = [SeqView(i, {"mtp": m, "ngram": n}, match, left, context) for i, m, n, match, left, context in raw]
+        choices = controller.plan(views)
+        assert len(choices) == len(views)
+        for v, c in zip(views, choices):
+            assert (c.drafter is None) == (c.k == 0)
+            assert 0 <= c.k <= max(0, v.remaining - 1)
+            assert c.drafter is None or c.k <= v.drafter_available[c.drafter]
+            controller.observe(v.id, c.drafter, c.k, min(luck, c.k), [0.5] * c.k if luck % 2 else None)
+        controller.observe_step(len(views), max(c.k for c in choices), 100, seconds, choices[0].drafter)
+        snapshot = controller.snapshot()
+        assert all(0.0 < a < 1.0 for by in snapshot["acceptance"].values() for a in by)
+        assert 0.0 <= snapshot["explored_share"] < 1.0
+    for name in "abcd":
+        controller.finish(name)
+    assert controller.snapshot()["running"] == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(0, 16), min_size=60, max_size=200), st.floats(0.02, 0.25))
+def test_a_request_never_loses_more_than_its_risk(runs, row):
+    """Against any acceptance pattern at all: two plain steps and 1.5 % of the tokens, and at most one draft over it."""
+    cost = CostTable.linear(1.0, row, {"mtp": row / 3})
+    trace = Trace("t", "any", "mtp", tuple(runs))
+    ours = replay([trace], Controller(CostTable.from_json(cost.to_json()), ("mtp",)), cost)
+    plain = replay([trace], Fixed(None, 0), cost)
+    step = cost.verify(1, 0, 0)
+    worst_draft = cost.curve("mtp", 1, 0)[16] - step
+    assert ours.seconds["t"] - plain.seconds["t"] <= (2.0 + 0.025 * len(runs)) * step + worst_draft
+
+
+def test_same_seed_same_choices():
+    trace = Trace("t", "any", "mtp", tuple((i * 7) % 5 for i in range(200)))
+    cost = CostTable.linear(5e-3, 1e-3, {"mtp": 4e-4})
+    first, second = (replay([trace], Controller(CostTable.from_json(cost.to_json()), ("mtp",), seed=3), cost) for _ in range(2))
+    assert first == second

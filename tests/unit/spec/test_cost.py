@@ -1,0 +1,116 @@
+"""The cost table: what is measured comes back, what is not is sensible, and noise does not move choices."""
+
+import itertools
+import random
+
+import pytest
+
+from outrider.spec.cost import WIDTH, CostKey, CostTable, machine_name, measure
+from outrider.types import OutriderError
+
+
+class Machine:
+    """A clock that only moves when something is run on it."""
+
+    def __init__(self, base=5e-3, row=1e-3, token=4e-4, key=1e-7, compile_s=0.0, noise=0.0):
+        self.now, self.base, self.row, self.token, self.key = 0.0, base, row, token, key
+        self.compile_s, self.noise, self.seen, self.rng = compile_s, noise, set(), random.Random(0)
+
+    def seconds(self, part, batch, k, context):
+        if part == "verify":
+            return self.base + self.row * batch * (k + 1) + self.key * batch * context
+        return self.token * k
+
+    def probe(self, part, batch, k, context):
+        if (part, batch, k) not in self.seen:
+            self.now += self.compile_s
+            self.seen.add((part, batch, k))
+        self.now += self.seconds(part, batch, k, context) * (1.0 + self.noise * self.rng.random())
+
+    def clock(self):
+        return self.now
+
+
+def test_measured_times_come_back_and_the_rest_is_interpolated():
+    machine = Machine()
+    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    for batch, k, context in [(1, 0, 256), (1, 5, 256), (1, 12, 300), (4, 4, 256), (3, 2, 256), (16, 16, 256), (1, 3, 1024), (24, 4, 256)]:
+        assert table.verify(batch, k, context) == pytest.approx(machine.seconds("verify", batch, k, context), rel=0.03)
+    assert table.draft("mtp", 1, 6) == pytest.approx(6 * 4e-4, rel=0.01)
+    assert table.free("ngram") and not table.free("mtp")
+
+
+@pytest.mark.parametrize("base, row, compile_s", [(5e-3, 1e-3, 0.0), (0.1, 0.05, 0.0), (5e-3, 1e-3, 0.2)])
+def test_measuring_stays_within_three_seconds(base, row, compile_s):
+    machine = Machine(base, row, token=5e-3, compile_s=compile_s)
+    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    assert machine.now <= 3.0 * 1.35  # the last cell may overrun by its own first run
+    assert table.verify(8, 4, 256) == pytest.approx(machine.seconds("verify", 8, 4, 256), rel=0.3)
+
+
+def test_a_machine_too_slow_for_the_budget_still_gets_a_table():
+    machine = Machine(base=2.0, row=0.5)
+    table = measure(machine.probe, (), clock=machine.clock)
+    assert table.verify(1, 0, 256) < table.verify(1, 16, 256)
+
+
+def test_times_never_fall_with_k():
+    machine = Machine(noise=0.3)
+    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    for batch in (1, 2, 5, 16, 40):
+        curve = table.curve("mtp", batch, 700)
+        assert len(curve) == WIDTH and all(a <= b for a, b in itertools.pairwise(curve))
+
+
+def test_a_slower_machine_moves_the_drift_and_no_ratio():
+    table = CostTable.linear(5e-3, 1e-3, {"mtp": 4e-4})
+    before = list(table.curve("mtp", 1, 100))
+    for i in range(400):
+        table.observe(1, 4, 100, before[4] * (1.0 if i < 200 else 2.0), "mtp")
+    assert table.drift == pytest.approx(0.69, abs=0.05)
+    assert table.curve("mtp", 1, 100)[4] / table.curve(None, 1, 100)[0] == pytest.approx(before[4] / before[0], rel=0.01)
+
+
+def test_a_wrong_cell_is_corrected_by_contrast():
+    """The table believes K = 4 costs 1.55 plain steps; really it costs 1.2. Interleaved steps must find out."""
+    table = CostTable.linear(5e-3, 1e-3, {"mtp": 0.0})
+    plain = table.verify(1, 0, 100)
+    for _ in range(300):
+        table.observe(1, 0, 100, plain, None)
+        table.observe(1, 4, 100, 1.2 * plain, "mtp")
+    assert table.curve("mtp", 1, 100)[4] / table.curve("mtp", 1, 100)[0] == pytest.approx(1.2, rel=0.05)
+
+
+def test_one_interrupted_step_moves_nothing_much():
+    table = CostTable.linear(5e-3, 1e-3)
+    usual = table.verify(1, 0, 100)
+    for _ in range(20):
+        table.observe(1, 0, 100, usual, None)
+    table.observe(1, 0, 100, 50 * usual, None)
+    assert abs(table.drift) < 0.03
+
+
+def test_kept_tables_are_only_used_for_the_same_machine_model_and_version(tmp_path):
+    key = CostKey(machine_name(), "model", "1")
+    table = CostTable({(1, 0): [1.0 + k for k in range(WIDTH)]}, {"mtp": {1: [0.1 * k for k in range(WIDTH)]}}, key=key)
+    table.save(tmp_path / "a" / "cost.json")
+    again = CostTable.load(tmp_path / "a" / "cost.json", key)
+    assert again is not None and again.to_json() == table.to_json()
+    assert CostTable.load(tmp_path / "a" / "cost.json", CostKey(key.machine, "model", "2")) is None
+    assert CostTable.load(tmp_path / "none.json", key) is None
+    (tmp_path / "bad.json").write_text('{"verify": 3}')
+    assert CostTable.load(tmp_path / "bad.json", key) is None
+
+
+def test_bad_tables_are_refused_in_one_line():
+    with pytest.raises(OutriderError, match="17 finite times"):
+        CostTable({(1, 0): [1.0, 2.0]}, {})
+    with pytest.raises(OutriderError, match="at least one"):
+        CostTable({}, {})
+
+
+def test_without_figures_it_guesses_and_learns():
+    table = CostTable()
+    for i in range(200):
+        table.observe(1, i % 2 * 4, 100, 7e-3 if i % 2 == 0 else 7.5e-3, "mtp" if i % 2 else None)
+    assert table.curve("mtp", 1, 100)[4] / table.curve("mtp", 1, 100)[0] == pytest.approx(7.5 / 7, rel=0.1)

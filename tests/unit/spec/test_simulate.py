@@ -1,0 +1,108 @@
+"""Replaying traces: the books are exact, and the controller keeps its promises on made-up drafters."""
+
+import pytest
+
+from outrider.spec.controller import Controller
+from outrider.spec.cost import CostTable
+from outrider.spec.simulate import (
+    Fixed,
+    Trace,
+    broken,
+    clairvoyant,
+    compare,
+    fixed_seconds,
+    read_traces,
+    replay,
+    static_oracle,
+    synthetic,
+    write_traces,
+)  # fmt: skip
+from outrider.types import OutriderError
+
+MACHINES = {
+    "two CPU cores": CostTable.linear(5.5e-3, 1e-3, {"mtp": 4.5e-4}),
+    "GPU": CostTable.linear(18e-3, 1e-4, {"mtp": 4.2e-4}),
+    "mixture of experts": CostTable.linear(4e-3, 9e-4, {"mtp": 3e-4}),
+}
+
+
+def fresh(cost):
+    return Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"))
+
+
+def test_fixed_k_is_counted_by_hand():
+    cost = CostTable.linear(1.0, 0.1, {"mtp": 0.01})
+    trace = Trace("t", "c", "mtp", (2, 0, 0, 1, 0))
+    out = replay([trace], Fixed("mtp", 2), cost)
+    # at 0: two right, three emitted; at 3: K = 1 (two left), one right, two emitted
+    assert out.cycles == 2 and (out.drafted, out.accepted) == (3, 3)
+    assert out.seconds["t"] == pytest.approx((1.3 + 0.02) + (1.2 + 0.01))
+    assert replay([trace], Fixed(None, 0), cost).seconds["t"] == pytest.approx(5 * 1.1)
+
+
+def test_oracles_bound_every_fixed_policy():
+    cost, traces = MACHINES["two CPU cores"], synthetic(6, 3, copying=0.4)
+    static, best = static_oracle(traces, cost), clairvoyant(traces, cost)
+    for trace in traces:
+        tries = {(n, k): replay([trace], Fixed(n, k), cost).seconds[trace.id] for n in ("mtp", "ngram") for k in (0, 1, 3, 8)}
+        assert tries == pytest.approx({at: fixed_seconds(trace, *at, cost) for at in tries})
+        fixed = min(tries.values())
+        assert best.seconds[trace.id] <= static.seconds[trace.id] <= fixed + 1e-12
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("kind", ["mixed", "hard", "copying"])
+def test_ours_against_the_oracle_and_plain_decoding(machine, kind):
+    options = {"mixed": {}, "hard": {"easiness": (0.1, 0.5)}, "copying": {"copying": 0.4}}[kind]
+    cost = MACHINES[machine]
+    found = compare(synthetic(16, 11, (64, 256), **options), cost, fresh(cost), noise=0.05)
+    assert found.of_static >= 0.95
+    assert found.of_best_fixed >= 0.97
+    assert found.worst[1] >= 0.97
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_a_broken_drafter_costs_less_than_three_percent(machine):
+    cost = MACHINES[machine]
+    controller = fresh(cost)
+    found = compare(broken(10, 5), cost, controller)
+    assert found.speedup >= 0.985 and found.worst[1] >= 0.97
+    assert len(controller.warnings) == 1
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("ragged", [True, False])
+@pytest.mark.parametrize("batch", [2, 5, 16])
+def test_no_batch_is_slower_than_plain(machine, ragged, batch):
+    raw = MACHINES[machine].to_json()
+    cost = CostTable.from_json({**raw, "ragged": ragged})
+    for traces in (synthetic(24, 8, (40, 120)), synthetic(24, 9, (40, 120), easiness=(0.1, 0.5)), broken(24, 10, (40, 120))):
+        ours = replay(traces, fresh(cost), cost, batch, noise=0.03)
+        assert ours.rate / replay(traces, Fixed(None, 0), cost, batch).rate >= 0.97
+
+
+def test_a_wrong_table_is_mended_while_running():
+    """Measured while another program was busy: K looks three times dearer than it is."""
+    truth, wrong = MACHINES["GPU"], CostTable.linear(18e-3, 20e-3, {"mtp": 4.2e-4})
+    traces = synthetic(30, 12, (200, 300), easiness=(0.7, 0.9))
+    ours = replay(traces, Controller(wrong, ("mtp",)), truth, noise=0.03)
+    plain = replay(traces, Fixed(None, 0), truth)
+    assert ours.rate / plain.rate > 1.3
+
+
+def test_confidence_pays():
+    cost = MACHINES["two CPU cores"]
+    sure = synthetic(30, 13, confident=True)
+    blind = [Trace(t.id, t.category, t.drafter, t.runs) for t in sure]
+    assert replay(sure, fresh(cost), cost).rate > 1.05 * replay(blind, fresh(cost), cost).rate
+
+
+def test_traces_are_kept_and_read(tmp_path):
+    traces = synthetic(3, 1, copying=0.3, confident=True)
+    write_traces(tmp_path / "t.jsonl", traces)
+    assert list(read_traces(tmp_path / "t.jsonl")) == traces
+    (tmp_path / "bad.jsonl").write_text('{"id": 1}\n')
+    with pytest.raises(OutriderError, match=r"bad.jsonl:1"):
+        list(read_traces(tmp_path / "bad.jsonl"))
+    with pytest.raises(OutriderError, match="entries"):
+        Trace("t", "c", "mtp", (1, 2), ngram=(1,))
