@@ -408,7 +408,7 @@ def test_a_failing_step_fails_its_requests_and_serving_goes_on(caplog: pytest.Lo
         with pytest.raises(openai.APIError, match="engine failed"):
             list(stream)
         assert httpx.get(f"{s.url}/health").status_code == 200
-        for _ in range(3):
+        for _ in range(2):  # three in a row, with the stream's
             s.settle()
             s.engine.fail_steps = 1
             assert httpx.post(f"{s.url}/v1/chat/completions", json=chat()).status_code == 500

@@ -1,0 +1,161 @@
+"""`outrider load`: throughput and latency of a server against concurrency, as table, JSON and plot."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.request import urlopen
+
+import typer
+from rich.table import Table
+
+from ..types import OutriderError
+from .common import err, out, read_prompts
+
+PROMPTS = (
+    "Why is the sky blue?",
+    "Write a Python function that merges two sorted lists.",
+    "List ten animals and one fact about each.",
+    "Explain what a hash table is to a child.",
+    "Write a short story about a lighthouse keeper.",
+    "Translate into French: the weather is fine and the train is late.",
+    "Give a recipe for pancakes with exact amounts.",
+    "What are the causes of inflation?",
+)
+
+
+def load(
+    target: Annotated[str, typer.Argument(help="A server's URL (http://127.0.0.1:8000), or a model to serve for the test.")],
+    concurrency: Annotated[str, typer.Option(help="Streams at once, one row each.")] = "1,4,8,16",
+    requests: Annotated[int, typer.Option(help="Requests at each concurrency.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of each answer (the end token is ignored).")] = 128,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A .jsonl file with the field prompt or turns. Default: eight built-in prompts.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0: greedy.")] = 0.0,
+    compare: Annotated[bool, typer.Option(help="Each concurrency also with plain decoding (draft tokens 0).")] = False,
+    api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="For a server that needs one.")] = None,
+    drafter: Annotated[str, typer.Option(help="For a MODEL: as in `outrider serve`.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture here (.png, .svg; needs matplotlib).")] = None,
+) -> None:
+    """Load a server with streams and print throughput, time to first token and time a token.
+
+    Inter-token times are measured per token: a chunk of m tokens that comes after g seconds counts as m times g/m.
+    The longest wait between two chunks is shown beside them, since that is what a reader sees.
+
+    Example: outrider load smollm2 --concurrency 1,4 --compare
+    """
+    try:
+        from ..bench.load import run
+    except ModuleNotFoundError as e:
+        raise OutriderError(f"the load generator needs {e.name}: pip install 'outrider[serve]'") from None
+    try:
+        levels = [int(c) for c in concurrency.split(",")]
+    except ValueError:
+        raise OutriderError(f"--concurrency is a list of numbers such as 1,4,8; got {concurrency!r}") from None
+    if not levels or min(levels) < 1 or requests < 1 or max_tokens < 1:
+        raise OutriderError("--concurrency, --requests and --max-tokens must be at least 1")
+    texts = [str(row.get("prompt") or row["turns"][0]) for row in read_prompts(prompts)] if prompts else list(PROMPTS)
+    rows: list[dict[str, Any]] = []
+    with server(target, drafter, max(levels)) as url:
+        for level in levels:
+            for drafts in ("auto", 0) if compare else ("auto",):
+                rows.append(run(url, texts, level, requests, max_tokens, temperature, drafts, api_key))
+                err.print(f"[dim]{level} at once, draft tokens {drafts}: {rows[-1]['tokens_per_s']:.1f} tokens/s[/dim]")
+    out.print(table(rows))
+    if json_file is not None:
+        json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    if plot is not None:
+        draw(rows, plot)
+    failed = sum(r["errors"] for r in rows)
+    if failed:
+        err.print(f"[red]{failed} requests failed[/red]")
+        raise typer.Exit(1)
+
+
+@contextmanager
+def server(target: str, drafter: str, most: int) -> Iterator[str]:
+    """A URL as it is; a model is served on a free port for as long as the test runs."""
+    if target.startswith(("http://", "https://")):
+        yield target.rstrip("/")
+        return
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "outrider.cli.main", "serve", target, "--drafter", drafter, "--port", str(port)]
+    process = subprocess.Popen([*command, "--max-concurrent", str(most), "--max-queued", "1024"], stderr=subprocess.PIPE, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 600
+        while True:
+            try:
+                urlopen(f"{url}/health", timeout=2).close()
+                break
+            except OSError:
+                if process.poll() is not None:
+                    assert process.stderr is not None
+                    lines = process.stderr.read().strip().splitlines() or ["no message"]
+                    raise OutriderError(f"the server for {target} did not start: {lines[-1]}") from None
+                if time.monotonic() > deadline:
+                    raise OutriderError(f"the server for {target} did not start within ten minutes") from None
+                time.sleep(0.2)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    shown = Table(title="Latencies in milliseconds: median / 95th / 99th percentile")
+    for name in ("at once", "draft", "tokens/s", "per stream", "first token", "per token", "longest wait", "tokens/cycle", "errors"):
+        shown.add_column(name, justify="right")
+    three = lambda d: " / ".join(f"{1e3 * d[p]:.1f}" for p in ("p50", "p95", "p99"))  # noqa: E731
+    for r in rows:
+        shown.add_row(
+            str(r["concurrency"]), str(r["draft_tokens"]), f"{r['tokens_per_s']:.1f}", f"{r['stream_tokens_per_s']:.1f}",
+            three(r["ttft_s"]), three(r["token_s"]), three(r["wait_s"]),
+            f"{r['tokens_per_cycle']:.2f}" if r["tokens_per_cycle"] else "–", str(r["errors"]),
+        )  # fmt: skip
+    return shown
+
+
+def draw(rows: list[dict[str, Any]], file: Path) -> None:
+    try:
+        import matplotlib
+
+        matplotlib.use("agg")
+        import matplotlib.pyplot as plt
+    except ModuleNotFoundError:
+        raise OutriderError("--plot needs matplotlib: pip install matplotlib") from None
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.6))
+    for drafts in dict.fromkeys(r["draft_tokens"] for r in rows):
+        mine = [r for r in rows if r["draft_tokens"] == drafts]
+        x, name = [r["concurrency"] for r in mine], "plain" if drafts == 0 else "speculative"
+        axes[0].plot(x, [r["tokens_per_s"] for r in mine], marker="o", label=name)
+        axes[1].plot(x, [1e3 * r["ttft_s"]["p50"] for r in mine], marker="o", label=f"{name}, median")
+        axes[1].plot(x, [1e3 * r["ttft_s"]["p95"] for r in mine], marker=".", linestyle="--", label=f"{name}, 95th")
+        axes[2].plot(x, [1e3 * r["token_s"]["p50"] for r in mine], marker="o", label=f"{name}, median")
+        axes[2].plot(x, [1e3 * r["token_s"]["p95"] for r in mine], marker=".", linestyle="--", label=f"{name}, 95th")
+    for axis, title in zip(axes, ("Throughput, tokens/s", "First token, ms", "Per token, ms")):
+        axis.set_title(title)
+        axis.set_xlabel("streams at once")
+        axis.set_ylim(bottom=0)
+        axis.legend(fontsize="small")
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    try:
+        figure.savefig(file, dpi=120)
+    except (OSError, ValueError) as e:
+        raise OutriderError(f"can't write {file}: {e}") from None
