@@ -442,6 +442,7 @@ class Engine:
         if self.drafter is not None:
             self.drafter.forget(seq.id)
         self.controller.finish(seq.id)
+        self._sampling = None  # an id may come again with other parameters
         del self._seqs[seq.id]
         self.metrics.cached_tokens += seq.stats.cached_tokens
         self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
