@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,14 +15,16 @@ from typing import Any
 
 import torch
 
+from . import __version__
 from . import ops as ops_module
 from .config import EngineConfig, SpecConfig, Verify, parse_draft_tokens
+from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event, Request
 from .engine.text import Tokenizer
 from .models import build, build_drafter
 from .models.pairing import fits
 from .spec.controller import Controller
-from .spec.cost import CostTable
+from .spec.cost import CostKey, CostTable, machine_name
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import OutriderError, RequestStats, SamplingParams
@@ -76,10 +79,20 @@ class LLM:
         tokenizer = Tokenizer.load(text) if load_format != "dummy" else None
         guesser, names, note = pick_drafter(model, drafter, target, chosen, place, kind, load_format, seed)
         say(note)
-        controller = Controller(CostTable(), names, fixed=spec.draft_tokens)
         run = getattr(chosen, "compile", None)
         runner = (run(target) or target) if run is not None else target
-        return cls(Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind)), model, note)
+        controller = Controller(CostTable(), names)
+        made = Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind))
+        if spec.draft_tokens is None and names:
+            where = getattr(getattr(guesser, "model", None), "config", None)
+            key = CostKey(
+                machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
+                f"{model} {kind} {chosen.name} {quantize} {note} {where and where.target_hash} batch {made.config.max_batch}",
+                __version__,
+            )
+            digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
+            controller.cost = calibrate(made, key, hub.cache_dir() / "costs" / f"{digest}.json")
+        return cls(made, model, note)
 
     # ---- running --------------------------------------------------------------------------------------------------
     def requests(self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool | str = True) -> list[Request]:

@@ -183,8 +183,8 @@ class Engine:
             else:
                 name = next((n for n in self.controller.drafters if offers.get(n)), None)
                 choices.append((name, min(fixed, offers[name]) if name is not None else 0))
-        planned = iter(self.controller.plan(open_views) if open_views else ())
-        return [next(planned) if k < 0 else (name, k) for name, k in choices]  # type: ignore[misc]
+        planned = iter([(c.drafter, c.k) for c in self.controller.plan(open_views)] if open_views else ())
+        return [next(planned) if k < 0 else (name, k) for name, k in choices]
 
     def _offers(self, seq: Seq) -> tuple[dict[str, int], int]:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""

@@ -1,0 +1,89 @@
+"""What a cycle costs here: times the engine's own parts on scratch sequences, for the controller's cost table.
+
+The table is kept beside the model cache, keyed by machine, model and version, so that only a first start measures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ..spec.choose import SamplingBatch
+from ..spec.cost import CostKey, CostTable, measure
+from ..spec.drafter import DraftBatch
+from ..types import Draft, SamplingParams
+from .cycle import CycleInput, Rows, cycle, verify_coupled
+from .engine import Engine
+
+BUDGET_S = 3.0
+
+
+def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
+    """The stored table of this key, or a fresh one (at most three seconds), stored for the next start."""
+    found = CostTable.load(path, key) if path is not None else None
+    if found is not None:
+        return found
+    scratch = Scratch(engine)
+    try:
+        table = measure(
+            scratch.run,
+            drafters=(engine.drafter.name,) if engine.drafter is not None else (),
+            batches=[b for b in (1, 4, 16) if b <= engine.config.max_batch],
+            contexts=[c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)],
+            budget_s=BUDGET_S,
+            key=key,
+        )
+    finally:
+        scratch.close()
+    if path is not None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            table.save(path)
+        except OSError:
+            pass  # a cache that cannot be written is measured again next time
+    return table
+
+
+class Scratch:
+    """Sequences that nobody asked for, filled with whatever the cache holds."""
+
+    def __init__(self, engine: Engine):
+        self.engine, self.caches = engine, []  # type: ignore[var-annotated]
+
+    def close(self) -> None:
+        for cache in self.caches:
+            self.engine.store.close(cache)
+        self.caches.clear()
+
+    @torch.inference_mode()
+    def run(self, part: str, batch: int, k: int, context: int) -> None:
+        """One verify pass, or one draft, to its end. Sequences that do not fit the cache stand on the scratch page."""
+        engine, device = self.engine, self.engine.device
+        while len(self.caches) < batch:
+            self.caches.append(engine.store.open([0], engine.store.spec.page_size, reuse=False)[0])
+        for cache in self.caches[:batch]:
+            engine.store.reserve(cache, context + k + 1)
+        slots = torch.tensor([c.slot for c in self.caches[:batch]], device=device)
+        length = torch.full((batch,), context, dtype=torch.int64, device=device)
+        sampling = SamplingBatch.build(
+            [SamplingParams()] * batch, [[0]] * batch, [[]] * batch, engine.model.config.vocab_size, device, sorted(engine.eos)
+        )
+        last = torch.zeros_like(length)
+        if part == "verify":
+            x = CycleInput(Rows.of((k,) * batch, device), slots, last, length, sampling, engine.model.ops, context + k + 1)
+            draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=device), torch.full_like(length, k))
+            out = cycle(engine.model, engine.store, (lambda: draft) if k else None, verify_coupled, engine.taps, x)
+            out.verdict.tokens.tolist()  # waits for the device
+            return
+        assert engine.drafter is not None
+        rows = torch.arange(batch, device=device)
+        start = torch.arange(batch + 1, dtype=torch.int32, device=device)
+        view = engine.store.view(slots, length - 1, rows, start, 1, context + k + 1)
+        features = engine.features[slots]
+        ids = [f"scratch {i}" for i in range(batch)]
+        engine.drafter.propose(
+            DraftBatch(ids, [[0] * (context + 1)] * batch, last, length, features, view, sampling, False, engine.model.ops, engine.model.config.vocab_size), k
+        ).tokens.tolist()
+        for name in ids:
+            engine.drafter.forget(name)
