@@ -89,8 +89,9 @@ def start_from_target(net: DraftNet, model: Any) -> None:
         gate, up = block.gate_up.float().chunk(2, dim=0)  # [I, H]
         down = block.down.float()  # [H, I]
         keep = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(layer.intermediate, gate.shape[0])).indices
-        net.weight(at + "gate_up").copy_(torch.cat((gate[keep], up[keep])))
-        net.weight(at + "down").copy_(down[:, keep])
+        mine, count = net.weight(at + "gate_up"), keep.numel()  # a wider MLP than the target's keeps its random rest
+        mine[:count], mine[layer.intermediate : layer.intermediate + count] = gate[keep], up[keep]
+        net.weight(at + "down")[:, :count] = down[:, keep]
     net.weight("norm").copy_(model.blocks[-1].next_norm)
 
 

@@ -105,7 +105,7 @@ class Trainer:
         for j in range(1, s.unroll + 1):
             g, hidden = net.step(w, ctx, embedded[:, j : j + width], hidden)
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
-            picked = g.flatten(0, 1)[rows]
+            picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
             part, alpha, hit = head_loss(picked, head, teacher, target, weight, s.loss)
             total = total + part

@@ -1,0 +1,436 @@
+"""The drafter of the default model on one GPU, in stages that share a folder. No stage needs another to be in the same process.
+
+    python benchmarks/train_smollm2.py selftest                      # kernels and speed at the real shapes, dummy weights
+    python benchmarks/train_smollm2.py data   --target smollm2.gguf  # the target answers the prompts (KEEP/prompts.npz)
+    python benchmarks/train_smollm2.py ablate --target smollm2.gguf  # short runs, one change each; writes KEEP/choice.json
+    python benchmarks/train_smollm2.py main   --target smollm2.gguf --minutes 5.5
+    python benchmarks/train_smollm2.py finish --target smollm2.gguf  # Spec-Bench, T = 1, clusters; table rows and the drafter
+
+Results are appended to $OUT/*.jsonl as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+import numpy as np
+import torch
+
+from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.train import design, run
+from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, recall_curve
+from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch, read_prompts
+from outrider.train.evaluate import Head, matches, summary
+from outrider.train.generate import Answerer, Answering, answer_all
+from outrider.train.losses import LossMix
+from outrider.train.net import DraftNet, step_weights, target_weights
+from outrider.train.trainer import Trainer, TrainSettings
+
+BENCH = Path(__file__).parent / "data" / "spec_bench_question.jsonl"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+BASE: dict[str, Any] = dict(reads=(4, 9, 14, 19, 24, 29), intermediate=352, taps=(), position_offset=2, start="target")
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - BEGAN:7.1f}] {text}", flush=True)
+
+
+def note(out: Path, name: str, row: dict[str, Any]) -> None:
+    with open(out / name, "a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+# ---- what the stages share ------------------------------------------------------------------------------------------
+def build_net(target: run.Target, data: Sequences, change: dict[str, Any], seed: int = 0) -> DraftNet:
+    shape = BASE | change
+    config = design.plain(
+        target.config, reads=tuple(shape["reads"]), intermediate=shape["intermediate"], taps=tuple(shape["taps"]),
+        position_offset=shape["position_offset"], target_hash=target.hash,
+    )  # fmt: skip
+    net = DraftNet(config, target.config, seed).to(DEVICE)
+    if shape["start"] == "target":
+        design.start_from_target(net, target.model)
+        few = plan_epoch(data, 16384, 65536, 0, 0)[:2]
+        fitted = design.fit_inputs(net, target.model, [make_batch(data, b, 1).to(DEVICE) for b in few])
+        say(f"inputs explain {fitted:.3f}")
+    return net
+
+
+def bench_answers(target: run.Target, keep: Path, temperature: float, max_new: int, limit: int | None = None) -> tuple[Sequences, list[str], list[int]]:
+    """Spec-Bench questions answered by the target: greedily, or with the engine's coupled noise."""
+    prompts = read_prompts(BENCH, limit)
+    kept = keep / f"bench-{temperature:g}-{max_new}-{len(prompts)}.npz"
+    if not kept.exists():
+        encoded = run.encode(BENCH, target.text, target.config.vocab_size, texts=False, max_tokens=8000, limit=limit)
+        rows = [encoded[i] for i in range(len(encoded))]
+        hot = temperature > 0
+        how = Answering(max_new, temperature or 1.0, min(480, len(rows)), 0.0 if hot else 1.0, coupled=hot)
+        machine = Answerer(target.model, how, max(len(r) for r in rows), target.eos_ids)
+        done = sorted(machine.answer(rows, list(range(len(rows)))), key=lambda d: d[0])
+        Sequences.of([np.concatenate([rows[n], a]) for n, _, a in done], [len(rows[n]) for n, _, _ in done], [n for n, _, _ in done],
+                     [not hot] * len(done), target.config.vocab_size).save(kept)  # fmt: skip
+        del machine
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+    data = Sequences.load(kept)
+    return data, [prompts[i].category for i in data.index], data.index.tolist()
+
+
+def score(target: run.Target, net: DraftNet, data: Sequences, categories: list[str] | None, most: int, head: Head | None = None,
+          seeds: list[int] | None = None) -> dict[str, Any]:  # fmt: skip
+    weights = {k: v.detach() for k, v in net.cast(DTYPE).items()}
+    right = matches(target.model, net, weights, head or Head(target.model.head), data, most, seeds=seeds)
+    return summary(right, categories or ["all"] * len(data), most)
+
+
+def brief(result: dict[str, Any]) -> str:
+    tpc = result["tokens_per_cycle"]
+    return f"K=4 {tpc.get(4, 0):.3f} (categories {result['mean_of_categories']:.3f}) K=8 {tpc.get(8, 0):.3f} by position {result['acceptance_by_position'][:5]}"
+
+
+# ---- stages ---------------------------------------------------------------------------------------------------------
+def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
+    """Every GPU path at the real shapes on random weights: is it right, and how fast."""
+    from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+    from outrider.models import build
+    from outrider.train.capture import DenseOps, capture, causal_attention
+    from outrider.train.head_kernel import head_terms
+    from outrider.train.losses import Teacher, row_terms
+    from outrider.weights.load import dummy_weights
+
+    g = torch.Generator(device=DEVICE).manual_seed(0)
+    z, logp = (torch.randn(n, 49152, device=DEVICE, generator=g) * 3 for n in (64, 80))
+    logp, rows, weight = logp.log_softmax(-1), torch.randint(80, (64,), device=DEVICE, generator=g), torch.rand(64, device=DEVICE, generator=g)
+    mix, best = LossMix(1.0, 0.5, 0.3, 0.2), logp.argmax(-1)
+    want = row_terms(z, logp[rows], best[rows], weight, mix)
+    terms, got = torch.empty(64, 3, device=DEVICE), z.clone()
+    head_terms(got, logp, best, rows, weight, mix, terms)
+    say(f"head kernel: gradient off by {float((got - want[3]).abs().max()):.2e}, terms by {float((terms - torch.stack(want[:3], 1)).abs().max()):.2e}")
+    q, k, v = (torch.randn(2, 9, n, 64, device=DEVICE, dtype=DTYPE, generator=g) for n in (100, 160, 160))
+    i, j = torch.arange(60, 160, device=DEVICE)[:, None], torch.arange(160, device=DEVICE)[None]
+    wrong = (causal_attention(q, k, v, 0.125) - sdpa(q, k, v, attn_mask=j <= i, scale=0.125)).abs().max()
+    say(f"lower-right attention: off by {float(wrong):.2e}")
+
+    shape = dict(model_type="llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30, intermediate_size=1536,
+                 vocab_size=49152, rms_norm_eps=1e-5, rope_theta=1e5, tie_word_embeddings=True, max_position_embeddings=8192, eos_token_id=2)  # fmt: skip
+    config = ModelConfig.from_hf(shape)
+    model = build(config, dummy_weights(config, DEVICE, DTYPE), DenseOps())
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 49152, size=n) for n in rng.integers(60, 120, size=3000)]
+    for slots in (1024, 2048):
+        machine = Answerer(model, Answering(64, slots=slots), 120, (2,))
+        began, made = time.perf_counter(), 0
+        for _, _, answer in machine.answer(prompts):
+            made += len(answer)
+        torch.cuda.synchronize()
+        say(f"answering with {slots} slots: {made / (time.perf_counter() - began):.0f} tok/s in all")
+        for limit in (256, 512):
+            machine.run_steps(4, limit)
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            machine.run_steps(16, limit)
+            torch.cuda.synchronize()
+            say(f"  one step, {limit} keys: {(time.perf_counter() - began) / 16 * 1e3:.2f} ms")
+        del machine
+        torch.cuda.empty_cache()
+    rows_ = [np.concatenate([p, rng.integers(3, 49152, size=150)]) for p in prompts]
+    data = Sequences.of(rows_, [len(p) for p in prompts], range(3000), [True] * 3000, 49152)
+    target = run.Target(model, config, None, "dummy")  # type: ignore[arg-type]
+    net = build_net(target, data, {})
+    trainer = Trainer(model, net, data, TrainSettings(steps=30, log_every=10), log=lambda row: say(json.dumps(row)))
+    trainer.run()
+    batch = make_batch(data, plan_epoch(data, 16384, 65536, 0, 0)[0], 5).to(DEVICE)
+
+    def timed(what: str, call: Any, times: int = 5) -> Any:
+        call()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(times):
+            kept = call()
+        torch.cuda.synchronize()
+        say(f"{what}: {(time.perf_counter() - began) / times * 1e3:.1f} ms")
+        return kept
+
+    say(f"batch {tuple(batch.ids.shape)} first {batch.first} anchors {batch.anchors[0].numel()}")
+    seen = timed("target forward", lambda: capture(model, batch.ids))
+    timed("teacher", lambda: Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], DTYPE))
+    timed("loss (forward of all)", lambda: trainer.loss(batch))
+    timed("loss and backward", lambda: trainer.loss(batch)[0].backward())
+    timed("update", lambda: (trainer.loss(batch)[0].backward(), trainer.update(1e-3)))
+    few = data.select(np.arange(300))
+    timed("evaluation of 300 answers", lambda: score(target, net, few, None, 8), 1)
+    say(f"memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+def data_stage(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) -> Sequences:
+    prompts = Sequences.load(keep / "prompts.npz")
+    if args.limit:
+        prompts = prompts.select(np.arange(len(prompts))[:: max(1, len(prompts) // args.limit)][: args.limit])
+    last = [0.0]
+
+    def report(done: int, count: int, tokens: int, seconds: float) -> None:
+        if seconds - last[0] > 4 or done == count:
+            last[0] = seconds
+            say(f"answered {done}/{count}, {tokens} tokens, {tokens / seconds:.0f} tok/s")
+
+    rows = [prompts[i] for i in range(len(prompts))]
+    how = Answering(args.max_new, 0.8, args.slots, 0.5, seed=1)
+    answer_all(target.model, rows, how, keep / "data", target.eos_ids, report=report, deadline=args.deadline)
+    data = load_folder(keep / "data")
+    lengths = data.lengths - data.prompts
+    say(f"{len(data)} sequences, {data.answer_tokens} answer tokens, mean {lengths.mean():.0f}, greedy {data.greedy.mean():.2f}")
+    half = np.array_split(np.random.default_rng(0).permutation(len(data)), 3)
+    for n, which in enumerate(half):  # so that a later machine need not answer again
+        data.select(which).save(out / f"data-{n:05d}.npz")
+    return data
+
+
+VARIANTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    # name, group, change of the drafter, change of the settings
+    ("base", "base", {}, {}),
+    ("8 layers", "reads", dict(reads=(3, 7, 11, 14, 18, 22, 25, 29), intermediate=176), {}),
+    ("6 upper layers 14..29", "reads", dict(reads=(14, 17, 20, 23, 26, 29)), {}),
+    ("4 layers 14,20,26,29", "reads", dict(reads=(14, 20, 26, 29), intermediate=768), {}),
+    ("lr 4e-3", "lr", {}, dict(lr=4e-3)),
+    ("AdamW", "optimizer", {}, dict(muon=False)),
+    ("loss soft", "loss", {}, dict(loss=LossMix(1, 0, 0, 0))),
+    ("loss hard", "loss", {}, dict(loss=LossMix(0, 0, 1, 0))),
+    ("loss 0.1 soft + 0.9 tv", "loss", {}, dict(loss=LossMix(0.1, 0.9, 0, 0))),
+    ("loss soft + lk", "loss", {}, dict(loss=LossMix(0.5, 0, 0, 0.5))),
+    ("taps 9,19", "taps", dict(taps=(9, 19)), {}),
+    ("survival weights", "survival", {}, dict(survival=0.7)),
+    ("random start", "start", dict(start="random"), {}),
+    ("position L-1", "position", dict(position_offset=1), {}),
+    ("unroll 3", "unroll", {}, dict(unroll=3)),
+    ("unroll 1", "unroll", {}, dict(unroll=1)),
+    ("all read layer 29", "last", dict(reads=(29,) * 6), {}),
+    ("plain text", "texts", {}, {}),
+]
+NEED = {"reads": 1.003, "lr": 1.0, "optimizer": 1.0, "loss": 1.0, "taps": 1.01, "survival": 1.003, "position": 1.003, "start": 1.01}  # to be chosen
+
+
+def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) -> None:
+    data, aside = run.split(load_folder(keep / "data"), 512)
+    bench, categories, _ = bench_answers(target, keep, 0.0, 256, args.bench_limit)
+    say(f"ablations on {len(data)} sequences, {len(aside)} held out, {len(bench)} benchmark answers of {np.mean(bench.lengths - bench.prompts):.0f} tokens")
+    texts = Sequences(data.tokens, data.starts, np.ones_like(data.prompts), data.index, data.greedy)
+    plain = texts_of(texts, data)
+    results: dict[str, Any] = {}
+    for name, group, shape, change in VARIANTS:
+        if args.only and name not in args.only.split(";"):
+            continue
+        if time.perf_counter() - BEGAN > args.deadline:
+            say("time is up")
+            break
+        settings = TrainSettings(**{"steps": args.steps, "warmup": 20, "log_every": 60, **change})
+        train_on = plain if group == "texts" else data
+        net = build_net(target, train_on, shape)
+        began = time.perf_counter()
+        trainer = Trainer(target.model, net, train_on, settings, log=lambda row: say(f"  {row['step']} loss {row['loss']} hit {row['hit']} {row['steps_per_s']}/s"))
+        try:
+            trainer.run()
+        except Exception as error:
+            say(f"{name}: {error}")
+            note(out, "ablations.jsonl", {"name": name, "error": str(error)})
+            continue
+        took = time.perf_counter() - began
+        held = score(target, net, aside, None, 8)
+        on_bench = score(target, net, bench, categories, 8)
+        cost = step_weights(replace(net.config, clusters=1024, cluster_top=64))
+        results[name] = (group, shape, change, held["tokens_per_cycle"][4])
+        say(f"{name}: {took:.1f} s; held out {brief(held)}; bench {brief(on_bench)}")
+        settings_row = {k: str(v) if k == "loss" else v for k, v in asdict(settings).items() if k != "loss"} | {"loss": str(settings.loss)}
+        note(out, "ablations.jsonl", {"name": name, "group": group, "seconds": round(took, 1), "held_out": held, "bench": on_bench, "weights_a_step": cost,
+                                      "share": round(sum(cost.values()) / target_weights(target.config), 4), "settings": settings_row})  # fmt: skip
+        del trainer, net
+    if "base" in results:
+        choose(results, keep, out)
+
+
+def texts_of(texts: Sequences, data: Sequences) -> Sequences:
+    """The prompts as plain text: every position an anchor, nothing of the target's own answers."""
+    keep = np.nonzero(data.prompts >= 64)[0]
+    rows = [data[i][: data.prompts[i]][-256:] for i in keep]
+    return Sequences.of(rows, [1] * len(rows), data.index[keep], [False] * len(rows), 49152)
+
+
+def choose(results: dict[str, Any], keep: Path, out: Path) -> None:
+    """The base, with every change that was worth it by itself on the held-out prompts (group by group the best one)."""
+    base, shape, change, why = results["base"][3], {}, {}, []
+    for group, need in NEED.items():
+        mine = sorted(((r[3], n, r) for n, r in results.items() if r[0] == group), reverse=True, key=lambda m: m[0])
+        if mine and mine[0][0] > base * need:
+            _, name, (_, s, c, value) = mine[0]
+            shape |= s
+            change |= {k: (asdict(v) if isinstance(v, LossMix) else v) for k, v in c.items()}
+            why.append(f"{name}: {base:.3f} -> {value:.3f}")
+    choice = {"shape": shape, "change": change, "why": why}
+    say(f"choice: {choice}")
+    for folder in (keep, out):
+        (folder / "choice.json").write_text(json.dumps(choice))
+
+
+def main_stage(args: argparse.Namespace, out: Path, keep: Path) -> None:
+    choice = json.loads(args.choice) if args.choice else json.loads((keep / "choice.json").read_text())
+    shape, change = BASE | choice["shape"], dict(choice["change"])
+    if "loss" in change:
+        change["loss"] = LossMix(**change["loss"])
+    settings = TrainSettings(**{"minutes": args.minutes, "warmup": 100, "log_every": 50, "eval_every": 1000, "save_every": 100000, "hold": 0.25, **change})
+    if args.steps_main:
+        settings = replace(settings, minutes=None, steps=args.steps_main)
+    folder = keep / "run"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("prompts.npz", "prompts.json"):
+        if (keep / name).exists():
+            shutil.copy(keep / name, folder / name)
+    if not (folder / "data").exists():
+        shutil.copytree(keep / "data", folder / "data")
+    command = (
+        f"outrider train --target smollm2 --data prompts_train.jsonl.gz --out runs/smollm2 --minutes {args.minutes:g} --reads "
+        + ",".join(map(str, shape["reads"])) + f" --intermediate {shape['intermediate']} --loss {settings.loss} --lr {settings.lr:g}"
+        + (f" --taps {','.join(map(str, shape['taps']))}" if shape["taps"] else "") + f" --unroll {settings.unroll} --max-prompt 1024"
+        + f" --max-new {args.max_new} --optimizer {'muon' if settings.muon else 'adamw'}"
+        + (f" --survival {settings.survival:g}" if settings.survival else "") + (" --position-offset 1" if shape["position_offset"] == 1 else "")
+    )  # fmt: skip
+    job = run.TrainJob(
+        target=args.target, data=Path("prompts_train.jsonl.gz"), out=folder, style="plain", reads=tuple(shape["reads"]), intermediate=shape["intermediate"],
+        taps=tuple(shape["taps"]), position_offset=shape["position_offset"], clusters=args.clusters, max_prompt=1024, answering=Answering(args.max_new, 0.8, args.slots, 0.5, seed=1),
+        heldout=512, settings=settings, device=str(DEVICE), dtype=DTYPE, command=command,
+    )  # fmt: skip
+    say(command)
+    result = run.train(job, say)
+    say(f"full {brief(result['full'])}")
+    for name in ("log.jsonl", "curve.png"):
+        if (folder / name).exists():
+            shutil.copy(folder / name, out / name)
+    give(folder / "drafter", out)
+
+
+def give(drafter: Path, out: Path) -> None:
+    """The drafter in pieces that fit through: cat model.safetensors.* > model.safetensors."""
+    blob = (drafter / "model.safetensors").read_bytes()
+    for n in range(0, len(blob), 15 << 20):
+        (out / f"model.safetensors.{n // (15 << 20)}").write_bytes(blob[n : n + (15 << 20)])
+    small = {p.name: json.loads(p.read_text()) for p in drafter.glob("*.json")}
+    (out / "drafter.json").write_text(json.dumps(small, indent=1))
+
+
+def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) -> None:
+    """Final figures: full head, clusters of several sizes (centroids fitted on states of the training data), T = 1."""
+    from outrider.weights.load import load_drafter
+
+    config, weights = load_drafter(str(args.drafter or keep / "run" / "drafter"), "cpu", torch.float32)
+    net = DraftNet(config, target.config).to(DEVICE)
+    net.load(weights)
+    cast = {k: v.detach() for k, v in net.cast(DTYPE).items()}
+    full = Head(target.model.head)
+    bench, categories, _ = bench_answers(target, keep, 0.0, 256, args.bench_limit)
+    result = score(target, net, bench, categories, 16)
+    say(f"Spec-Bench, greedy, full head: {brief(result)}")
+    say(json.dumps(result))
+    note(out, "finish.jsonl", {"what": "greedy full", "result": result})
+    base = result["tokens_per_cycle"][4]
+    if config.clusters:
+        own = Head(target.model.head, cast["centroids"], cast["token_ordering"], config.cluster_top)
+        result = score(target, net, bench, categories, 16, own)
+        say(f"shipped clusters {config.clusters} top {config.cluster_top}: {brief(result)}")
+        note(out, "finish.jsonl", {"what": "greedy clustered", "clusters": config.clusters, "top": config.cluster_top, "result": result,
+                                   "weights_a_step": step_weights(config), "share": sum(step_weights(config).values()) / target_weights(target.config)})  # fmt: skip
+    hot, hot_categories, seeds = bench_answers(target, keep, 1.0, 256, args.bench_limit)
+    for name, head in [("T=1 coupled full", full)] + ([("T=1 coupled clustered", own)] if config.clusters else []):
+        result = score(target, net, hot, hot_categories, 8, head, seeds)
+        say(f"{name}: {brief(result)}")
+        note(out, "finish.jsonl", {"what": name, "result": result})
+    # clusters: states of training answers, the label is the cluster of the full head's choice
+    data, aside = run.split(load_folder(keep / "data"), 512)
+    states, choices = [], []
+    few = data.select(np.random.default_rng(0).permutation(len(data))[: args.cluster_sequences])
+    matches(target.model, net, cast, full, few, 4, record=lambda g, c: (states.append(g), choices.append(c)))  # type: ignore[func-returns-value]
+    g, c = torch.cat(states), torch.cat(choices)
+    states, choices = [], []
+    matches(target.model, net, cast, full, aside, 4, record=lambda g, c: (states.append(g), choices.append(c)))  # type: ignore[func-returns-value]
+    held_g, held_c = torch.cat(states), torch.cat(choices)
+    say(f"{g.shape[0]} states to fit clusters on, {held_g.shape[0]} held out")
+    for count in (256, 512, 1024, 2048):
+        order, means = balanced_kmeans(target.model.head, count)
+        fitted = fit_centroids(g, cluster_of(order, count)[c], means, args.cluster_steps, 1e-2, 16384)
+        tops = tuple(t for t in run.TOPS if t <= count)
+        raw, tuned = (recall_curve(held_g, held_c, m, order, tops) for m in (means, fitted))
+        note(out, "clusters.jsonl", {"clusters": count, "means": [asdict(r) for r in raw], "fitted": [asdict(r) for r in tuned]})
+        say(f"{count} clusters: " + " ".join(f"{r.top}:{r.recall:.4f}" for r in tuned if r.share < 0.12))
+        tried = 0
+        for point in tuned:
+            if point.share < 0.1 and point.recall > 0.975 and tried < 4:
+                tried += 1
+                result = score(target, net, bench, categories, 8, Head(target.model.head, fitted.to(DTYPE), order, point.top))
+                note(out, "clusters.jsonl", {"clusters": count, "top": point.top, "share": point.share, "loss": 1 - result["tokens_per_cycle"][4] / base,
+                                             "weights": point.weights, "bench": result["tokens_per_cycle"]})  # fmt: skip
+                say(f"  top {point.top} ({point.share:.1%}): K=4 {result['tokens_per_cycle'][4]:.3f}, {result['tokens_per_cycle'][4] / base - 1:+.2%}, {point.weights / 1e6:.2f} M weights")
+        np.savez_compressed(out / f"clusters-{count}.npz", order=order.cpu().numpy().astype(np.uint16), centroids=fitted.half().cpu().numpy())
+
+
+def arguments() -> argparse.Namespace:
+    p = argparse.ArgumentParser()
+    p.add_argument("stages", help="comma separated: selftest, data, ablate, main, finish")
+    p.add_argument("--target", default="smollm2")
+    p.add_argument("--keep", default="/root/keep/smollm2")
+    p.add_argument("--slots", type=int, default=2048)
+    p.add_argument("--max-new", type=int, default=192)
+    p.add_argument("--limit", type=int, default=0)
+    p.add_argument("--deadline", type=float, default=400.0)
+    p.add_argument("--steps", type=int, default=120)
+    p.add_argument("--steps-main", type=int, default=0)
+    p.add_argument("--minutes", type=float, default=5.5)
+    p.add_argument("--clusters", type=int, default=1024)
+    p.add_argument("--only", default="")
+    p.add_argument("--choice", default="")
+    p.add_argument("--drafter", default="")
+    p.add_argument("--bench-limit", type=int, default=None)
+    p.add_argument("--cluster-sequences", type=int, default=6000)
+    p.add_argument("--cluster-steps", type=int, default=300)
+    return p.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    out, keep = Path(os.environ.get("OUT", "runs/out")), Path(args.keep)
+    for folder in (out, keep):
+        folder.mkdir(parents=True, exist_ok=True)
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    target = None
+    for stage in args.stages.split(","):
+        say(f"---- {stage}")
+        if stage in ("data", "ablate", "finish") and target is None:
+            target = run.open_target(args.target, str(DEVICE), DTYPE)
+            say("target loaded")
+        if stage == "selftest":
+            selftest(args, out, keep)
+        elif stage == "main":
+            main_stage(args, out, keep)
+        elif stage == "data":
+            data_stage(args, out, keep, target)
+        elif stage == "ablate":
+            ablate(args, out, keep, target)
+        elif stage == "finish":
+            finish(args, out, keep, target)
+        else:
+            raise SystemExit(f"no stage {stage!r}")
+
+
+BEGAN = time.perf_counter()
+if __name__ == "__main__":
+    main()

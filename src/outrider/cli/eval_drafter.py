@@ -1,0 +1,55 @@
+"""`outrider eval-drafter`: how good a drafter is on your prompts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from ..types import OutriderError
+from . import common
+from .common import err, out
+
+
+def eval_drafter(
+    model: common.Model,
+    drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
+    prompts: Annotated[Path, typer.Option(help="JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'.")],
+    limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = None,
+    max_tokens: common.MaxTokens = 128,
+    temperature: Annotated[float, typer.Option(help="0: greedy; else with the engine's coupled noise.")] = 0.0,
+    raw: Annotated[bool, typer.Option(help="No chat template.")] = False,
+    full_head: Annotated[bool, typer.Option(help="Score the whole vocabulary even if the drafter has a clustered head.")] = False,
+    slots: Annotated[int, typer.Option(help="Prompts answered at a time.")] = 16,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Acceptance by position and by category, tokens a cycle for K = 1..16, and the K that should be fastest."""
+    import torch
+
+    from ..train.tools import evaluate_drafter
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = dtype or ("bfloat16" if where.startswith("cuda") else "float32")
+    if kind not in ("float32", "bfloat16"):
+        raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
+    result = evaluate_drafter(
+        model, drafter, prompts, limit=limit, max_new=max_tokens, temperature=temperature, chat=not raw, full_head=full_head, slots=slots,
+        device=where, dtype=getattr(torch, kind), say=(lambda _: None) if as_json else (lambda line: err.print(f"[dim]{line}[/dim]")),
+    )  # fmt: skip
+    if as_json:
+        out.print_json(data=result)
+        return
+    table = Table("K", "tokens a cycle", "accepted up to position K", box=SIMPLE_HEAD)
+    for k, value in result["tokens_per_cycle"].items():
+        table.add_row(str(k), f"{value:.3f}", f"{result['acceptance_by_position'][k - 1]:.3f}")
+    out.print(table)
+    table = Table("category", "tokens a cycle at K = 4", box=SIMPLE_HEAD)
+    for name, value in sorted(result["by_category"].items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{value:.3f}")
+    out.print(table)
+    out.print(f"a draft step reads {result['draft_step_share']:.1%} of what a target step reads; predicted best K: {result['best_k']}")

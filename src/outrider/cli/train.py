@@ -1,0 +1,103 @@
+"""`outrider train`: a drafter for your model in one command."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..types import OutriderError
+from . import common
+from .common import err, out
+
+
+def numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",")) if text else ()
+    except ValueError:
+        raise OutriderError(f"{option} takes layer numbers separated by commas, got {text!r}") from None
+
+
+def train(
+    target: Annotated[str, typer.Option(help="The model to draft for: smollm2, a folder, a .gguf file, or a Hugging Face id.")],
+    data: Annotated[Path, typer.Option(help="Prompts as JSON lines ({'prompt': ...}, may be gzipped); with --texts plain text ({'text': ...}).")],
+    to: Annotated[Path, typer.Option("--out", help="Folder of the run; the same command continues it.")],
+    texts: Annotated[bool, typer.Option("--texts", help="Train on the texts as they are instead of on the target's own answers.")] = False,
+    init: Annotated[str | None, typer.Option(help="Start from this drafter (for a fine-tuned or quantised target).")] = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2000,
+    minutes: Annotated[float | None, typer.Option(help="Train this long instead of --steps.")] = None,
+    style: Annotated[str, typer.Option(help="auto | plain (reads any layers, head of the target) | gemma (Gemma 4's layout).")] = "auto",
+    layers: Annotated[int, typer.Option(help="Plain style: how many layers.")] = 6,
+    reads: Annotated[str, typer.Option(help="Plain style: the target layers to read, e.g. 4,9,14,19,24,29. Default: evenly spread.")] = "",
+    taps: Annotated[str, typer.Option(help="Plain style: target layers whose hidden state is fed too.")] = "",
+    hidden: Annotated[int | None, typer.Option(help="Width. Default: the target's (plain), 256 (gemma).")] = None,
+    intermediate: Annotated[int | None, typer.Option(help="Width of the MLPs.")] = None,
+    position_offset: Annotated[int, typer.Option(help="Plain style: the constant position is L - this; 2: the last one the target has seen.")] = 2,
+    clusters: Annotated[int | None, typer.Option(help="Clusters of the head; 0: none. Default: by the vocabulary.")] = None,
+    recall: Annotated[float, typer.Option(help="The clustered head must find the full head's token this often.")] = 0.99,
+    unroll: Annotated[int, typer.Option(help="Draft steps a training step unrolls.")] = 5,
+    loss: Annotated[str, typer.Option(help="Weights of the terms soft, tv, hard, lk.")] = "soft=1,tv=0.5",
+    survival: Annotated[float, typer.Option(help="0..1: weigh a step by the chance that those before it are accepted.")] = 0.0,
+    lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-3,
+    optimizer: Annotated[str, typer.Option(help="muon | adamw.")] = "muon",
+    anchors: Annotated[int, typer.Option(help="Positions drafted from in a batch.")] = 16384,
+    accumulate: Annotated[int, typer.Option(help="Batches an optimizer step.")] = 1,
+    max_prompt: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
+    max_new: Annotated[int, typer.Option(help="Most tokens an answer.")] = 192,
+    temperature: Annotated[float, typer.Option(help="Of the sampled answers.")] = 0.8,
+    greedy: Annotated[float, typer.Option(help="Share of greedy answers.")] = 0.5,
+    slots: Annotated[int | None, typer.Option(help="Prompts answered at a time.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = None,
+    heldout: Annotated[int, typer.Option(help="Prompts kept for evaluation.")] = 256,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: only at the end.")] = 500,
+    patience: Annotated[int, typer.Option(help="Stop after this many evaluations without a better one; 0: never.")] = 0,
+    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
+    seed: common.Seed = 0,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Train a drafter for a target: the target answers your prompts, and the drafter learns to foresee it."""
+    import torch
+
+    from ..train.generate import Answering
+    from ..train.losses import LossMix
+    from ..train.run import TrainJob
+    from ..train.run import train as run
+    from ..train.trainer import TrainSettings
+
+    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    kind = dtype or ("bfloat16" if where.startswith("cuda") else "float32")
+    if kind not in ("float32", "bfloat16"):
+        raise OutriderError(f"--dtype must be float32 or bfloat16 for training, got {kind!r}")
+    if style not in ("auto", "plain", "gemma"):
+        raise OutriderError(f"--style must be auto, plain or gemma, got {style!r}")
+    if optimizer not in ("muon", "adamw"):
+        raise OutriderError(f"--optimizer must be muon or adamw, got {optimizer!r}")
+    for name, value in (("--steps", steps), ("--unroll", unroll), ("--anchors", anchors), ("--accumulate", accumulate), ("--max-new", max_new)):
+        if value < 1:
+            raise OutriderError(f"{name} must be at least 1, got {value}")
+    if not 0.0 <= greedy <= 1.0 or not 0.0 <= survival <= 1.0:
+        raise OutriderError(f"--greedy and --survival must be in [0, 1], got {greedy} and {survival}")
+    settings = TrainSettings(
+        steps=steps, minutes=minutes, unroll=unroll, survival=survival, loss=LossMix.parse(loss), lr=lr, muon=optimizer == "muon", anchors=anchors,
+        tokens=4 * anchors, accumulate=accumulate, seed=seed, eval_every=eval_every, patience=patience, save_every=save_every,
+    )  # fmt: skip
+    answering = Answering(max_new, temperature, slots or (1024 if where.startswith("cuda") else 16), greedy, seed=seed)
+    job = TrainJob(
+        target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=numbers(reads, "--reads"), hidden=hidden,  # type: ignore[arg-type]
+        intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters, recall=recall, max_prompt=max_prompt,
+        answering=answering, limit=limit, heldout=heldout, settings=settings, device=where, dtype=getattr(torch, kind),
+        command=shlex.join(["outrider", *sys.argv[1:]]),
+    )  # fmt: skip
+    result = run(job, say=lambda line: err.print(f"[dim]{line}[/dim]", markup=True))
+    if as_json:
+        out.print_json(data={"drafter": str(to / "drafter"), **result})
+    elif "full" in result:
+        final = result.get("clustered", result["full"])
+        per = final["tokens_per_cycle"]
+        out.print(f"held-out prompts, greedy: {per[4]:.2f} tokens a cycle at K = 4, {per[8]:.2f} at K = 8; first draft right {final['acceptance_by_position'][0]:.0%}")
+        out.print(f"use it: outrider chat {target} --drafter {to / 'drafter'}")

@@ -1,0 +1,113 @@
+"""A trained drafter on disk.
+
+Gemma 4 targets: the `gemma4_assistant` layout that transformers and vLLM load. Other targets: the same files under our
+own model_type. `config_dict` and `DrafterConfig.from_hf` are inverses.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
+from ..types import OutriderError
+from ..weights.names import tensor_plan
+
+KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
+
+
+def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+    head = {
+        "use_ordered_embeddings": bool(config.clusters), "num_centroids": config.clusters or 2048,
+        "centroid_intermediate_top_k": config.cluster_top or 32,
+    }  # fmt: skip
+    own: dict[str, Any] = {"position_offset": config.position_offset, "num_assistant_tokens": config.draft_tokens, "target_hash": config.target_hash}
+    if config.reads is not None:
+        own["reads"] = list(config.reads)
+    if not config.gemma:
+        layers = [
+            {
+                "heads": l.attn.heads, "kv_heads": l.attn.kv_heads, "head_dim": l.attn.head_dim, "window": l.attn.window,
+                "scale": l.attn.scale, "intermediate": l.intermediate, "rope": asdict(l.rope),
+            }
+            for l in config.layers
+        ]  # fmt: skip
+        return {
+            "model_type": config.model_type, "style": config.style, "backbone_hidden_size": config.backbone_hidden, "hidden_size": config.hidden,
+            "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "tied_to_target": config.tied_to_target, "taps": list(config.taps),
+            "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh", "layers": layers, "dtype": dtype, **head, **own,
+        }  # fmt: skip
+    by_kind = {l.kind: l for l in config.layers}
+    some = config.layers[0]
+    sliding, full = by_kind.get("sliding", some), by_kind.get("full", some)
+    text = {
+        "model_type": "gemma4_unified_text" if "unified" in config.model_type else "gemma4_text", "hidden_size": config.hidden,
+        "intermediate_size": some.intermediate, "num_hidden_layers": len(config.layers), "num_kv_shared_layers": len(config.layers),
+        "layer_types": [KINDS[l.kind] for l in config.layers], "num_attention_heads": some.attn.heads, "head_dim": sliding.attn.head_dim,
+        "num_key_value_heads": sliding.attn.kv_heads, "global_head_dim": full.attn.head_dim, "num_global_key_value_heads": full.attn.kv_heads,
+        "attention_k_eq_v": full.attn.k_eq_v or full.attn.kv_heads != sliding.attn.kv_heads, "sliding_window": sliding.attn.window or 512,
+        "rope_parameters": {KINDS[k]: rope_dict(l.rope) for k, l in (("sliding", sliding), ("full", full))},
+        "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,
+        "final_logit_softcapping": None, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False,
+        "use_double_wide_mlp": False, "tie_word_embeddings": True, "max_position_embeddings": 131072,
+    }  # fmt: skip
+    if "unified" in config.model_type:
+        text = {k: v for k, v in text.items() if k not in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")}
+    names = {"gemma4_assistant": "Gemma4AssistantForCausalLM", "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM"}
+    raw = {"model_type": config.model_type, "backbone_hidden_size": config.backbone_hidden, "text_config": text, "dtype": dtype, **head}
+    raw |= {"architectures": [names.get(config.model_type, "OutriderDrafter")], "tie_word_embeddings": True}
+    if config.model_type in ASSISTANT_TYPES:  # what transformers does not know stays out of its config
+        raw |= {k: own[k] for k in ("target_hash",) if own[k] is not None}
+        return raw
+    return {**raw, "style": "gemma", **own}
+
+
+def rope_dict(rope: RopeSpec) -> dict[str, Any]:
+    if rope.scaling == "linear":
+        return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.factor}
+    if rope.scaling == "llama3":
+        raise OutriderError("rotary frequencies of Llama 3 have no place in Gemma's layout")
+    if rope.rotated == rope.head_dim // 2:
+        return {"rope_type": "default", "rope_theta": rope.theta}
+    return {"rope_type": "proportional", "rope_theta": rope.theta, "partial_rotary_factor": 2 * rope.rotated / rope.head_dim}
+
+
+def save_drafter(
+    folder: Path, config: DrafterConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype = torch.bfloat16,
+    draft_tokens: int | None = None, provenance: Mapping[str, Any] | None = None, card: str | None = None,
+) -> None:  # fmt: skip
+    """config.json, generation_config.json, model.safetensors (and provenance.json, README.md). The weights file is
+    replaced last and whole, so that a full disk leaves what was there."""
+    tensors: dict[str, Tensor] = {}
+    for name, plan in tensor_plan(config).items():
+        tensor = weights[name].detach().cpu()
+        tensor = tensor.long() if plan.role == "index" else tensor.to(dtype)
+        pieces = tensor.split(list(plan.parts)) if plan.parts else (tensor,)
+        for source, piece in zip(plan.sources, pieces, strict=True):
+            tensors[source] = piece.contiguous().clone()
+    short = str(dtype).removeprefix("torch.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / "model.part"
+        save_file(tensors, part, metadata={"format": "pt"})
+        write_json(folder / "config.json", config_dict(config, short))
+        generation = {"is_assistant": True, "num_assistant_tokens": draft_tokens or 4, "num_assistant_tokens_schedule": "constant"}
+        write_json(folder / "generation_config.json", generation)
+        if provenance is not None:
+            write_json(folder / "provenance.json", dict(provenance))
+        if card is not None:
+            (folder / "README.md").write_text(card, encoding="utf-8")
+        part.replace(folder / "model.safetensors")
+    except OSError as error:
+        raise OutriderError(f"{folder}: the drafter cannot be written ({error}); free some space and run the command again") from None
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
