@@ -19,6 +19,7 @@ from torch import Tensor
 from ...types import AttnSpec, KVView
 from .common import start
 
+INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
 PREFILL_ROWS = 64  # more rows than this of one sequence: a prompt chunk
 
 
@@ -40,7 +41,7 @@ def choose_cut(dim: int, dtype: torch.dtype) -> Cut:
     return Cut(32 if dim > 256 else 64)
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
 def attend_kernel(
     q, keys, values, table, positions, row_start, out, part, part_ml,
     table_stride, page_stride, scale, slots,
@@ -112,7 +113,7 @@ def attend_kernel(
                 tl.store(out + to, (acc / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & d_ok[None, :])
 
 
-@triton.jit(do_not_specialize=["slots"])
+@triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["positions", "row_seq", "row_start"])
 def combine_kernel(
     part, part_ml, out, positions, row_seq, row_start, slots,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,

@@ -20,7 +20,7 @@ def mix32(x):
     return x ^ (x >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["seed", "position", "hot"])
 def argmax_kernel(
     z, tokens, seed, position, hot, best, where, n, chunks,
     NOISE: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,

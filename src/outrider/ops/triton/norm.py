@@ -88,7 +88,7 @@ def residual_norm(
     return x_out, h_out
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids"])
 def embed_kernel(ids, table, out, n, scale, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -11,7 +11,7 @@ from ...types import AttnSpec, KVView
 from .common import start
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])
 def angles_kernel(positions, inv_freq, cos, sin, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -34,7 +34,7 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor,
     return cos, sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "positions", "row_seq"])
 def rope_write_kernel(
     qkv, cos, sin, q_norm, k_norm, q_out, keys, values, table, positions, row_seq, qkv_stride, table_stride, page_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
