@@ -241,8 +241,7 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
 static void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int chunk, const float *q, long ldq, float *part,
                          long part_step, float *scratch) {
 #define ARGS s, b, r, head, chunk, q, ldq, part, part_step, scratch
-    if (b->kv_dtype == DT_F16 && s->dim == 64) attend_typed(DT_F16, 64, ARGS); /* the common shapes get loops of known length */
-    else if (b->kv_dtype == DT_F16 && s->dim == 128) attend_typed(DT_F16, 128, ARGS);
+    if (b->kv_dtype == DT_F16 && s->dim == 64) attend_typed(DT_F16, 64, ARGS); /* the small models' shape: loops of known length */
     else if (b->kv_dtype == DT_F16) attend_typed(DT_F16, s->dim, ARGS);
     else if (b->kv_dtype == DT_F32) attend_typed(DT_F32, s->dim, ARGS);
     else attend_typed(DT_BF16, s->dim, ARGS);

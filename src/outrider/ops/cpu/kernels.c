@@ -156,8 +156,9 @@ static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) 
     cut->most = 1;
     for (int i = 0; i < b->seqs; i++) {
         if (b->row_start[i] == b->row_start[i + 1]) continue;
-        int64_t top = b->positions[b->row_start[i + 1] - 1], low = s->window ? top - s->window - per : 0;
-        int chunks = (int)(top / CHUNK - (low > 0 ? low : 0) / CHUNK) + 1;
+        int chunks = (int)(b->positions[b->row_start[i + 1] - 1] / CHUNK) + 1;
+        const int within = (s->window + per - 2) / CHUNK + 2; /* chunks that a window and a block's rows can touch */
+        if (s->window && chunks > within) chunks = within;
         if (chunks > cut->most) cut->most = chunks;
     }
     cut->split = cut->most > 1 && cut->count * s->kv_heads < 2 * team->size;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ def default_threads() -> int:
     except AttributeError:
         count = os.cpu_count() or 1
     try:
-        quota, period = open("/sys/fs/cgroup/cpu.max").read().split()[:2]
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()[:2]
         if quota != "max":
             count = min(count, max(1, int(quota) // int(period)))
     except (OSError, ValueError):
@@ -147,6 +148,19 @@ class CpuOps(ReferenceOps):
         self.lib.or_act_mul(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, n, ACTIVATIONS[act], out.data_ptr())
         return out
 
+    # ---- whole models ---------------------------------------------------------------------------------------------
+    def compile(self, model: Any) -> Any:
+        """A stand-in for a target model whose forward is one call; the model itself where the library lacks a part."""
+        from .forward import compile_model
+
+        return compile_model(self, model) or model
+
+    def compile_step(self, drafter: Any) -> Any:
+        """`step(features [B, ...], kv) -> (g, next hidden)` of an MTP drafter in one call, or None."""
+        from .forward import compile_step
+
+        return compile_step(self, drafter)
+
     # ---- attention ------------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         positions, rows, half = positions.contiguous(), positions.shape[0], inv_freq.shape[0]
@@ -214,8 +228,9 @@ class CpuOps(ReferenceOps):
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
         self.lib.or_choose(
-            self.team, z.data_ptr(), z.shape[0], z.shape[1], seed.data_ptr(), position.data_ptr(), at(tokens), hot.data_ptr(), out.data_ptr()
-        )
+            self.team, z.data_ptr(), z.shape[0], z.shape[1],
+            seed.data_ptr(), position.data_ptr(), at(tokens), hot.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
         return out
 
 

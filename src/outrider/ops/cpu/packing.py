@@ -122,32 +122,32 @@ def _rows(part: QuantPart) -> Rows:
         return Rows(W_Q8, b[:, :, 2:], _half(b, 0), None)
     if part.kind == "Q6_K":
         return quantize_rows(part.dense(), "int8")
-    # The other kinds are affine in small integers: read scale and lift off the decoded values of two blocks.
     return _affine_rows(part)
 
 
 def _affine_rows(part: QuantPart) -> Rows:
-    """Decode twice with known integers to learn scale and lift, exactly as the format's own decoder computes them."""
+    """Scale and lift as the format's own decoder computes them: decode with every integer 0, then 1 without the minimum."""
     n, k = part.shape
     top = 15 if part.kind == "Q4_K" else 31
-    zeros, ones = _with_values(part, 0), _with_values(part, 1)
-    low = dequantize(part.kind, zeros).reshape(n, k // BLOCK, BLOCK)[:, :, 0]
-    step = dequantize(part.kind, ones).reshape(n, k // BLOCK, BLOCK)[:, :, 0] - low
-    values = part.dense().reshape(n, k // BLOCK, BLOCK)
+    blocks = lambda rows: dequantize(part.kind, rows).reshape(n, k // BLOCK, BLOCK)  # noqa: E731
+    low = blocks(_with_values(part, 0))[:, :, 0]
+    step = blocks(_with_values(part, 1))[:, :, 0] - (low if part.kind == "Q5_0" else 0)
     safe = np.where(step == 0, 1, step)[:, :, None]
-    q = np.clip(np.rint((values - low[:, :, None]) / safe), 0, top).astype(np.uint8)
+    q = np.clip(np.rint((blocks(part.data) - low[:, :, None]) / safe), 0, top).astype(np.uint8)
     if top == 15:
-        return Rows(W_Q4M, q[:, :, :16] | (q[:, :, 16:] << 4), step.astype(np.float16), low.astype(np.float16))
-    return Rows(W_Q8M, q, step.astype(np.float16), low.astype(np.float16))
+        q = q[:, :, :16] | (q[:, :, 16:] << 4)
+    return Rows(W_Q4M if top == 15 else W_Q8M, q, step.astype(np.float16), low.astype(np.float16))
 
 
 def _with_values(part: QuantPart, value: int) -> np.ndarray:
-    """The rows with every quantised integer set to 0 or 1, scales untouched."""
+    """The rows with every quantised integer set to 0 or 1; with 1 the minimum is cleared (Q5_0 has none)."""
     nbytes = BLOCKS[part.kind][1]
-    head = {"Q5_0": (2, 6), "Q5_1": (4, 8), "Q4_K": (16, 16), "Q5_K": (16, 48)}[part.kind]  # high bits, low bits begin
+    high, low = {"Q5_0": (2, 6), "Q5_1": (4, 8), "Q4_K": (16, 16), "Q5_K": (16, 48)}[part.kind]  # where these bits begin
     b = part.data.reshape(-1, nbytes).copy()
-    b[:, head[0] :] = 0
-    b[:, head[1] :] = 0x11 * value
+    b[:, high:] = 0
+    b[:, low:] = 0x11 * value
+    if value and part.kind != "Q5_0":
+        b[:, 2:4] = 0
     return b.reshape(part.data.shape)
 
 

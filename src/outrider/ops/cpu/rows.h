@@ -79,13 +79,16 @@ INLINE vi vi_mix32(vi x) {
     x = vi_mul(vi_xor(x, vi_shr(x, 15)), vi_set((int32_t)0x846CA68Bu));
     return vi_xor(x, vi_shr(x, 16));
 }
-/* gumbel noise of sixteen tokens */
+/* Gumbel noise of sixteen tokens: -log(E), E = -log(1 - u), as the reference defines it. */
 INLINE vf vf_gumbel(uint32_t key, vi token) {
     vi bits = vi_mix32(vi_xor(vi_set((int32_t)key), vi_mix32(vi_add(token, vi_set((int32_t)0x85EBCA6Bu)))));
-    vf u = vf_mul(vf_add(vi_to_float(vi_shr(bits, 8)), vf_set(0.5f)), vf_set(1.0f / 16777216.0f));
-    u = vf_min(u, vf_set(0.99999994f)); /* the top value rounds to 1 in float32 */
-    vf zero = vf_set(0.0f);
-    return vf_sub(zero, vf_log(vf_sub(zero, vf_log(u))));
+    vf high = vi_to_float(vi_shr(bits, 16)), low = vi_to_float(vi_and(bits, vi_set(0xFFFF)));
+    vf u = vf_add(vf_mul(high, vf_set(65536.0f)), low); /* the 32 bits, rounded once */
+    u = vf_min(vf_mul(vf_add(u, vf_set(0.5f)), vf_set(2.3283064365386963e-10f)), vf_set(0.99999994f));
+    vf zero = vf_set(0.0f), edge = vf_set(0.0009765625f);
+    vf small = vf_mul(u, vf_fma(u, vf_fma(u, vf_set(1.0f / 3.0f), vf_set(0.5f)), vf_set(1.0f))); /* log1p near 0 */
+    vf large = vf_sub(zero, vf_log(vf_sub(vf_set(1.0f), vf_max(u, edge))));
+    return vf_sub(zero, vf_log(vf_pick_lt(u, edge, small, large)));
 }
 
 /* First index of the largest z (+ noise where hot). tokens: the ids of the columns, NULL for 0.. */
@@ -103,8 +106,8 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
     }
     uint32_t key = mix32((uint32_t)seed ^ mix32((uint32_t)((uint64_t)seed >> 32)));
     key = mix32(key ^ mix32((uint32_t)(position + 0x9E3779B9)));
-    /* noise lies in (-2.9, 17.4): a column further than 20.3 below the top can't win, so most draw no noise */
-    const float bar = top - 20.5f;
+    /* noise lies in (-2.9, 22.9): a column further than 25.8 below the top can't win, so most draw no noise */
+    const float bar = top - 26.0f;
     float found = -INFINITY;
     for (int i = 0; i < n; i += LANES) {
         float t[LANES];

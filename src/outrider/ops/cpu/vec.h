@@ -90,6 +90,7 @@ INLINE float vf_sum(vf a) { /* ((0+8)+(4+12))... : the same tree on every call *
 }
 INLINE float vf_hmax(vf a) { return _mm512_reduce_max_ps(a); }
 INLINE int vf_any_ge(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ) != 0; }
+INLINE vf vf_pick_lt(vf a, vf b, vf yes, vf no) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), no, yes); }
 /* lane i of the answer is the sum of the lanes of v[i] */
 INLINE vf vf_sum16(const vf *v) {
     vf a[8], b[4], c[2];
@@ -196,6 +197,10 @@ INLINE float vf_hmax(vf x) {
 INLINE int vf_any_ge(vf x, vf y) {
     return (_mm256_movemask_ps(_mm256_cmp_ps(x.a, y.a, _CMP_GE_OQ)) | _mm256_movemask_ps(_mm256_cmp_ps(x.b, y.b, _CMP_GE_OQ))) != 0;
 }
+INLINE vf vf_pick_lt(vf x, vf y, vf yes, vf no) {
+    vf r = {_mm256_blendv_ps(no.a, yes.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)), _mm256_blendv_ps(no.b, yes.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+    return r;
+}
 INLINE __m256 m256_sum8(const vf *v) {
     __m256 s[8];
     for (int i = 0; i < 8; i++) s[i] = _mm256_add_ps(v[i].a, v[i].b);
@@ -235,6 +240,7 @@ INLINE vf vf_mul(vf a, vf b) { return a * b; }
 INLINE vf vf_div(vf a, vf b) { return a / b; }
 INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; } /* two roundings: without the instruction a fused one is slow */
 INLINE vf vf_pick(vi m, vf a, vf b) { return (vf)((m & (vi)a) | (~m & (vi)b)); }
+INLINE vf vf_pick_lt(vf a, vf b, vf yes, vf no) { return vf_pick(a < b, yes, no); }
 INLINE vf vf_max(vf a, vf b) { return vf_pick(a > b, a, b); }
 INLINE vf vf_min(vf a, vf b) { return vf_pick(a < b, a, b); }
 INLINE vf vf_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }

@@ -1,0 +1,272 @@
+"""C kernels against the torch reference, on every instruction set that this machine can run; and row invariance, bit for bit.
+
+Names what it catches: a wrong lane or nibble, a saturating 16-bit sum, a missing zero-point correction, a mask off by one,
+a page table ignored, a tile that rounds differently from another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.kv import PagedKV, build_kv
+from tests.unit.ops.test_cpu_packing import part
+from torch import Tensor
+
+from outrider.models import build
+from outrider.models.config import ModelConfig
+from outrider.ops.cpu.build import ISAS, NEEDS, cpu_flags
+from outrider.ops.cpu.forward import CompiledModel
+from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.cpu.packing import PackedWeight
+from outrider.ops.reference import ReferenceOps, gumbel
+from outrider.types import AttnSpec
+from outrider.weights.load import dummy_weights
+
+RUNNABLE = [isa for isa in ISAS if NEEDS[isa] <= cpu_flags()]
+KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "float32", "bfloat16", "float16")
+REF = ReferenceOps()
+
+
+@pytest.fixture(scope="module", params=RUNNABLE)
+def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
+    yield CpuOps(threads=2, isa=request.param)
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def weight(ops: CpuOps, kind: str, n: int, k: int) -> PackedWeight | Tensor:
+    if kind.startswith(("float", "bfloat")):
+        return ops.prepare((seeded(n, k, seed=1) * 0.05).to(getattr(torch, kind)))
+    packed = ops.pack([part(kind, n, k)])
+    assert packed is not None
+    return packed
+
+
+def whole(rows: int, k: int) -> Tensor:
+    """Activations that int8 blocks hold exactly: whole numbers with a 127 in every block."""
+    x = torch.randint(-127, 128, (rows, k), generator=torch.Generator().manual_seed(2)).float()
+    x[:, ::32] = 127.0
+    return x
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("n", "k"), [(48, 96), (40, 288)])
+def test_linear_is_exact_on_whole_numbers(ops: CpuOps, kind: str, n: int, k: int) -> None:
+    w, x, bias = weight(ops, kind, n, k), whole(11, k), seeded(n)
+    want = x.double() @ ops.unpack(w).double().T + bias
+    reach = x.abs().double() @ ops.unpack(w).abs().double().T
+    assert ((ops.linear(x, w, bias) - want).abs() <= 2e-6 * reach + 1e-6).all()
+
+
+def test_extremes_do_not_saturate(ops: CpuOps) -> None:
+    """All weights and activations at their ends: 16-bit sums would overflow."""
+    for kind in ("Q4_1", "Q8_0", "Q5_1"):
+        p = part(kind, 16, 64)
+        p.data[:] = 0xFF if kind != "Q8_0" else 0x80
+        p.data.reshape(-1, p.data.shape[1] // 2)[:, :2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8).numpy()
+        if kind != "Q8_0":
+            p.data.reshape(-1, p.data.shape[1] // 2)[:, 2:4] = torch.tensor([-1.0], dtype=torch.float16).view(torch.uint8).numpy()
+        w = ops.pack([p])
+        for sign in (1.0, -1.0):
+            x = torch.full((3, 64), 127.0 * sign)
+            want = x @ ops.unpack(w).T
+            assert torch.allclose(ops.linear(x, w), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_row_invariant(ops: CpuOps, kind: str) -> None:
+    w, x = weight(ops, kind, 80, 160), seeded(150, 160)
+    alone = torch.cat([ops.linear(x[i : i + 1], w) for i in range(150)])
+    for m in (*range(1, 33), 150):
+        assert torch.equal(ops.linear(x[:m], w), alone[:m]), m
+        assert torch.equal(ops.linear(x[150 - m :], w), alone[150 - m :]), m
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    x, dense = seeded(9, 256), seeded(320, 256)
+    answers = []
+    for threads in (1, 2, 3, 5):
+        ops = CpuOps(threads=threads)
+        answers.append(torch.cat((ops.linear(x, ops.quantize(dense, "int4")), ops.linear(x, dense)), 1))
+    assert all(torch.equal(answers[0], a) for a in answers[1:])
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("inter", [64, 40])
+def test_gated_linear(ops: CpuOps, act: str, inter: int) -> None:
+    x, dense = seeded(9, 96), seeded(2 * inter, 96) * 0.2
+    assert torch.allclose(ops.gated_linear(x, dense, act), REF.gated_linear(x, dense, act), atol=2e-5, rtol=1e-5)
+    packed = ops.quantize(dense, "int8")
+    gate, up = ops.linear(x, packed).chunk(2, -1)
+    assert torch.equal(ops.gated_linear(x, packed, act), ops.act_mul(gate, up, act))
+
+
+def test_row_ops(ops: CpuOps) -> None:
+    for n in (64, 40, 7):
+        x, y, w, post = seeded(5, n), seeded(5, n, seed=1), seeded(n, seed=2), seeded(n, seed=3)
+        scale = torch.tensor([0.7])
+        assert torch.allclose(ops.rms_norm(x, w, 1e-5), REF.rms_norm(x, w, 1e-5), atol=1e-6)
+        assert torch.allclose(ops.rms_norm(x, None, 1e-5), REF.rms_norm(x, None, 1e-5), atol=1e-6)
+        for args in ((None, None, w), (post, scale, w), (post, None, None), (None, scale, None)):
+            for got, want in zip(ops.residual_norm(x, y, *args, 1e-6), REF.residual_norm(x, y, *args, 1e-6), strict=True):
+                assert torch.allclose(got, want, atol=2e-6)
+    big = torch.tensor([[-200.0, -100.0, -20.0, -1.0, 0.0, 1.0, 20.0, 100.0, 200.0]])
+    for act in ("silu", "gelu_tanh"):
+        assert torch.allclose(ops.act_mul(big, torch.ones_like(big), act), REF.act_mul(big, torch.ones_like(big), act), atol=1e-6)
+
+
+def test_logits_and_embedding(ops: CpuOps) -> None:
+    table = ops.pack([part("Q8_0", 100, 64)])
+    dense, h = ops.unpack(table), whole(4, 64)
+    assert torch.allclose(ops.logits(h, table, None), h @ dense.T, rtol=1e-5, atol=1e-4)
+    assert torch.allclose(ops.logits(h, table, 30.0), torch.tanh(h @ dense.T / 30.0) * 30.0, atol=1e-4)
+    ids = torch.tensor([3, 99, 0, 3])
+    assert torch.equal(ops.embed(ids, table, 8.0), dense[ids] * 8.0)
+    bf16 = dense.bfloat16()
+    assert torch.equal(ops.embed(ids, bf16, 7.9), bf16[ids].float() * float(torch.tensor(7.9, dtype=torch.bfloat16)))
+
+
+def test_clustered_logits(ops: CpuOps) -> None:
+    g, centroids, rows = whole(3, 64), seeded(20, 64), seeded(20 * 24, 64)  # 24 rows a cluster: groups straddle clusters
+    for held in (rows.view(20, 24, 64), ops.quantize(rows, "int8").view(20, 24, 64)):
+        best, z = ops.clustered_logits(g, centroids, held, 5)
+        want_best, want = REF.clustered_logits(g, centroids, ops.unpack(held).view(20, 24, 64), 5)
+        assert torch.equal(best, want_best) and torch.allclose(z, want, rtol=1e-4, atol=1e-2)
+
+
+def test_choose(ops: CpuOps) -> None:
+    rows, n = 40, 1003
+    z = seeded(rows, n) * 3
+    z[:, 7] = float("-inf")
+    seed, position = torch.arange(rows) * 7919 - 11, torch.arange(rows) + 5
+    hot = torch.arange(rows) % 3 != 0
+    tokens = torch.stack([torch.randperm(50000)[:n] for _ in range(rows)])
+    for ids in (None, tokens):
+        got = ops.gumbel_argmax(z, seed, position, ids, hot)
+        noisy = z + gumbel(seed[:, None], position[:, None], torch.arange(n) if ids is None else ids) * hot[:, None]
+        # logarithms differ in the last bit: the choice must be the best but for that
+        assert (noisy.gather(1, got[:, None])[:, 0] >= noisy.amax(-1) - 1e-5).all()
+        one = lambda i: [None if t is None else t[i : i + 1] for t in (z, seed, position, ids, hot)]  # noqa: B023, E731
+        assert torch.equal(got, torch.cat([ops.gumbel_argmax(*one(i)) for i in range(rows)]))
+    assert torch.equal(ops.gumbel_argmax(z, seed, position, None, ~hot)[hot], z[hot].argmax(-1))
+
+
+# ---- attention ----------------------------------------------------------------------------------------------------
+SPECS = {
+    "gqa": AttnSpec(6, 2, 64, 0, True, scale=0.125),
+    "sliding": AttnSpec(4, 4, 32, 0, True, window=21, scale=0.2),
+    "k_eq_v": AttnSpec(4, 1, 128, 0, True, scale=0.1, k_eq_v=True, norm_v=True),
+    "odd": AttnSpec(4, 2, 8, 0, True, window=40, scale=0.3),
+    "query_only": AttnSpec(6, 2, 64, 0, False, scale=0.125),
+}
+
+
+class OneLayer:
+    """What build_kv wants of a config."""
+
+    def __init__(self, spec: AttnSpec):
+        from dataclasses import replace
+        from types import SimpleNamespace
+
+        self.layers = [SimpleNamespace(attn=replace(spec, writes=True))]
+
+
+def run_attention(ops: ReferenceOps, spec: AttnSpec, kv: PagedKV, spans: list[tuple[int, int]], qkv: Tensor) -> Tensor:
+    view = kv.view(spans)
+    inv = 10000.0 ** -(torch.arange(0, spec.head_dim, 2).float() / spec.head_dim)
+    cos, sin = ops.rope_angles(view.positions, inv)
+    norm = seeded(spec.head_dim, seed=9) if spec.norm_v else None
+    return ops.attend(ops.rope_write(qkv, cos, sin, norm, norm, spec, view), spec, view)
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [4, 32])
+def test_attention(ops: CpuOps, name: str, dtype: torch.dtype, page_size: int) -> None:
+    """Two sequences, 300 positions: chunks are crossed, pages shuffled, unwritten slots hold NaN."""
+    spec = SPECS[name]
+    total = 300
+    kvs = [build_kv(OneLayer(spec), 2, total, page_size, dtype) for _ in range(3)]  # type: ignore[arg-type]
+    rows = (spec.heads + 2 * spec.kv_heads) * spec.head_dim
+    if not spec.writes:  # someone else's keys
+        writer = AttnSpec(spec.heads, spec.kv_heads, spec.head_dim, 0, True, scale=spec.scale)
+        for kv in kvs:
+            run_attention(REF, writer, kv, [(0, total), (0, 170)], seeded(total + 170, rows))
+        qkv = seeded(total + 170, spec.qkv_rows, seed=5)
+    else:
+        qkv = seeded(total + 170, spec.qkv_rows)
+    both = run_attention(ops, spec, kvs[0], [(0, total), (0, 170)], qkv)
+    want = run_attention(REF, spec, kvs[1], [(0, total), (0, 170)], qkv)
+    close = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
+    assert torch.allclose(both, want, atol=close, rtol=close)
+    # the same rows in other company, bit for bit
+    at = 0
+    for count in (1, 2, 5, 9, 17, 30, 1, 64, 100, 3, 33, 1, 34):
+        part = run_attention(ops, spec, kvs[2], [(at, count), (0, 0)], qkv[at : at + count])
+        assert torch.equal(part, both[at : at + count]), (at, count)
+        at += count
+    assert at == total
+
+
+# ---- whole models -------------------------------------------------------------------------------------------------
+BASE = dict(
+    vocab_size=96, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, head_dim=32
+)
+GEMMA4 = BASE | dict(
+    model_type="gemma4_text", num_hidden_layers=4, global_head_dim=64, num_global_key_value_heads=1, sliding_window=24,
+    final_logit_softcapping=30.0,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)  # fmt: skip
+MODELS = {
+    "llama": BASE | dict(model_type="llama", mlp_bias=True, attention_bias=True),
+    "mistral": BASE | dict(model_type="mistral", sliding_window=24),
+    "qwen2": BASE | dict(model_type="qwen2"),
+    "qwen3": BASE | dict(model_type="qwen3"),
+    "gemma3": BASE | dict(model_type="gemma3_text", sliding_window=24, sliding_window_pattern=2),
+    "gemma4_dense": GEMMA4 | dict(attention_k_eq_v=True),
+    "gemma4_edge": GEMMA4 | dict(num_kv_shared_layers=2, hidden_size_per_layer_input=32, num_global_key_value_heads=2),
+}
+
+
+@pytest.mark.parametrize("quantize", ["int4", None])
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_models(ops: CpuOps, name: str, quantize: str | None) -> None:
+    """One call gives the bits of the single operations, whatever the chunks; and both agree with the reference."""
+    config = ModelConfig.from_hf(MODELS[name])
+    weights = dummy_weights(config, "cpu", torch.float32, ops, quantize, seed=3)
+    model = build(config, weights, ops)
+    compiled = ops.compile(model)
+    assert isinstance(compiled, CompiledModel)
+    ids = torch.randint(0, 96, (150,), generator=torch.Generator().manual_seed(0))
+    taps = (0, 2)
+    kv = [build_kv(config, 2, 160, 16, torch.float32) for _ in range(4)]
+    spans = [(0, 100), (0, 50)]
+    want, streams = model.forward(ids, kv[0].view(spans), taps)
+    got, got_streams = compiled.forward(ids, kv[1].view(spans), taps)
+    assert torch.equal(got, want)
+    assert all(torch.equal(a, b) for a, b in zip(got_streams, streams, strict=True))
+    at = 0
+    for count in (1, 3, 4, 5, 9, 17, 1, 60):
+        part = compiled.forward(ids[at : at + count], kv[2].view([(at, count), (0, 0)]))
+        assert torch.equal(part, want[at : at + count]), count
+        at += count
+    dense = {k: ops.unpack(w) if isinstance(w, PackedWeight) else w for k, w in weights.items()}
+    reference = build(config, dense, REF).forward(ids, kv[3].view(spans))
+    error = (got - reference).norm() / reference.norm()
+    sharp = name.startswith("gemma4")  # unscaled scores of random weights: the int8 rounding of activations moves the softmax
+    assert error < (1e-5 if quantize is None else 0.2 if sharp else 0.03)
+
+
+def test_experts_are_left_to_the_operations(ops: CpuOps) -> None:
+    config = ModelConfig.from_hf(GEMMA4 | dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32))
+    model = build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops)
+    assert ops.compile(model) is model
+    ids = torch.arange(20)
+    whole_pass = model.forward(ids, build_kv(config, 1, 32, 16).view([(0, 20)]))
+    kv = build_kv(config, 1, 32, 16)
+    parts = torch.cat([model.forward(ids[i : i + n], kv.view([(i, n)])) for i, n in ((0, 7), (7, 1), (8, 12))])
+    assert torch.equal(parts, whole_pass)
