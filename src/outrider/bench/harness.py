@@ -1,0 +1,241 @@
+"""Runs contestants over prompts, interleaved, and writes every finished cell to disk at once.
+
+A cell is one contestant answering one group of prompts (a batch of one category) at one temperature, once. For every
+group and repeat all contestants answer before the next group comes, in rotating order, so that a machine that speeds up
+or slows down treats them alike. Cells are appended to `cells.jsonl`; a run that was interrupted reads them
+back and does only what is missing. `run.json` holds the settings: a folder belongs to one run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams
+from .workloads import Prompt
+
+PLAIN = "plain"
+
+
+@dataclass
+class Answer:
+    """One answer. `decode_s` is the time for `decode_tokens` of its tokens (the first step, or first token, is left out)."""
+
+    id: str
+    text: str
+    token_ids: list[int]
+    ttft_s: float
+    decode_s: float
+    decode_tokens: int
+    cycles: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    drafted_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+
+
+class Contestant(Protocol):
+    name: str
+    lossless: bool  # must give plain decoding's very tokens
+
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
+        """All answers, and the seconds of the whole batch without its prompts' processing."""
+        ...
+
+
+class Ours:
+    """A loaded LLM with one way of drafting: `draft_tokens` None is auto; `drafting` False is plain decoding."""
+
+    def __init__(self, name: str, llm: Any, draft_tokens: int | None, drafting: bool = True, lossless: bool = True) -> None:
+        self.name, self.llm, self.draft_tokens, self.drafting, self.lossless = name, llm, draft_tokens, drafting, lossless
+
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
+        llm = self.llm
+        requests = []
+        for prompt in prompts:
+            params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
+            requests += llm.requests(encode(llm, prompt), params, self.draft_tokens, self.drafting)
+        done = {r.id: Answer(p.id, "", [], 0.0, 0.0, 0) for r, p in zip(requests, prompts, strict=True)}
+        open_ids = set(done)
+        prefill = llm.engine.metrics.prefill_seconds
+        began = time.perf_counter()
+        for request in requests:
+            llm.engine.submit(request)
+        while open_ids:
+            for event in llm.engine.step():
+                answer = done[event.id]
+                answer.text += event.text
+                answer.token_ids += event.tokens
+                if event.finish_reason is not None:
+                    if event.finish_reason == "error":
+                        raise OutriderError(f"{answer.id}: {event.error}")
+                    open_ids.discard(event.id)
+                    _fill(answer, event.stats)
+        whole = time.perf_counter() - began - (llm.engine.metrics.prefill_seconds - prefill)
+        return list(done.values()), whole
+
+
+def encode(llm: Any, prompt: Prompt) -> list[int]:
+    """Through the chat template where the model has one."""
+    if llm.tokenizer.has_chat_template:
+        return list(llm.chat_prompt([{"role": "user", "content": prompt.text}]))
+    return list(llm.tokenizer.encode(prompt.text, bos=True))
+
+
+def _fill(answer: Answer, stats: RequestStats) -> None:
+    last = max((i + 1 for i, n in enumerate(stats.drafted_by_position) if n), default=0)
+    answer.ttft_s, answer.decode_s = stats.ttft_s, stats.decode_s
+    answer.decode_tokens = max(0, stats.new_tokens - max(1, stats.first_emitted))
+    answer.cycles, answer.drafted, answer.accepted = stats.cycles, stats.drafted, stats.accepted
+    answer.drafted_by_position, answer.accepted_by_position = stats.drafted_by_position[:last], stats.accepted_by_position[:last]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a run is; kept beside its results, and a resumed run must be the same."""
+
+    model: str
+    suite: str
+    contestants: tuple[str, ...]
+    temperatures: tuple[float, ...]
+    batches: tuple[int, ...]
+    repeats: int
+    prompts: int
+    machine: str
+    version: str
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Cell:
+    contestant: str
+    temperature: float
+    batch: int
+    category: str
+    group: str  # the ids of its prompts, joined
+    repeat: int
+    seconds: float  # of the decoding
+    tokens: int  # decoded in them
+    ttft_s: float  # median over the group
+    digest: str  # of all token ids: equal digests, equal answers
+    stats: Mapping[str, Any]
+    texts: Mapping[str, str]  # by prompt id; only of the first repeat
+
+    @property
+    def key(self) -> tuple[str, float, int, str, int]:
+        return (self.contestant, self.temperature, self.batch, self.group, self.repeat)
+
+
+class Store:
+    """The folder of one run."""
+
+    def __init__(self, folder: Path, settings: Settings, resume: bool) -> None:
+        self.folder, self.path = folder, folder / "cells.jsonl"
+        wanted = json.loads(json.dumps(asdict(settings)))
+        if (folder / "run.json").exists():
+            if not resume:
+                raise OutriderError(f"{folder} holds a run already: --resume finishes it, another --out starts a new one")
+            found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
+            different = [k for k in wanted if found.get(k) != wanted[k]]
+            if different:
+                what = different[0]
+                raise OutriderError(f"{folder} was run with another {what}: {found.get(what)!r}, now {wanted[what]!r}")
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "run.json").write_text(json.dumps(wanted, indent=1), encoding="utf-8")
+        self._mend()
+        self.done = {cell.key for cell in read_cells(folder)}
+
+    def _mend(self) -> None:
+        """Drop a last line that was cut off in the middle."""
+        if self.path.exists():
+            data = self.path.read_bytes()
+            if data and not data.endswith(b"\n"):
+                with self.path.open("r+b") as file:
+                    file.truncate(data.rfind(b"\n") + 1)
+
+    def add(self, cell: Cell) -> None:
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(cell), ensure_ascii=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.done.add(cell.key)
+
+
+def read_cells(folder: Path) -> Iterator[Cell]:
+    path = folder / "cells.jsonl"
+    if not path.exists():
+        return
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            yield Cell(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise OutriderError(f"{path}:{number}: not a result ({error})") from None
+
+
+def groups(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
+    """Prompts of one category, `batch` at a time; a short last group is filled up from the category's beginning."""
+    by: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by.setdefault(prompt.category, []).append(prompt)
+    out = []
+    for members in by.values():
+        for start in range(0, len(members), batch):
+            group = members[start : start + batch]
+            out.append((group + members * batch)[:batch] if len(group) < batch else group)
+    return out
+
+
+def run(
+    contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: Settings, store: Store, tick: Callable[[Cell | None], None]
+) -> None:
+    """Everything that is missing. `tick` is called for every cell: with it when it was run, with None when it was there already."""
+    warm: set[str] = set()
+    for temperature in settings.temperatures:
+        for batch in settings.batches:
+            for index, group in enumerate(groups(prompts, batch)):
+                for repeat in range(settings.repeats):
+                    turn = (index + repeat) % len(contestants)
+                    for contestant in [*contestants[turn:], *contestants[:turn]]:
+                        name = "|".join(p.id for p in group)
+                        if (contestant.name, temperature, batch, name, repeat) in store.done:
+                            tick(None)
+                            continue
+                        if contestant.name not in warm:
+                            warm.add(contestant.name)
+                            contestant.answer([_warm_up(group[0])], temperature, settings.seed)
+                        answers, whole = contestant.answer(group, temperature, settings.seed)
+                        cell = _cell(contestant.name, temperature, batch, group[0].category, name, repeat, answers, whole)
+                        store.add(cell)
+                        tick(cell)
+
+
+def total(settings: Settings, prompts: Sequence[Prompt]) -> int:
+    per_batch = sum(len(groups(prompts, b)) for b in settings.batches)
+    return per_batch * settings.repeats * len(settings.contestants) * len(settings.temperatures)
+
+
+def _warm_up(prompt: Prompt) -> Prompt:
+    return Prompt("warm-up", "warm-up", prompt.text[:200], 16)
+
+
+def _cell(
+    contestant: str, temperature: float, batch: int, category: str, group: str, repeat: int, answers: Sequence[Answer], whole: float
+) -> Cell:
+    seconds, tokens = (answers[0].decode_s, answers[0].decode_tokens) if batch == 1 else (whole, sum(len(a.token_ids) for a in answers))
+    first = sorted(a.ttft_s for a in answers)[len(answers) // 2]
+    digest = hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16]
+    sums = {name: sum(getattr(a, name) for a in answers) for name in ("cycles", "drafted", "accepted")}
+    positions = {
+        name: [sum(getattr(a, name)[j] for a in answers if j < len(getattr(a, name))) for j in range(MAX_DRAFT)]
+        for name in ("drafted_by_position", "accepted_by_position")
+    }
+    texts = {a.id: a.text for a in answers} if repeat == 0 else {}
+    stats = {**sums, **positions, "new_tokens": sum(len(a.token_ids) for a in answers)}
+    return Cell(contestant, temperature, batch, category, group, repeat, seconds, tokens, first, digest, stats, texts)

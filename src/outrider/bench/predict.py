@@ -1,0 +1,298 @@
+"""How fast will it be, before anything is downloaded: memory, ms a token, the best K, from config.json and a table of machines.
+
+The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the arithmetic,
+plus what every kernel costs however little it does.
+
+    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead
+
+`bytes` counts each weight once for all rows (a mixture of experts: the experts that R tokens are expected to ask for), and
+the K/V of each sequence. On an H200 the three constants come from measured products and whole steps (docs/benchmarks.md);
+elsewhere bandwidth and rate are the vendors' and the constants are carried over. Torch-free.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from ..models.config import DrafterConfig, ModelConfig
+from ..models.inspect import drafter_size, flops, kv_bytes, kv_bytes_per_token, model_size
+from ..types import MAX_DRAFT, OutriderError
+
+KERNELS = 14  # launched a layer: four products, attention, norms, rope, activation, residuals
+MOE_KERNELS = 6  # more of them in a layer of experts
+DRAFTER_KERNELS = 10  # query-only layers have fewer
+HEAD_KERNELS = 6
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Vendor figures: bandwidth in GB/s, dense matrix rate in TFLOP/s (bf16; CPUs: 8-bit integer), memory in GB."""
+
+    label: str
+    bandwidth: float
+    rate: float
+    memory: float
+    kernel_us: float = 3.8  # in a CUDA graph
+    reach: float = 0.86  # of the bandwidth, by products that are large enough
+    rate_reach: float = 0.6
+
+
+MACHINES: Mapping[str, Machine] = {
+    "b200": Machine("NVIDIA B200", 8000, 2250, 180),
+    "h200": Machine("NVIDIA H200", 4800, 989, 141),
+    "h100": Machine("NVIDIA H100 SXM", 3350, 989, 80),
+    "h100-pcie": Machine("NVIDIA H100 PCIe", 2000, 756, 80),
+    "a100": Machine("NVIDIA A100 80GB SXM", 2039, 312, 80),
+    "a100-40": Machine("NVIDIA A100 40GB", 1555, 312, 40),
+    "l40s": Machine("NVIDIA L40S", 864, 362, 48),
+    "l4": Machine("NVIDIA L4", 300, 121, 24),
+    "rtx-pro-6000": Machine("NVIDIA RTX PRO 6000 Blackwell", 1792, 504, 96),
+    "rtx5090": Machine("NVIDIA RTX 5090", 1792, 210, 32),
+    "rtx4090": Machine("NVIDIA RTX 4090", 1008, 165, 24),
+    "rtx3090": Machine("NVIDIA RTX 3090", 936, 71, 24),
+    "rtx5070ti": Machine("NVIDIA RTX 5070 Ti", 896, 88, 16),
+    "dgx-spark": Machine("NVIDIA DGX Spark (GB10)", 273, 125, 128),
+    "m3-max": Machine("Apple M3 Max (40-core GPU)", 400, 28, 128, kernel_us=6.0),
+    "m3-ultra": Machine("Apple M3 Ultra (80-core GPU)", 819, 57, 512, kernel_us=6.0),
+    "m4-max": Machine("Apple M4 Max (40-core GPU)", 546, 34, 128, kernel_us=6.0),
+    "strix-halo": Machine("AMD Strix Halo", 256, 59, 128, kernel_us=6.0),
+    "mi300x": Machine("AMD MI300X", 5300, 1307, 192, reach=0.75),
+    "desktop-ddr5": Machine("Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64, kernel_us=2.0, reach=0.75),
+    "server-ddr5": Machine("Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0, reach=0.75),
+    "cpu-2-cores": Machine("Two x86-64 cores with AVX2 (measured: 20.7 GB/s)", 20.7, 0.28, 16, kernel_us=2.0, reach=0.95, rate_reach=1.0),
+}
+
+
+def machine(name: str) -> Machine:
+    found = MACHINES.get(name.lower().replace(" ", "-").replace("_", "-"))
+    if found is None:
+        raise OutriderError(f"unknown machine {name!r}; known: {', '.join(MACHINES)}; or give --bandwidth and --rate")
+    return found
+
+
+# ---- acceptance ------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Acceptance:
+    """`survive[j]`: the chance that the first j + 1 drafted tokens are all right."""
+
+    survive: tuple[float, ...]
+    said: str
+
+    def tokens(self, k: int) -> float:
+        """Expected tokens a cycle."""
+        return 1.0 + sum(self.survive[:k])
+
+    def share(self, k: int) -> float:
+        """Of drafted tokens accepted, at a fixed K."""
+        return sum(self.survive[:k]) / k
+
+    @staticmethod
+    def parse(text: str) -> Acceptance:
+        """'0.72' or '0.72@4': the share of drafted tokens accepted at K = 4 (what engines report), from which one chance a
+        token is solved. '0.84,0.60,0.39': the chance that the first 1, 2, 3 … tokens are right."""
+        try:
+            if "," in text:
+                values = [float(v) for v in text.split(",")]
+                if any(not 0.0 <= v <= 1.0 for v in values) or any(a < b for a, b in pairwise(values)):
+                    raise ValueError
+                ratio = values[-1] / values[-2] if values[-2] > 0 else 0.0
+                while len(values) < MAX_DRAFT:
+                    values.append(values[-1] * ratio)
+                return Acceptance(tuple(values[:MAX_DRAFT]), f"by position {text}")
+            share, _, at = text.partition("@")
+            k = int(at) if at else 4
+            return Acceptance.of_share(float(share), k)
+        except ValueError:
+            raise OutriderError(
+                f"--accept {text!r}: give a share such as 0.72 or 0.58@8, or falling chances by position 0.84,0.60,0.39"
+            ) from None
+
+    @staticmethod
+    def of_share(share: float, k: int) -> Acceptance:
+        if not 0.0 <= share <= 1.0 or not 1 <= k <= MAX_DRAFT:
+            raise ValueError(share)
+        low, high = 0.0, 1.0
+        for _ in range(60):
+            a = (low + high) / 2
+            low, high = (a, high) if sum(a**j for j in range(1, k + 1)) / k < share else (low, a)
+        return Acceptance(tuple(low**j for j in range(1, MAX_DRAFT + 1)), f"{share:.0%} of drafts at K={k} ({low:.3f} a token)")
+
+
+# ---- a step ----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Setup:
+    target: ModelConfig
+    drafter: DrafterConfig | None
+    on: Machine
+    batch: int = 1
+    context: int = 1024
+    weight_bytes: float = 2.0
+    kv_item: float = 2.0
+
+
+def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
+    """Seconds of moving bytes, of arithmetic, and of kernels' own time."""
+    rows, config, on = setup.batch * (k + 1), setup.target, setup.on
+    size = model_size(config)
+    moved = size.streamed(rows) * setup.weight_bytes
+    moved += setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True) + rows * kv_bytes_per_token(config, setup.kv_item)
+    work = setup.batch * flops(size, k + 1, setup.context, k + 1)
+    launched = len(config.layers) * (KERNELS + (MOE_KERNELS if config.moe else 0)) + HEAD_KERNELS
+    return moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach), launched * on.kernel_us * 1e-6
+
+
+def verify_seconds(setup: Setup, k: int) -> float:
+    moving, working, own = verify_parts(setup, k)
+    return max(moving, working) + own
+
+
+def draft_seconds(setup: Setup, k: int) -> float:
+    """k steps of the MTP drafter, one after the other. Without one: n-gram matches, which take no time."""
+    if setup.drafter is None or k == 0:
+        return 0.0
+    on, config = setup.on, setup.drafter
+    size = drafter_size(config)
+    read = 0
+    for layer in config.layers:
+        attn = layer.attn
+        read += 2 * attn.kv_heads * attn.head_dim * (setup.context if attn.window is None else min(setup.context, attn.window))
+    moved = size.step * setup.weight_bytes + setup.batch * read * setup.kv_item
+    work = 2.0 * setup.batch * size.step
+    launched = len(config.layers) * DRAFTER_KERNELS + HEAD_KERNELS
+    return k * (max(moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach)) + launched * on.kernel_us * 1e-6)
+
+
+@dataclass(frozen=True)
+class Point:
+    k: int
+    cycle_ms: float
+    tokens: float  # a cycle and sequence
+    ms_per_token: float  # of one sequence
+    speedup: float
+
+
+def sweep(setup: Setup, accept: Acceptance, ks: Sequence[int] = range(MAX_DRAFT + 1)) -> list[Point]:
+    plain = verify_seconds(setup, 0)
+    out = []
+    for k in ks:
+        seconds, tokens = draft_seconds(setup, k) + verify_seconds(setup, k), accept.tokens(k)
+        out.append(Point(k, 1e3 * seconds, tokens, 1e3 * seconds / tokens, plain * tokens / seconds))
+    return out
+
+
+def memory_bytes(setup: Setup) -> dict[str, float]:
+    weights = model_size(setup.target).total * setup.weight_bytes
+    drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
+    cache = setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item)
+    return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}
+
+
+def predict(setup: Setup, accept: Acceptance) -> dict[str, Any]:
+    """Everything `outrider predict` shows, as plain data."""
+    points = sweep(setup, accept)
+    best = max(points, key=lambda p: p.speedup)
+    need, moving = memory_bytes(setup), verify_parts(setup, 0)
+    return {
+        "machine": setup.on.label,
+        "batch": setup.batch,
+        "context": setup.context,
+        "memory_gb": {k: v / 1e9 for k, v in need.items()},
+        "fits": need["total"] * 1.05 < setup.on.memory * 1e9,
+        "acceptance": accept.said,
+        "plain_ms": points[0].cycle_ms,
+        "plain_parts_ms": {"bytes": 1e3 * moving[0], "arithmetic": 1e3 * moving[1], "kernels": 1e3 * moving[2]},
+        "best_k": best.k,
+        "best_ms": best.ms_per_token,
+        "speedup": best.speedup,
+        "tokens_per_second": 1e3 * setup.batch / best.ms_per_token,
+        "points": [vars(p) for p in points],
+        "why": explain(setup, accept, best),
+    }
+
+
+def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
+    """Why speculation pays little or not at all here; empty where it does."""
+    if best.speedup >= 1.3:
+        return []
+    out = []
+    moving, working, own = verify_parts(setup, 4)
+    plain = verify_seconds(setup, 0)
+    ratio = (verify_seconds(setup, 4) + draft_seconds(setup, 4)) / plain
+    if working > moving:
+        out.append(
+            f"checking {5 * setup.batch} rows is bound by arithmetic here, not by memory: a drafted token costs nearly what a decoded one does"
+        )
+    if setup.target.moe is not None and verify_parts(setup, 4)[0] > 1.5 * verify_parts(setup, 0)[0]:
+        size = model_size(setup.target)
+        more = size.streamed(5 * setup.batch) / size.streamed(setup.batch)
+        out.append(f"five tokens ask for {more:.1f} times the experts of one: a larger batch shares them")
+    if draft_seconds(setup, 4) > 0.35 * plain:
+        out.append(f"four drafter steps take {draft_seconds(setup, 4) / plain:.0%} of a plain step")
+    if accept.tokens(4) < 2.0:
+        out.append(f"only {accept.tokens(4):.2f} tokens a cycle at K=4; {ratio:.2f} would be needed to break even")
+    if own > 0.5 * plain:
+        out.append("kernel overhead is most of a step: a CUDA graph and fused kernels matter more than drafting")
+    return out or [f"a K=4 cycle costs {ratio:.2f} plain steps and yields {accept.tokens(4):.2f} tokens"]
+
+
+def roofline(setup: Setup) -> tuple[list[tuple[float, float]], list[tuple[str, float, float]]]:
+    """(the roof: flops a byte -> TFLOP/s), (points: a name, flops a byte, TFLOP/s reached at that K)."""
+    on = setup.on
+    roof = [(2.0**e, min(2.0**e * on.bandwidth * 1e9 * on.reach, on.rate * 1e12 * on.rate_reach) / 1e12) for e in range(-2, 13)]
+    points, size = [], model_size(setup.target)
+    for k in (0, 4, 16):
+        rows = setup.batch * (k + 1)
+        moved = size.streamed(rows) * setup.weight_bytes + setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item, read=True)
+        work = setup.batch * flops(size, k + 1, setup.context, k + 1)
+        points.append((f"K={k}" if k else "plain", work / moved, work / verify_seconds(setup, k) / 1e12))
+    return roof, points
+
+
+# ---- against what was measured ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Check:
+    what: str
+    predicted_ms: float
+    measured_ms: float
+
+    @property
+    def off(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1.0
+
+
+def read_measured(path: Path) -> list[dict[str, Any]]:
+    """Lines with a measured cycle: {"model", "k", "cycle_ms", "batch"?, "context"?}, or summary rows of `outrider bench`."""
+    out = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise OutriderError(f"cannot read {path}: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        try:
+            row = json.loads(line)
+            if "cycle_ms" in row:
+                out.append({"batch": 1, "context": 1024, **row})
+            elif row.get("category") == "all" and (row["contestant"] == "plain" or "/K=" in row["contestant"]):
+                k = 0 if row["contestant"] == "plain" else int(row["contestant"].rsplit("=", 1)[1])
+                cycle = row["ms_per_token"] * row["batch"] * ((row["tokens_per_cycle"] or 1.0) if k else 1.0)
+                out.append({"model": row["model"], "k": k, "cycle_ms": cycle, "batch": row["batch"], "context": 256})
+        except (ValueError, KeyError, TypeError) as error:
+            raise OutriderError(f"{path}:{number}: not a measured run ({error!r})") from None
+    if not out:
+        raise OutriderError(f"{path} has no measured cycles: lines of model, k, cycle_ms, or a history of outrider bench")
+    return out
+
+
+def check(setup: Setup, row: Mapping[str, Any]) -> Check:
+    k = int(row["k"])
+    at = Setup(setup.target, setup.drafter, setup.on, int(row["batch"]), int(row["context"]), setup.weight_bytes, setup.kv_item)
+    seconds = verify_seconds(at, k) + draft_seconds(at, k)
+    if not math.isfinite(float(row["cycle_ms"])) or float(row["cycle_ms"]) <= 0:
+        raise OutriderError(f"measured cycle_ms must be positive, got {row['cycle_ms']!r}")
+    return Check(f"{row['model']} K={k} batch {row['batch']}", 1e3 * seconds, float(row["cycle_ms"]))

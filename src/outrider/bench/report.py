@@ -1,0 +1,219 @@
+"""From cells to figures: medians over repeats, speed-up over plain decoding with bootstrap intervals, a table, an HTML page.
+
+Speed-up of a contestant in a category: seconds a token of plain decoding over its own, on the same prompts, each the median
+over the repeats. The 95 % interval resamples prompts (percentile bootstrap, 1000 draws, fixed seed).
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from html import escape
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+
+from . import svg
+from .harness import PLAIN, Cell
+from .workloads import Prompt
+
+ALL = "all"
+DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant in one category (or all) at one temperature and batch."""
+
+    contestant: str
+    category: str
+    temperature: float
+    batch: int
+    prompts: int
+    ms_per_token: float
+    tokens_per_second: float
+    speedup: float | None
+    low: float | None
+    high: float | None
+    ttft_ms: float
+    tokens_per_cycle: float | None
+    acceptance: float | None  # of drafted tokens
+    by_position: tuple[float, ...]  # acceptance by position, of those drafted there
+    identical: float | None  # share of prompts answered with plain decoding's very tokens
+
+
+def summarise(cells: Sequence[Cell]) -> list[Row]:
+    rows = []
+    for temperature, batch in sorted({(c.temperature, c.batch) for c in cells}):
+        here = [c for c in cells if (c.temperature, c.batch) == (temperature, batch)]
+        names = list(dict.fromkeys([PLAIN] * any(c.contestant == PLAIN for c in here) + [c.contestant for c in here]))
+        for category in [ALL, *dict.fromkeys(c.category for c in here)]:
+            chosen = [c for c in here if category in (ALL, c.category)]
+            plain = _medians([c for c in chosen if c.contestant == PLAIN])
+            for name in names:
+                row = _row(name, category, temperature, batch, [c for c in chosen if c.contestant == name], plain)
+                if row is not None:
+                    rows.append(row)
+    return rows
+
+
+@dataclass(frozen=True)
+class _Median:
+    seconds: float
+    tokens: int
+    digest: str
+
+
+def _medians(cells: Sequence[Cell]) -> dict[str, _Median]:
+    """By group; groups too short to time (an answer of one step) are left out."""
+    by: dict[str, list[Cell]] = {}
+    for cell in cells:
+        if cell.tokens > 0 and cell.seconds > 0:
+            by.setdefault(cell.group, []).append(cell)
+    return {g: _Median(median(c.seconds / c.tokens for c in cs) * cs[0].tokens, cs[0].tokens, cs[0].digest) for g, cs in by.items()}
+
+
+def _row(name: str, category: str, temperature: float, batch: int, cells: Sequence[Cell], plain: Mapping[str, _Median]) -> Row | None:
+    found = _medians(cells)
+    if not found:
+        return None
+    seconds, tokens = sum(m.seconds for m in found.values()), sum(m.tokens for m in found.values())
+    both = [g for g in found if g in plain]
+    speedup, low, high = (None, None, None) if not both else _interval([(plain[g], found[g]) for g in both])
+    cycles, drafted, accepted = (sum(c.stats[k] for c in cells) for k in ("cycles", "drafted", "accepted"))
+    tried = [sum(c.stats["drafted_by_position"][j] for c in cells) for j in range(16)]
+    right = [sum(c.stats["accepted_by_position"][j] for c in cells) for j in range(16)]
+    digests = {c.group: c.digest for c in cells}
+    return Row(
+        name, category, temperature, batch, len(found), 1e3 * seconds / tokens, tokens / seconds, speedup, low, high,
+        1e3 * median(c.ttft_s for c in cells),
+        (accepted + cycles) / cycles if cycles else None,
+        accepted / drafted if drafted else None,
+        tuple(r / t for r, t in zip(right, tried, strict=True) if t),
+        sum(digests[g] == plain[g].digest for g in both) / len(both) if both else None,
+    )  # fmt: skip
+
+
+def _interval(pairs: Sequence[tuple[_Median, _Median]]) -> tuple[float, float, float]:
+    def ratio(chosen: Sequence[tuple[_Median, _Median]]) -> float:
+        theirs = sum(p.seconds for p, _ in chosen) / sum(p.tokens for p, _ in chosen)
+        return theirs / (sum(o.seconds for _, o in chosen) / sum(o.tokens for _, o in chosen))
+
+    rng = random.Random(0)
+    draws = sorted(ratio(rng.choices(pairs, k=len(pairs))) for _ in range(DRAWS)) if len(pairs) > 1 else [ratio(pairs)]
+    return ratio(pairs), draws[int(0.025 * (len(draws) - 1))], draws[int(0.975 * (len(draws) - 1) + 0.5)]
+
+
+def scores(
+    cells: Sequence[Cell], prompts: Sequence[Prompt], grade: Callable[[Mapping[str, str], str], bool]
+) -> dict[str, dict[str, tuple[int, int]]]:
+    """contestant -> category -> (right, asked), over graded prompts. Equal texts are graded once."""
+    checks = {p.id: p for p in prompts if p.check is not None}
+    known: dict[tuple[str, str], bool] = {}
+    out: dict[str, dict[str, tuple[int, int]]] = {}
+    for cell in cells:
+        for id, text in cell.texts.items():
+            prompt = checks.get(id)
+            if prompt is None or prompt.check is None or not text:
+                continue
+            if (id, text) not in known:
+                known[id, text] = grade(prompt.check, text)
+            right, asked = out.setdefault(cell.contestant, {}).get(prompt.category, (0, 0))
+            out[cell.contestant][prompt.category] = (right + known[id, text], asked + 1)
+    return out
+
+
+# ---- showing -------------------------------------------------------------------------------------------------------
+HEADS = ("contestant", "ms/token", "tok/s", "speed-up (95 %)", "TTFT ms", "tokens a cycle", "accepted", "identical")
+
+
+def _texts(row: Row) -> tuple[str, ...]:
+    gain = "–" if row.speedup is None else f"{row.speedup:.2f}x ({row.low:.2f}–{row.high:.2f})"
+    share = lambda v: "–" if v is None else f"{100 * v:.0f} %"  # noqa: E731
+    cycle = "–" if row.tokens_per_cycle is None else f"{row.tokens_per_cycle:.2f}"
+    return (
+        row.contestant, f"{row.ms_per_token:.2f}", f"{row.tokens_per_second:.1f}", gain, f"{row.ttft_ms:.0f}", cycle,
+        share(row.acceptance), share(row.identical),
+    )  # fmt: skip
+
+
+def table(rows: Sequence[Row], temperature: float, batch: int) -> Table:
+    out = Table(title=f"temperature {temperature:g}, batch {batch}", title_justify="left")
+    out.add_column("category")
+    for i, head in enumerate(HEADS):
+        out.add_column(head, justify="left" if i == 0 else "right")
+    last = None
+    for row in rows:
+        if (row.temperature, row.batch) == (temperature, batch):
+            if last not in (None, row.category):
+                out.add_section()
+            out.add_row("" if row.category == last else row.category, *_texts(row))
+            last = row.category
+    return out
+
+
+def score_table(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
+    names = list(dict.fromkeys(c for by in found.values() for c in by))
+    out = Table("contestant", *names, title="quality (right / asked)", title_justify="left")
+    for contestant, by in found.items():
+        out.add_row(contestant, *(f"{by[n][0]} / {by[n][1]}" if n in by else "–" for n in names))
+    return out
+
+
+def history(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row]) -> Path:
+    """Append the summary to the model's file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / (str(settings["model"]).strip("/").replace("/", "--") + ".jsonl")
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(
+                json.dumps({"at": stamp, **{k: settings[k] for k in ("model", "suite", "machine", "version")}, **asdict(row)}) + "\n"
+            )
+    return path
+
+
+def html(settings: Mapping[str, Any], rows: Sequence[Row], found: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:
+    """One self-contained page."""
+    model, machine, version = (escape(str(settings[k])) for k in ("model", "machine", "version"))
+    parts = [f"<h1>{model}</h1><p>{machine} · outrider {version}</p>"]
+    for temperature, batch in sorted({(r.temperature, r.batch) for r in rows}):
+        here = [r for r in rows if (r.temperature, r.batch) == (temperature, batch)]
+        names = [n for n in dict.fromkeys(r.contestant for r in here) if n != PLAIN]
+        categories = list(dict.fromkeys(r.category for r in here))
+        by = {(r.contestant, r.category): r for r in here}
+        parts.append(f"<h2>temperature {temperature:g}, batch {batch}</h2>")
+        series = [(n, [_bar(by.get((n, c))) for c in categories]) for n in names]
+        if any(e for _, values in series for e in values):
+            parts.append(svg.bars("speed-up over plain decoding, with 95 % intervals", categories, series))
+        curves = [(n, list(enumerate(by[n, ALL].by_position, 1))) for n in names if (n, ALL) in by and by[n, ALL].by_position]
+        if curves:
+            parts.append(svg.lines("acceptance by position, of the tokens drafted there", "position", "", curves, log=False))
+        parts.append(_html_table(("category", *HEADS), [(r.category, *_texts(r)) for r in here]))
+    if found:
+        names = list(dict.fromkeys(c for one in found.values() for c in one))
+        body = [(n, *(f"{one[c][0]} / {one[c][1]}" if c in one else "–" for c in names)) for n, one in found.items()]
+        parts.append("<h2>quality (right / asked)</h2>" + _html_table(("contestant", *names), body))
+    style = (
+        "body{font:15px system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
+        "table{border-collapse:collapse}td,th{padding:.25rem .7rem;border-bottom:1px solid #8884;text-align:right}"
+        "td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}svg{max-width:100%;height:auto;display:block;margin:1rem 0}"
+        "@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}}"
+    )
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>outrider bench</title><style>{style}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+def _bar(row: Row | None) -> tuple[float, float, float] | None:
+    return None if row is None or row.speedup is None or row.low is None or row.high is None else (row.speedup, row.low, row.high)
+
+
+def _html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "".join(f"<th>{escape(h)}</th>" for h in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in rows)
+    return f"<table><tr>{top}</tr>{body}</table>"

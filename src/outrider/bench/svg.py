@@ -1,0 +1,107 @@
+"""Small charts as SVG text: bars with intervals, and lines on logarithmic axes. No library, so that every report has its plots."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+COLOURS = ("#3b6ea8", "#d07b33", "#4a9a5b", "#a8496f", "#7a6cc0", "#8a8a8a")
+Series = tuple[str, Sequence[tuple[float, float]]]
+
+
+def bars(
+    title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]], line: float = 1.0
+) -> str:
+    """Horizontal bars, one group a row: (value, low, high) for each series; `line` is drawn through (1: as fast as plain)."""
+    high = max([e[2] for _, values in series for e in values if e] + [line]) * 1.08
+    bar, gap, left, width = 13, 10, 150, 760
+    row = bar * len(series) + gap
+    height = 58 + row * len(groups) + 20 * ((len(series) + 3) // 4)
+    x = lambda v: left + (width - left - 60) * v / high  # noqa: E731
+    out = [_open(width, height, title)]
+    top = 34
+    for tick in _ticks(0.0, high):
+        out.append(f'<line x1="{x(tick):.1f}" y1="{top}" x2="{x(tick):.1f}" y2="{top + row * len(groups)}" class="g"/>')
+        out.append(f'<text x="{x(tick):.1f}" y="{top + row * len(groups) + 14}" text-anchor="middle">{tick:g}</text>')
+    for g, name in enumerate(groups):
+        y = top + g * row + gap / 2
+        out.append(f'<text x="{left - 8}" y="{y + bar * len(series) / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>')
+        for s, (_, values) in enumerate(series):
+            entry = values[g]
+            if entry is None:
+                continue
+            value, low, up = entry
+            at = y + s * bar
+            out.append(f'<rect x="{left}" y="{at:.1f}" width="{x(value) - left:.1f}" height="{bar - 2}" fill="{COLOURS[s % 6]}"/>')
+            out.append(f'<line x1="{x(low):.1f}" y1="{at + 5:.1f}" x2="{x(up):.1f}" y2="{at + 5:.1f}" class="i"/>')
+            out.append(f'<text x="{x(up) + 4:.1f}" y="{at + 9:.1f}" class="s">{value:.2f}</text>')
+    out.append(f'<line x1="{x(line):.1f}" y1="{top}" x2="{x(line):.1f}" y2="{top + row * len(groups)}" class="one"/>')
+    out += _legend([name for name, _ in series], left, top + row * len(groups) + 34)
+    return "\n".join([*out, "</svg>"])
+
+
+def lines(
+    title: str, x_label: str, y_label: str, series: Sequence[Series], log: bool = True, marks: Sequence[tuple[str, float, float]] = ()
+) -> str:
+    """Lines (on logarithmic axes unless told otherwise) and named points."""
+    points = [p for _, line in series for p in line] + [(a, b) for _, a, b in marks]
+    scale = math.log10 if log else float
+    lo_x, hi_x = min(p[0] for p in points), max(p[0] for p in points)
+    lo_y, hi_y = min(p[1] for p in points), max(p[1] for p in points)
+    if not log:
+        lo_y = min(0.0, lo_y)
+    else:
+        lo_y, hi_y = lo_y / 1.5, hi_y * 1.5
+    width, height, left, bottom = 760, 400 + 20 * ((len(series) + 3) // 4), 70, 360
+    x = lambda v: left + (width - left - 30) * (scale(v) - scale(lo_x)) / ((scale(hi_x) - scale(lo_x)) or 1.0)  # noqa: E731
+    y = lambda v: bottom - (bottom - 40) * (scale(v) - scale(lo_y)) / ((scale(hi_y) - scale(lo_y)) or 1.0)  # noqa: E731
+    out = [_open(width, height, title)]
+    for tick in _decades(lo_x, hi_x) if log else _ticks(lo_x, hi_x):
+        out.append(f'<line x1="{x(tick):.1f}" y1="40" x2="{x(tick):.1f}" y2="{bottom}" class="g"/>')
+        out.append(f'<text x="{x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{tick:g}</text>')
+    for tick in _decades(lo_y, hi_y) if log else _ticks(lo_y, hi_y):
+        out.append(f'<line x1="{left}" y1="{y(tick):.1f}" x2="{width - 30}" y2="{y(tick):.1f}" class="g"/>')
+        out.append(f'<text x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for i, (_, line) in enumerate(series):
+        path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in line)
+        out.append(f'<polyline points="{path}" fill="none" stroke="{COLOURS[i % 6]}" stroke-width="2"/>')
+    for name, a, b in marks:
+        out.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="4" class="m"/>')
+        out.append(f'<text x="{x(a) + 7:.1f}" y="{y(b) + 4:.1f}">{escape(name)}</text>')
+    out.append(f'<text x="{(left + width) / 2:.0f}" y="{bottom + 32}" text-anchor="middle">{escape(x_label)}</text>')
+    out.append(f'<text x="14" y="30">{escape(y_label)}</text>')
+    out += _legend([name for name, _ in series], left, bottom + 50)
+    return "\n".join([*out, "</svg>"])
+
+
+def _open(width: int, height: int, title: str) -> str:
+    style = (
+        "text{font:12px system-ui,sans-serif;fill:#555}.s{font-size:10px}.t{font-size:14px;font-weight:600;fill:#222}"
+        ".g{stroke:#8884;stroke-width:1}"
+        ".i{stroke:#222;stroke-width:1.5}.one{stroke:#222;stroke-dasharray:4 3}.m{fill:#222}"
+        "@media(prefers-color-scheme:dark){text{fill:#aaa}.t{fill:#eee}.i,.one{stroke:#eee}.m{fill:#eee}}"
+    )
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img">'
+        f'<style>{style}</style><text x="14" y="16" class="t">{escape(title)}</text>'
+    )
+
+
+def _legend(names: Sequence[str], left: float, top: float) -> list[str]:
+    out = []
+    for i, name in enumerate(names):
+        at, y = left + 150 * (i % 4), top + 20 * (i // 4)
+        out.append(f'<rect x="{at}" y="{y - 9}" width="10" height="10" fill="{COLOURS[i % 6]}"/>')
+        out.append(f'<text x="{at + 15}" y="{y}">{escape(name)}</text>')
+    return out
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    step = 10 ** math.floor(math.log10(max(high - low, 1e-9)))
+    step = next(s for s in (step / 5, step / 2, step, 2 * step) if (high - low) / s <= 8)
+    return [round(step * i, 10) for i in range(math.ceil(low / step), int(high / step) + 1)]
+
+
+def _decades(low: float, high: float) -> list[float]:
+    return [10.0**e for e in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]

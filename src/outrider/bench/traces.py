@@ -1,0 +1,70 @@
+"""Records what every draft would have been worth: one trace an answer, for `spec.simulate`.
+
+The answer is decoded plainly first. Then, at each of its positions, a draft of 16 tokens is made and judged: a request whose
+prompt is everything up to there, of which only the first cycle is looked at. The n-gram drafter needs no model for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..spec.ngram import NgramIndex
+from ..spec.simulate import Trace
+from ..types import MAX_DRAFT, SamplingParams
+from .harness import encode
+from .workloads import Prompt
+
+
+def record(llm: Any, prompt: Prompt, temperature: float = 0.0, seed: int = 0, tick: Callable[[], None] = lambda: None) -> Trace | None:
+    """None: the answer is too short to say anything. `llm` should have its prefix cache on, or this takes long."""
+    ids = encode(llm, prompt)
+    params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
+    answer = llm.generate(ids, params, drafter=False)[0].token_ids
+    if len(answer) < 2:
+        return None
+    runs = []
+    for position in range(len(answer)):
+        left = len(answer) - position
+        runs.append(_first_run(llm, [*ids, *answer[:position]], min(left, MAX_DRAFT + 1), temperature, seed) if left > 1 else 0)
+        tick()
+    copies, matches = copy_runs(ids, answer)
+    name = llm.drafter.name if llm.drafter is not None else "ngram"
+    return Trace(
+        prompt.id,
+        prompt.category,
+        name,
+        tuple(runs if llm.drafter is not None else [max(0, c) for c in copies]),
+        copies,
+        matches,
+        (),
+        len(ids),
+    )
+
+
+def _first_run(llm: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> int:
+    """Tokens accepted in the first cycle of a continuation."""
+    params = SamplingParams(temperature=temperature, max_tokens=most, seed=seed)
+    stream = llm.stream(list(ids), params, draft_tokens=MAX_DRAFT, drafter=llm.drafter.name if llm.drafter is not None else "ngram")
+    try:
+        for event in stream:
+            if event.tokens:
+                return sum(kind == "accepted" for kind in event.kinds)
+        return 0
+    finally:
+        stream.close()
+
+
+def copy_runs(prompt: Sequence[int], answer: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The n-gram drafter at every position: accepted run (-1: no match) and length of the match."""
+    index = NgramIndex(prompt)
+    runs, matches = [], []
+    for position, token in enumerate(answer):
+        guess, match = index.propose(MAX_DRAFT)
+        right = 0
+        while right < len(guess) and position + right < len(answer) and guess[right] == answer[position + right]:
+            right += 1
+        runs.append(right if guess else -1)
+        matches.append(match)
+        index.extend([token])
+    return tuple(runs), tuple(matches)

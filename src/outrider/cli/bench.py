@@ -1,0 +1,203 @@
+"""`outrider bench`: how fast, how right, against whom; resumable."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..types import OutriderError
+from . import common
+from .common import err, out
+
+if TYPE_CHECKING:
+    from ..bench.harness import Cell, Contestant
+
+
+def bench(
+    model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = "smollm2",
+    suite: Annotated[str, typer.Option(help="quick (47 prompts) | full (800 more) | a .jsonl file.")] = "quick",
+    drafters: Annotated[str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")] = "auto",
+    draft_tokens: Annotated[str, typer.Option(help="Comma-separated: 0 (plain decoding), 1..16, auto.")] = "0,4,auto",
+    temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
+    batch: Annotated[str, typer.Option(help="Comma-separated.")] = "1",
+    against: Annotated[str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")] = "",
+    repeats: Annotated[int, typer.Option(help="Times every cell is run; medians count.")] = 3,
+    limit: Annotated[int | None, typer.Option(help="At most so many prompts of a category.")] = None,
+    categories: Annotated[str, typer.Option(help="Only these, comma-separated.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Cut every answer here.")] = None,
+    quality: Annotated[int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")] = None,
+    output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path("bench-out"),
+    resume: Annotated[bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")] = False,
+    history: Annotated[Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")] = None,
+    record_traces: Annotated[Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")] = None,
+    seed: common.Seed = 0,
+    as_json: common.AsJson = False,
+    verify: common.VerifyBy = "coupled",
+    device: common.Device = None,
+    dtype: common.Dtype = None,
+    ops: common.Ops = "auto",
+    threads: common.Threads = None,
+    quantize: common.Quantize = None,
+) -> None:
+    """Time contestants over many kinds of prompts, interleaved, with 95 % intervals; check that the texts are identical.
+
+    Example: outrider bench smollm2 --draft-tokens 0,4,auto --against llama-cpp --out results
+    """
+    from ..bench import workloads
+
+    ks, temperatures, batches = _ks(draft_tokens), _numbers(temperature, float, "temperature"), _numbers(batch, int, "batch")
+    if repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
+        raise OutriderError("--repeats and --batch must be at least 1, --temperature at least 0")
+    prompts = workloads.load_suite(suite, data, limit, _list(categories))
+    if quality:
+        known = {p.id for p in prompts}
+        prompts += [p for p in workloads.load_graded(quality, data) if p.id not in known]
+    if max_tokens is not None:
+        prompts = [workloads.Prompt(p.id, p.category, p.text, min(p.max_tokens, max_tokens), p.check) for p in prompts]
+    options = {"verify": verify, "device": device, "dtype": dtype, "ops": ops, "threads": threads, "quantize": quantize, "seed": seed}
+    if record_traces is not None:
+        _record(model, _list(drafters)[0], prompts, record_traces, temperatures[0], seed, options)
+        return
+    from .. import __version__
+    from ..bench import harness, report
+    from ..bench import quality as grading
+    from ..spec.cost import machine_name
+
+    names = _names(_list(drafters), ks) + list(_list(against))
+    settings = harness.Settings(
+        model, suite, tuple(names), tuple(temperatures), tuple(batches), repeats, len(prompts), machine_name(_accelerator(device), threads),
+        __version__, seed,
+    )  # fmt: skip
+    store = harness.Store(output, settings, resume)
+    if len(store.done) < harness.total(settings, prompts):
+        contestants = _contestants(model, _list(drafters), ks, _list(against), max(batches), options)
+        _run(contestants, prompts, settings, store)
+    cells = list(harness.read_cells(output))
+    rows = report.summarise(cells)
+    found = report.scores(cells, prompts, grading.grade)
+    (output / "report.html").write_text(report.html(asdict(settings), rows, found), encoding="utf-8")
+    if history is not None:
+        err.print(f"[dim]appended to {report.history(history, asdict(settings), rows)}[/dim]")
+    if as_json:
+        print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows], "quality": found}))
+        return
+    for at in sorted({(r.temperature, r.batch) for r in rows}):
+        out.print(report.table(rows, *at))
+    if found:
+        out.print(report.score_table(found))
+    out.print(f"report: {output / 'report.html'}")
+    _verdict(rows, verify)
+
+
+def _verdict(rows: list[Any], verify: str) -> None:
+    from ..bench.harness import PLAIN
+
+    ours = [r for r in rows if r.contestant != PLAIN and "/" in r.contestant and r.category == "all" and r.identical is not None]
+    wrong = [r for r in ours if r.identical < 1.0]
+    if verify == "coupled" and wrong:
+        share = 100 * (1 - wrong[0].identical)
+        raise OutriderError(f"{wrong[0].contestant} gave another text than plain decoding on {share:.1f} % of prompts: a bug")
+
+
+def _run(contestants: list[Contestant], prompts: list[Any], settings: Any, store: Any) -> None:
+    from ..bench import harness
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=err, transient=True) as progress:
+        task = progress.add_task("bench", total=harness.total(settings, prompts))
+
+        def tick(cell: Cell | None) -> None:
+            progress.advance(task)
+            if cell is not None:
+                progress.update(task, description=f"{cell.category} · {cell.contestant}")
+
+        harness.run(contestants, prompts, settings, store, tick)
+
+
+def _contestants(
+    model: str, drafters: tuple[str, ...], ks: list[int | None], peers: tuple[str, ...], batch: int, options: dict[str, Any]
+) -> list[Contestant]:
+    from ..bench import harness
+    from ..bench import peers as others
+    from ..config import EngineConfig
+
+    found: list[Contestant] = []
+    engine = EngineConfig(max_batch=batch, prefix_cache=False)  # the same prompt comes again and again: a cache would hide its cost
+    for drafter in drafters:
+        llm = common.load_llm(model, drafter=drafter, engine=engine, **options)
+        if 0 in ks and not found:
+            found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
+        lossless = options["verify"] == "coupled"
+        found += [harness.Ours(_name(drafter, k), llm, k, lossless=lossless) for k in ks if k != 0]
+    if peers:
+        from ..weights import hub
+
+        path = Path(hub.resolve(model).path)
+        where = str(llm.engine.device)
+        kind = options["dtype"] or "bfloat16"
+        found += others.build(peers, path, lambda p: harness.encode(llm, p), llm.engine.eos, options["threads"], where, kind)
+    return found
+
+
+def _name(drafter: str, k: int | None) -> str:
+    return f"{Path(drafter).name}/{'auto' if k is None else f'K={k}'}"
+
+
+def _names(drafters: tuple[str, ...], ks: list[int | None]) -> list[str]:
+    return (["plain"] if 0 in ks else []) + [_name(d, k) for d in drafters for k in ks if k != 0]
+
+
+def _record(model: str, drafter: str, prompts: list[Any], path: Path, temperature: float, seed: int, options: dict[str, Any]) -> None:
+    from ..bench import traces
+    from ..spec.simulate import read_traces, write_traces
+
+    done = {t.id for t in read_traces(path)} if path.exists() else set()
+    llm = common.load_llm(model, drafter=drafter, **options)
+    left = [p for p in prompts if p.id not in done]
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err, transient=True
+    ) as progress:
+        task = progress.add_task("traces", total=len(left))
+        for prompt in left:
+            progress.update(task, description=prompt.id)
+            trace = traces.record(llm, prompt, temperature, seed)
+            if trace is not None:
+                write_traces(path, [trace])
+            progress.advance(task)
+    out.print(f"{len(left)} prompts recorded into {path} ({len(done)} were there)")
+
+
+def _accelerator(device: str | None) -> str | None:
+    import torch
+
+    wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else None
+
+
+def _list(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _ks(text: str) -> list[int | None]:
+    from ..config import parse_draft_tokens
+
+    found = [parse_draft_tokens(part) for part in _list(text)]
+    if not found:
+        raise OutriderError("--draft-tokens is empty: give for instance 0,4,auto")
+    return list(dict.fromkeys(found))
+
+
+def _numbers(text: str, kind: type, what: str) -> list[Any]:
+    try:
+        found = [kind(part) for part in _list(text)]
+    except ValueError:
+        raise OutriderError(f"--{what} must be numbers separated by commas, got {text!r}") from None
+    if not found:
+        raise OutriderError(f"--{what} is empty")
+    return found

@@ -1,0 +1,168 @@
+"""`outrider predict`: memory, ms a token and the best K, before anything is downloaded."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from ..bench import predict as model_of
+from ..bench import svg
+from ..models.config import DrafterConfig, ModelConfig
+from ..models.known import KNOWN
+from ..types import OutriderError
+from . import common
+from .common import out
+from .inspect import read
+
+WITHIN = 0.15
+
+
+def predict(
+    model: common.Model,
+    gpu: Annotated[str, typer.Option("--gpu", "--machine", help="One of the table (--gpu list), or here: measure this machine.")] = "h200",
+    accept: Annotated[
+        str, typer.Option(help="Share of drafted tokens accepted at K=4 (0.72), at another K (0.58@8), or by position.")
+    ] = "0.72",
+    drafter: Annotated[str, typer.Option(help="auto | none (n-gram: drafting takes no time) | a drafter's folder or id.")] = "auto",
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
+    context: Annotated[int, typer.Option(help="Tokens before the one being decoded.")] = 1024,
+    bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
+    bandwidth: Annotated[float | None, typer.Option(help="GB/s: instead of the table's.")] = None,
+    rate: Annotated[float | None, typer.Option(help="Dense TFLOP/s: instead of the table's.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Write the roofline as SVG.")] = None,
+    check: Annotated[
+        Path | None, typer.Option(help="Compare with measured runs (JSONL); exit code 1 where one is off by over 15 %.")
+    ] = None,
+    as_json: common.AsJson = False,
+) -> None:
+    """Predict speed from config.json alone: memory needed, ms a token, best K, speed-up, and why it would not pay.
+
+    Example: outrider predict google/gemma-4-31B-it --gpu h200 --accept 0.72
+    """
+    if gpu == "list":
+        _list_machines()
+        return
+    if batch < 1 or context < 1 or (bits is not None and bits <= 0):
+        raise OutriderError("--batch and --context must be at least 1, --bits positive")
+    on = _here() if gpu == "here" else model_of.machine(gpu)
+    on = replace(on, bandwidth=bandwidth or on.bandwidth, rate=rate or on.rate)
+    setup = _setup(model, drafter, on, batch, context, bits)
+    accepted = model_of.Acceptance.parse(accept)
+    if check is not None:
+        _check(setup, model, check, as_json)
+        return
+    data = {"model": model, **model_of.predict(setup, accepted)}
+    if plot is not None:
+        roof, points = model_of.roofline(setup)
+        text = svg.lines(
+            f"{model} on {on.label}, batch {batch}", "floating-point operations a byte", "TFLOP/s", [("roof", roof)], marks=points
+        )
+        plot.write_text(text, encoding="utf-8")
+    if as_json:
+        print(json.dumps(data))
+    else:
+        _show(data)
+
+
+def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: int, bits: float | None) -> model_of.Setup:
+    raw, size = read(model, "model")
+    config = ModelConfig.from_hf(raw)
+    helper = None
+    if drafter == "auto":
+        name = f"{model}-assistant"
+        helper = DrafterConfig.from_hf(KNOWN[name]) if name in KNOWN else None
+        if helper is None and model == "smollm2":
+            from ..weights import hub
+
+            where, _ = hub.auto_drafter(model)
+            helper = DrafterConfig.from_hf(read(where, "drafter")[0]) if where is not None else None
+    elif drafter != "none":
+        helper = DrafterConfig.from_hf(read(drafter, "drafter")[0])
+    return model_of.Setup(config, helper, on, batch, context, bits / 8 if bits is not None else size)
+
+
+def _show(data: dict[str, Any]) -> None:
+    need, parts = data["memory_gb"], data["plain_parts_ms"]
+    out.print(f"[bold]{data['model']}[/bold] on {data['machine']}, batch {data['batch']}, context {data['context']}")
+    fits = "" if data["fits"] else " [bold red](does not fit)[/bold red]"
+    out.print(f"memory  {need['total']:.1f} GB{fits}: weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, K/V {need['kv']:.2f}")
+    split = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
+    out.print(f"plain   {data['plain_ms']:.2f} ms a token ({split})")
+    out.print(f"assumed {data['acceptance']}")
+    table = Table("K", "cycle ms", "tokens a cycle", "ms a token", "speed-up")
+    for point in data["points"]:
+        if point["k"] in (0, 1, 2, 4, 6, 8, 12, 16) or point["k"] == data["best_k"]:
+            style = "bold" if point["k"] == data["best_k"] else ""
+            cells = (f"{point['cycle_ms']:.2f}", f"{point['tokens']:.2f}", f"{point['ms_per_token']:.2f}", f"{point['speedup']:.2f}x")
+            table.add_row(str(point["k"]), *cells, style=style)
+    out.print(table)
+    if data["best_k"] == 0:
+        out.print("speculation will not pay here:")
+    elif data["why"]:
+        out.print(f"K={data['best_k']} brings only {data['speedup']:.2f}x:")
+    for reason in data["why"]:
+        out.print(f"- {reason}")
+
+
+def _list_machines() -> None:
+    table = Table("name", "machine", "GB/s", "TFLOP/s", "GB")
+    for name, on in model_of.MACHINES.items():
+        table.add_row(name, on.label, f"{on.bandwidth:g}", f"{on.rate:g}", f"{on.memory:g}")
+    out.print(table)
+
+
+def _check(setup: model_of.Setup, model: str, path: Path, as_json: bool) -> None:
+    rows = [row for row in model_of.read_measured(path) if row["model"] == model]
+    if not rows:
+        raise OutriderError(f"{path} has no measured run of {model}")
+    found = [model_of.check(setup, row) for row in rows]
+    if as_json:
+        print(json.dumps([{**vars(c), "off": round(c.off, 4)} for c in found]))
+    else:
+        table = Table("run", "predicted ms", "measured ms", "off")
+        for one in found:
+            table.add_row(one.what, f"{one.predicted_ms:.2f}", f"{one.measured_ms:.2f}", f"{100 * one.off:+.1f} %")
+        out.print(table)
+    if any(abs(one.off) > WITHIN for one in found):
+        raise typer.Exit(1)
+
+
+def _here() -> model_of.Machine:
+    """A second of reading memory and of multiplying: what this machine really does."""
+    import time
+
+    import torch
+
+    cuda = torch.cuda.is_available()
+    place = torch.device("cuda" if cuda else "cpu")
+    big = torch.ones((2 << 30 if cuda else 64 << 20) // 4 * (1 if cuda else 4), dtype=torch.float32, device=place)
+    side = 8192 if cuda else 1024
+    square = torch.ones((side, side), dtype=torch.bfloat16 if cuda else torch.float32, device=place)
+
+    def best(run: Any, times: int = 5) -> float:
+        run()
+        taken = []
+        for _ in range(times):
+            if cuda:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            run()
+            if cuda:
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - began)
+        return min(taken)
+
+    bandwidth = big.numel() * 4 / best(lambda: big.sum()) / 1e9
+    rate = 2.0 * side**3 / best(lambda: square @ square) / 1e12
+    if cuda:
+        name, memory = torch.cuda.get_device_name(place), torch.cuda.get_device_properties(place).total_memory / 1e9
+        return model_of.Machine(f"{name} (measured)", bandwidth, rate, memory, reach=0.94, rate_reach=0.9)
+    import os
+
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return model_of.Machine("this CPU (measured)", bandwidth, rate, memory, kernel_us=2.0, reach=0.95, rate_reach=1.0)
