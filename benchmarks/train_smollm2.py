@@ -131,7 +131,7 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
     rng = np.random.default_rng(0)
     prompts = [rng.integers(3, 49152, size=n) for n in rng.integers(60, 120, size=3000)]
     for slots in (1024, 2048):
-        machine = Answerer(model, Answering(64, slots=slots), 120, (2,))
+        machine = Answerer(model, Answering(64, slots=slots), 400, (2,))
         began, made = time.perf_counter(), 0
         for _, _, answer in machine.answer(prompts):
             made += len(answer)
@@ -188,7 +188,7 @@ def data_stage(args: argparse.Namespace, out: Path, keep: Path, target: run.Targ
 
     rows = [prompts[i] for i in range(len(prompts))]
     how = Answering(args.max_new, 0.8, args.slots, 0.5, seed=1)
-    answer_all(target.model, rows, how, keep / "data", target.eos_ids, report=report, deadline=args.deadline)
+    answer_all(target.model, rows, how, keep / "data", target.eos_ids, report=report, deadline=args.answer_seconds)
     data = load_folder(keep / "data")
     lengths = data.lengths - data.prompts
     say(f"{len(data)} sequences, {data.answer_tokens} answer tokens, mean {lengths.mean():.0f}, greedy {data.greedy.mean():.2f}")
@@ -226,8 +226,7 @@ def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
     data, aside = run.split(load_folder(keep / "data"), 512)
     bench, categories, _ = bench_answers(target, keep, 0.0, 256, args.bench_limit)
     say(f"ablations on {len(data)} sequences, {len(aside)} held out, {len(bench)} benchmark answers of {np.mean(bench.lengths - bench.prompts):.0f} tokens")
-    texts = Sequences(data.tokens, data.starts, np.ones_like(data.prompts), data.index, data.greedy)
-    plain = texts_of(texts, data)
+    plain = texts_of(data)
     results: dict[str, Any] = {}
     for name, group, shape, change in VARIANTS:
         if args.only and name not in args.only.split(";"):
@@ -260,7 +259,7 @@ def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
         choose(results, keep, out)
 
 
-def texts_of(texts: Sequences, data: Sequences) -> Sequences:
+def texts_of(data: Sequences) -> Sequences:
     """The prompts as plain text: every position an anchor, nothing of the target's own answers."""
     keep = np.nonzero(data.prompts >= 64)[0]
     rows = [data[i][: data.prompts[i]][-256:] for i in keep]
@@ -308,7 +307,7 @@ def main_stage(args: argparse.Namespace, out: Path, keep: Path) -> None:
     job = run.TrainJob(
         target=args.target, data=Path("prompts_train.jsonl.gz"), out=folder, style="plain", reads=tuple(shape["reads"]), intermediate=shape["intermediate"],
         taps=tuple(shape["taps"]), position_offset=shape["position_offset"], clusters=args.clusters, max_prompt=1024, answering=Answering(args.max_new, 0.8, args.slots, 0.5, seed=1),
-        heldout=512, settings=settings, device=str(DEVICE), dtype=DTYPE, command=command,
+        heldout=512, answer_minutes=0.0, settings=settings, device=str(DEVICE), dtype=DTYPE, command=command,
     )  # fmt: skip
     say(command)
     result = run.train(job, say)
@@ -364,22 +363,24 @@ def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
     matches(target.model, net, cast, full, aside, 4, record=lambda g, c: (states.append(g), choices.append(c)))  # type: ignore[func-returns-value]
     held_g, held_c = torch.cat(states), torch.cat(choices)
     say(f"{g.shape[0]} states to fit clusters on, {held_g.shape[0]} held out")
+    kept: dict[str, Any] = {}
     for count in (256, 512, 1024, 2048):
         order, means = balanced_kmeans(target.model.head, count)
         fitted = fit_centroids(g, cluster_of(order, count)[c], means, args.cluster_steps, 1e-2, 16384)
         tops = tuple(t for t in run.TOPS if t <= count)
         raw, tuned = (recall_curve(held_g, held_c, m, order, tops) for m in (means, fitted))
-        note(out, "clusters.jsonl", {"clusters": count, "means": [asdict(r) for r in raw], "fitted": [asdict(r) for r in tuned]})
+        note(out, "finish.jsonl", {"clusters": count, "means": [asdict(r) for r in raw], "fitted": [asdict(r) for r in tuned]})
         say(f"{count} clusters: " + " ".join(f"{r.top}:{r.recall:.4f}" for r in tuned if r.share < 0.12))
         tried = 0
         for point in tuned:
             if point.share < 0.1 and point.recall > 0.975 and tried < 4:
                 tried += 1
                 result = score(target, net, bench, categories, 8, Head(target.model.head, fitted.to(DTYPE), order, point.top))
-                note(out, "clusters.jsonl", {"clusters": count, "top": point.top, "share": point.share, "loss": 1 - result["tokens_per_cycle"][4] / base,
+                note(out, "finish.jsonl", {"clusters": count, "top": point.top, "share": point.share, "loss": 1 - result["tokens_per_cycle"][4] / base,
                                              "weights": point.weights, "bench": result["tokens_per_cycle"]})  # fmt: skip
                 say(f"  top {point.top} ({point.share:.1%}): K=4 {result['tokens_per_cycle'][4]:.3f}, {result['tokens_per_cycle'][4] / base - 1:+.2%}, {point.weights / 1e6:.2f} M weights")
-        np.savez_compressed(out / f"clusters-{count}.npz", order=order.cpu().numpy().astype(np.uint16), centroids=fitted.half().cpu().numpy())
+        kept |= {f"order{count}": order.cpu().numpy().astype(np.uint16), f"centroids{count}": fitted.half().cpu().numpy()}
+    np.savez_compressed(out / "clusters.npz", **kept)
 
 
 def arguments() -> argparse.Namespace:
@@ -390,7 +391,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--slots", type=int, default=2048)
     p.add_argument("--max-new", type=int, default=192)
     p.add_argument("--limit", type=int, default=0)
-    p.add_argument("--deadline", type=float, default=400.0)
+    p.add_argument("--answer-seconds", type=float, default=130.0)
+    p.add_argument("--deadline", type=float, default=520.0, help="no ablation starts later than this many seconds into the process")
     p.add_argument("--steps", type=int, default=120)
     p.add_argument("--steps-main", type=int, default=0)
     p.add_argument("--minutes", type=float, default=5.5)
@@ -410,6 +412,7 @@ def main() -> None:
     for folder in (out, keep):
         folder.mkdir(parents=True, exist_ok=True)
     torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     target = None
     for stage in args.stages.split(","):

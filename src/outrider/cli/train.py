@@ -50,6 +50,7 @@ def train(
     temperature: Annotated[float, typer.Option(help="Of the sampled answers.")] = 0.8,
     greedy: Annotated[float, typer.Option(help="Share of greedy answers.")] = 0.5,
     slots: Annotated[int | None, typer.Option(help="Prompts answered at a time.")] = None,
+    answer_minutes: Annotated[float | None, typer.Option(help="Answer prompts for this long, then train on what there is.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = None,
     heldout: Annotated[int, typer.Option(help="Prompts kept for evaluation.")] = 256,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: only at the end.")] = 500,
@@ -90,7 +91,7 @@ def train(
     job = TrainJob(
         target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=numbers(reads, "--reads"), hidden=hidden,  # type: ignore[arg-type]
         intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters, recall=recall, max_prompt=max_prompt,
-        answering=answering, limit=limit, heldout=heldout, settings=settings, device=where, dtype=getattr(torch, kind),
+        answering=answering, answer_minutes=answer_minutes, limit=limit, heldout=heldout, settings=settings, device=where, dtype=getattr(torch, kind),
         command=shlex.join(["outrider", *sys.argv[1:]]),
     )  # fmt: skip
     result = run(job, say=lambda line: err.print(f"[dim]{line}[/dim]", markup=True))

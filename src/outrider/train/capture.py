@@ -52,6 +52,11 @@ class DenseOps(ReferenceOps):
     def __init__(self) -> None:
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # norm weights in the activations' dtype, kept alive beside the original
 
+    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
+        """As the reference's, with the factor rounded on the host: a captured graph may not copy from there."""
+        rows = F.embedding(ids, table)
+        return rows if scale == 1.0 else rows * float(torch.tensor(scale, dtype=rows.dtype))
+
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         if x.dtype == torch.float32:
             return super().rms_norm(x, w, eps)

@@ -124,13 +124,25 @@ def fit_inputs(net: DraftNet, model: Any, batches: list[Batch], ridge: float = 1
 
 
 @torch.no_grad()
-def start_head(net: DraftNet, model: Any) -> None:
-    """A head of its own: the target's head rows in the principal directions of their spread, widest first."""
+def start_gemma(net: DraftNet, model: Any, batch: Batch) -> None:
+    """Gemma style. The head: the target's rows in the principal directions of their spread, widest first. Projections at
+    the scale of what they read and write (Gemma's hidden states are large), q norms as the donor layers have them."""
+    config = net.config
     table: Tensor = model.head.float()  # [V, Hb]
-    values, vectors = torch.linalg.eigh(table.T @ table)
-    basis = vectors[:, -net.config.hidden :].flip(-1)  # [Hb, h]
-    rows = table @ basis
-    net.weight("embed").copy_(rows * (net.config.hidden**-0.5 / rows.std()))
+    _, vectors = torch.linalg.eigh(table.T @ table)
+    rows = table @ vectors[:, -config.hidden :].flip(-1)  # [V, h]
+    net.weight("embed").copy_(rows * (config.hidden**-0.5 / rows.std()))
+    seen = capture(model, batch.ids)
+    parts = (model.embed(batch.ids.reshape(-1)), seen.hidden.flatten(0, 1)[batch.teacher])
+    sizes = [float(x.float().pow(2).mean().sqrt()) for x in parts]
+    for n, size in enumerate(sizes):
+        net.weight("pre")[:, n * config.backbone_hidden : (n + 1) * config.backbone_hidden] /= size
+    net.weight("post").mul_(sizes[1])
+    for i, layer in enumerate(net.layers):
+        donor = model.config.layers[layer.attn.kv_layer].attn
+        norm = model.blocks[layer.attn.kv_layer].q_norm
+        if norm is not None:
+            net.weight(f"layers.{i}.q_norm").copy_(norm * donor.scale)
 
 
 @torch.no_grad()
@@ -140,7 +152,3 @@ def start_clusters(net: DraftNet, model: Any, seed: int = 0) -> None:
     order, means = balanced_kmeans(rows, net.config.clusters, seed=seed)
     net.weight("token_ordering").copy_(order)
     net.weight("centroids").copy_(means)
-
-
-def set_clusters(config: DrafterConfig, clusters: int, top: int) -> DrafterConfig:
-    return replace(config, clusters=clusters, cluster_top=top)

@@ -199,7 +199,7 @@ def answer_all(
             Sequences.of(*zip(*rows, strict=True), model.config.vocab_size).save(folder / f"data-{number:05d}.npz")  # type: ignore[arg-type]
             number, rows = number + 1, []
 
-    if not todo:
+    if not todo or (deadline is not None and deadline <= 0):
         return
     machine = Answerer(model, how, max(len(prompts[i]) for i in todo), eos_ids)
     finished = 0

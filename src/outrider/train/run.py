@@ -64,6 +64,7 @@ class TrainJob:
     recall: float = 0.99  # the clustered head's top is the cheapest that finds the full head's token this often
     max_prompt: int = 512
     answering: Answering = field(default_factory=Answering)
+    answer_minutes: float | None = None  # stop answering after this long and train on what there is
     limit: int | None = None  # prompts
     heldout: int = 256
     settings: TrainSettings = field(default_factory=TrainSettings)
@@ -86,6 +87,7 @@ class Target:
 
 def open_target(name: str, device: str, dtype: torch.dtype) -> Target:
     files = hub.resolve(name)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
     config, weights, text = load_target(files, device, dtype)
     return Target(build(config, weights, DenseOps()), config, text, weight_files.fingerprint(files))
 
@@ -128,7 +130,9 @@ def prepare(job: TrainJob, target: Target, say: Say) -> Sequences:
             last[0] = seconds
             say(f"answered {done}/{count} prompts, {tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
 
-    answer_all(target.model, [prompts[i] for i in range(len(prompts))], job.answering, job.out / "data", target.eos_ids, report=report)
+    rows = [prompts[i] for i in range(len(prompts))]
+    deadline = None if job.answer_minutes is None else 60 * job.answer_minutes
+    answer_all(target.model, rows, job.answering, job.out / "data", target.eos_ids, report=report, deadline=deadline)
     torch.cuda.empty_cache()
     return load_folder(job.out / "data")
 
@@ -179,13 +183,13 @@ def make_net(job: TrainJob, target: Target, data: Sequences, say: Say) -> DraftN
         net.load(weights)
         return net.to(model.device)
     net = DraftNet(drafter_config(job, target.config, target.hash), target.config, settings.seed).to(model.device)
+    few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, settings.anchors, settings.tokens, settings.seed, 0)[:2]]
     if net.config.tied_to_target and net.config.hidden == net.config.backbone_hidden:
         design.start_from_target(net, model)
-        few = plan_epoch(data, settings.anchors, settings.tokens, settings.seed, 0)[:2]
-        fitted = design.fit_inputs(net, model, [make_batch(data, b, 1).to(model.device) for b in few])
+        fitted = design.fit_inputs(net, model, few)
         say(f"drafter starts from target layers {net.config.reads}; its input explains {fitted:.0%} of the residual stream there")
-    if not net.config.tied_to_target:
-        design.start_head(net, model)
+    if net.config.gemma:
+        design.start_gemma(net, model, few[0])
     if net.config.clusters:
         design.start_clusters(net, model, settings.seed)
     return net
