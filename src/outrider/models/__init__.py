@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .config import OWN_DRAFTER_TYPES, DrafterConfig, ModelConfig
+from .config import DrafterConfig, ModelConfig
 
 if TYPE_CHECKING:
     from .layers import TextModel
@@ -31,7 +31,7 @@ def build(config: ModelConfig, weights: Mapping[str, Any], ops: Any) -> TextMode
 
 def build_drafter(config: DrafterConfig, weights: Mapping[str, Any], ops: Any, target: TextModel) -> Any:
     """An MTP drafter over its target: Google's assistants, or one that we trained."""
-    if config.model_type in OWN_DRAFTER_TYPES:
+    if not config.gemma:
         from .outrider_drafter import OutriderDrafter
 
         return OutriderDrafter(config, weights, ops, target)

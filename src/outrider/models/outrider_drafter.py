@@ -55,8 +55,6 @@ class OutriderDrafter:
             self.centroids = weights["centroids"]
             self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
             self.head = dense[order].view(config.clusters, -1, config.head_hidden)
-        else:
-            self.token_ids = torch.arange(config.vocab_size, device=self.device)
 
     def start(self, kv: KVView, features: Tensor) -> Round:
         """kv: one row a sequence at the last position that the target has seen; features [B, Hb·(1 + taps)] at it."""
@@ -82,17 +80,16 @@ class OutriderDrafter:
         nxt = h if self.post is None else ops.linear(h, self.post)
         return (nxt if self.config.tied_to_target else h), nxt
 
-    def candidates(self, g: Tensor) -> tuple[Tensor, Tensor]:
-        """The tokens worth scoring and their float32 logits: ids [B, N], logits [B, N]; the whole vocabulary without clusters."""
+    def candidates(self, g: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N]."""
         if self.centroids is None:
-            z = self.ops.logits(g, self.head, None)
-            return self.token_ids.expand(z.shape), z
+            return None, self.ops.logits(g, self.head, None)
         best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def full_logits(self, g: Tensor) -> Tensor:
         """Float32 [B, V]; -inf where the clustered head did not look."""
-        if self.centroids is None:
-            return self.ops.logits(g, self.head, None)
         ids, z = self.candidates(g)
+        if ids is None:
+            return z
         return torch.full((g.shape[0], self.config.vocab_size), float("-inf"), device=g.device).scatter_(1, ids, z)

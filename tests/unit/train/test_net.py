@@ -1,0 +1,89 @@
+"""The network that is trained is the drafter that runs: every style, from every anchor, over several steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.models import build, build_drafter
+from outrider.models.config import DrafterConfig
+from outrider.ops.reference import ReferenceOps
+from outrider.train import design
+from outrider.train.capture import DenseOps, capture
+from outrider.train.evaluate import Head
+from outrider.train.export import config_dict
+from outrider.train.net import DraftNet, step_weights, target_weights
+from outrider.weights.load import dummy_weights, load_target
+from tests import tiny
+from tests.kv import build_kv
+
+LENGTH = 20  # beyond the tiny sliding window
+
+
+def designs(config):
+    if config.family == "llama":
+        yield design.plain(config, reads=(0, 2, 2), taps=(0, 1), intermediate=20, clusters=16, cluster_top=4)
+        yield design.plain(config, reads=(1,), hidden=24, intermediate=20, position_offset=1)
+    else:
+        yield design.gemma(config, hidden=24, intermediate=20, clusters=16, cluster_top=4)
+        yield design.plain(config, reads=config.kv_layers[-2:], intermediate=20)
+
+
+@pytest.mark.parametrize("name", ["smollm2", "mistral", "gemma3", "gemma4_e2b", "gemma4_31b"])
+def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
+    """Catches: anchors off by one, another rotary position, keys beyond the anchor, windows, taps of the wrong position."""
+    config, weights, _ = load_target(str(tiny.write_target(name, tmp_path)), "cpu", torch.float32)
+    dense, paged = build(config, weights, DenseOps()), build(config, weights, ReferenceOps())
+    ids = torch.randint(6, tiny.VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    for drafter in designs(config):
+        own = dummy_weights(drafter, "cpu", torch.float32, seed=3)
+        for key in own:
+            if own[key].dim() == 2:
+                own[key] = own[key] * 10
+        net = DraftNet(drafter, config)
+        net.load(own)
+        seen = capture(dense, ids, drafter.taps)
+        first, steps = 7, 3
+        ctx, w = net.context(seen, first), net.cast(torch.float32)
+        embedded = dense.embed(torch.nn.functional.pad(ids, (0, steps)).reshape(-1)).view(2, LENGTH + steps, -1)
+        hidden, trained = seen.hidden[:, first:], []
+        for j in range(1, steps + 1):
+            g, hidden = net.step(w, ctx, embedded[:, first + j : first + j + LENGTH - first], hidden)
+            trained.append((g, hidden))
+
+        cache = build_kv(config, 2, LENGTH)
+        model = build_drafter(drafter, own, paged.ops, paged)
+        out = paged.forward(ids.reshape(-1), cache.view([(0, LENGTH)] * 2), drafter.taps)
+        features = torch.cat((out[0], *out[1]), -1) if drafter.taps else out
+        torch.testing.assert_close(seen.hidden.reshape(2 * LENGTH, -1), features[:, : config.hidden], rtol=1e-4, atol=1e-4)
+        for a in (first, 12, LENGTH - steps - 1):
+            at = torch.tensor([a, LENGTH + a])
+            state = model.start(cache.view([(a, 1)] * 2), features[at])
+            hidden = features[at][:, : config.hidden]
+            for j in range(1, steps + 1):
+                g, hidden = model.step(paged.embed(ids[:, a + j]), hidden, state)
+                for mine, theirs in zip((g, hidden), trained[j - 1], strict=True):
+                    torch.testing.assert_close(mine, theirs[:, a - first], rtol=2e-4, atol=2e-4)
+        # the head too: the tokens that training scores are those that the drafter scores
+        rows = dense.head if drafter.tied_to_target else own["embed"]
+        head = Head(rows, own["centroids"], own["token_ordering"], drafter.cluster_top) if drafter.clusters else Head(rows)
+        assert torch.equal(head.choose(g, None, None), model.full_logits(g).argmax(-1))
+
+
+@pytest.mark.parametrize("name", ["smollm2", "gemma3", "gemma4_e2b", "gemma4_31b"])
+def test_config_survives_the_file(name: str, tmp_path: Path) -> None:
+    config, _, _ = load_target(str(tiny.write_target(name, tmp_path)), "cpu", torch.float32)
+    for drafter in designs(config):
+        assert DrafterConfig.from_hf(config_dict(drafter)) == drafter
+
+
+def test_a_draft_step_is_counted(tmp_path: Path) -> None:
+    config, weights, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
+    assert target_weights(config) == sum(w.numel() for w in weights.values())
+    drafter = design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4)
+    own = dummy_weights(drafter, "cpu", torch.float32)
+    cost = step_weights(drafter)
+    assert cost["body"] == sum(w.numel() for n, w in own.items() if n not in ("centroids", "token_ordering"))
+    assert cost["head"] == (4 * tiny.VOCAB // 16 + 16) * config.hidden
