@@ -225,9 +225,7 @@ def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:
     plain = verify_seconds(setup, 0)
     ratio = (verify_seconds(setup, 4) + draft_seconds(setup, 4)) / plain
     if working > moving:
-        out.append(
-            f"checking {5 * setup.batch} rows is bound by arithmetic here, not by memory: a drafted token costs nearly what a decoded one does"
-        )
+        out.append(f"checking {5 * setup.batch} rows is bound by arithmetic: a drafted token costs nearly as much as a decoded one")
     if setup.target.moe is not None and verify_parts(setup, 4)[0] > 1.5 * verify_parts(setup, 0)[0]:
         size = model_size(setup.target)
         more = size.streamed(5 * setup.batch) / size.streamed(setup.batch)

@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from . import svg
@@ -129,29 +130,27 @@ def scores(
 
 
 # ---- showing -------------------------------------------------------------------------------------------------------
-HEADS = ("contestant", "ms/token", "tok/s", "speed-up (95 %)", "TTFT ms", "tokens a cycle", "accepted", "identical")
+HEADS = ("contestant", "ms/tok", "tok/s", "speed-up", "95 %", "TTFT ms", "tok/cycle", "right", "same")  # right: of drafts; same: text
 
 
 def _texts(row: Row) -> tuple[str, ...]:
-    gain = "–" if row.speedup is None else f"{row.speedup:.2f}x ({row.low:.2f}–{row.high:.2f})"
     share = lambda v: "–" if v is None else f"{100 * v:.0f} %"  # noqa: E731
+    gain, between = ("–", "–") if row.speedup is None else (f"{row.speedup:.2f}x", f"{row.low:.2f}–{row.high:.2f}")
     cycle = "–" if row.tokens_per_cycle is None else f"{row.tokens_per_cycle:.2f}"
     return (
-        row.contestant, f"{row.ms_per_token:.2f}", f"{row.tokens_per_second:.1f}", gain, f"{row.ttft_ms:.0f}", cycle,
+        row.contestant, f"{row.ms_per_token:.2f}", f"{row.tokens_per_second:.1f}", gain, between, f"{row.ttft_ms:.0f}", cycle,
         share(row.acceptance), share(row.identical),
     )  # fmt: skip
 
 
 def table(rows: Sequence[Row], temperature: float, batch: int) -> Table:
-    out = Table(title=f"temperature {temperature:g}, batch {batch}", title_justify="left")
-    out.add_column("category")
+    out = Table(title=f"temperature {temperature:g}, batch {batch}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    out.add_column("category", no_wrap=True)
     for i, head in enumerate(HEADS):
-        out.add_column(head, justify="left" if i == 0 else "right")
+        out.add_column(head, justify="left" if i == 0 else "right", no_wrap=True)
     last = None
     for row in rows:
         if (row.temperature, row.batch) == (temperature, batch):
-            if last not in (None, row.category):
-                out.add_section()
             out.add_row("" if row.category == last else row.category, *_texts(row))
             last = row.category
     return out
@@ -202,7 +201,8 @@ def html(settings: Mapping[str, Any], rows: Sequence[Row], found: Mapping[str, M
     style = (
         "body{font:15px system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
         "table{border-collapse:collapse}td,th{padding:.25rem .7rem;border-bottom:1px solid #8884;text-align:right}"
-        "td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}svg{max-width:100%;height:auto;display:block;margin:1rem 0}"
+        "td:first-child,th:first-child,td:nth-child(2),th:nth-child(2){text-align:left}"
+        "svg{max-width:100%;height:auto;display:block;margin:1rem 0}"
         "@media(prefers-color-scheme:dark){body{color:#ddd;background:#161616}}"
     )
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>outrider bench</title><style>{style}</style>'

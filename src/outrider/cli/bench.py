@@ -88,7 +88,7 @@ def bench(
         print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows], "quality": found}))
         return
     for at in sorted({(r.temperature, r.batch) for r in rows}):
-        out.print(report.table(rows, *at))
+        out.print(report.table(rows, *at), width=max(out.width, 104), crop=False)  # wider than a pipe's 80 columns
     if found:
         out.print(report.score_table(found))
     out.print(f"report: {output / 'report.html'}")

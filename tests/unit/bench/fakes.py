@@ -1,0 +1,75 @@
+"""An LLM that answers by rule, on a clock of its own: what the harness needs of one, and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+from outrider.types import RequestStats
+
+
+@dataclass
+class FakeEvent:
+    id: str
+    tokens: list[int]
+    text: str
+    finish_reason: str | None = None
+    stats: RequestStats | None = None
+    error: str | None = None
+    kinds: list[str] = field(default_factory=list)
+
+
+@dataclass
+class FakeRequest:
+    id: str
+    ids: list[int]
+    params: object
+    draft_tokens: int | None
+    drafter: bool
+
+
+class FakeTokenizer:
+    has_chat_template = True
+
+    def chat(self, messages):
+        return [len(word) for word in messages[0]["content"].split()] or [1]
+
+
+class FakeEngine:
+    """Answers a request in one step: the prompt's ids, cut to max_tokens; a drafted answer takes `ms` a token less."""
+
+    def __init__(self, ms, wrong=False):
+        self.ms, self.wrong, self.waiting, self.runs = ms, wrong, [], 0
+        self.metrics = type("M", (), {"prefill_seconds": 0.0})()
+
+    def submit(self, request):
+        self.waiting.append(request)
+
+    def step(self):
+        events = []
+        for request in self.waiting:
+            self.runs += 1
+            drafting = request.drafter and request.draft_tokens != 0
+            tokens = (request.ids * 20)[: request.params.max_tokens]
+            if drafting and self.wrong:
+                tokens = [*tokens[:-1], 99]
+            k = 0 if not drafting else request.draft_tokens or 3
+            ms = self.ms[k]
+            stats = RequestStats(new_tokens=len(tokens), first_emitted=1, ttft_s=0.01, decode_s=ms * 1e-3 * (len(tokens) - 1), cycles=4)
+            stats.drafted, stats.accepted = 4 * k, 2 * k
+            stats.drafted_by_position = [4] * k + [0] * (16 - k)
+            stats.accepted_by_position = [2] * k + [0] * (16 - k)
+            events.append(FakeEvent(request.id, tokens, f"text {tokens}", "stop", stats))
+        self.waiting = []
+        return events
+
+
+class FakeLLM:
+    def __init__(self, ms=None, wrong=False):
+        self.engine, self.tokenizer, self._ids = FakeEngine(ms or {0: 10.0, 3: 5.0, 4: 8.0}, wrong), FakeTokenizer(), itertools.count()
+
+    def chat_prompt(self, messages):
+        return self.tokenizer.chat(messages)
+
+    def requests(self, ids, params, draft_tokens, drafter):
+        return [FakeRequest(str(next(self._ids)), ids, params, draft_tokens, drafter)]

@@ -1,0 +1,130 @@
+"""The harness: every cell once, whatever interrupts it; figures by hand."""
+
+import json
+
+import pytest
+from tests.unit.bench.fakes import FakeLLM
+
+from outrider.bench import report
+from outrider.bench.harness import PLAIN, Ours, Settings, Store, groups, read_cells, run, total
+from outrider.bench.workloads import Prompt
+from outrider.types import OutriderError
+
+PROMPTS = [Prompt(f"{c}/{i}", c, "word " * (i + 3), 12 + i) for c in ("qa", "haiku") for i in range(3)]
+
+
+def settings(**changes):
+    base = dict(model="m", suite="quick", contestants=(PLAIN, "x/K=4", "x/auto"), temperatures=(0.0,), batches=(1,), repeats=2,
+                prompts=6, machine="test", version="0")  # fmt: skip
+    return Settings(**{**base, **changes})
+
+
+def contestants(llm):
+    return [Ours(PLAIN, llm, 0, drafting=False), Ours("x/K=4", llm, 4), Ours("x/auto", llm, None)]
+
+
+class Stop(Exception):
+    pass
+
+
+def test_an_interrupted_run_resumes_without_repeating(tmp_path):
+    chosen = settings()
+    whole = total(chosen, PROMPTS)
+    seen = []
+
+    def tick(cell):
+        seen.append(cell)
+        if len(seen) == 13:
+            raise Stop
+
+    llm = FakeLLM()
+    with pytest.raises(Stop):
+        run(contestants(llm), PROMPTS, chosen, Store(tmp_path / "r", chosen, False), tick)
+    first = llm.engine.runs
+    with (tmp_path / "r" / "cells.jsonl").open("a") as file:
+        file.write('{"contestant": "x/au')  # killed in the middle of a line
+    again, ticks = FakeLLM(), []
+    run(contestants(again), PROMPTS, chosen, Store(tmp_path / "r", chosen, True), ticks.append)
+    cells = list(read_cells(tmp_path / "r"))
+    assert len(cells) == len({c.key for c in cells}) == whole == 36
+    assert ticks.count(None) == 13 and len(ticks) == whole
+    assert first - 3 + again.engine.runs - 3 == whole  # each process warms its three contestants up once
+    run(contestants(again), PROMPTS, chosen, Store(tmp_path / "r", chosen, True), ticks.append)
+    assert len(list(read_cells(tmp_path / "r"))) == whole
+
+
+def test_a_folder_belongs_to_one_run(tmp_path):
+    Store(tmp_path, settings(), False)
+    with pytest.raises(OutriderError, match="--resume"):
+        Store(tmp_path, settings(), False)
+    with pytest.raises(OutriderError, match="another repeats: 2, now 3"):
+        Store(tmp_path, settings(repeats=3), True)
+
+
+def test_contestants_take_turns(tmp_path):
+    chosen, order = settings(), []
+    run(contestants(FakeLLM()), PROMPTS, chosen, Store(tmp_path, chosen, False), lambda c: order.append((c.group, c.repeat, c.contestant)))
+    for i in range(0, len(order), 3):
+        assert len({e[:2] for e in order[i : i + 3]}) == 1 and len({e[2] for e in order[i : i + 3]}) == 3
+    assert {order[i][2] for i in range(0, len(order), 3)} == {PLAIN, "x/K=4", "x/auto"}  # nobody always comes first
+
+
+def test_groups_are_of_one_category_and_full():
+    found = groups(PROMPTS, 2)
+    assert [len(g) for g in found] == [2, 2, 2, 2]
+    assert all(len({p.category for p in g}) == 1 for g in found)
+
+
+def figures(tmp_path, llm, **changes):
+    chosen = settings(**changes)
+    run(contestants(llm), PROMPTS, chosen, Store(tmp_path, chosen, False), lambda _: None)
+    cells = list(read_cells(tmp_path))
+    return cells, {(r.contestant, r.category): r for r in report.summarise(cells)}
+
+
+def test_figures(tmp_path):
+    _, rows = figures(tmp_path, FakeLLM())
+    assert rows[PLAIN, "all"].ms_per_token == pytest.approx(10.0)
+    assert rows["x/auto", "all"].speedup == pytest.approx(2.0) and rows["x/auto", "qa"].low == pytest.approx(2.0)
+    four = rows["x/K=4", "haiku"]
+    assert four.speedup == pytest.approx(1.25) and four.tokens_per_second == pytest.approx(125.0)
+    assert four.acceptance == pytest.approx(0.5) and four.tokens_per_cycle == pytest.approx(3.0) and four.by_position == (0.5,) * 4
+    assert four.identical == 1.0 and four.ttft_ms == pytest.approx(10.0)
+
+
+def test_another_text_is_seen(tmp_path):
+    _, rows = figures(tmp_path, FakeLLM(wrong=True))
+    assert rows["x/auto", "all"].identical == 0.0
+
+
+def test_intervals_hold_the_truth_and_widen_with_noise():
+    def pair(ratio):
+        return (report._Median(1.0, 100, ""), report._Median(1.0 / ratio, 100, ""))
+
+    narrow, wide = [pair(1.5 + 0.01 * (i % 3)) for i in range(30)], [pair(1.0 + 0.5 * (i % 3)) for i in range(30)]
+    for pairs in (narrow, wide):
+        middle, low, high = report._interval(pairs)
+        assert low <= middle <= high
+    assert report._interval(wide)[2] - report._interval(wide)[1] > 5 * (report._interval(narrow)[2] - report._interval(narrow)[1])
+
+
+def test_report_history_and_table(tmp_path):
+    cells, _ = figures(tmp_path / "run", FakeLLM(), batches=(1, 2))
+    rows = report.summarise(cells)
+    info = json.loads((tmp_path / "run" / "run.json").read_text())
+    page = report.html(info, rows, {"plain": {"gsm8k": (1, 2)}})
+    assert page.count("<svg") == 4 and "http" not in page.replace("http://www.w3.org/2000/svg", "") and "1 / 2" in page
+    path = report.history(tmp_path / "h", info, rows)
+    report.history(tmp_path / "h", info, rows)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 2 * len(rows) and lines[0]["machine"] == "test" and lines[0]["contestant"] == PLAIN
+    assert report.table(rows, 0.0, 1).row_count == 9
+
+
+def test_scores_count_each_contestant(tmp_path):
+    prompts = [Prompt("qa/0", "gsm8k", "word " * 3, 12, {"kind": "gsm8k", "answer": "4"})]
+    chosen = settings(repeats=1)
+    run(contestants(FakeLLM()), prompts, chosen, Store(tmp_path, chosen, False), lambda _: None)
+    asked = []
+    found = report.scores(list(read_cells(tmp_path)), prompts, lambda check, text: asked.append(text) or True)
+    assert found == {name: {"gsm8k": (1, 1)} for name in (PLAIN, "x/K=4", "x/auto")} and len(asked) == 1

@@ -1,0 +1,132 @@
+"""Prediction: against what was measured on an H200 and what was published, and in its limits."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.bench.predict import (
+    MACHINES,
+    Acceptance,
+    Setup,
+    check,
+    draft_seconds,
+    explain,
+    machine,
+    memory_bytes,
+    predict,
+    read_measured,
+    sweep,
+)
+from outrider.cli.predict import predict as command
+from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.known import KNOWN
+from outrider.types import OutriderError
+
+
+def setup(size, on="h200", drafter=True, **options):
+    name = f"google/gemma-4-{size}-it"
+    helper = DrafterConfig.from_hf(KNOWN[f"{name}-assistant"]) if drafter else None
+    return Setup(ModelConfig.from_hf(KNOWN[name]), helper, machine(on), **options)
+
+
+# whole steps of the right shapes in one CUDA graph, H200, batch 1: (size, K, ms)
+MEASURED = [("31B", 0, 18.7), ("31B", 4, 18.9), ("31B", 8, 19.3), ("E2B", 0, 2.99), ("E2B", 4, 3.12), ("E2B", 8, 3.09), ("E2B", 16, 3.16)]
+
+
+@pytest.mark.parametrize("size, k, ms", MEASURED)
+def test_steps_on_the_h200_within_15_percent(size, k, ms):
+    found = check(setup(size, drafter=False), {"model": size, "k": k, "cycle_ms": ms, "batch": 1, "context": 1024})
+    assert abs(found.off) <= 0.15
+
+
+def test_a_drafter_step_on_the_h200():
+    assert 1e3 * draft_seconds(setup("31B"), 1) == pytest.approx(0.42, rel=0.15)
+
+
+def test_the_published_table():
+    """72, 58 and 41 % of drafts accepted at K = 4, 8, 16 made it 3.75, 5.0 and 6.4 times faster."""
+    for share, k, published in ((0.72, 4, 3.75), (0.58, 8, 5.0), (0.41, 16, 6.4)):
+        (point,) = sweep(setup("31B", "rtx-pro-6000"), Acceptance.of_share(share, k), [k])
+        assert point.tokens == pytest.approx(1 + k * share, rel=1e-6)
+        assert point.speedup == pytest.approx(published, rel=0.15)
+
+
+def test_acceptance_as_people_write_it():
+    assert Acceptance.parse("0.72").share(4) == pytest.approx(0.72)
+    assert Acceptance.parse("0.58@8").share(8) == pytest.approx(0.58)
+    by_position = Acceptance.parse("0.8,0.6,0.3")
+    assert by_position.tokens(3) == pytest.approx(2.7) and by_position.survive[3] == pytest.approx(0.15)
+    for bad in ("x", "1.2", "0.5@40", "0.3,0.6"):
+        with pytest.raises(OutriderError, match="--accept"):
+            Acceptance.parse(bad)
+
+
+def test_speculation_that_does_not_pay_says_why():
+    poor, good = Acceptance.parse("0.1"), Acceptance.parse("0.72")
+    assert predict(setup("26B-A4B"), Acceptance.parse("0.25"))["why"] and not predict(setup("31B"), good)["why"]
+    found = predict(setup("31B"), Acceptance.parse("0.0"))
+    assert found["best_k"] == 0 and found["speedup"] == 1.0
+    busy = predict(setup("31B", batch=256, context=64), good)
+    assert busy["speedup"] < 1.3 and any("arithmetic" in reason for reason in busy["why"])
+    moe = setup("26B-A4B")
+    assert any("experts" in reason for reason in explain(moe, poor, sweep(moe, poor)[1]))
+
+
+def test_memory():
+    need = memory_bytes(setup("31B", context=8192, batch=4))
+    assert need["weights"] == pytest.approx(61.4e9, rel=0.01) and need["total"] == sum(need[k] for k in ("weights", "drafter", "kv"))
+    assert not predict(setup("31B", "rtx4090"), Acceptance.parse("0.72"))["fits"]
+    assert predict(setup("31B", "rtx4090", weight_bytes=0.5), Acceptance.parse("0.72"))["fits"]
+
+
+def test_bigger_batches_and_contexts_cost_more():
+    cases = ((1, 1024), (8, 1024), (8, 65536))
+    steps = [sweep(setup("E4B", batch=b, context=c), Acceptance.parse("0.7"), [4])[0].cycle_ms for b, c in cases]
+    assert steps == sorted(steps) and len(set(steps)) == 3
+
+
+def test_machines():
+    with pytest.raises(OutriderError, match="known: b200, h200"):
+        machine("abacus")
+    assert all(m.bandwidth > 0 and m.rate > 0 and m.memory > 0 for m in MACHINES.values())
+
+
+def run(*args):
+    import typer
+
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, list(args))
+
+
+def test_the_command(tmp_path):
+    found = run("google/gemma-4-31B-it", "--gpu", "h200", "--accept", "0.72", "--json", "--plot", str(tmp_path / "r.svg"))
+    data = json.loads(found.stdout)
+    assert data["best_k"] >= 4 and 3.0 < data["speedup"] < 7.0 and (tmp_path / "r.svg").read_text().startswith("<svg")
+    assert "tokens a cycle" in run("google/gemma-4-E2B-it", "--gpu", "rtx4090").stdout
+    assert "RTX 5090" in run("google/gemma-4-E2B-it", "--gpu", "list").stdout
+
+
+def test_check_fails_loudly(tmp_path):
+    path = tmp_path / "m.jsonl"
+    row = {"model": "google/gemma-4-31B-it", "k": 0, "cycle_ms": 18.7}
+    path.write_text(json.dumps(row) + "\n")
+    assert run("google/gemma-4-31B-it", "--check", str(path)).exit_code == 0
+    path.write_text(json.dumps({**row, "cycle_ms": 30.0}) + "\n")
+    assert run("google/gemma-4-31B-it", "--check", str(path)).exit_code == 1
+
+
+def test_histories_of_bench_can_be_checked(tmp_path):
+    path = tmp_path / "h.jsonl"
+    rows = [
+        {"model": "m", "category": "all", "contestant": "plain", "ms_per_token": 10.0, "tokens_per_cycle": 1.0, "batch": 1},
+        {"model": "m", "category": "all", "contestant": "x/K=4", "ms_per_token": 5.0, "tokens_per_cycle": 3.0, "batch": 1},
+        {"model": "m", "category": "all", "contestant": "x/auto", "ms_per_token": 4.0, "tokens_per_cycle": 3.0, "batch": 1},
+        {"model": "m", "category": "qa", "contestant": "plain", "ms_per_token": 9.0, "tokens_per_cycle": 1.0, "batch": 1},
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    assert [(r["k"], r["cycle_ms"]) for r in read_measured(path)] == [(0, 10.0), (4, 15.0)]
+    path.write_text("{}\n")
+    with pytest.raises(OutriderError, match="no measured cycles"):
+        read_measured(path)
