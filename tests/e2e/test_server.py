@@ -266,6 +266,7 @@ BAD: list[tuple[Any, int, str]] = [
     (chat(stream_options={"include_usage": True}), 400, "stream_options"),
     (chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}), 400, "response_format"),
     (chat(response_format={"type": "json_object"}, tools=WEATHER), 400, "response_format"),
+    (chat(response_format={"type": "json_object"}, min_tokens=5), 400, "min_tokens"),
     (chat(tool_choice={"type": "function", "function": {"name": "nope"}}, tools=WEATHER), 400, "nope"),
     (chat(stop=["x"] * 17), 400, "stop"),
     (chat(model="gpt-4"), 404, "model"),

@@ -387,6 +387,8 @@ class Engine:
         if work.matcher is not None:
             work.matcher.advance(tokens)
         event = Event(seq.id, tokens, kinds, "", logprobs[: len(tokens)] if logprobs is not None else None)
+        if work.matcher is not None and work.matcher.failed is not None:
+            event.error, finish = work.matcher.failed, "error"
         finish = self._speak(seq, event, finish)
         if finish is not None:
             self._events.append(self._finish(seq, event, finish))

@@ -24,12 +24,16 @@ WHITESPACE = r"[ ]?|\n[ ]{0,16}"
 
 
 class Matcher:
-    """Where one request stands in its grammar."""
+    """Where one request stands in its grammar.
+
+    A grammar that turns out too complex on the way must not take the batch down: `failed` says why, masks then allow end
+    tokens only, and the engine ends this request with an error."""
 
     def __init__(self, inner: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._inner = inner
         self._vocab = vocab_size
         self._eos = list(eos_ids)
+        self.failed: str | None = None
 
     def masks(self, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
         """(rows, n_valid): rows [len(drafts) + 1, V] bool, True where a token is allowed. Row j assumes drafts[:j] were
@@ -39,42 +43,45 @@ class Matcher:
         valid = consumed = 0
         self._fill(bits[0])
         for draft in drafts:
-            ended = self._inner.is_stopped()
+            ended = self.done
             if not self._consume(draft):
                 break
             valid, consumed = valid + 1, consumed + (not ended)
             self._fill(bits[valid])
         if consumed and not self._inner.rollback(consumed):
-            raise OutriderError(f"the grammar could not be rolled back: {self._inner.get_error()}")
+            self._fail(self._inner.get_error())
         rows = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab].astype(bool)  # [len + 1, V]
         return rows, valid
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Commit emitted tokens. Each was allowed by a mask, so a refusal is a bug and raises."""
+        """Commit emitted tokens. Each was allowed by a mask, so a refusal is a failure."""
         for token in tokens:
-            if not self._consume(token):
-                raise OutriderError(f"token {token} is outside the grammar: {self._inner.get_error() or 'the mask was not applied'}")
+            if self.failed is None and not self._consume(token):
+                self._fail(self._inner.get_error() or f"token {token} is outside the grammar")
 
     @property
     def done(self) -> bool:
         """The text is complete: only an end token may follow."""
-        return bool(self._inner.is_stopped())
+        return self.failed is not None or bool(self._inner.is_stopped())
+
+    def _fail(self, why: str) -> None:
+        self.failed = self.failed or f"the grammar failed: {first_line(why)}"
 
     def _consume(self, token: int) -> bool:
-        if self._inner.is_stopped():
+        if self.done:
             return token in self._eos  # the text is complete; the end token changes nothing
         # try_consume leaves the state usable on refusal; consume_token would poison it
         return bool(self._inner.try_consume_tokens([token]) == 1)
 
     def _fill(self, row: np.ndarray) -> None:
-        if self._inner.is_stopped():
+        if not self.done:
+            self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+            if self._inner.is_error():
+                self._fail(self._inner.get_error())
+        if self.done:
             row[:] = 0
             for token in self._eos:
                 row[token >> 5] |= np.uint32(1 << (token & 31)).astype(np.int32)
-        else:
-            self._inner.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        if self._inner.is_error():
-            raise OutriderError(f"the grammar failed: {first_line(self._inner.get_error())}")
 
 
 class Grammar:
@@ -127,7 +134,12 @@ class GrammarCompiler:
         start = self._ll.LLMatcher(self._tokenizer, grammar, log_level=0)
         if start.is_error():
             raise OutriderError(f"the grammar can't be compiled: {first_line(start.get_error())}")
-        return Grammar(start, self._vocab, self._eos)
+        grammar_ = Grammar(start, self._vocab, self._eos)
+        first = grammar_.matcher()
+        rows, _ = first.masks([])  # some grammars compile but allow nothing, or are too complex at the first step
+        if first.failed is not None or not rows[0].any():
+            raise OutriderError(f"the grammar can't be compiled: {first.failed or 'it allows no text at all'}")
+        return grammar_
 
 
 def first_line(text: str) -> str:

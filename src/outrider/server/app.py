@@ -131,6 +131,8 @@ class Call:
                 if left <= 0:
                     raise ApiError(408, f"The request took longer than {self._server.settings.timeout:g} seconds.", code="timeout")
                 yield await self._stream.next(min(left, KEEP_ALIVE_S))
+        except OutriderError as e:  # the engine found out on the way that this request can't be done
+            raise ApiError(400, str(e), code="request_failed") from e
         except EngineError as e:
             status = 503 if self._server.admission.closing else 500
             raise ApiError(status, f"{e}.", code="engine_error") from e

@@ -117,6 +117,9 @@ class Preparer:
             grammar = self._format_grammar(body)
         elif forced:
             grammar = self._tool_grammar(body)
+        if grammar is not None and (body.min_tokens or body.ignore_eos):
+            field = "min_tokens" if body.min_tokens else "ignore_eos"
+            raise bad(f"{field} can't be combined with response_format or a forced tool call.", field)
         params = self._params(body, ids, body.limit, (body.top_logprobs or 0) if body.logprobs else None, grammar)
         tail = text[-64:]
 

@@ -34,6 +34,7 @@ class Event(Protocol):
     logprobs: list[Any] | None
     finish_reason: str | None
     stats: RequestStats | None
+    error: str | None
 
 
 class EngineLike(Protocol):
@@ -181,7 +182,7 @@ class Runner:
         out: list[tuple[str, Item]] = [(e.id, e) for e in events]
         for i, event in enumerate(events):
             if event.finish_reason == "error":
-                out[i] = (event.id, EngineError("the engine failed on this request"))
+                out[i] = (event.id, OutriderError(event.error) if event.error else EngineError("the engine failed on this request"))
         self._deliver(out)
 
     def _fail(self, error: Exception) -> None:

@@ -63,12 +63,17 @@ def test_white_space_is_bounded() -> None:
     assert matcher.masks(TOK.encode("{   "))[1] == 2  # one blank, not three
 
 
-def test_advancing_outside_the_grammar_raises() -> None:
-    with pytest.raises(OutriderError, match="outside the grammar"):
-        COMPILER.json_object().matcher().advance(TOK.encode("x"))
+def test_a_failure_ends_the_text_and_says_why() -> None:
+    matcher = COMPILER.json_object().matcher()
+    matcher.advance(TOK.encode("x"))
+    assert matcher.failed is not None and "outside the grammar" in matcher.failed
+    rows, _ = matcher.masks([50, 60])
+    assert set(np.nonzero(rows[0])[0]) == set(TOK.eos_ids)
 
 
-@pytest.mark.parametrize("schema", [{"not": {}}, {"type": "strin"}, {"$ref": "http://x/y"}, {"type": "string", "pattern": "(?=a)"}])
+@pytest.mark.parametrize(
+    "schema", [{"not": {}}, {"type": "strin"}, {"$ref": "#"}, {"$ref": "http://x/y"}, {"type": "string", "pattern": "(?=a)"}]
+)
 def test_schemas_that_cannot_be_enforced_are_refused(schema: dict[str, object]) -> None:
     with pytest.raises(OutriderError, match="can't be compiled"):
         COMPILER.json_schema(schema)
