@@ -14,13 +14,14 @@ from tests.kv import PagedKV, build_kv
 from tests.unit.ops.test_cpu_packing import part
 from torch import Tensor
 
-from outrider.models import build
-from outrider.models.config import ModelConfig
+from outrider.models import build, build_drafter
+from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.ops.cpu.build import ISAS, NEEDS, cpu_flags
-from outrider.ops.cpu.forward import CompiledModel
+from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight
 from outrider.ops.reference import ReferenceOps, gumbel
+from outrider.train import design
 from outrider.types import AttnSpec
 from outrider.weights.load import dummy_weights
 
@@ -270,3 +271,61 @@ def test_experts_are_left_to_the_operations(ops: CpuOps) -> None:
     kv = build_kv(config, 1, 32, 16)
     parts = torch.cat([model.forward(ids[i : i + n], kv.view([(i, n)])) for i, n in ((0, 7), (7, 1), (8, 12))])
     assert torch.equal(parts, whole_pass)
+
+
+# ---- drafters -----------------------------------------------------------------------------------------------------
+def drafter_configs() -> dict[str, tuple[str, DrafterConfig]]:
+    llama, gemma4 = (ModelConfig.from_hf(MODELS[name]) for name in ("llama", "gemma4_edge"))
+    return {
+        "own": ("llama", design.plain(llama, reads=(0, 2), intermediate=64)),
+        "own_taps_clusters": ("llama", design.plain(llama, reads=(1,), hidden=32, intermediate=64, taps=(0, 1), clusters=8, cluster_top=3)),
+        "gemma": ("gemma4_edge", design.gemma(gemma4, hidden=64, intermediate=96, sliding=2, clusters=8, cluster_top=2)),
+    }
+
+
+@pytest.mark.parametrize("name", ["own", "own_taps_clusters", "gemma"])
+@pytest.mark.parametrize("quantize", ["int8", None])
+def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None:
+    """A round in one call: the tokens that the drafter's own steps give, greedy and sampled rows side by side."""
+    of, config = drafter_configs()[name]
+    target_config = ModelConfig.from_hf(MODELS[of])
+    target = build(target_config, dummy_weights(target_config, "cpu", torch.float32, ops, quantize, seed=3), ops)
+    weights = dummy_weights(config, "cpu", torch.float32, ops, quantize, seed=4)
+    drafter = build_drafter(config, weights, ops, target)
+    compiled = ops.compile_drafter(drafter)
+    assert isinstance(compiled, CompiledDrafter)
+    kv = build_kv(target_config, 3, 64, 16, torch.float16)
+    ids = torch.randint(0, 96, (90,), generator=torch.Generator().manual_seed(0))
+    out = target.forward(ids, kv.view([(0, 40), (0, 30), (0, 20)]), config.taps)
+    hidden, streams = out if config.taps else (out, ())
+    rows = torch.tensor([39, 69, 89])
+    features = torch.cat([t[rows] for t in (hidden, *streams)], -1)
+    view, last = kv.view([(39, 1), (29, 1), (19, 1)]), ids[rows]
+    hot, seed, position = torch.tensor([False, True, True]), torch.tensor([1, 2, 3]), torch.tensor([41, 31, 21])
+    temperature = torch.tensor([1.0, 0.7, 1.3])
+
+    token, h, want = last, features[:, : target_config.hidden], []
+    state, fast = drafter.start(view, features), compiled.start(view, features)
+    for j in range(4):
+        e = target.embed(token)
+        again = compiled.step(e, h, fast)
+        g, h = drafter.step(e, h, state)
+        assert torch.equal(again[0], g) and torch.equal(again[1], h)
+        tokens, z = drafter.candidates(g)
+        best = ops.gumbel_argmax(z / temperature[:, None], seed, position + j, tokens, hot)
+        token = best if tokens is None else tokens.gather(1, best[:, None])[:, 0]
+        want.append(token)
+    got = compiled.draft(last, features, view, 4, temperature, hot, seed, position)
+    assert torch.equal(got, torch.stack(want, 1))
+    for b in range(3):  # alone
+        one = kv.view([(39 - 10 * b, 1)] if b == 0 else [(0, 0)] * b + [(39 - 10 * b, 1)])
+        row = slice(b, b + 1)
+        alone = compiled.draft(last[row], features[row], one, 4, temperature[row], hot[row], seed[row], position[row])
+        assert torch.equal(alone, got[row])
+
+
+def test_rows_in_another_order(ops: CpuOps) -> None:
+    order = torch.randperm(40, generator=torch.Generator().manual_seed(0))
+    for kind in ("Q4_1", "Q8_0", "float32"):
+        w = weight(ops, kind, 40, 64)
+        assert torch.equal(ops.unpack(ops.take_rows(w, order)), ops.unpack(w)[order])

@@ -274,6 +274,33 @@ typedef struct {
     size_t scratch_step, parts_step;
 } Cut;
 
+static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) { /* sizes */
+    const int per = cut->per = block_rows(s, b, team->size);
+    cut->count = count_blocks(b, per);
+    cut->most = 1;
+    for (int i = 0; i < b->seqs; i++) {
+        if (b->row_start[i] == b->row_start[i + 1]) continue;
+        int chunks = (int)(b->positions[b->row_start[i + 1] - 1] / CHUNK) + 1;
+        const int within = (s->window + per - 2) / CHUNK + 2; /* chunks that a window and a block's rows can touch */
+        if (s->window && chunks > within) chunks = within;
+        if (chunks > cut->most) cut->most = chunks;
+    }
+    cut->split = cut->most > 1 && cut->count * s->kv_heads < 2 * team->size;
+    cut->scratch_step = UP(attend_scratch(s->dim));
+    cut->parts_step = UP(MAX_QUERIES * part_floats(s) * cut->most * 4) / 4;
+}
+INLINE size_t cut_bytes(const Cut *cut, const Team *team, const Spec *s, const Batch *b) {
+    size_t parts = cut->split ? UP((size_t)b->rows * s->heads * cut->most * part_floats(s) * 4) : cut->parts_step * 4 * team->size;
+    return UP(cut->count * sizeof(RowBlock)) + parts + cut->scratch_step * team->size;
+}
+static void cut_place(Cut *cut, const Team *team, const Batch *b, char *at) {
+    cut->blocks = (RowBlock *)at;
+    cut_blocks(b, cut->per, cut->blocks);
+    at += UP(cut->count * sizeof(RowBlock));
+    cut->scratch = at;
+    cut->parts = (float *)(at + cut->scratch_step * team->size);
+}
+
 /* One member's share of attention. Ends with a barrier before the merge only; the caller places the last one. */
 static void attend_phase(Team *team, int me, const Spec *s, const Batch *b, const Cut *cut, const float *q, long ldq, float *out, long ldo,
                          Acts *quantised) {
@@ -306,7 +333,8 @@ static void attend_phase(Team *team, int me, const Spec *s, const Batch *b, cons
         for (int i = 0; i < r.count * per; i++) {
             const long row = r.row + i / per, at = (long)(head * per + i % per) * dim;
             merge_chunks(part + (long)i * cut->most * step, c1 - c0, step, dim, out + row * ldo + at);
-            if (quantised) quantize_row(out + row * ldo + at, dim, quantised->q + row * quantised->k + at, quantised->blk + (row * quantised->k + at) / 32);
+            if (quantised)
+                quantize_row(out + row * ldo + at, dim, quantised->q + row * quantised->k + at, quantised->blk + (row * quantised->k + at) / 32);
         }
     }
 }

@@ -73,7 +73,8 @@ static void product_phase(Team *team, const Weight *w, const Acts *a, int rows, 
                         for (int m = 0; m < mc; m++) {
                             vf y = add_bias(vf_load(t + LANES * m), to->bias, at, left);
                             if (gated) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(other + LANES * m), to->bias, n + at, left));
-                            else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + (m0 + m) * to->ldside + at, left));
+                            else if (to->how == TO_TIMES)
+                                y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + (m0 + m) * to->ldside + at, left));
                             else if (to->how == TO_SOFTCAP) y = vf_softcap(y, to->cap);
                             if (to->out) vf_store_n(to->out + (m0 + m) * to->ldo + at, y, left);
                             if (to->quantised) vf_store(t + LANES * m, y);
@@ -95,7 +96,6 @@ static void product_phase(Team *team, const Weight *w, const Acts *a, int rows, 
 typedef struct {
     Call call;
     Cut cut[2];              /* full, sliding */
-    int cut_made[2];
     float **cos, **sin;      /* per rope variant [rows, half] */
     float *x, *h, *y, *qkv, *mixed, *mlp, *ple, *side; /* x, h: one copy each member when private */
     long xh_step;            /* floats between members' copies */
@@ -108,30 +108,31 @@ typedef struct {
 
 typedef struct { float *x, *h; Acts acts; int lo, hi; } View; /* what a member sees of the row work */
 
-static void row_finish(const Run *run, View *v, int row, int n, const Weight *next) {
-    (void)run;
-    if (next->kind != W_DENSE) quantize_row(v->acts.x + (long)row * n, n, v->acts.q + (long)row * n, v->acts.blk + (long)row * (n / 32));
+INLINE void row_finish(const View *v, int row, const Weight *next) {
+    if (next->kind != W_DENSE) acts_row(&v->acts, row);
 }
 
 /* x += y (normed, scaled), then h = norm(x) and its quantised form for `next` */
-static void residual_phase(Team *team, int me, const Run *run, View *v, const float *post, const float *scalar, const float *norm, const Weight *next) {
+static void residual_phase(Team *team, int me, const Run *run, View *v, const float *post, const float *scalar, const float *norm,
+                           const Weight *next) {
     const Stack *s = run->call.stack;
     const int n = s->hidden;
     v->acts.x = norm ? v->h : v->x;
     for (int r = v->lo; r < v->hi; r++) {
         residual_row(v->x + (long)r * n, run->y + (long)r * n, n, post, scalar, norm, s->eps, v->h + (long)r * n, run->tmp + (long)me * n);
-        if (next) row_finish(run, v, r, n, next);
+        if (next) row_finish(v, r, next);
     }
     if (!run->own) team_barrier(team);
 }
 
 static void copy_out(const Run *run, const View *v, int me, float *to, const float *from) {
     if (run->own && me) return; /* every member holds all rows: one of them is enough */
-    for (int r = v->lo; r < v->hi; r++) memcpy(to + (long)r * run->call.stack->hidden, from + (long)r * run->call.stack->hidden, (size_t)run->call.stack->hidden * 4);
+    const long n = run->call.stack->hidden;
+    memcpy(to + v->lo * n, from + v->lo * n, (size_t)((v->hi - v->lo) * n) * 4);
 }
 
-static void stack_region(Team *team, int me, void *job) {
-    Run *run = job;
+/* One member's share of the whole stack. Ends without a barrier. */
+static void stack_phase(Team *team, int me, Run *run) {
     const Stack *s = run->call.stack;
     const Batch *b = &run->call.batch;
     const int rows = b->rows, H = s->hidden;
@@ -144,11 +145,12 @@ static void stack_region(Team *team, int me, void *job) {
     /* angles, and the stream's beginning */
     for (int k = 0; k < s->ropes; k++)
         for (int r = mine_lo; r < mine_hi; r++)
-            angles_row(b->positions[r] + b->rope_shift, s->inv_freq[k], s->rope_half[k], run->cos[k] + (long)r * s->rope_half[k], run->sin[k] + (long)r * s->rope_half[k]);
+            angles_row(b->positions[r] + b->rope_shift, s->inv_freq[k], s->rope_half[k], run->cos[k] + (long)r * s->rope_half[k],
+                       run->sin[k] + (long)r * s->rope_half[k]);
     if (s->pre.kind != W_NONE) {
         Acts in = acts_at((char *)run->side_acts.q, rows, s->pre.k, run->call.features, s->pre.k);
         if (s->pre.kind != W_DENSE)
-            for (int r = mine_lo; r < mine_hi; r++) quantize_row(in.x + (long)r * in.k, in.k, in.q + (long)r * in.k, in.blk + (long)r * (in.k / 32));
+            for (int r = mine_lo; r < mine_hi; r++) acts_row(&in, r);
         team_barrier(team);
         To to = {TO_STORE, NULL, run->y, H};
         product_phase(team, &s->pre, &in, rows, &to);
@@ -163,7 +165,7 @@ static void stack_region(Team *team, int me, void *job) {
     if (s->ple) { /* per-layer inputs: the token's own part and a projection of its embedding */
         const int L = s->layers * s->ple;
         v.acts.x = v.x;
-        for (int r = v.lo; r < v.hi; r++) row_finish(run, &v, r, H, &s->ple_proj);
+        for (int r = v.lo; r < v.hi; r++) row_finish(&v, r, &s->ple_proj);
         team_barrier(team);
         To to = {TO_STORE, NULL, run->ple, L};
         product_phase(team, &s->ple_proj, &v.acts, rows, &to);
@@ -179,7 +181,7 @@ static void stack_region(Team *team, int me, void *job) {
     v.acts.x = v.h;
     for (int r = v.lo; r < v.hi; r++) {
         norm_row(v.x + (long)r * H, H, s->layer[0].attn_norm, s->eps, v.h + (long)r * H);
-        row_finish(run, &v, r, H, &s->layer[0].qkv);
+        row_finish(&v, r, &s->layer[0].qkv);
     }
     team_barrier(team);
 
@@ -225,7 +227,8 @@ static void stack_region(Team *team, int me, void *job) {
             Acts side = run->side_acts;
             side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
             const int plain = l->ple_out.kind == W_DENSE;
-            To to_side = {TO_TIMES, NULL, plain ? run->mlp : NULL, s->ple, s->act, run->ple + (long)i * s->ple, (long)s->layers * s->ple, 0.0f, plain ? NULL : &side};
+            To to_side = {TO_TIMES, NULL, plain ? run->mlp : NULL, s->ple, s->act, run->ple + (long)i * s->ple, (long)s->layers * s->ple,
+                          0.0f, plain ? NULL : &side};
             product_phase(team, &l->ple_gate, &v.acts, rows, &to_side);
             team_barrier(team);
             To to_out = {TO_STORE, NULL, run->y, H};
@@ -243,4 +246,58 @@ static void stack_region(Team *team, int me, void *job) {
         To to = {TO_STORE, NULL, run->call.fed_back, s->post.n};
         product_phase(team, &s->post, &v.acts, rows, &to);
     }
+}
+
+static void stack_region(Team *team, int me, void *job) { stack_phase(team, me, job); }
+
+/* Where everything lies in `at`; with NULL only the bytes are counted. */
+static size_t run_layout(Run *run, const Team *team, char *at) {
+    const Stack *s = run->call.stack;
+    const Batch *b = &run->call.batch;
+    const size_t R = (size_t)b->rows, H = (size_t)s->hidden, T = (size_t)team->size;
+    size_t qkv = 0, wide = 0, inter = s->ple > 32 ? s->ple : 32, used = 0;
+    int dense_mlp = 0;
+    const Spec *of[2] = {NULL, NULL}; /* layers of a group are alike */
+    for (int i = 0; i < s->layers; i++) {
+        const Layer *l = &s->layer[i];
+        const Spec *a = &l->attn;
+        if ((size_t)l->qkv.n > qkv) qkv = l->qkv.n;
+        if ((size_t)a->heads * a->dim > wide) wide = (size_t)a->heads * a->dim;
+        if ((size_t)l->inter > inter) inter = l->inter;
+        dense_mlp |= l->down.kind == W_DENSE || (s->ple && l->ple_out.kind == W_DENSE);
+        of[a->group] = a;
+    }
+    run->own = b->rows <= PRIVATE_ROWS;
+    const size_t copies = run->own ? T : 1, ple = (size_t)s->ple * s->layers;
+    const size_t side_k = s->pre.kind != W_NONE && s->pre.k > s->ple ? (size_t)s->pre.k : (size_t)s->ple;
+#define TAKE(bytes) (used += UP(bytes), at ? at + used - UP(bytes) : NULL)
+    run->cos = (float **)TAKE(2 * s->ropes * sizeof(float *));
+    run->sin = run->cos + s->ropes;
+    for (int k = 0; k < s->ropes; k++) {
+        float *cos = (float *)TAKE(R * s->rope_half[k] * 4), *sin = (float *)TAKE(R * s->rope_half[k] * 4);
+        if (at) { run->cos[k] = cos; run->sin[k] = sin; }
+    }
+    run->xh_step = UP(R * H * 4) / 4;
+    run->x = (float *)TAKE(copies * UP(R * H * 4));
+    run->h = (float *)TAKE(copies * UP(R * H * 4));
+    run->y = (float *)TAKE(R * H * 4);
+    run->qkv = (float *)TAKE(R * qkv * 4);
+    run->mixed = (float *)TAKE(R * wide * 4);
+    run->mlp = dense_mlp ? (float *)TAKE(R * inter * 4) : NULL;
+    run->ple = (float *)TAKE(R * ple * 4);
+    run->side = (float *)TAKE(T * ple * 4);
+    run->norm_step = UP(acts_bytes(b->rows, s->hidden));
+    run->norm_at = TAKE(copies * run->norm_step);
+    run->norm = acts_at(run->norm_at, b->rows, s->hidden, run->h, s->hidden);
+    run->attn = acts_at(TAKE(acts_bytes(b->rows, (int)wide)), b->rows, (int)wide, run->mixed, (int)wide);
+    run->mlp_acts = acts_at(TAKE(acts_bytes(b->rows, (int)inter)), b->rows, (int)inter, run->mlp, (int)inter);
+    run->side_acts = acts_at(TAKE(acts_bytes(b->rows, (int)side_k)), b->rows, (int)side_k, run->mlp, (int)side_k);
+    run->tmp = (float *)TAKE(T * H * 4);
+    for (int g = 0; g < 2; g++)
+        if (of[g]) {
+            cut_plan(&run->cut[g], team, of[g], b);
+            char *cut = TAKE(cut_bytes(&run->cut[g], team, of[g], b));
+            if (cut) cut_place(&run->cut[g], team, b, cut);
+        }
+    return used;
 }

@@ -10,16 +10,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...types import KVView
-from .lib import Batch, CCall, CLayer, CStack, CWeight, c_spec
+from .lib import Batch, CCall, CDraft, CLayer, CStack, c_spec
 from .ops import ACTIVATIONS, CpuOps, at, floats, table_scale
-
-Pointers = dict[str, int | None]
 
 
 class Stack:
@@ -121,27 +120,80 @@ def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
     return CompiledModel(model, stack)
 
 
-class CompiledStep:
-    """A drafter's `step` in one call: features -> `pre` -> query-only layers -> norm -> `post`."""
+@dataclass(frozen=True)
+class Round:
+    """What the steps of one round share."""
 
-    def __init__(self, stack: Stack, shift: int):
-        self.stack, self.shift = stack, shift
-
-    def __call__(self, features: Tensor, kv: KVView) -> tuple[Tensor, Tensor]:
-        """features [B, pre's columns] -> g [B, h] for the head, the next hidden state [B, Hb]."""
-        hidden, fed_back, _ = self.stack.run(kv, features=floats(features), shift=self.shift)
-        assert fed_back is not None
-        return hidden, fed_back
+    kv: KVView
+    taps: Tensor | None  # [B, taps·Hb] at unit scale
 
 
-def compile_step(ops: CpuOps, drafter: Any) -> CompiledStep | None:
-    """For drafters with `blocks`, `pre`, `post` and one constant position (Gemma 4's assistants and ours)."""
+class CompiledDrafter:
+    """An MTP drafter with one constant position (Gemma 4's assistants and ours): its own methods, `step` in one call, and
+    `draft` for a whole round."""
+
+    def __init__(self, drafter: Any, stack: Stack):
+        config = drafter.config
+        self.drafter, self.stack, self.ops, self.config = drafter, stack, stack.ops, config
+        self.candidates, self.full_logits = drafter.candidates, drafter.full_logits
+        self.unit = not config.gemma  # ours bring the inputs to unit scale
+        self.shift = 2 - config.position_offset
+        target = drafter.target
+        c = self.c = CDraft(
+            table=self.ops.c_weight(target.table), head=self.ops.c_weight(drafter.head),
+            table_scale=table_scale(target.table, target.config.embed_scale), unit=self.unit, tied=config.tied_to_target,
+        )  # fmt: skip
+        if config.clusters:
+            self.cluster_ids = drafter.cluster_ids.contiguous()
+            c.centroids, c.cluster_ids = self.ops.c_weight(drafter.centroids), self.cluster_ids.data_ptr()
+            c.clusters, c.size = self.cluster_ids.shape
+            c.top = config.cluster_top
+
+    def start(self, kv: KVView, features: Tensor) -> Round:
+        wide, taps = self.config.backbone_hidden, None
+        if self.config.taps:
+            streams = features[:, wide:].reshape(-1, wide)
+            taps = self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
+        return Round(kv, taps)
+
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
+        parts = [token_embedding, hidden]
+        if self.unit:
+            parts = [self.ops.rms_norm(part, None, self.config.norm_eps) for part in parts]
+        features = torch.cat(parts if state.taps is None else [*parts, state.taps], dim=-1)
+        g, fed_back, _ = self.stack.run(state.kv, features=floats(features), shift=self.shift)
+        if fed_back is None:
+            return g, g
+        return (fed_back if self.config.tied_to_target else g), fed_back
+
+    def draft(
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor
+    ) -> Tensor:
+        """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where hot, else of the
+        logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess."""
+        state = self.start(kv, features)
+        start = floats(features[:, : self.config.backbone_hidden])
+        out = torch.empty((last.shape[0], steps), dtype=torch.int64)
+        batch = Batch(kv)
+        batch.set_cache(self.ops.pages(kv))
+        batch.c.rope_shift = self.shift
+        held = [last.contiguous(), start, state.taps, floats(temperature), hot.contiguous(), seed.contiguous(), position.contiguous(), out]
+        c = self.c
+        c.call = CCall(ctypes.pointer(self.stack.c), batch.c)
+        c.steps = steps
+        c.last, c.start, c.taps, c.temperature, c.hot, c.seed, c.position, c.out = map(at, held)
+        if self.ops.lib.or_draft(self.ops.team, ctypes.byref(c)):
+            raise MemoryError("scratch of a draft")
+        return out
+
+
+def compile_drafter(ops: CpuOps, drafter: Any) -> CompiledDrafter | None:
     config = drafter.config
-    if unsupported(ops, drafter.blocks, config.hidden):
+    if unsupported(ops, drafter.blocks, config.hidden) or config.backbone_hidden % 32:
         return None
     stack = Stack(ops, drafter.blocks, drafter.inv_freqs, config.hidden, config.norm_eps, config.activation)
-    pre: CWeight = ops.c_weight(drafter.pre)
-    post: CWeight = ops.c_weight(drafter.post)
-    stack.c.pre, stack.c.post = pre, post
+    stack.c.pre = ops.c_weight(drafter.pre)
+    if drafter.post is not None:
+        stack.c.post = ops.c_weight(drafter.post)
     stack.keep += [drafter.pre, drafter.post]
-    return CompiledStep(stack, 2 - config.position_offset)
+    return CompiledDrafter(drafter, stack)

@@ -61,6 +61,14 @@ class CCall(Structure):
     ]  # fmt: skip
 
 
+class CDraft(Structure):
+    _fields_ = [
+        ("call", CCall), *[(name, CWeight) for name in ("table", "head", "centroids")], ("table_scale", c_float),
+        *[(name, c_int32) for name in ("steps", "unit", "tied", "clusters", "top", "size")],
+        *[(name, c_void_p) for name in ("cluster_ids", "last", "start", "taps", "temperature", "hot", "seed", "position", "out")],
+    ]  # fmt: skip
+
+
 P, I, F, L = c_void_p, c_int, c_float, c_long
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "or_isa": (I, []),
@@ -81,6 +89,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "or_rope_write": (None, [P, P, P, P, P, P, P, P]),
     "or_attend": (I, [P, P, P, P, L, P]),
     "or_forward": (I, [P, P]),
+    "or_draft": (I, [P, P]),
 }
 
 
@@ -90,7 +99,7 @@ def load(isa: str | None = None) -> Any:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall)]
+    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft)]
     assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "lib.py and the headers disagree"
     return lib
 

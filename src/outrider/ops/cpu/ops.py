@@ -65,6 +65,10 @@ class CpuOps(ReferenceOps):
         self._batch: tuple[weakref.ref[KVView], Batch] | None = None
         self._pages: tuple[Any, Pages] | None = None
 
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Half the memory to read, and the processor converts while loading."""
+        return torch.float16
+
     # ---- weights --------------------------------------------------------------------------------------------------
     def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
         return packing.pack(parts, self.arena)
@@ -74,6 +78,10 @@ class CpuOps(ReferenceOps):
             raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")
         packed = packing.quantize(dense, mode, self.arena)
         return self.prepare(dense) if packed is None else packed
+
+    def take_rows(self, weight: Weight, order: Tensor) -> Weight:
+        """Rows in another order, kept as they are held: a head by clusters."""
+        return weight[order] if isinstance(weight, Tensor) else packing.take(weight, order.numpy(), self.arena)
 
     def prepare(self, dense: Tensor) -> Tensor:
         return dense.contiguous()
@@ -155,11 +163,12 @@ class CpuOps(ReferenceOps):
 
         return compile_model(self, model) or model
 
-    def compile_step(self, drafter: Any) -> Any:
-        """`step(features [B, ...], kv) -> (g, next hidden)` of an MTP drafter in one call, or None."""
-        from .forward import compile_step
+    def compile_drafter(self, drafter: Any) -> Any:
+        """A stand-in for an MTP drafter: `step` in one call, and `draft` for a whole round; the drafter itself where
+        the library lacks a part."""
+        from .forward import compile_drafter
 
-        return compile_step(self, drafter)
+        return compile_drafter(self, drafter) or drafter
 
     # ---- attention ------------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

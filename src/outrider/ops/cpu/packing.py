@@ -171,6 +171,15 @@ def quantize_rows(dense: np.ndarray, mode: str) -> Rows:
     return Rows(W_Q4M, q[:, :, :16] | (q[:, :, 16:] << 4), scale, low)
 
 
+def take(w: PackedWeight, order: np.ndarray, arena: Arena) -> PackedWeight:
+    """Rows `order` of a packed weight, bit for bit."""
+    groups, kb = w.scale.shape[:2]
+    words = w.data.view(torch.int32).numpy().reshape(groups, kb, -1, LANES).transpose(0, 3, 1, 2).reshape(groups * LANES, kb, -1)
+    scales = w.scale.numpy().transpose(0, 3, 1, 2).reshape(groups * LANES, kb, -1)[order]
+    q = np.ascontiguousarray(words[order]).view(np.uint8)
+    return assemble([Rows(w.c.kind, q, scales[:, :, 0], scales[:, :, 1] if scales.shape[2] == 2 else None)], w.c.k, arena)
+
+
 def quantize(dense: Tensor, mode: str, arena: Arena) -> PackedWeight | None:
     """A dense [N, K] weight, blockwise; None where K does not divide into blocks. Works in slices: float32 copies stay small."""
     n, k = dense.shape

@@ -10,6 +10,8 @@
 #pragma once
 #include "vec.h"
 
+#define UP(n) (((size_t)(n) + 63) & ~(size_t)63) /* to the next cache line */
+
 enum { W_NONE = 0, W_DENSE = 1, W_Q4M = 2, W_Q4 = 3, W_Q8 = 4, W_Q8M = 5 };
 /* Q4M: nibble·scale + min; Q4: (nibble - 8)·scale; Q8: int8·scale; Q8M: byte (<= 127)·scale + min */
 
@@ -38,10 +40,10 @@ typedef struct { /* R rows of activations, quantised and as they were */
 INLINE int w_groups(const Weight *w) { return (w->n + LANES - 1) / LANES; }
 INLINE int w_has_min(const Weight *w) { return w->kind == W_Q4M || w->kind == W_Q8M; }
 INLINE size_t acts_bytes(int rows, int k) { /* scratch that `acts_at` needs */
-    return (((size_t)rows * k + 63) & ~(size_t)63) + (((size_t)rows * (k / 32) * sizeof(Blk) + 63) & ~(size_t)63);
+    return UP((size_t)rows * k) + UP((size_t)rows * (k / 32) * sizeof(Blk));
 }
 INLINE Acts acts_at(char *at, int rows, int k, const float *x, int ldx) {
-    Acts a = {k, ldx, (int8_t *)at, (Blk *)(at + (((size_t)rows * k + 63) & ~(size_t)63)), x};
+    Acts a = {k, ldx, (int8_t *)at, (Blk *)(at + UP((size_t)rows * k)), x};
     return a;
 }
 
@@ -62,6 +64,10 @@ INLINE void quantize_block(const float *x, int8_t *q, Blk *blk) {
 }
 static void quantize_row(const float *x, int k, int8_t *q, Blk *blk) {
     for (int b = 0; b < k / 32; b++) quantize_block(x + 32 * b, q + 32 * b, blk + b);
+}
+
+INLINE void acts_row(const Acts *a, long r) { /* quantise row r of x */
+    quantize_row(a->x + r * a->ldx, a->k, a->q + r * a->k, a->blk + r * (a->k / 32));
 }
 
 /* ---- one group of 16 outputs for MT rows: tile[m][16] ---- */

@@ -1,0 +1,129 @@
+/* A drafter's whole round in one parallel region: K times [embedding of the newest token; hidden state] -> layers ->
+ * head -> choose. Same row and tile functions as the single operations; nothing it computes can change an answer.
+ */
+#pragma once
+#include "forward.h"
+
+typedef struct { const Weight *head; int clusters, top, size; } Clusters; /* head: rows in cluster order, `size` each */
+
+/* The best `top` in falling order; the earlier of equals first. */
+static void best_clusters(const float *z, int clusters, int top, int64_t *best) {
+    int have = 0;
+    for (int c = 0; c < clusters; c++) {
+        if (have == top && !(z[c] > z[best[top - 1]])) continue;
+        int at = have < top ? have++ : top - 1;
+        for (; at > 0 && z[c] > z[best[at - 1]]; at--) best[at] = best[at - 1];
+        best[at] = c;
+    }
+}
+/* One member's share of scoring the chosen clusters' tokens: out [rows, top, size]. */
+static void cluster_phase(Team *team, const Clusters *c, const Acts *a, int rows, const int64_t *best, float *out) {
+    float tile[LANES];
+    int lo, hi;
+    while (team_next(team, rows * c->top, 4, &lo, &hi))
+        for (int t = lo; t < hi; t++) {
+            const long first = best[t] * c->size, last = first + c->size;
+            for (long g = first / LANES; g * LANES < last; g++) { /* groups may straddle clusters */
+                product_tile(c->head, (int)g, a, t / c->top, 1, tile);
+                for (int j = 0; j < LANES; j++)
+                    if (g * LANES + j >= first && g * LANES + j < last) out[(long)t * c->size + g * LANES + j - first] = tile[j];
+            }
+        }
+}
+
+typedef struct {
+    Call call;                /* stack with `pre`; its batch; features, hidden and fed_back are set here */
+    Weight table, head, centroids;
+    float table_scale;
+    int32_t steps, unit, tied, clusters, top, size; /* unit: inputs are normed; tied: the head reads what is fed back */
+    const int64_t *cluster_ids; /* [clusters, size] token ids */
+    const int64_t *last;        /* [B] */
+    const float *start;         /* [B, Hb] the target's hidden state */
+    const float *taps;          /* [B, pre.k - 2·Hb], at unit scale, or NULL */
+    const float *temperature;   /* [B]; 1 where cold */
+    const uint8_t *hot;
+    const int64_t *seed, *position; /* [B]; position of the first guess */
+    int64_t *out;               /* [B, steps] */
+} Draft;
+
+typedef struct {
+    Draft draft;
+    Run run;
+    float *features, *hidden, *fed_back, *scores, *z;
+    int64_t *best, *ids;
+    Acts g;
+} DraftRun;
+
+static void draft_region(Team *team, int me, void *job) {
+    DraftRun *d = job;
+    const Draft *r = &d->draft;
+    const Stack *s = r->call.stack;
+    const int B = r->call.batch.rows, wide = s->post.kind != W_NONE ? s->post.n : s->hidden, in = s->pre.k;
+    const int dense = (r->clusters ? r->centroids.kind : r->head.kind) == W_DENSE, dense_head = r->head.kind == W_DENSE;
+    const float *next = s->post.kind != W_NONE ? d->fed_back : d->hidden; /* [B, wide] */
+    const long n = r->clusters ? (long)r->top * r->size : r->head.n;
+    const Clusters clusters = {&r->head, r->clusters, r->top, r->size};
+    int lo, hi;
+    team_share(team, me, B, &lo, &hi);
+    for (int k = 0; k < r->steps; k++) {
+        for (int b = lo; b < hi; b++) {
+            float *x = d->features + (long)b * in;
+            weight_row(&r->table, k ? r->out[(long)b * r->steps + k - 1] : r->last[b], x);
+            if (r->table_scale != 1.0f) for (int i = 0; i < wide; i++) x[i] *= r->table_scale;
+            memcpy(x + wide, (k ? next : r->start) + (long)b * wide, (size_t)wide * 4);
+            if (r->unit) { norm_row(x, wide, NULL, s->eps, x); norm_row(x + wide, wide, NULL, s->eps, x + wide); }
+            if (!k && r->taps) memcpy(x + 2 * wide, r->taps + (long)b * (in - 2 * wide), (size_t)(in - 2 * wide) * 4);
+        }
+        team_barrier(team);
+        stack_phase(team, me, &d->run);
+        team_barrier(team);
+        if (!dense || !dense_head) for (int b = lo; b < hi; b++) acts_row(&d->g, b);
+        team_barrier(team);
+        if (r->clusters) {
+            To to = {TO_STORE, NULL, d->scores, r->clusters};
+            product_phase(team, &r->centroids, &d->g, B, &to);
+            team_barrier(team);
+            for (int b = lo; b < hi; b++) best_clusters(d->scores + (long)b * r->clusters, r->clusters, r->top, d->best + (long)b * r->top);
+            team_barrier(team);
+            cluster_phase(team, &clusters, &d->g, B, d->best, d->z);
+        } else {
+            To to = {TO_STORE, NULL, d->z, r->head.n};
+            product_phase(team, &r->head, &d->g, B, &to);
+        }
+        team_barrier(team);
+        for (int b = lo; b < hi; b++) {
+            float *z = d->z + b * n;
+            int64_t *ids = NULL;
+            if (r->clusters) {
+                ids = d->ids + b * n;
+                for (int t = 0; t < r->top; t++)
+                    memcpy(ids + (long)t * r->size, r->cluster_ids + d->best[(long)b * r->top + t] * r->size, (size_t)r->size * 8);
+            }
+            if (r->hot[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
+            const int64_t at = choose_row(z, (int)n, r->hot[b], r->seed[b], r->position[b] + k, ids);
+            r->out[(long)b * r->steps + k] = ids ? ids[at] : at;
+        }
+        /* a member begins the next step with the rows it has chosen for itself */
+    }
+}
+
+/* As run_layout. */
+static size_t draft_layout(DraftRun *d, const Team *team, char *at) {
+    const Draft *r = &d->draft;
+    const Stack *s = r->call.stack;
+    const size_t B = (size_t)r->call.batch.rows, n = r->clusters ? (size_t)r->top * r->size : (size_t)r->head.n;
+    size_t used = 0;
+    d->features = (float *)TAKE(B * s->pre.k * 4);
+    d->hidden = (float *)TAKE(B * s->hidden * 4);
+    d->fed_back = s->post.kind != W_NONE ? (float *)TAKE(B * s->post.n * 4) : NULL;
+    d->scores = (float *)TAKE(B * r->clusters * 4);
+    d->best = (int64_t *)TAKE(B * r->top * 8);
+    d->ids = (int64_t *)TAKE(r->clusters ? B * n * 8 : 0);
+    d->z = (float *)TAKE(B * n * 4);
+    const int k = r->head.k;
+    d->g = acts_at(TAKE(acts_bytes((int)B, k)), (int)B, k, r->tied && d->fed_back ? d->fed_back : d->hidden, k);
+    d->run.call.features = d->features;
+    d->run.call.hidden = d->hidden;
+    d->run.call.fed_back = d->fed_back;
+    return used + run_layout(&d->run, team, at ? at + used : NULL);
+}
