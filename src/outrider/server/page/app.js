@@ -101,6 +101,7 @@ function showPositions(positions) {
     column.append(`${Math.round(100 * rate)}`, bar, `${i + 1}`);
     return column;
   }));
+  $("positions").classList.toggle("many", rates.length > 8);
   const spoken = rates.map((r, i) => `position ${i + 1}: ${Math.round(100 * r)} percent`).join(", ");
   $("positions").setAttribute("aria-label", spoken || "No drafts in this answer");
 }
@@ -163,6 +164,7 @@ async function ask(text) {
       const speed = stats?.decode_tps ? ` · ${stats.decode_tps.toFixed(1)} tokens/s` : "";
       foot.textContent = `${meter.tokens} tokens${speed}${finish === "length" ? " · cut at the limit" : finish === "stopped" ? " · stopped" : ""}`;
       node.append(foot);
+      foot.scrollIntoView({ block: "nearest" });
     } else {
       node.remove();
       state.messages.pop();
