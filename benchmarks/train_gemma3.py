@@ -107,7 +107,14 @@ def main() -> None:
     net = DraftNet(config, target.config, 0).to(DEVICE)
     design.start_gemma(net, model, make_batch(data, plan_epoch(data, args.anchors, 4 * args.anchors, 0, 0)[0], 1).to(DEVICE))
     settings = TrainSettings(
-        steps=args.steps or 1, minutes=None if args.steps else args.minutes, unroll=4, lr=2e-3, warmup=50, anchors=args.anchors, tokens=4 * args.anchors, log_every=50
+        steps=args.steps or 1,
+        minutes=None if args.steps else args.minutes,
+        unroll=4,
+        lr=2e-3,
+        warmup=50,
+        anchors=args.anchors,
+        tokens=4 * args.anchors,
+        log_every=50,
     )
     trainer = Trainer(model, net, data, settings, log=lambda row: (say(json.dumps(row)), note(row))[0])
     trainer.run()
@@ -121,12 +128,16 @@ def main() -> None:
     state = torch.randn(1, args.hidden, device=DEVICE, dtype=DTYPE)
     micro = timed_head(lambda: (state @ rows_of_head.T).float().argmax(-1))
     note({"head": "full", "result": result, "weights_a_step": cost, "share": sum(cost.values()) / whole, "head_us": micro})
-    say(f"full head: K=4 {base:.3f}, first {result['acceptance_by_position'][0]:.3f}, step {sum(cost.values()) / whole:.1%} of the target, head {micro:.1f} us")
+    say(
+        f"full head: K=4 {base:.3f}, first {result['acceptance_by_position'][0]:.3f}, step {sum(cost.values()) / whole:.1%} of the target, head {micro:.1f} us"
+    )
 
     def states_of(sequences: Sequences) -> tuple[Tensor, Tensor]:
         states: list[Tensor] = []
         choices: list[Tensor] = []
-        matches(model, net, weights, Head(rows_of_head), sequences, 4, args.anchors, record=lambda g, c: (states.append(g), choices.append(c)))  # type: ignore[func-returns-value]
+        matches(
+            model, net, weights, Head(rows_of_head), sequences, 4, args.anchors, record=lambda g, c: (states.append(g), choices.append(c))
+        )  # type: ignore[func-returns-value]
         return torch.cat(states), torch.cat(choices)
 
     g, c = states_of(data.select(np.random.default_rng(0).permutation(len(data))[:4000]))

@@ -27,7 +27,7 @@ os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 import numpy as np
 import torch
 
-from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.config import ModelConfig
 from outrider.train import design, run
 from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, recall_curve
 from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch, read_prompts
@@ -68,7 +68,9 @@ def build_net(target: run.Target, data: Sequences, change: dict[str, Any], seed:
     return net
 
 
-def bench_answers(target: run.Target, keep: Path, temperature: float, max_new: int, limit: int | None = None) -> tuple[Sequences, list[str], list[int]]:
+def bench_answers(
+    target: run.Target, keep: Path, temperature: float, max_new: int, limit: int | None = None
+) -> tuple[Sequences, list[str], list[int]]:
     """Spec-Bench questions answered by the target: greedily, or with the engine's coupled noise."""
     prompts = read_prompts(BENCH, limit)
     kept = keep / f"bench-{temperature:g}-{max_new}-{len(prompts)}.npz"
@@ -113,12 +115,18 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
 
     g = torch.Generator(device=DEVICE).manual_seed(0)
     z, logp = (torch.randn(n, 49152, device=DEVICE, generator=g) * 3 for n in (64, 80))
-    logp, rows, weight = logp.log_softmax(-1), torch.randint(80, (64,), device=DEVICE, generator=g), torch.rand(64, device=DEVICE, generator=g)
+    logp, rows, weight = (
+        logp.log_softmax(-1),
+        torch.randint(80, (64,), device=DEVICE, generator=g),
+        torch.rand(64, device=DEVICE, generator=g),
+    )
     mix, best = LossMix(1.0, 0.5, 0.3, 0.2), logp.argmax(-1)
     want = row_terms(z, logp[rows], best[rows], weight, mix)
     terms, got = torch.empty(64, 3, device=DEVICE), z.clone()
     head_terms(got, logp, best, rows, weight, mix, terms)
-    say(f"head kernel: gradient off by {float((got - want[3]).abs().max()):.2e}, terms by {float((terms - torch.stack(want[:3], 1)).abs().max()):.2e}")
+    say(
+        f"head kernel: gradient off by {float((got - want[3]).abs().max()):.2e}, terms by {float((terms - torch.stack(want[:3], 1)).abs().max()):.2e}"
+    )
     q, k, v = (torch.randn(2, 9, n, 64, device=DEVICE, dtype=DTYPE, generator=g) for n in (100, 160, 160))
     i, j = torch.arange(60, 160, device=DEVICE)[:, None], torch.arange(160, device=DEVICE)[None]
     wrong = (causal_attention(q, k, v, 0.125) - sdpa(q, k, v, attn_mask=j <= i, scale=0.125)).abs().max()
@@ -219,13 +227,24 @@ VARIANTS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("all read layer 29", "last", dict(reads=(29,) * 6), {}),
     ("plain text", "texts", {}, {}),
 ]
-NEED = {"reads": 1.003, "lr": 1.0, "optimizer": 1.0, "loss": 1.0, "taps": 1.01, "survival": 1.003, "position": 1.003, "start": 1.01}  # to be chosen
+NEED = {
+    "reads": 1.003,
+    "lr": 1.0,
+    "optimizer": 1.0,
+    "loss": 1.0,
+    "taps": 1.01,
+    "survival": 1.003,
+    "position": 1.003,
+    "start": 1.01,
+}  # to be chosen
 
 
 def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) -> None:
     data, aside = run.split(load_folder(keep / "data"), 512)
     bench, categories, _ = bench_answers(target, keep, 0.0, 256, args.bench_limit)
-    say(f"ablations on {len(data)} sequences, {len(aside)} held out, {len(bench)} benchmark answers of {np.mean(bench.lengths - bench.prompts):.0f} tokens")
+    say(
+        f"ablations on {len(data)} sequences, {len(aside)} held out, {len(bench)} benchmark answers of {np.mean(bench.lengths - bench.prompts):.0f} tokens"
+    )
     plain = texts_of(data)
     results: dict[str, Any] = {}
     for name, group, shape, change in VARIANTS:
@@ -238,7 +257,13 @@ def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
         train_on = plain if group == "texts" else data
         net = build_net(target, train_on, shape)
         began = time.perf_counter()
-        trainer = Trainer(target.model, net, train_on, settings, log=lambda row: say(f"  {row['step']} loss {row['loss']} hit {row['hit']} {row['steps_per_s']}/s"))
+        trainer = Trainer(
+            target.model,
+            net,
+            train_on,
+            settings,
+            log=lambda row: say(f"  {row['step']} loss {row['loss']} hit {row['hit']} {row['steps_per_s']}/s"),
+        )
         try:
             trainer.run()
         except Exception as error:
@@ -287,7 +312,9 @@ def main_stage(args: argparse.Namespace, out: Path, keep: Path) -> None:
     shape, change = BASE | choice["shape"], dict(choice["change"])
     if "loss" in change:
         change["loss"] = LossMix(**change["loss"])
-    settings = TrainSettings(**{"minutes": args.minutes, "warmup": 100, "log_every": 50, "eval_every": 1000, "save_every": 100000, "hold": 0.25, **change})
+    settings = TrainSettings(
+        **{"minutes": args.minutes, "warmup": 100, "log_every": 50, "eval_every": 1000, "save_every": 100000, "hold": 0.25, **change}
+    )
     if args.steps_main:
         settings = replace(settings, minutes=None, steps=args.steps_main)
     folder = keep / "run"
@@ -378,7 +405,9 @@ def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
                 result = score(target, net, bench, categories, 8, Head(target.model.head, fitted.to(DTYPE), order, point.top))
                 note(out, "finish.jsonl", {"clusters": count, "top": point.top, "share": point.share, "loss": 1 - result["tokens_per_cycle"][4] / base,
                                              "weights": point.weights, "bench": result["tokens_per_cycle"]})  # fmt: skip
-                say(f"  top {point.top} ({point.share:.1%}): K=4 {result['tokens_per_cycle'][4]:.3f}, {result['tokens_per_cycle'][4] / base - 1:+.2%}, {point.weights / 1e6:.2f} M weights")
+                say(
+                    f"  top {point.top} ({point.share:.1%}): K=4 {result['tokens_per_cycle'][4]:.3f}, {result['tokens_per_cycle'][4] / base - 1:+.2%}, {point.weights / 1e6:.2f} M weights"
+                )
         kept |= {f"order{count}": order.cpu().numpy().astype(np.uint16), f"centroids{count}": fitted.half().cpu().numpy()}
     np.savez_compressed(out / "clusters.npz", **kept)
 

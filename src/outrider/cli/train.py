@@ -23,7 +23,9 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 def train(
     target: Annotated[str, typer.Option(help="The model to draft for: smollm2, a folder, a .gguf file, or a Hugging Face id.")],
-    data: Annotated[Path, typer.Option(help="Prompts as JSON lines ({'prompt': ...}, may be gzipped); with --texts plain text ({'text': ...}).")],
+    data: Annotated[
+        Path, typer.Option(help="Prompts as JSON lines ({'prompt': ...}, may be gzipped); with --texts plain text ({'text': ...}).")
+    ],
     to: Annotated[Path, typer.Option("--out", help="Folder of the run; the same command continues it.")],
     texts: Annotated[bool, typer.Option("--texts", help="Train on the texts as they are instead of on the target's own answers.")] = False,
     init: Annotated[str | None, typer.Option(help="Start from this drafter (for a fine-tuned or quantised target).")] = None,
@@ -35,7 +37,9 @@ def train(
     taps: Annotated[str, typer.Option(help="Plain style: target layers whose hidden state is fed too.")] = "",
     hidden: Annotated[int | None, typer.Option(help="Width. Default: the target's (plain), 256 (gemma).")] = None,
     intermediate: Annotated[int | None, typer.Option(help="Width of the MLPs.")] = None,
-    position_offset: Annotated[int, typer.Option(help="Plain style: the constant position is L - this; 2: the last one the target has seen.")] = 2,
+    position_offset: Annotated[
+        int, typer.Option(help="Plain style: the constant position is L - this; 2: the last one the target has seen.")
+    ] = 2,
     clusters: Annotated[int | None, typer.Option(help="Clusters of the head; 0: none. Default: by the vocabulary.")] = None,
     recall: Annotated[float, typer.Option(help="The clustered head must find the full head's token this often.")] = 0.99,
     unroll: Annotated[int, typer.Option(help="Draft steps a training step unrolls.")] = 5,
@@ -78,20 +82,30 @@ def train(
         raise OutriderError(f"--style must be auto, plain or gemma, got {style!r}")
     if optimizer not in ("muon", "adamw"):
         raise OutriderError(f"--optimizer must be muon or adamw, got {optimizer!r}")
-    for name, value in (("--steps", steps), ("--unroll", unroll), ("--anchors", anchors), ("--accumulate", accumulate), ("--max-new", max_new)):
+    for name, value in (
+        ("--steps", steps),
+        ("--unroll", unroll),
+        ("--anchors", anchors),
+        ("--accumulate", accumulate),
+        ("--max-new", max_new),
+    ):
         if value < 1:
             raise OutriderError(f"{name} must be at least 1, got {value}")
     if not 0.0 <= greedy <= 1.0 or not 0.0 <= survival <= 1.0:
         raise OutriderError(f"--greedy and --survival must be in [0, 1], got {greedy} and {survival}")
     settings = TrainSettings(
-        steps=steps, minutes=minutes, unroll=unroll, survival=survival, loss=LossMix.parse(loss), lr=lr, muon=optimizer == "muon", anchors=anchors,
+        steps=steps, minutes=minutes, unroll=unroll, survival=survival, loss=LossMix.parse(loss), lr=lr, muon=optimizer == "muon",
+        anchors=anchors,
         tokens=4 * anchors, accumulate=accumulate, seed=seed, eval_every=eval_every, patience=patience, save_every=save_every,
     )  # fmt: skip
     answering = Answering(max_new, temperature, slots or (1024 if where.startswith("cuda") else 16), greedy, seed=seed)
     job = TrainJob(
-        target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=numbers(reads, "--reads"), hidden=hidden,  # type: ignore[arg-type]
-        intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters, recall=recall, max_prompt=max_prompt,
-        answering=answering, answer_minutes=answer_minutes, limit=limit, heldout=heldout, settings=settings, device=where, dtype=getattr(torch, kind),
+        target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=numbers(reads, "--reads"),  # type: ignore[arg-type]
+        hidden=hidden,
+        intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters, recall=recall,
+        max_prompt=max_prompt,
+        answering=answering, answer_minutes=answer_minutes, limit=limit, heldout=heldout, settings=settings, device=where,
+        dtype=getattr(torch, kind),
         command=shlex.join(["outrider", *sys.argv[1:]]),
     )  # fmt: skip
     result = run(job, say=lambda line: err.print(f"[dim]{line}[/dim]", markup=True))
@@ -100,5 +114,8 @@ def train(
     elif "full" in result:
         final = result.get("clustered", result["full"])
         per = final["tokens_per_cycle"]
-        out.print(f"held-out prompts, greedy: {per[4]:.2f} tokens a cycle at K = 4, {per[8]:.2f} at K = 8; first draft right {final['acceptance_by_position'][0]:.0%}")
+        out.print(
+            f"held-out prompts, greedy: {per[4]:.2f} tokens a cycle at K = 4, {per[8]:.2f} at K = 8; "
+            f"first draft right {final['acceptance_by_position'][0]:.0%}"
+        )
         out.print(f"use it: outrider chat {target} --drafter {to / 'drafter'}")

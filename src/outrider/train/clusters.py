@@ -107,7 +107,9 @@ def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor, to
         found += torch.tensor([float((rank < top).sum()) for top in tops], dtype=torch.float64)
     size = vocab // clusters
     return [
-        Recall(top, top * size / vocab, float(found[i] / g.shape[0]), (top * size + clusters) * width) for i, top in enumerate(tops) if top <= clusters
+        Recall(top, top * size / vocab, float(found[i] / g.shape[0]), (top * size + clusters) * width)
+        for i, top in enumerate(tops)
+        if top <= clusters
     ]
 
 

@@ -28,7 +28,11 @@ def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any
         "use_ordered_embeddings": bool(config.clusters), "num_centroids": config.clusters or 2048,
         "centroid_intermediate_top_k": config.cluster_top or 32,
     }  # fmt: skip
-    own: dict[str, Any] = {"position_offset": config.position_offset, "num_assistant_tokens": config.draft_tokens, "target_hash": config.target_hash}
+    own: dict[str, Any] = {
+        "position_offset": config.position_offset,
+        "num_assistant_tokens": config.draft_tokens,
+        "target_hash": config.target_hash,
+    }
     if config.reads is not None:
         own["reads"] = list(config.reads)
     if not config.gemma:
@@ -40,9 +44,10 @@ def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any
             for l in config.layers
         ]  # fmt: skip
         return {
-            "model_type": config.model_type, "style": config.style, "backbone_hidden_size": config.backbone_hidden, "hidden_size": config.hidden,
-            "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "tied_to_target": config.tied_to_target, "taps": list(config.taps),
-            "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh", "layers": layers, "dtype": dtype, **head, **own,
+            "model_type": config.model_type, "style": config.style, "backbone_hidden_size": config.backbone_hidden,
+            "hidden_size": config.hidden, "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "tied_to_target": config.tied_to_target,
+            "taps": list(config.taps), "layers": layers, "dtype": dtype,
+            "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh", **head, **own,
         }  # fmt: skip
     by_kind = {l.kind: l for l in config.layers}
     some = config.layers[0]
@@ -51,7 +56,8 @@ def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any
         "model_type": "gemma4_unified_text" if "unified" in config.model_type else "gemma4_text", "hidden_size": config.hidden,
         "intermediate_size": some.intermediate, "num_hidden_layers": len(config.layers), "num_kv_shared_layers": len(config.layers),
         "layer_types": [KINDS[l.kind] for l in config.layers], "num_attention_heads": some.attn.heads, "head_dim": sliding.attn.head_dim,
-        "num_key_value_heads": sliding.attn.kv_heads, "global_head_dim": full.attn.head_dim, "num_global_key_value_heads": full.attn.kv_heads,
+        "num_key_value_heads": sliding.attn.kv_heads, "global_head_dim": full.attn.head_dim,
+        "num_global_key_value_heads": full.attn.kv_heads,
         "attention_k_eq_v": full.attn.k_eq_v or full.attn.kv_heads != sliding.attn.kv_heads, "sliding_window": sliding.attn.window or 512,
         "rope_parameters": {KINDS[k]: rope_dict(l.rope) for k, l in (("sliding", sliding), ("full", full))},
         "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "hidden_activation": "gelu_pytorch_tanh", "attention_bias": False,

@@ -196,7 +196,8 @@ def answer_all(
     def flush() -> None:
         nonlocal number, rows
         if rows:
-            Sequences.of(*zip(*rows, strict=True), model.config.vocab_size).save(folder / f"data-{number:05d}.npz")  # type: ignore[arg-type]
+            made_rows, given, lines, cold = zip(*rows, strict=True)
+            Sequences.of(made_rows, given, lines, cold, model.config.vocab_size).save(folder / f"data-{number:05d}.npz")
             number, rows = number + 1, []
 
     if not todo or (deadline is not None and deadline <= 0):

@@ -34,12 +34,12 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            shapes: dict[torch.Size, list[nn.Parameter]] = defaultdict(list)
+            shapes: dict[torch.Size, list[Tensor]] = defaultdict(list)
             for p in group["params"]:
                 if p.grad is not None:
                     shapes[p.shape].append(p)
             for shape, params in shapes.items():
-                grads = [p.grad for p in params]
+                grads = [p.grad for p in params if p.grad is not None]
                 momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p)) for p in params]
                 torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
                 nesterov = torch._foreach_lerp(grads, momenta, group["momentum"])

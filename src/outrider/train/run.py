@@ -195,7 +195,9 @@ def make_net(job: TrainJob, target: Target, data: Sequences, say: Say) -> DraftN
     return net
 
 
-def judge(target: Target, net: DraftNet, data: Sequences, categories: list[str] | None = None, *, most: int = 8, clustered: bool = False) -> dict[str, Any]:
+def judge(
+    target: Target, net: DraftNet, data: Sequences, categories: list[str] | None = None, *, most: int = 8, clustered: bool = False
+) -> dict[str, Any]:
     """Tokens a cycle on held-out answers; score: at K = 4."""
     weights = net.cast(target.model.dtype)
     rows = target.model.head if net.config.tied_to_target else weights["embed"]
@@ -231,8 +233,9 @@ def provenance(job: TrainJob, target: Target, data: Sequences) -> dict[str, Any]
         "command": job.command or " ".join(sys.argv), "commit": commit or None, "target": job.target, "target_hash": target.hash,
         **json.loads((job.out / "prompts.json").read_text()), "sequences": len(data),
         "answer_tokens": data.answer_tokens, "greedy_share": round(float(data.greedy.mean()), 3), "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else "cpu", "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "settings": {k: (str(v) if k == "loss" else v) for k, v in asdict(job.settings).items() if k != "loss"} | {"loss": str(job.settings.loss)},
+        "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else "cpu",
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "settings": asdict(job.settings) | {"loss": str(job.settings.loss)},
     }  # fmt: skip
 
 
@@ -248,7 +251,10 @@ def train(job: TrainJob, say: Say = print) -> dict[str, Any]:
     net = make_net(job, target, data, say)
     cost = step_weights(net.config)
     share = sum(cost.values()) / target_weights(target.config)
-    say(f"a draft step reads {sum(cost.values()) / 1e6:.2f} M weights ({share:.1%} of a target step), {cost['head'] / 1e6:.2f} M of them in the head")
+    say(
+        f"a draft step reads {sum(cost.values()) / 1e6:.2f} M weights ({share:.1%} of a target step), "
+        f"{cost['head'] / 1e6:.2f} M of them in the head"
+    )
     log_path = job.out / "log.jsonl"
     scored = (lambda: judge(target, net, aside)) if len(aside) else None
     trainer = Trainer(target.model, net, data, job.settings, evaluate=scored, log=JsonLog(log_path, say))

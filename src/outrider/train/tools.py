@@ -34,7 +34,11 @@ def answers(
     seeds = [seed + int(i) for i in encoded.index]
     done = sorted(Answerer(target.model, how, max(len(r) for r in rows), target.eos_ids).answer(rows, seeds), key=lambda d: d[0])
     data = Sequences.of(
-        [np.concatenate([rows[n], a]) for n, _, a in done], [len(r) for r in rows], encoded.index, [not hot] * len(rows), target.config.vocab_size
+        [np.concatenate([rows[n], a]) for n, _, a in done],
+        [len(r) for r in rows],
+        encoded.index,
+        [not hot] * len(rows),
+        target.config.vocab_size,
     )
     return data, seeds
 
@@ -104,12 +108,15 @@ def cluster_drafter(
     save_drafter(to, made, {**weights, "centroids": means.cpu(), "token_ordering": order.cpu()})
     size = config.vocab_size // count
     return {
-        "clusters": count, "top": chosen, "share": chosen * size / config.vocab_size, "head_weights": (chosen * size + count) * config.head_hidden,
+        "clusters": count, "top": chosen, "share": chosen * size / config.vocab_size,
+        "head_weights": (chosen * size + count) * config.head_hidden,
         "full_head_weights": config.vocab_size * config.head_hidden, "recall": [asdict(r) for r in curve],
     }  # fmt: skip
 
 
-def _states(target: Target, config: Any, weights: dict[str, Tensor], prompts: Path, limit: int | None, max_new: int) -> tuple[Tensor, Tensor]:
+def _states(
+    target: Target, config: Any, weights: dict[str, Tensor], prompts: Path, limit: int | None, max_new: int
+) -> tuple[Tensor, Tensor]:
     """The drafter's states on the target's answers, and the full head's choice at each."""
     reason = fits(config, target.config)
     if reason is not None:

@@ -78,7 +78,8 @@ class Trainer:
         self.evaluate, self.log = evaluate, log or (lambda row: None)
         self.device, self.dtype = model.device, model.dtype
         self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-        self.params = {n: net.weight(n) for n in net.names if isinstance(net.weight(n), torch.nn.Parameter)}
+        params = {n: net.weight(n) for n in net.names}
+        self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
         self.optimizers = make_optimizers(self.params, settings.lr, settings.weight_decay, settings.muon)
         self.progress = Progress()
         self.clusters = net.config.clusters
@@ -144,7 +145,12 @@ class Trainer:
     def run(self, out: Path | None = None) -> None:
         s, p = self.settings, self.progress
         began = time.perf_counter() - p.seconds
-        stats, losses, count, since = torch.zeros(3, s.unroll, device=self.device), torch.zeros((), device=self.device), 0, time.perf_counter()
+        stats, losses, count, since = (
+            torch.zeros(3, s.unroll, device=self.device),
+            torch.zeros((), device=self.device),
+            0,
+            time.perf_counter(),
+        )
         batches = prefetch(self.batches()) if self.device.type == "cuda" else self.batches()
         for batch, epoch, taken in batches:
             if self.finished(began):
@@ -193,7 +199,8 @@ class Trainer:
             raise OutriderError(f"the loss is {value} at step {p.step}: stopped; the last checkpoint is good; try a smaller --lr")
         self.log({
             "step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2),
-            "steps_per_s": round(count / self.settings.accumulate / max(seconds, 1e-9), 2), "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
+            "steps_per_s": round(count / self.settings.accumulate / max(seconds, 1e-9), 2),
+            "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
             "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)], "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
         })  # fmt: skip
 
@@ -229,7 +236,9 @@ class Trainer:
                 optimizer.load_state_dict(state)
             self.progress = Progress(**kept["progress"])
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
-            raise OutriderError(f"{path}: does not fit this run ({str(error).splitlines()[0]}): choose another --out or the same settings") from None
+            raise OutriderError(
+                f"{path}: does not fit this run ({str(error).splitlines()[0]}): choose another --out or the same settings"
+            ) from None
         return True
 
 
@@ -244,7 +253,9 @@ def write(path: Path, content: dict[str, Any]) -> None:
         part.replace(path)
     except (OSError, RuntimeError) as error:
         part.unlink(missing_ok=True)
-        raise OutriderError(f"{path}: cannot be written ({error}); the last checkpoint is kept: free some space and run the command again") from None
+        raise OutriderError(
+            f"{path}: cannot be written ({error}); the last checkpoint is kept: free some space and run the command again"
+        ) from None
 
 
 class JsonLog:

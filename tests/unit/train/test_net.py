@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests import tiny
+from tests.kv import build_kv
 
 from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig
@@ -16,8 +18,6 @@ from outrider.train.evaluate import Head
 from outrider.train.export import config_dict
 from outrider.train.net import DraftNet, step_weights, target_weights
 from outrider.weights.load import dummy_weights, load_target
-from tests import tiny
-from tests.kv import build_kv
 
 LENGTH = 20  # beyond the tiny sliding window
 

@@ -1,0 +1,217 @@
+"""From prompts to a drafter that pays, with a tiny target, in seconds: the command itself, resume, warm start, export."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from outrider.models import build
+from outrider.train import run
+from outrider.train.capture import DenseOps
+from outrider.train.data import Sequences, load_folder
+from outrider.train.generate import Answering
+from outrider.train.run import TrainJob
+from outrider.train.tools import cluster_drafter, evaluate_drafter
+from outrider.train.trainer import TrainSettings
+from outrider.types import OutriderError
+from outrider.weights.load import load_target
+from tests import tiny
+
+torch.set_num_threads(1)
+QUIET = lambda _: None  # noqa: E731
+
+
+def prompts(path: Path, count: int = 48) -> Path:
+    rng = np.random.default_rng(0)
+    words = ["red", "blue", "cat", "dog", "sun", "sea", "one", "two"]
+    rows = [{"id": i, "category": "ab"[i % 2], "prompt": " ".join(rng.choice(words, size=rng.integers(1, 5)))} for i in range(count)]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
+    """A target, prompts, and a finished run."""
+    folder = tmp_path_factory.mktemp("train")
+    target, data = tiny.write_target("smollm2", folder / "target"), prompts(folder / "prompts.jsonl")
+    run.train(job(target, data, folder / "run"), QUIET)
+    return target, data, folder / "run"
+
+
+def job(target: Path, data: Path, out: Path, **change) -> TrainJob:
+    settings = TrainSettings(steps=60, unroll=3, anchors=768, tokens=4096, log_every=10, save_every=20, lr=4e-3, warmup=5, eval_every=20)
+    answering = Answering(max_new=32, slots=16)
+    base = TrainJob(str(target), data, out, layers=3, answering=answering, heldout=8, settings=settings)
+    return replace(base, **change)
+
+
+def log(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path]) -> None:
+    target, data, out = world
+    rows = [r for r in log(out) if "loss" in r]
+    assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
+    result = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=32, say=QUIET)
+    assert set(result["tokens_per_cycle"]) == set(range(1, 17)) and set(result["by_category"]) == {"a", "b"}
+    assert result["tokens_per_cycle"][4] > lookup_tokens_per_cycle(load_folder(out / "data"), 4) + 0.3
+    assert all(a >= b for a, b in zip(result["acceptance_by_position"][:4], result["acceptance_by_position"][1:4], strict=False))
+
+
+def lookup_tokens_per_cycle(data: Sequences, k: int) -> float:
+    """What an n-gram drafter (longest recent match of up to 3 tokens) reaches on the greedy answers."""
+    tokens = cycles = 0
+    for n in np.nonzero(data.greedy)[0]:
+        ids, at = data[n].tolist(), int(data.prompts[n]) + 1
+        while at < len(ids):
+            guess: list[int] = []
+            for size in (3, 2, 1):
+                tail = ids[at - size : at]
+                found = next((i for i in range(at - size - 1, -1, -1) if ids[i : i + size] == tail), None)
+                if found is not None:
+                    guess = ids[found + size : min(found + size + k, at)]
+                    break
+            right = 0
+            while right < len(guess) and at + right < len(ids) and guess[right] == ids[at + right]:
+                right += 1
+            step = min(right + 1, len(ids) - at)
+            tokens, cycles, at = tokens + step, cycles + 1, at + step
+    return tokens / max(1, cycles)
+
+
+def test_a_killed_run_continues_bit_by_bit(world: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, data, out = world
+
+    class Killed(Exception):
+        pass
+
+    from outrider.train.trainer import Trainer
+
+    real = Trainer.update
+
+    def update(self: Trainer, lr: float) -> None:
+        if self.progress.step == 47:
+            raise Killed
+        real(self, lr)
+
+    monkeypatch.setattr(Trainer, "update", update)
+    with pytest.raises(Killed):
+        run.train(job(target, data, tmp_path / "run"), QUIET)
+    monkeypatch.setattr(Trainer, "update", real)
+    said: list[str] = []
+    run.train(job(target, data, tmp_path / "run"), said.append)
+    assert any("continuing from step 40" in line for line in said)
+    keep = ("step", "loss", "hit", "alpha")
+    curves = [[{k: r[k] for k in keep} for r in log(folder) if "loss" in r] for folder in (out, tmp_path / "run")]
+    assert curves[0] == curves[1]
+    files = [(folder / "drafter" / "model.safetensors").read_bytes() for folder in (out, tmp_path / "run")]
+    assert files[0] == files[1]
+
+
+def test_answers_are_kept_and_continued(world: tuple[Path, Path, Path]) -> None:
+    _, _, out = world
+    data = load_folder(out / "data")
+    assert sorted(data.index.tolist()) == list(range(48)) and 0.2 < data.greedy.mean() < 0.8
+
+
+def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    target, data, out = world
+    before = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
+    model = transformers.AutoModelForCausalLM.from_pretrained(target)
+    with torch.no_grad():  # a fine-tune: every matrix moves
+        rng = torch.Generator().manual_seed(5)
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2 and "embed" not in name:
+                weight += 0.25 * weight.std() * torch.randn(weight.shape, generator=rng)
+    tuned = tiny.write(model, tmp_path / "tuned")
+    dropped = evaluate_drafter(str(tuned), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
+    run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), QUIET)
+    after = evaluate_drafter(str(tuned), str(tmp_path / "run" / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
+    assert dropped < before - 0.2 and after > dropped + 0.2
+
+
+def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
+    """The exported assistant is loaded by transformers, helps, and changes nothing."""
+    target, data = tiny.write_target("gemma4_31b", tmp_path / "target"), prompts(tmp_path / "p.jsonl", 24)
+    settings = TrainSettings(steps=40, unroll=2, anchors=512, tokens=4096, lr=4e-3, warmup=5, log_every=20)
+    run.train(job(target, data, tmp_path / "run", hidden=24, intermediate=32, settings=settings), QUIET)
+    model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
+    helper = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "drafter", dtype=torch.float32).eval()
+    assert type(helper).__name__ == "Gemma4AssistantForCausalLM"
+    calls = []
+    helper.register_forward_hook(lambda *_: calls.append(1))
+    for seed in range(3):
+        ids = torch.randint(6, 200, (1, 9), generator=torch.Generator().manual_seed(seed))
+        plain = model.generate(ids, max_new_tokens=16, do_sample=False)
+        assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=helper), plain)
+    assert calls
+    ours = load_target(str(target), "cpu", torch.float32)
+    assert build(ours[0], ours[1], DenseOps()).config.family == "gemma4"
+
+
+def test_cluster_adds_a_head(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    helper = tiny.write_assistant("gemma4_31b", tmp_path / "helper")
+    made = cluster_drafter(str(helper), tmp_path / "out", clusters=16, top=16, say=QUIET)
+    assert made["share"] == 1.0
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert sorted(loaded.masked_embedding.token_ordering.tolist()) == list(range(tiny.VOCAB))
+    target, data, out = world
+    tuned = cluster_drafter(str(out / "drafter"), tmp_path / "own", clusters=16, target=str(target), prompts=data, limit=16, max_new=16, say=QUIET)
+    assert tuned["share"] < 0.1 and tuned["recall"][-1]["recall"] == 1.0
+
+
+def test_bad_input_is_one_line(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    target, data, out = world
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(data.read_text().splitlines()[0] + '\n{"prompt": \n')
+    with pytest.raises(OutriderError, match=r"broken.jsonl:2: not JSON"):
+        run.train(job(target, broken, tmp_path / "a"), QUIET)
+    broken.write_text('{"prompt": ""}\n')
+    with pytest.raises(OutriderError, match=r"broken.jsonl:1: no text"):
+        run.train(job(target, broken, tmp_path / "b"), QUIET)
+    broken.write_text("")
+    with pytest.raises(OutriderError, match="holds no prompts"):
+        run.train(job(target, broken, tmp_path / "c"), QUIET)
+    other = tiny.write_target("llama", tmp_path / "other")
+    with pytest.raises(OutriderError, match="hidden size"):
+        run.train(job(other, data, tmp_path / "d", init=str(out / "drafter")), QUIET)
+
+
+def test_nan_and_a_full_disk_keep_the_last_checkpoint(world: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.train import trainer as module
+
+    target, data, out = world
+    kept = tmp_path / "run"
+    kept.mkdir()
+    for name in ("prompts.npz", "prompts.json"):
+        (kept / name).write_bytes((out / name).read_bytes())
+    (kept / "data").symlink_to(out / "data")
+    real = module.Trainer.loss
+
+    def poisoned(self, batch):
+        loss, stats = real(self, batch)
+        return (loss * float("nan") if self.progress.step >= 30 else loss), stats
+
+    monkeypatch.setattr(module.Trainer, "loss", poisoned)
+    with pytest.raises(OutriderError, match=r"nan at step 40.*last checkpoint is good"):
+        run.train(job(target, data, kept), QUIET)
+    monkeypatch.setattr(module.Trainer, "loss", real)
+    checkpoint = torch.load(kept / "checkpoint.pt", weights_only=True)
+    assert checkpoint["progress"]["step"] == 20 and all(torch.isfinite(v).all() for v in checkpoint["net"].values() if v.is_floating_point())
+
+    def full(content, file):
+        file.write(b"x" * 100)
+        raise OSError(28, "No space left on device")
+
+    before = (kept / "checkpoint.pt").read_bytes()
+    monkeypatch.setattr(module.torch, "save", full)
+    with pytest.raises(OutriderError, match="last checkpoint is kept"):
+        run.train(job(target, data, kept), QUIET)
+    assert (kept / "checkpoint.pt").read_bytes() == before and not (kept / "checkpoint.part").exists()
