@@ -1,0 +1,133 @@
+"""The command line as a user meets it, on a tiny Gemma 4 with its assistant beside it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.cli.main import main
+from tests import tiny
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny.write_target("gemma4_31b", folder)
+    tiny.write_assistant("gemma4_31b", folder.with_name("tiny-assistant"), clustered=True)
+    return folder
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: Path) -> Any:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(model.parent / "cache"))  # one for all: measured costs are kept there
+
+    def call(*arguments: object, stdin: str | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["outrider", *map(str, arguments)])
+        with pytest.raises(SystemExit) as exit:
+            main()
+            raise SystemExit(0)
+        code = exit.value.code
+        captured = capsys.readouterr()
+        return (code if isinstance(code, int) else 0), captured.out, captured.err
+
+    return call
+
+
+STATS = {
+    "prompt_tokens", "new_tokens", "ttft_ms", "decode_s", "decode_tps", "cycles", "drafted", "accepted", "tokens_per_cycle", "accepted_by_position",
+}  # fmt: skip
+
+
+def test_generate_json_and_compare(cli: Any, model: Path) -> None:
+    code, out, _ = cli("generate", model, "Hello there", "--max-tokens", 24, "--draft-tokens", 5, "--json", "--compare", "--seed", 3, "--temperature", 0.9)
+    row = json.loads(out)
+    assert code == 0 and row["identical"] is True and row["plain"]["token_ids"] == row["token_ids"]
+    assert set(row["stats"]) >= STATS and row["stats"]["drafted"] > 0 and row["speedup"] > 0
+    assert row["plain"]["stats"]["drafted"] == 0 and row["finish_reason"] in ("stop", "length")
+
+
+def test_the_beside_assistant_is_found_and_said_once(cli: Any, model: Path) -> None:
+    _, _, err = cli("generate", model, "Hi", "--max-tokens", 4)
+    assert err.count("drafter: mtp") == 1 and "tiny-assistant" in err
+
+
+def test_text_colours_and_statistics(cli: Any, model: Path) -> None:
+    code, out, err = cli("generate", model, "Hello", "--max-tokens", 12, "--show-draft", "--compare")
+    assert code == 0 and out.strip() and "tok/s" in err and "identical: yes" in err and "drafted and right" in err
+
+
+@pytest.mark.parametrize("verify", ["rejection", "block"])
+def test_other_verifiers(cli: Any, model: Path, verify: str) -> None:
+    code, out, _ = cli("generate", model, "Hello", "--max-tokens", 12, "--verify", verify, "--draft-tokens", 3, "--temperature", 1.0, "--json")
+    assert code == 0 and json.loads(out)["stats"]["new_tokens"] > 0
+
+
+def test_a_file_of_prompts(cli: Any, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"id": 7, "prompt": "one"}\n\n{"turns": ["two", "three"], "category": "c"}\n')
+    code, out, _ = cli("generate", model, "--prompts", file, "--max-tokens", 6)
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and rows[0]["id"] == 7 and rows[1]["category"] == "c" and len(rows[1]["turns"]) == 2
+
+
+def test_n_answers_have_their_own_seeds(cli: Any, model: Path) -> None:
+    _, out, _ = cli("generate", model, "Hello", "--max-tokens", 12, "--temperature", 1.5, "--n", 3, "--json", "--seed", 5)
+    three = [row["token_ids"] for row in json.loads(out)]
+    _, out, _ = cli("generate", model, "Hello", "--max-tokens", 12, "--temperature", 1.5, "--json", "--seed", 6)
+    assert len(three) == 3 and json.loads(out)["token_ids"] == three[1]
+
+
+def test_chat(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["Hello", "/draft 2", "/seed 4", "And again", "/stats", "/seed x", "/nonsense", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    code, out, err = cli("chat", model, "--max-tokens", 8)
+    assert code == 0 and out.strip() and "turn 2" in err and "whole number" in err
+
+
+def test_prove(cli: Any, model: Path) -> None:
+    """The reference ops promise the same tokens, not the same bits: identity and distribution must hold."""
+    code, out, _ = cli("prove", model, "--count", 2, "--k", "2,5", "--max-tokens", 12, "--temperatures", "0,0.8", "--json", "--ops", "cpu")
+    report = json.loads(out)
+    assert all(f["passed"] for f in report["findings"] if f["check"] != "row invariance"), report
+    assert {f["check"] for f in report["findings"]} == {"row invariance", "identity", "distribution"}
+    assert code == (0 if report["passed"] else 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["generate", "MODEL"], "either a prompt or --prompts"),
+        (["generate", "MODEL", " "], "prompt is empty"),
+        (["generate", "MODEL", "x" * 3000], "context holds"),
+        (["generate", "MODEL", "x", "--draft-tokens", "17"], "0..16"),
+        (["generate", "MODEL", "x", "--draft-tokens", "-1"], "0..16"),
+        (["generate", "MODEL", "x", "--draft-tokens", "lots"], "0..16"),
+        (["generate", "MODEL", "x", "--temperature", "-0.1"], "temperature"),
+        (["generate", "MODEL", "x", "--top-p", "0"], "top_p"),
+        (["generate", "MODEL", "x", "--verify", "maybe"], "verifier"),
+        (["generate", "MODEL", "x", "--drafter", "nosuch"], "nosuch"),
+        (["generate", "MODEL", "x", "--ops", "abacus"], "abacus"),
+        (["generate", "MODEL", "x", "--dtype", "int3"], "int3"),
+        (["generate", "nowhere", "x"], "nowhere"),
+        (["generate", "MODEL", "--prompts", "nofile.jsonl"], "nofile.jsonl"),
+        (["prove", "MODEL", "--k", "0"], "1..16"),
+        (["prove", "MODEL", "--k", "two"], "numbers"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(cli: Any, model: Path, arguments: list[str], says: str) -> None:
+    code, _, err = cli(*[str(model) if a == "MODEL" else a for a in arguments])
+    lines = [line for line in err.splitlines() if line.startswith("outrider:")]
+    assert code == 2 and len(lines) == 1 and says in lines[0], err
+    assert "Traceback" not in err
+
+
+def test_malformed_prompt_files_name_the_line(cli: Any, model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    for text, says in (('{"prompt": "a"}\n{nope}\n', "line 2"), ('{"text": "a"}\n', "line 1")):
+        file.write_text(text)
+        code, _, err = cli("generate", model, "--prompts", file)
+        assert code == 2 and says in err
