@@ -61,12 +61,7 @@ static void rope_write_head(const Spec *s, const Batch *b, int row, int h, float
 /* ---- units of work ---- */
 typedef struct { int32_t seq, row, count; } RowBlock; /* `count` rows of one sequence from `row` */
 
-/* Rows of a unit: many share the loading of keys, but there should be work for everyone. */
-INLINE int block_rows(const Spec *s, const Batch *b, int members) {
-    int most = 24 / (s->heads / s->kv_heads), wanted = b->rows * s->kv_heads / (2 * members);
-    if (wanted < most) most = wanted;
-    return most < 1 ? 1 : most;
-}
+INLINE int block_rows(const Spec *s) { int n = MAX_QUERIES / (s->heads / s->kv_heads); return n < 1 ? 1 : n; }
 static int count_blocks(const Batch *b, int per) {
     int n = 0;
     for (int i = 0; i < b->seqs; i++) n += (b->row_start[i + 1] - b->row_start[i] + per - 1) / per;
@@ -126,17 +121,26 @@ INLINE void score_keys(int Q, const float *const *x, const float *tile, int dim,
     }
     for (int i = 0; i < Q; i++) vf_store(out[i], vf_mul(vf_add(even[i], odd[i]), scale));
 }
+#if ISA_AVX512
+#define MIX 4 /* queries whose sums fit the registers */
+#else
+#define MIX 2
+#endif
 /* out += Σ weight·value over 16 values, in ascending order, for Q queries: tile is [16][wide] */
 INLINE void mix_values(int Q, const float *const *w, const float *tile, int wide, float *const *out) {
     int d = 0;
     for (; d + 64 <= wide; d += 64) {
-        vf a[2][4];
+        vf a[4][4];
         for (int i = 0; i < Q; i++) for (int c = 0; c < 4; c++) a[i][c] = vf_load(out[i] + d + 16 * c);
         for (int k = 0; k < LANES; k++) {
             const float *v = tile + (long)k * wide + d;
+            const vf v0 = vf_load(v), v1 = vf_load(v + 16), v2 = vf_load(v + 32), v3 = vf_load(v + 48);
             for (int i = 0; i < Q; i++) {
-                vf e = vf_set(w[i][k]);
-                for (int c = 0; c < 4; c++) a[i][c] = vf_fma(e, vf_load(v + 16 * c), a[i][c]);
+                const vf e = vf_set(w[i][k]);
+                a[i][0] = vf_fma(e, v0, a[i][0]);
+                a[i][1] = vf_fma(e, v1, a[i][1]);
+                a[i][2] = vf_fma(e, v2, a[i][2]);
+                a[i][3] = vf_fma(e, v3, a[i][3]);
             }
         }
         for (int i = 0; i < Q; i++) for (int c = 0; c < 4; c++) vf_store(out[i] + d + 16 * c, a[i][c]);
@@ -149,15 +153,15 @@ INLINE void mix_values(int Q, const float *const *w, const float *tile, int wide
         }
 }
 
-/* One chunk of keys for the queries of a row block and a K/V head: part[(row, head)][maximum, sum, values]. */
-INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowBlock r, int head, int chunk, const float *q, long ldq,
-                         float *part, long part_step, float *scratch) {
-    const int per = s->heads / s->kv_heads, nq = r.count * per, wide = padded(dim);
+/* One chunk of keys for queries q0..q1-1 (row · heads + head) of a row block and a K/V head: part[query][maximum, sum, values]. */
+INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
+                         long ldq, float *part, long part_step, float *scratch) {
+    const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim);
     const void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
     float *scores = scratch, *tile = scratch + (long)MAX_QUERIES * CHUNK;
     int64_t lo[MAX_QUERIES], hi[MAX_QUERIES], from = INT64_MAX, to = -1; /* visible keys of each query within the chunk */
     for (int i = 0; i < nq; i++) {
-        int64_t at = b->positions[r.row + i / per];
+        int64_t at = b->positions[r.row + (q0 + i) / per];
         lo[i] = first_key(s, at); hi[i] = at;
         if (lo[i] < (int64_t)chunk * CHUNK) lo[i] = (int64_t)chunk * CHUNK;
         if (hi[i] > (int64_t)chunk * CHUNK + CHUNK - 1) hi[i] = (int64_t)chunk * CHUNK + CHUNK - 1;
@@ -165,10 +169,12 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
     }
     const vf none = vf_set(-INFINITY), scale = vf_set(s->scale);
     long row[LANES];
+    if (to >= 0) fetch_tile(s, dim, b, r.seq, head, keys, from & ~15L, dtype);
+    if ((from & ~15L) + LANES <= to) fetch_tile(s, dim, b, r.seq, head, keys, (from & ~15L) + LANES, dtype);
     for (int64_t j0 = from & ~15L; j0 <= to; j0 += LANES) {
         tile_rows(s, dim, b, r.seq, head, j0, from, to, row);
+        if (j0 + 2 * LANES <= to) fetch_tile(s, dim, b, r.seq, head, keys, j0 + 2 * LANES, dtype);
         fetch_tile(s, dim, b, r.seq, head, values, j0, dtype);
-        if (j0 + LANES <= to) fetch_tile(s, dim, b, r.seq, head, keys, j0 + LANES, dtype);
         for (int d = 0; d < wide; d += LANES) {
             vf t[LANES];
 #pragma GCC unroll 16
@@ -184,7 +190,7 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
         for (int i = 0; i <= nq; i++) {
             if (i < nq) {
                 if (j0 + LANES <= lo[i] || j0 > hi[i]) { vf_store(scores + (long)i * CHUNK + c, none); continue; }
-                x[have] = q + (long)(r.row + i / per) * ldq + (long)(head * per + i % per) * dim;
+                x[have] = q + (long)(r.row + (q0 + i) / per) * ldq + (long)(head * per + (q0 + i) % per) * dim;
                 out[have] = scores + (long)i * CHUNK + c;
                 of[have++] = i;
                 if (have < 4) continue;
@@ -222,25 +228,29 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
         for (int i = 0; i < LANES; i++)
             for (int d = 0; d < wide; d += LANES) vf_store(tile + (long)i * wide + d, load_piece(values, row[i], d, dim, dtype));
         const int c = (int)(j0 % CHUNK);
-        const float *w[2];
-        float *out[2];
+        const float *w[MIX];
+        float *out[MIX];
         int have = 0;
         for (int i = 0; i <= nq; i++) {
             if (i < nq) {
                 if (j0 + LANES <= lo[i] || j0 > hi[i]) continue;
                 w[have] = scores + (long)i * CHUNK + c;
                 out[have++] = part + (long)i * part_step + LANES;
-                if (have < 2) continue;
+                if (have < MIX) continue;
             }
+#if MIX == 4
+            if (have == 4) mix_values(4, w, tile, wide, out);
+            else if (have == 3) mix_values(3, w, tile, wide, out);
+#endif
             if (have == 2) mix_values(2, w, tile, wide, out);
             else if (have == 1) mix_values(1, w, tile, wide, out);
             have = 0;
         }
     }
 }
-static void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int chunk, const float *q, long ldq, float *part,
-                         long part_step, float *scratch) {
-#define ARGS s, b, r, head, chunk, q, ldq, part, part_step, scratch
+static void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q, long ldq,
+                         float *part, long part_step, float *scratch) {
+#define ARGS s, b, r, head, q0, q1, chunk, q, ldq, part, part_step, scratch
     if (b->kv_dtype == DT_F16 && s->dim == 64) attend_typed(DT_F16, 64, ARGS); /* the small models' shape: loops of known length */
     else if (b->kv_dtype == DT_F16) attend_typed(DT_F16, s->dim, ARGS);
     else if (b->kv_dtype == DT_F32) attend_typed(DT_F32, s->dim, ARGS);
@@ -265,17 +275,20 @@ static void merge_chunks(float *parts, int count, long step, int dim, float *out
     }
 }
 
-/* How attention over a batch is cut, decided once a pass: blocks of rows, and whether chunks are tasks of their own. */
+/* How attention over a batch is cut, decided once a pass. Cores may be far apart, so with few rows every member takes a
+ * fixed range of queries and nothing is handed over; with few rows and many keys the chunks are shared out and merged;
+ * with many rows blocks are claimed as they come. */
 typedef struct {
+    enum { CUT_QUERIES, CUT_CHUNKS, CUT_BLOCKS } how;
     RowBlock *blocks;
-    int per, count, split, most; /* rows a block; most: chunks of any block */
-    float *parts;           /* split: [rows, heads, most]; else per member [MAX_QUERIES, most] */
-    char *scratch;          /* per member */
+    int count, most; /* most: chunks of any block */
+    float *parts;    /* CHUNKS: [rows, heads, most]; else per member [MAX_QUERIES, most] */
+    char *scratch;   /* per member */
     size_t scratch_step, parts_step;
 } Cut;
 
 static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) { /* sizes */
-    const int per = cut->per = block_rows(s, b, team->size);
+    const int per = block_rows(s);
     cut->count = count_blocks(b, per);
     cut->most = 1;
     for (int i = 0; i < b->seqs; i++) {
@@ -285,56 +298,81 @@ static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) 
         if (s->window && chunks > within) chunks = within;
         if (chunks > cut->most) cut->most = chunks;
     }
-    cut->split = cut->most > 1 && cut->count * s->kv_heads < 2 * team->size;
+    const int tasks = cut->count * s->kv_heads;
+    cut->how = tasks >= 8 * team->size ? CUT_BLOCKS : cut->most >= 8 && tasks < 4 * team->size ? CUT_CHUNKS : CUT_QUERIES;
     cut->scratch_step = UP(attend_scratch(s->dim));
     cut->parts_step = UP(MAX_QUERIES * part_floats(s) * cut->most * 4) / 4;
 }
 INLINE size_t cut_bytes(const Cut *cut, const Team *team, const Spec *s, const Batch *b) {
-    size_t parts = cut->split ? UP((size_t)b->rows * s->heads * cut->most * part_floats(s) * 4) : cut->parts_step * 4 * team->size;
-    return UP(cut->count * sizeof(RowBlock)) + parts + cut->scratch_step * team->size;
+    size_t all = UP((size_t)b->rows * s->heads * cut->most * part_floats(s) * 4);
+    return UP(cut->count * sizeof(RowBlock)) + cut->scratch_step * team->size + (cut->how == CUT_CHUNKS ? all : cut->parts_step * 4 * team->size);
 }
-static void cut_place(Cut *cut, const Team *team, const Batch *b, char *at) {
+static void cut_place(Cut *cut, const Team *team, const Spec *s, const Batch *b, char *at) {
     cut->blocks = (RowBlock *)at;
-    cut_blocks(b, cut->per, cut->blocks);
+    cut_blocks(b, block_rows(s), cut->blocks);
     at += UP(cut->count * sizeof(RowBlock));
     cut->scratch = at;
     cut->parts = (float *)(at + cut->scratch_step * team->size);
 }
 
-/* One member's share of attention. Ends with a barrier before the merge only; the caller places the last one. */
-static void attend_phase(Team *team, int me, const Spec *s, const Batch *b, const Cut *cut, const float *q, long ldq, float *out, long ldo,
-                         Acts *quantised) {
+/* All chunks of some queries, merged into their rows of `out`. */
+static void attend_queries(const Spec *s, const Batch *b, const Cut *cut, int me, RowBlock r, int head, int q0, int q1, const float *q, long ldq,
+                           float *out, long ldo, float *done, Acts *quantised) {
     const int per = s->heads / s->kv_heads, dim = s->dim;
     const long step = (long)part_floats(s);
-    float *scratch = (float *)(cut->scratch + cut->scratch_step * me);
-    int lo, hi;
-    if (cut->split) {
-        const int tasks = cut->count * s->kv_heads * cut->most;
-        while (team_next(team, tasks, 1, &lo, &hi)) {
-            RowBlock r = cut->blocks[lo / cut->most / s->kv_heads];
-            int head = lo / cut->most % s->kv_heads, c0, c1;
-            block_chunks(s, b, r, &c0, &c1);
-            if (c0 + lo % cut->most >= c1) continue;
-            float *part = cut->parts + (((long)r.row * s->kv_heads + head * r.count) * per) * cut->most * step;
-            attend_chunk(s, b, r, head, c0 + lo % cut->most, q, ldq, part + (lo % cut->most) * step, cut->most * step, scratch);
-        }
-        team_barrier(team);
+    float *part = done ? done : cut->parts + cut->parts_step * me;
+    int c0, c1;
+    block_chunks(s, b, r, &c0, &c1);
+    for (int c = c0; !done && c < c1; c++)
+        attend_chunk(s, b, r, head, q0, q1, c, q, ldq, part + (c - c0) * step, cut->most * step, (float *)(cut->scratch + cut->scratch_step * me));
+    for (int i = q0; i < q1; i++) {
+        const long row = r.row + i / per, at = (long)(head * per + i % per) * dim;
+        merge_chunks(part + (long)(i - q0) * cut->most * step, c1 - c0, step, dim, out + row * ldo + at);
+        if (quantised)
+            quantize_row(out + row * ldo + at, dim, quantised->q + row * quantised->k + at, quantised->blk + (row * quantised->k + at) / 32);
     }
-    const int tasks = cut->count * s->kv_heads;
-    while (team_next(team, tasks, 1, &lo, &hi)) {
-        RowBlock r = cut->blocks[lo / s->kv_heads];
-        int head = lo % s->kv_heads, c0, c1;
+}
+
+/* One member's share of attention. No barrier at the end. */
+static void attend_phase(Team *team, int me, const Spec *s, const Batch *b, const Cut *cut, const float *q, long ldq, float *out, long ldo,
+                         Acts *quantised) {
+    const int per = s->heads / s->kv_heads, tasks = cut->count * s->kv_heads;
+    const long step = (long)part_floats(s);
+    int lo, hi;
+    if (cut->how == CUT_QUERIES) {
+        team_share(team, me, b->rows * s->heads, &lo, &hi);
+        int at = 0; /* queries before this block and head */
+        for (int t = 0; t < tasks && at < hi; t++) {
+            RowBlock r = cut->blocks[t / s->kv_heads];
+            const int n = r.count * per, q0 = lo > at ? lo - at : 0, q1 = hi - at < n ? hi - at : n;
+            if (q0 < q1) attend_queries(s, b, cut, me, r, t % s->kv_heads, q0, q1, q, ldq, out, ldo, NULL, quantised);
+            at += n;
+        }
+        return;
+    }
+    if (cut->how == CUT_BLOCKS) {
+        while (team_next(team, tasks, 1, &lo, &hi)) {
+            RowBlock r = cut->blocks[lo / s->kv_heads];
+            attend_queries(s, b, cut, me, r, lo % s->kv_heads, 0, r.count * per, q, ldq, out, ldo, NULL, quantised);
+        }
+        return;
+    }
+    while (team_next(team, tasks * cut->most, 1, &lo, &hi)) {
+        const int t = lo / cut->most, c = lo % cut->most, head = t % s->kv_heads;
+        RowBlock r = cut->blocks[t / s->kv_heads];
+        int c0, c1;
         block_chunks(s, b, r, &c0, &c1);
-        float *part = cut->parts + (((long)r.row * s->kv_heads + head * r.count) * per) * cut->most * step;
-        if (!cut->split) {
-            part = cut->parts + cut->parts_step * me;
-            for (int c = c0; c < c1; c++) attend_chunk(s, b, r, head, c, q, ldq, part + (c - c0) * step, cut->most * step, scratch);
-        }
-        for (int i = 0; i < r.count * per; i++) {
-            const long row = r.row + i / per, at = (long)(head * per + i % per) * dim;
-            merge_chunks(part + (long)i * cut->most * step, c1 - c0, step, dim, out + row * ldo + at);
-            if (quantised)
-                quantize_row(out + row * ldo + at, dim, quantised->q + row * quantised->k + at, quantised->blk + (row * quantised->k + at) / 32);
-        }
+        float *part = cut->parts + ((long)r.row * s->heads + (long)head * r.count * per) * cut->most * step;
+        if (c0 + c < c1)
+            attend_chunk(s, b, r, head, 0, r.count * per, c0 + c, q, ldq, part + c * step, cut->most * step,
+                         (float *)(cut->scratch + cut->scratch_step * me));
+    }
+    team_barrier(team);
+    team_share(team, me, tasks, &lo, &hi);
+    for (int t = lo; t < hi; t++) {
+        RowBlock r = cut->blocks[t / s->kv_heads];
+        const int head = t % s->kv_heads;
+        float *part = cut->parts + ((long)r.row * s->heads + (long)head * r.count * per) * cut->most * step;
+        attend_queries(s, b, cut, me, r, head, 0, r.count * per, q, ldq, out, ldo, part, quantised);
     }
 }

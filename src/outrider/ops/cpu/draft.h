@@ -81,14 +81,14 @@ static void draft_region(Team *team, int me, void *job) {
         team_barrier(team);
         if (r->clusters) {
             To to = {TO_STORE, NULL, d->scores, r->clusters};
-            product_phase(team, &r->centroids, &d->g, B, &to);
+            product_phase(team, me, &r->centroids, &d->g, B, &to);
             team_barrier(team);
             for (int b = lo; b < hi; b++) best_clusters(d->scores + (long)b * r->clusters, r->clusters, r->top, d->best + (long)b * r->top);
             team_barrier(team);
             cluster_phase(team, &clusters, &d->g, B, d->best, d->z);
         } else {
             To to = {TO_STORE, NULL, d->z, r->head.n};
-            product_phase(team, &r->head, &d->g, B, &to);
+            product_phase(team, me, &r->head, &d->g, B, &to);
         }
         team_barrier(team);
         for (int b = lo; b < hi; b++) {

@@ -45,51 +45,50 @@ typedef struct { /* where a product's answers go */
     Acts *quantised;       /* GATED, TIMES: also quantise what was written */
 } To;
 
-#define PRIVATE_ROWS 4 /* up to here every member does the row work for itself and saves a barrier */
-
-INLINE int grain_of(const Team *t, int units) { int g = units / (t->size * 6); return g < 1 ? 1 : g > 32 ? 32 : g; }
+#define PRIVATE_ROWS 16 /* up to here every member does the row work for itself: cheaper than handing rows over */
+#define SPLIT_ROWS 32    /* rows for each member from which products are shared out by rows, not by outputs */
 
 INLINE vf add_bias(vf y, const float *bias, int n, int left) { return bias ? vf_add(y, vf_load_n(bias + n, left)) : y; }
 
-/* One member's share of a product. No barrier at the end. */
-static void product_phase(Team *team, const Weight *w, const Acts *a, int rows, const To *to) {
-    const int gated = to->how == TO_GATED, n = gated ? w->n / 2 : w->n;
-    const int wide = to->quantised ? 2 : 1; /* groups a unit: 32 answers where they are quantised at once */
-    const int units = (n + LANES * wide - 1) / (LANES * wide), grain = grain_of(team, units);
-    float tile[2][TILE_ROWS * LANES], other[TILE_ROWS * LANES];
-    int lo, hi;
-    while (team_next(team, units, grain, &lo, &hi))
-        for (int base = 0; base < rows; base += BLOCK_ROWS) {
-            const int end = base + BLOCK_ROWS < rows ? base + BLOCK_ROWS : rows;
-            for (int u = lo; u < hi; u++)
-                for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
-                    const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
-                    for (int half = 0; half < wide; half++) {
-                        const int g = u * wide + half, at = g * LANES, left = n - at;
-                        float *t = tile[half];
-                        if (left <= 0) break;
-                        product_tile(w, g, a, m0, mc, t);
-                        if (gated) product_tile(w, g + n / LANES, a, m0, mc, other);
-                        for (int m = 0; m < mc; m++) {
-                            vf y = add_bias(vf_load(t + LANES * m), to->bias, at, left);
-                            if (gated) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(other + LANES * m), to->bias, n + at, left));
-                            else if (to->how == TO_TIMES)
-                                y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + (m0 + m) * to->ldside + at, left));
-                            else if (to->how == TO_SOFTCAP) y = vf_softcap(y, to->cap);
-                            if (to->out) vf_store_n(to->out + (m0 + m) * to->ldo + at, y, left);
-                            if (to->quantised) vf_store(t + LANES * m, y);
-                        }
-                    }
-                    if (to->quantised)
-                        for (int m = 0; m < mc; m++) {
-                            float x[32];
-                            memcpy(x, tile[0] + LANES * m, 64);
-                            memcpy(x + LANES, tile[1] + LANES * m, 64);
-                            const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
-                            quantize_block(x, to->quantised->q + at, to->quantised->blk + at / 32);
-                        }
+/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all */
+INLINE void product_group(const Weight *w, const Acts *a, const To *to, int n, int g, int m0, int mc, float *tile) {
+    float up[TILE_ROWS * LANES];
+    const int at = g * LANES, left = n - at;
+    product_tile(w, g, a, m0, mc, tile);
+    if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
+    for (int m = 0; m < mc; m++) {
+        const long row = m0 + m;
+        vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
+        if (to->how == TO_GATED) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(up + LANES * m), to->bias, n + at, left));
+        else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
+        else if (to->how == TO_SOFTCAP) y = vf_softcap(y, to->cap);
+        if (to->out) vf_store_n(to->out + row * to->ldo + at, y, left);
+        if (to->quantised) vf_store(tile + LANES * m, y);
+    }
+}
+
+/* One member's share of a product, a fixed one: claiming tasks costs more than it evens out. No barrier at the end. */
+static void product_phase(Team *team, int me, const Weight *w, const Acts *a, int rows, const To *to) {
+    const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1; /* quantised at once: 32 outputs a unit */
+    const int units = (n + LANES * wide - 1) / (LANES * wide);
+    float tile[2][TILE_ROWS * LANES], x[2 * LANES];
+    int lo = 0, hi = units, first = 0, last = rows;
+    if (rows >= SPLIT_ROWS * team->size) team_share(team, me, rows, &first, &last);
+    else team_share(team, me, units, &lo, &hi);
+    for (int base = first; base < last; base += BLOCK_ROWS) {
+        const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last;
+        for (int u = lo; u < hi; u++)
+            for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
+                const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
+                for (int half = 0; half < wide; half++) product_group(w, a, to, n, u * wide + half, m0, mc, tile[half]);
+                for (int m = 0; to->quantised && m < mc; m++) {
+                    const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
+                    vf_store(x, vf_load(tile[0] + LANES * m));
+                    vf_store(x + LANES, vf_load(tile[1] + LANES * m));
+                    quantize_block(x, to->quantised->q + at, to->quantised->blk + at / 32);
                 }
-        }
+            }
+    }
 }
 
 /* ---- the region ---- */
@@ -153,7 +152,7 @@ static void stack_phase(Team *team, int me, Run *run) {
             for (int r = mine_lo; r < mine_hi; r++) acts_row(&in, r);
         team_barrier(team);
         To to = {TO_STORE, NULL, run->y, H};
-        product_phase(team, &s->pre, &in, rows, &to);
+        product_phase(team, me, &s->pre, &in, rows, &to);
         team_barrier(team);
         for (int r = v.lo; r < v.hi; r++) memcpy(v.x + (long)r * H, run->y + (long)r * H, (size_t)H * 4);
     } else {
@@ -168,7 +167,7 @@ static void stack_phase(Team *team, int me, Run *run) {
         for (int r = v.lo; r < v.hi; r++) row_finish(&v, r, &s->ple_proj);
         team_barrier(team);
         To to = {TO_STORE, NULL, run->ple, L};
-        product_phase(team, &s->ple_proj, &v.acts, rows, &to);
+        product_phase(team, me, &s->ple_proj, &v.acts, rows, &to);
         team_barrier(team);
         for (int r = mine_lo; r < mine_hi; r++) {
             float *p = run->ple + (long)r * L, *token = run->side + (long)me * L;
@@ -194,12 +193,12 @@ static void stack_phase(Team *team, int me, Run *run) {
         int lo, hi;
 
         To to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n};
-        product_phase(team, &l->qkv, &v.acts, rows, &to_qkv);
+        product_phase(team, me, &l->qkv, &v.acts, rows, &to_qkv);
         team_barrier(team);
-        team_share(team, me, rows * heads, &lo, &hi);
+        team_share(team, me, rows * heads, &lo, &hi); /* by heads first: mostly what this member has just computed */
         for (int t = lo; t < hi; t++) {
-            const long r = t / heads;
-            rope_write_head(a, b, (int)r, t % heads, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
+            const long r = t % rows;
+            rope_write_head(a, b, (int)r, t / rows, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
         }
         team_barrier(team);
         Acts mixed = run->attn;
@@ -207,7 +206,7 @@ static void stack_phase(Team *team, int me, Run *run) {
         attend_phase(team, me, a, b, &run->cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
         team_barrier(team);
         To to_y = {TO_STORE, l->out_bias, run->y, H};
-        product_phase(team, &l->out, &mixed, rows, &to_y);
+        product_phase(team, me, &l->out, &mixed, rows, &to_y);
         team_barrier(team);
         residual_phase(team, me, run, &v, l->post_attn_norm, NULL, l->mlp_norm, &l->gate_up);
 
@@ -215,10 +214,10 @@ static void stack_phase(Team *team, int me, Run *run) {
         mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
         const int dense = l->down.kind == W_DENSE;
         To to_mlp = {TO_GATED, l->gate_up_bias, dense ? run->mlp : NULL, l->inter, s->act, NULL, 0, 0.0f, dense ? NULL : &mlp};
-        product_phase(team, &l->gate_up, &v.acts, rows, &to_mlp);
+        product_phase(team, me, &l->gate_up, &v.acts, rows, &to_mlp);
         team_barrier(team);
         To to_down = {TO_STORE, l->down_bias, run->y, H};
-        product_phase(team, &l->down, &mlp, rows, &to_down);
+        product_phase(team, me, &l->down, &mlp, rows, &to_down);
         team_barrier(team);
 
         const Weight *next = i + 1 < s->layers ? &s->layer[i + 1].qkv : (s->post.kind != W_NONE ? &s->post : NULL);
@@ -229,10 +228,10 @@ static void stack_phase(Team *team, int me, Run *run) {
             const int plain = l->ple_out.kind == W_DENSE;
             To to_side = {TO_TIMES, NULL, plain ? run->mlp : NULL, s->ple, s->act, run->ple + (long)i * s->ple, (long)s->layers * s->ple,
                           0.0f, plain ? NULL : &side};
-            product_phase(team, &l->ple_gate, &v.acts, rows, &to_side);
+            product_phase(team, me, &l->ple_gate, &v.acts, rows, &to_side);
             team_barrier(team);
             To to_out = {TO_STORE, NULL, run->y, H};
-            product_phase(team, &l->ple_out, &side, rows, &to_out);
+            product_phase(team, me, &l->ple_out, &side, rows, &to_out);
             team_barrier(team);
             residual_phase(team, me, run, &v, l->ple_post_norm, l->scalar, l->next_norm, next);
         } else {
@@ -244,7 +243,7 @@ static void stack_phase(Team *team, int me, Run *run) {
     if (s->post.kind != W_NONE) {
         v.acts.x = v.h;
         To to = {TO_STORE, NULL, run->call.fed_back, s->post.n};
-        product_phase(team, &s->post, &v.acts, rows, &to);
+        product_phase(team, me, &s->post, &v.acts, rows, &to);
     }
 }
 
@@ -297,7 +296,7 @@ static size_t run_layout(Run *run, const Team *team, char *at) {
         if (of[g]) {
             cut_plan(&run->cut[g], team, of[g], b);
             char *cut = TAKE(cut_bytes(&run->cut[g], team, of[g], b));
-            if (cut) cut_place(&run->cut[g], team, b, cut);
+            if (cut) cut_place(&run->cut[g], team, of[g], b, cut);
         }
     return used;
 }

@@ -26,7 +26,7 @@ static void product_region(Team *team, int me, void *job) {
         for (int r = lo; r < hi; r++) acts_row(&p->a, r);
         if (p->rows > 1) team_barrier(team); /* a single row was quantised by its caller */
     }
-    product_phase(team, p->w, &p->a, p->rows, &p->to);
+    product_phase(team, me, p->w, &p->a, p->rows, &p->to);
 }
 
 static void run_product(Team *team, const Weight *w, const float *x, int rows, To to) {
@@ -143,7 +143,7 @@ int or_attend(Team *team, const Spec *s, const Batch *b, const float *q, long ld
     cut_plan(&job.cut, team, s, b);
     char *at = team_scratch(team, cut_bytes(&job.cut, team, s, b));
     if (at) {
-        cut_place(&job.cut, team, b, at);
+        cut_place(&job.cut, team, s, b, at);
         team_run(team, attend_region, &job);
     }
     team_end(team);

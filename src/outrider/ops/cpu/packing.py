@@ -7,6 +7,7 @@ scales in a block of 32) and rows of unlike kinds fused into one weight are roun
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,7 +40,9 @@ class PackedWeight:
 
     def view(self, *shape: int) -> PackedWeight:
         """The same rows under another shape, e.g. by cluster [C, S, h]."""
-        assert shape[-1] == self.shape[-1]
+        known = math.prod(d for d in shape if d != -1)
+        shape = tuple(self.c.n * self.c.k // known if d == -1 else d for d in shape)
+        assert shape[-1] == self.c.k and math.prod(shape) == self.c.n * self.c.k
         return PackedWeight(shape, self.data, self.scale, self.c)
 
 
