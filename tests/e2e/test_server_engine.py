@@ -28,7 +28,9 @@ from tests import tiny
 from tests.server_fakes import Served
 
 from outrider.config import EngineConfig
+from outrider.engine.scheduler import Request
 from outrider.llm import LLM
+from outrider.types import SamplingParams
 
 SCHEMA = {
     "type": "object",
@@ -190,6 +192,14 @@ def test_a_long_prompt_does_not_stall_a_running_stream(served: Served) -> None:
     listener.join(30)
     assert sum(began < t < ended for t in spoken) >= 6
     no_page_leaked(served)
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one(folder: Path) -> None:
+    engine = serve(folder, "ngram").engine  # stepped by hand
+    engine.submit(Request("long", [50] * 400, SamplingParams(max_tokens=1)))
+    engine.submit(Request("short", [50] * 5, SamplingParams(max_tokens=1)))
+    spoken = [[e.id for e in engine.step()] for _ in range(16)]
+    assert spoken[1] == ["short"] and ["long"] in spoken[12:]
 
 
 def test_pages_run_out_and_everybody_finishes(folder: Path) -> None:

@@ -49,6 +49,8 @@ class Seq:
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     drafter_off: bool = False
+    ahead: int = 0  # most tokens that cycles in flight may add (the host reads one cycle behind)
+    hold: bool = False  # wait for the cycle in flight before the next
     extra: Any = None  # the engine's own (detokeniser, n-gram index, grammar matcher)
 
     @property
@@ -115,15 +117,15 @@ class Scheduler:
         """`choose` gives (drafter, K) for each decoding sequence."""
         plan = StepPlan()
         self._admit()
-        ready = [s for s in self.running if s.computed == len(s.tokens) - 1]
+        ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.hold]
         for seq, (drafter, k) in zip(ready, choose(ready) if ready else []):
             if seq.cache is None:
                 continue  # pre-empted by an older one in this very step
-            if self._reserve(seq, len(seq.tokens) + k):
+            if self._reserve(seq, len(seq.tokens) + seq.ahead + k):
                 plan.decode.append(DecodeRow(seq, drafter if k else None, k))
         plan.decode = [row for row in plan.decode if row.seq.cache is not None]
 
-        budget = self.chunk
+        budget = self.chunk + self.chunk // 4  # short prompts ride along with a long one instead of waiting for all of it
         for seq in list(self.running):
             if seq.cache is None:
                 continue
@@ -171,7 +173,7 @@ class Scheduler:
             self.preemptions += 1
             self.running.pop()
             self.cache.close(victim.cache)
-            victim.cache, victim.computed, victim.has_features = None, 0, False
+            victim.cache, victim.computed, victim.has_features, victim.ahead = None, 0, False, 0
             self.waiting.appendleft(victim)
             if victim is seq:
                 return False
