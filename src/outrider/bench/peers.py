@@ -7,6 +7,7 @@ own random numbers.
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ def build(
 ) -> list[Contestant]:
     """`path`: a checkpoint folder or a .gguf file."""
     peers: list[Contestant] = []
+    threads = threads or len(os.sched_getaffinity(0))  # as many as we take ourselves
     for name in names:
         module = {"transformers": "transformers", "llama-cpp": "llama_cpp"}.get(name.removesuffix("-lookup"))
         if name not in KNOWN or module is None:
@@ -56,7 +58,11 @@ class Transformers:
         kind = getattr(torch, dtype)
         if threads:
             torch.set_num_threads(threads)
-        where: dict[str, Any] = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
+        where: dict[str, Any] = {}
+        if path.suffix == ".gguf":  # dense weights: its packed kernels are many times slower on a CPU
+            from transformers import GgufConfig
+
+            where = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
         folder = path.parent if path.suffix == ".gguf" else path
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **where).eval()
         self.model.to(device)

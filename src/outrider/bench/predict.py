@@ -1,7 +1,7 @@
 """How fast will it be, before anything is downloaded: memory, ms a token, the best K, from config.json and a table of machines.
 
-The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the arithmetic,
-plus what every kernel costs however little it does.
+The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the arithmetic (on a
+CPU: both, one after the other), plus what every kernel costs however little it does.
 
     step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead
 
@@ -26,8 +26,8 @@ from ..types import MAX_DRAFT, OutriderError
 
 KERNELS = 14  # launched a layer: four products, attention, norms, rope, activation, residuals
 MOE_KERNELS = 6  # more of them in a layer of experts
-DRAFTER_KERNELS = 10  # query-only layers have fewer
-HEAD_KERNELS = 6
+DRAFTER_KERNELS = 9  # query-only layers have fewer
+HEAD_KERNELS = 5
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Machine:
     kernel_us: float = 3.8  # in a CUDA graph
     reach: float = 0.86  # of the bandwidth, by products that are large enough
     rate_reach: float = 0.6
+    overlaps: bool = True  # a GPU moves bytes while it multiplies; a CPU core does one after the other, nearly
 
 
 MACHINES: Mapping[str, Machine] = {
@@ -63,9 +64,11 @@ MACHINES: Mapping[str, Machine] = {
     "m4-max": Machine("Apple M4 Max (40-core GPU)", 546, 34, 128, kernel_us=6.0),
     "strix-halo": Machine("AMD Strix Halo", 256, 59, 128, kernel_us=6.0),
     "mi300x": Machine("AMD MI300X", 5300, 1307, 192, reach=0.75),
-    "desktop-ddr5": Machine("Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64, kernel_us=2.0, reach=0.75),
-    "server-ddr5": Machine("Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0, reach=0.75),
-    "cpu-2-cores": Machine("Two x86-64 cores with AVX2 (measured: 20.7 GB/s)", 20.7, 0.28, 16, kernel_us=2.0, reach=0.95, rate_reach=1.0),
+    "desktop-ddr5": Machine("Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64, kernel_us=2.0, reach=0.75, overlaps=False),
+    "server-ddr5": Machine("Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0, reach=0.75, overlaps=False),
+    "cpu-2-cores": Machine(
+        "Two x86-64 cores with AVX2", 20.7, 0.28, 16, kernel_us=2.0, reach=0.95, rate_reach=1.0, overlaps=False
+    ),  # measured
 }
 
 
@@ -149,7 +152,11 @@ def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
 
 def verify_seconds(setup: Setup, k: int) -> float:
     moving, working, own = verify_parts(setup, k)
-    return max(moving, working) + own
+    return _together(setup.on, moving, working) + own
+
+
+def _together(on: Machine, moving: float, working: float) -> float:
+    return max(moving, working) if on.overlaps else moving + working
 
 
 def draft_seconds(setup: Setup, k: int) -> float:
@@ -165,7 +172,8 @@ def draft_seconds(setup: Setup, k: int) -> float:
     moved = size.step * setup.weight_bytes + setup.batch * read * setup.kv_item
     work = 2.0 * setup.batch * size.step
     launched = len(config.layers) * DRAFTER_KERNELS + HEAD_KERNELS
-    return k * (max(moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach)) + launched * on.kernel_us * 1e-6)
+    busy = _together(on, moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach))
+    return k * (busy + launched * on.kernel_us * 1e-6)
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ def lines(
     x = lambda v: left + (width - left - 30) * (scale(v) - scale(lo_x)) / ((scale(hi_x) - scale(lo_x)) or 1.0)  # noqa: E731
     y = lambda v: bottom - (bottom - 40) * (scale(v) - scale(lo_y)) / ((scale(hi_y) - scale(lo_y)) or 1.0)  # noqa: E731
     out = [_open(width, height, title)]
-    for tick in _decades(lo_x, hi_x) if log else _ticks(lo_x, hi_x):
+    for tick in _decades(lo_x, hi_x) if log else [t for t in _ticks(lo_x, hi_x) if t == int(t)]:
         out.append(f'<line x1="{x(tick):.1f}" y1="40" x2="{x(tick):.1f}" y2="{bottom}" class="g"/>')
         out.append(f'<text x="{x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{tick:g}</text>')
     for tick in _decades(lo_y, hi_y) if log else _ticks(lo_y, hi_y):

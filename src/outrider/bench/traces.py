@@ -23,29 +23,21 @@ def record(llm: Any, prompt: Prompt, temperature: float = 0.0, seed: int = 0, ti
     answer = llm.generate(ids, params, drafter=False)[0].token_ids
     if len(answer) < 2:
         return None
+    copies, matches = copy_runs(ids, answer)
+    if llm.drafter is None:
+        return Trace(prompt.id, prompt.category, "ngram", tuple(max(0, c) for c in copies), copies, matches, (), len(ids))
     runs = []
     for position in range(len(answer)):
         left = len(answer) - position
         runs.append(_first_run(llm, [*ids, *answer[:position]], min(left, MAX_DRAFT + 1), temperature, seed) if left > 1 else 0)
         tick()
-    copies, matches = copy_runs(ids, answer)
-    name = llm.drafter.name if llm.drafter is not None else "ngram"
-    return Trace(
-        prompt.id,
-        prompt.category,
-        name,
-        tuple(runs if llm.drafter is not None else [max(0, c) for c in copies]),
-        copies,
-        matches,
-        (),
-        len(ids),
-    )
+    return Trace(prompt.id, prompt.category, llm.drafter.name, tuple(runs), copies, matches, (), len(ids))
 
 
 def _first_run(llm: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> int:
     """Tokens accepted in the first cycle of a continuation."""
     params = SamplingParams(temperature=temperature, max_tokens=most, seed=seed)
-    stream = llm.stream(list(ids), params, draft_tokens=MAX_DRAFT, drafter=llm.drafter.name if llm.drafter is not None else "ngram")
+    stream = llm.stream(list(ids), params, draft_tokens=MAX_DRAFT, drafter=llm.drafter.name)
     try:
         for event in stream:
             if event.tokens:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 
 from ..types import OutriderError
 from . import common
@@ -36,6 +38,7 @@ def bench(
     resume: Annotated[bool, typer.Option("--resume", help="Finish the run in --out; nothing finished is repeated.")] = False,
     history: Annotated[Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")] = None,
     record_traces: Annotated[Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")] = None,
+    simulate: Annotated[Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")] = None,
     seed: common.Seed = 0,
     as_json: common.AsJson = False,
     verify: common.VerifyBy = "coupled",
@@ -51,6 +54,10 @@ def bench(
     """
     from ..bench import workloads
 
+    options = {"verify": verify, "device": device, "dtype": dtype, "ops": ops, "threads": threads, "quantize": quantize, "seed": seed}
+    if simulate is not None:
+        _simulate(model, _list(drafters)[0], simulate, options, as_json)
+        return
     ks, temperatures, batches = _ks(draft_tokens), _numbers(temperature, float, "temperature"), _numbers(batch, int, "batch")
     if repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
         raise OutriderError("--repeats and --batch must be at least 1, --temperature at least 0")
@@ -60,7 +67,6 @@ def bench(
         prompts += [p for p in workloads.load_graded(quality, data) if p.id not in known]
     if max_tokens is not None:
         prompts = [workloads.Prompt(p.id, p.category, p.text, min(p.max_tokens, max_tokens), p.check) for p in prompts]
-    options = {"verify": verify, "device": device, "dtype": dtype, "ops": ops, "threads": threads, "quantize": quantize, "seed": seed}
     if record_traces is not None:
         _record(model, _list(drafters)[0], prompts, record_traces, temperatures[0], seed, options)
         return
@@ -88,7 +94,7 @@ def bench(
         print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows], "quality": found}))
         return
     for at in sorted({(r.temperature, r.batch) for r in rows}):
-        out.print(report.table(rows, *at), width=max(out.width, 104), crop=False)  # wider than a pipe's 80 columns
+        Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))  # a pipe's 80 columns are too few
     if found:
         out.print(report.score_table(found))
     out.print(f"report: {output / 'report.html'}")
@@ -171,6 +177,30 @@ def _record(model: str, drafter: str, prompts: list[Any], path: Path, temperatur
                 write_traces(path, [trace])
             progress.advance(task)
     out.print(f"{len(left)} prompts recorded into {path} ({len(done)} were there)")
+
+
+def _simulate(model: str, drafter: str, path: Path, options: dict[str, Any], as_json: bool) -> None:
+    """By category, each with a controller that has seen nothing, and over all."""
+    from ..spec.controller import Controller
+    from ..spec.cost import CostTable
+    from ..spec.simulate import compare, read_traces
+
+    traces = list(read_traces(path))
+    cost = common.load_llm(model, as_json, drafter=drafter, **options).engine.controller.cost
+    table = Table("category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt")
+    found = {}
+    for category in ["all", *dict.fromkeys(t.category for t in traces)]:
+        chosen = [t for t in traces if category in ("all", t.category)]
+        names = tuple(dict.fromkeys([*(t.drafter for t in chosen), "ngram"]))
+        one = found[category] = compare(chosen, cost, Controller(CostTable.from_json(cost.to_json()), names))
+        table.add_row(
+            category, str(len(chosen)), f"{one.speedup:.2f}x", f"{one.of_static:.1%}", f"{one.of_clairvoyant:.1%}",
+            f"{one.best_fixed[0]} K={one.best_fixed[1]}", f"{one.of_best_fixed:.1%}", f"{one.worst[1]:.3f}x {one.worst[0]}",
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps({name: asdict(one) for name, one in found.items()}))
+    else:
+        Console(width=max(out.width, 120), highlight=False).print(table)
 
 
 def _accelerator(device: str | None) -> str | None:

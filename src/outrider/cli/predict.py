@@ -165,4 +165,4 @@ def _here() -> model_of.Machine:
     import os
 
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return model_of.Machine("this CPU (measured)", bandwidth, rate, memory, kernel_us=2.0, reach=0.95, rate_reach=1.0)
+    return model_of.Machine("this CPU (measured)", bandwidth, rate, memory, kernel_us=2.0, reach=0.95, rate_reach=1.0, overlaps=False)

@@ -13,7 +13,7 @@ from ..types import MAX_DRAFT
 GLOBAL_WEIGHT = 4.0  # how many observations the card's prior is worth
 GLOBAL_KEEP = 0.995  # forgetting, per observation of a position
 BINS = 16  # of drafter confidence
-MOST = 0.985  # no estimate above: a certain success would hide the cost of being wrong
+MOST = 0.99  # no estimate above: a certain success would hide the cost of being wrong
 
 
 class Arm:

@@ -1,0 +1,75 @@
+"""`outrider bench`, as typed, on a tiny model with the real engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from tests import tiny
+from typer.testing import CliRunner
+
+from outrider.cli.bench import bench
+from outrider.types import OutriderError
+
+app = typer.Typer()
+app.command()(bench)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model")
+    tiny.write_target("llama", folder / "m")
+    prompts = [{"id": f"p{i}", "category": "echo", "prompt": "one two three one two three one two", "max_tokens": 12} for i in range(2)]
+    (folder / "p.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    return str(folder)
+
+
+def call(model: str, *words: str, ok: bool = True) -> str:
+    done = CliRunner().invoke(app, [f"{model}/m", "--suite", f"{model}/p.jsonl", "--ops", "reference", *words])
+    if done.exception is not None and not isinstance(done.exception, SystemExit):
+        raise done.exception
+    assert (done.exit_code == 0) is ok, done.output
+    return done.stdout
+
+
+def test_figures_report_and_resume(model: str, tmp_path: Path) -> None:
+    words = ("--drafters", "ngram", "--draft-tokens", "0,4,auto", "--repeats", "2", "--batch", "1,2", "--temperature", "0,0.8")
+    words += ("--out", str(tmp_path / "r"), "--history", str(tmp_path / "h"))
+    data = json.loads(call(model, *words, "--json"))
+    rows = {(r["contestant"], r["temperature"], r["batch"]): r for r in data["rows"] if r["category"] == "all"}
+    assert set(rows) == {(c, t, b) for c in ("plain", "ngram/K=4", "ngram/auto") for t in (0.0, 0.8) for b in (1, 2)}
+    assert all(r["identical"] == 1.0 and r["ms_per_token"] > 0 for r in rows.values())
+    assert rows["ngram/K=4", 0.0, 1]["tokens_per_cycle"] >= 1.0 and rows["plain", 0.0, 1]["acceptance"] is None
+    cells = (tmp_path / "r" / "cells.jsonl").read_text()
+    assert (tmp_path / "r" / "report.html").read_text().count("<svg") >= 4 and len(list((tmp_path / "h").iterdir())) == 1
+    with pytest.raises(OutriderError, match="--resume"):
+        call(model, *words)
+    kept = cells.splitlines(keepends=True)
+    (tmp_path / "r" / "cells.jsonl").write_text("".join(kept[:-3]))
+    call(model, *words, "--resume")
+    again = (tmp_path / "r" / "cells.jsonl").read_text().splitlines(keepends=True)
+    assert again[: len(kept) - 3] == kept[:-3] and len(again) == len(kept)
+
+
+def test_traces_are_recorded_once_and_replayed(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    words = ("--drafters", "ngram", "--record-traces", str(path))
+    call(model, *words)
+    first = path.read_text()
+    call(model, *words)
+    assert path.read_text() == first and len(first.splitlines()) == 2
+    found = json.loads(call(model, "--drafters", "ngram", "--simulate", str(path), "--json"))
+    assert found["all"]["speedup"] > 0.5 and set(found) == {"all", "echo"}
+
+
+@pytest.mark.parametrize("words, message", [
+    (("--draft-tokens", "99"), r"0\.\.16"),
+    (("--batch", "x"), "numbers separated by commas"),
+    (("--repeats", "0"), "at least 1"),
+    (("--categories", "poems"), "no category"),
+])  # fmt: skip
+def test_bad_input_is_one_line(model: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(OutriderError, match=message):
+        call(model, "--out", str(tmp_path / "x"), *words)
