@@ -221,10 +221,10 @@ class Served:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for client in self._clients.values():
-            client.close()
         self.server.should_exit = True
         self._thread.join(30)
+        for client in self._clients.values():
+            client.close()
         assert not self._thread.is_alive(), "the server did not stop"
 
     def client(self, key: str = "none") -> Any:
