@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from urllib.request import urlopen
 
 import typer
+from rich import box
 from rich.table import Table
 
 from ..types import OutriderError
@@ -118,10 +119,11 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title="Milliseconds are median/95th percentile; more in --json", pad_edge=False)
-    for name in ("at once", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "tok/cycle", "errors"):
+    shown = Table(title="Milliseconds are median/95th percentile; more in --json", box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in ("streams", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "cycle", "errors"):
         shown.add_column(name, justify="right", no_wrap=True)
-    two = lambda d: f"{1e3 * d['p50']:.1f}/{1e3 * d['p95']:.1f}"  # noqa: E731
+    short = lambda v: f"{v:.0f}" if v >= 100 else f"{v:.1f}"  # noqa: E731
+    two = lambda d: f"{short(1e3 * d['p50'])}/{short(1e3 * d['p95'])}"  # noqa: E731
     for r in rows:
         shown.add_row(
             str(r["concurrency"]), str(r["draft_tokens"]), f"{r['tokens_per_s']:.1f}", f"{r['stream_tokens_per_s']:.1f}", two(r["ttft_s"]),
