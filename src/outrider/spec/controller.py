@@ -334,9 +334,11 @@ class Controller:
         """What became of one sequence's draft (drafter None or drafted 0: a plain step)."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}")
-        seq = self._seq(id)
-        seq.tokens += accepted + 1
         self._histogram[drafted] += 1
+        seq = self._seqs.get(id)
+        if seq is None:  # never planned here: its K was chosen elsewhere
+            return
+        seq.tokens += accepted + 1
         if drafter is None or seq.fixed or (drafted == 0 and confidence is None):
             return
         gain = accepted + 1 - seq.curve[min(drafted, len(seq.curve) - 1)] / seq.step

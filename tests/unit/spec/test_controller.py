@@ -97,7 +97,8 @@ def test_fixed_k_is_obeyed_within_bounds_and_teaches_nothing():
     assert controller.plan([view(mtp=0, ngram=2, match=3)])[0][:2] == ("ngram", 2)
     auto = Controller(copy(DEAR), ("mtp",))
     run(auto, 50, 0, fixed=8)
-    assert auto.snapshot()["drafts"] == {}
+    auto.observe("planned elsewhere", "mtp", 4, 0, None)
+    assert auto.snapshot()["drafts"] == {} and auto.snapshot()["running"] == 1
     assert auto.plan([view("b"), view("c", fixed=5)])[1].k == 5
 
 
