@@ -1,0 +1,183 @@
+"""CPU kernels: products, whole passes and prefill of a GGUF model, beside llama.cpp where it is installed.
+
+    python benchmarks/cpu_kernels.py MODEL.gguf                  # everything, two rounds interleaved with the peer
+    python benchmarks/cpu_kernels.py MODEL.gguf --numba          # the two largest products in Numba as well (docs/adr/0001)
+    python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
+
+Times are medians with (least to greatest) over the repetitions; `x` columns are multiples of one row in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+
+from outrider.cache.store import CacheSpec, KVStore
+from outrider.models import build
+from outrider.ops.cpu.ops import CpuOps
+from outrider.types import KVView
+from outrider.weights.load import load_target
+
+PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 2, 5, 9, 17), 200, 512
+
+
+class Clock:
+    """Repetitions of named pieces of work, in milliseconds."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def run(self, name: str, work: Callable[[], Any], repeat: int) -> None:
+        time.sleep(0.05)  # whoever ran before may still have threads that spin: let them fall asleep
+        work()
+        for _ in range(repeat):
+            start = time.perf_counter()
+            work()
+            self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+
+    def median(self, name: str) -> float:
+        return statistics.median(self.times[name])
+
+    def show(self, name: str, of: str | None = None, per: int = 1) -> None:
+        t = self.times[name]
+        ratio = f"   {self.median(name) / self.median(of):5.2f} x" if of else ""
+        rate = f"   {per / self.median(name) * 1e3:7.0f} tok/s" if per > 1 or of == name else ""
+        print(f"  {name:34s} {self.median(name):8.3f} ms ({min(t):.3f} to {max(t):.3f}){ratio}{rate}")
+
+
+class Ours:
+    def __init__(self, path: str, threads: int | None, isa: str | None):
+        began = time.perf_counter()
+        self.ops = CpuOps(threads, isa)
+        self.config, weights, _ = load_target(path, ops=self.ops)
+        self.model = self.ops.compile(build(self.config, weights, self.ops))
+        isa_name = ("generic", "AVX2", "AVX-512")[self.ops.lib.or_isa()]
+        print(f"{self.ops.threads} threads, {isa_name}, loaded in {time.perf_counter() - began:.2f} s")
+        packed = sum(w.nbytes if hasattr(w, "nbytes") else w.numel() * w.element_size() for w in weights.values())
+        print(f"weights in memory: {packed / 1e6:.0f} MB")
+        self.store = KVStore(self.config, CacheSpec(8, 2048, 32, 512, 16384), self.ops.kv_dtype(torch.float32), "cpu")
+        self.seq, _ = self.store.open([0] * 64, 32, reuse=False)
+        self.store.reserve(self.seq, 2048)
+        self.ids = torch.randint(0, self.config.vocab_size, (PREFILL,), generator=torch.Generator().manual_seed(0))
+
+    def view(self, start: int, rows: int) -> KVView:
+        as_long = lambda values: torch.tensor(values, dtype=torch.int64)  # noqa: E731
+        return self.store.view(
+            as_long([self.seq.slot]), torch.arange(start, start + rows), torch.zeros(rows, dtype=torch.int64),
+            torch.tensor([0, rows], dtype=torch.int32), rows, start + rows,
+        )  # fmt: skip
+
+    def one_pass(self, rows: int) -> None:
+        """What a step of decoding does: view, forward, logits, argmax."""
+        self.model.logits(self.model.forward(self.ids[:rows], self.view(CONTEXT, rows))).argmax(-1)
+
+    def prefill(self) -> None:
+        self.model.logits(self.model.forward(self.ids, self.view(0, PREFILL))[-1:])
+
+    def gate_ups(self, x: torch.Tensor) -> None:
+        for block in self.model.blocks:
+            self.ops.linear(x, block.gate_up)
+
+
+class Peer:
+    """llama.cpp through llama-cpp-python, the same file and the same number of threads."""
+
+    def __init__(self, path: str, threads: int, ids: list[int]):
+        from llama_cpp import Llama
+
+        self.model = Llama(path, n_ctx=1024, n_threads=threads, n_threads_batch=threads, n_batch=PREFILL, n_ubatch=PREFILL, verbose=False)
+        self.ids = ids
+
+    def back_to(self, length: int) -> None:
+        self.model.n_tokens = length
+        self.model._ctx.kv_cache_seq_rm(-1, length, -1)
+
+    def one_pass(self, rows: int) -> None:
+        self.back_to(CONTEXT)
+        self.model.eval(self.ids[:rows])
+
+    def prefill(self) -> None:
+        self.back_to(0)
+        self.model.eval(self.ids)
+
+
+def products(ours: Ours, clock: Clock, repeat: int, numba: Any) -> None:
+    k = ours.config.hidden
+    for rows in PRODUCT_ROWS:
+        x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows))
+        clock.run(f"gate_up of all layers, {rows} rows", lambda x=x: ours.gate_ups(x), repeat)
+        clock.run(f"head, {rows} rows", lambda x=x: ours.ops.logits(x, ours.model.head, None), repeat)
+        if numba is not None and rows in (1, 5, 9):
+            clock.run(f"numba gate_up, {rows} rows", lambda x=x: numba.gate_ups(x), max(3, repeat // 3))
+            clock.run(f"numba head, {rows} rows", lambda x=x: numba.head(x), max(3, repeat // 3))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--isa", choices=("avx512", "avx2", "generic"))
+    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--numba", action="store_true")
+    parser.add_argument("--json", help="append the medians to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)  # torch's own threads would spin beside ours
+    ours, clock, peer, numba = Ours(args.model, args.threads, args.isa), Clock(), None, None
+    if not args.no_peer:
+        try:
+            peer = Peer(args.model, ours.ops.threads, ours.ids.tolist())
+        except ImportError:
+            print("llama-cpp-python is not installed: no peer")
+    if args.numba:
+        from numba_products import NumbaProducts
+
+        numba = NumbaProducts(ours)
+    ours.prefill()
+    if peer is not None:
+        peer.prefill()
+    for _ in range(args.rounds):
+        products(ours, clock, args.repeat, numba)
+        for rows in PASS_ROWS:
+            clock.run(f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows), args.repeat)
+            if peer is not None:
+                clock.run(f"llama.cpp, {rows} rows", lambda rows=rows: peer.one_pass(rows), max(3, args.repeat // 3))
+        clock.run(f"prefill of {PREFILL}", ours.prefill, max(2, args.repeat // 8))
+        if peer is not None:
+            clock.run(f"llama.cpp prefill of {PREFILL}", peer.prefill, 1)
+    print("products")
+    for rows in PRODUCT_ROWS:
+        clock.show(f"gate_up of all layers, {rows} rows", f"gate_up of all layers, {PRODUCT_ROWS[0]} rows")
+    for rows in PRODUCT_ROWS:
+        clock.show(f"head, {rows} rows", f"head, {PRODUCT_ROWS[0]} rows")
+    for name in [n for n in clock.times if n.startswith("numba")]:
+        clock.show(name, name.replace("numba gate_up,", "gate_up of all layers,").replace("numba head", "head"))
+    print(f"one pass at {CONTEXT} tokens of context")
+    for rows in PASS_ROWS:
+        clock.show(f"pass, {rows} rows", f"pass, {PASS_ROWS[0]} rows", rows)
+        if peer is not None:
+            clock.show(f"llama.cpp, {rows} rows", f"llama.cpp, {PASS_ROWS[0]} rows", rows)
+    clock.show(f"prefill of {PREFILL}", per=PREFILL)
+    if peer is not None:
+        clock.show(f"llama.cpp prefill of {PREFILL}", per=PREFILL)
+        one, whole = f"{PASS_ROWS[0]} rows", f"prefill of {PREFILL}"
+        for mine, theirs in ((f"pass, {one}", f"llama.cpp, {one}"), (whole, f"llama.cpp {whole}")):
+            print(f"  {mine}: {clock.median(theirs) / clock.median(mine):.2f} x llama.cpp's speed")
+    if args.json:
+        with open(args.json, "a") as file:
+            file.write(json.dumps({name: clock.median(name) for name in clock.times}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
