@@ -119,14 +119,14 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(title="Milliseconds are median/95th percentile; more in --json", box=box.SIMPLE_HEAD, pad_edge=False)
+    shown = Table(caption="Milliseconds are median/95th percentile; more in --json", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     for name in ("streams", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "cycle", "errors"):
         shown.add_column(name, justify="right", no_wrap=True)
     short = lambda v: f"{v:.0f}" if v >= 100 else f"{v:.1f}"  # noqa: E731
     two = lambda d: f"{short(1e3 * d['p50'])}/{short(1e3 * d['p95'])}"  # noqa: E731
     for r in rows:
         shown.add_row(
-            str(r["concurrency"]), str(r["draft_tokens"]), f"{r['tokens_per_s']:.1f}", f"{r['stream_tokens_per_s']:.1f}", two(r["ttft_s"]),
+            str(r["concurrency"]), str(r["draft_tokens"]), short(r["tokens_per_s"]), short(r["stream_tokens_per_s"]), two(r["ttft_s"]),
             two(r["token_s"]), two(r["wait_s"]), f"{r['tokens_per_cycle']:.2f}" if r["tokens_per_cycle"] else "–", str(r["errors"]),
         )  # fmt: skip
     return shown
