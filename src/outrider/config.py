@@ -19,6 +19,7 @@ class EngineConfig:
     prefill_chunk: int = 512  # prompt tokens between two decode steps
     kv_tokens: int | None = None  # positions of K/V in all; None: every slot can hold max_context, within 2 GiB
     prefix_cache: bool = True
+    graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):

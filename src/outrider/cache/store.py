@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,13 @@ from ..models.config import ModelConfig
 from ..types import GroupName, KVView
 from .pages import Group, OutOfPages, SeqPages
 from .prefix import PrefixCache
+
+
+def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor on the device, without waiting for what runs there."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
 @dataclass(frozen=True)
@@ -59,8 +67,9 @@ class KVStore:
             self.keys[i] = torch.zeros(shape, dtype=dtype, device=self.device)
             self.values[i] = torch.zeros(shape, dtype=dtype, device=self.device)
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
+        # One row more than slots: it stays on the scratch page, for rows that fill up a batch.
         self.tables: dict[GroupName, Tensor] = {
-            name: torch.zeros((spec.slots, width), dtype=torch.int32, device=self.device) for name in self.groups
+            name: torch.zeros((spec.slots + 1, width), dtype=torch.int32, device=self.device) for name in self.groups
         }
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
@@ -85,7 +94,7 @@ class KVStore:
             row.zero_()
             held = seq.pages[name].pages
             if held:
-                row[: len(held)] = torch.tensor(held, dtype=torch.int32, device=self.device)
+                row[: len(held)] = upload(held, torch.int32, self.device)
         self._live[seq.slot] = seq
         return seq, hit
 
@@ -111,7 +120,7 @@ class KVStore:
                 return False
             if added:
                 row = self.tables[name][seq.slot]
-                row[added[0] : added[-1] + 1] = torch.tensor(pages.pages[added[0] :], dtype=torch.int32, device=self.device)
+                row[added[0] : added[-1] + 1] = upload(pages.pages[added[0] :], torch.int32, self.device)
         return True
 
     def commit(self, seq: SeqCache, committed: int) -> None:

@@ -60,6 +60,9 @@ class Scratch:
     def run(self, part: str, batch: int, k: int, context: int) -> None:
         """One verify pass, or one draft, to its end. Sequences that do not fit the cache stand on the scratch page."""
         engine, device = self.engine, self.engine.device
+        if engine.graphs is not None and engine.graphs.broken is None:
+            engine.graphs.probe("verify" if part == "verify" else "draft", batch, k, context)
+            return
         while len(self.caches) < batch:
             self.caches.append(engine.store.open([0], engine.store.spec.page_size, reuse=False)[0])
         for cache in self.caches[:batch]:
@@ -82,8 +85,8 @@ class Scratch:
         view = engine.store.view(slots, length - 1, rows, start, 1, context + k + 1)
         features = engine.features[slots]
         ids = [f"scratch {i}" for i in range(batch)]
-        engine.drafter.propose(
-            DraftBatch(ids, [[0] * (context + 1)] * batch, last, length, features, view, sampling, False, engine.model.ops, engine.model.config.vocab_size), k
-        ).tokens.tolist()
+        tokens = [[0] * (context + 1)] * batch
+        ops, vocab = engine.model.ops, engine.model.config.vocab_size
+        engine.drafter.propose(DraftBatch(ids, tokens, last, length, features, view, sampling, False, ops, vocab), k).tokens.tolist()
         for name in ids:
             engine.drafter.forget(name)

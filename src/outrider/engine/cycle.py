@@ -7,17 +7,24 @@ Nothing here waits for the device. The caller commits: K/V beyond the accepted l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..cache.store import KVStore
 from ..spec.choose import SamplingBatch, accept
-from ..types import Draft, Verdict
+from ..types import Draft, KVView, Verdict
+
+
+class Pages(Protocol):
+    """A cache.store.KVStore, or its tables gathered ahead (engine.graphs)."""
+
+    def view(
+        self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int
+    ) -> KVView: ...
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,7 @@ class Rows:
     offset: Tensor  # int64 [R] 0: the newest token; j: the j-th drafted one
     start: Tensor  # int32 [B + 1]
     limit: Tensor  # int64 [B] the K of each sequence
+    even: bool  # all the same K: rows are a grid, and no gathering is needed
 
     @staticmethod
     @lru_cache(maxsize=512)
@@ -44,7 +52,18 @@ class Rows:
             as_long([j for n in counts for j in range(n)]),
             torch.tensor(start, dtype=torch.int32, device=device),
             as_long(ks),
+            len(set(ks)) == 1,
         )
+
+    def flat(self, grid: Tensor) -> Tensor:
+        """[B, K + 1] -> [R]"""
+        return grid.reshape(-1) if self.even else grid[self.seq, self.offset]
+
+    def positions(self, length: Tensor) -> Tensor:
+        """[R]: where each row's token stands."""
+        if not self.k:
+            return length
+        return (length[:, None] + self.offset[: self.k + 1]).reshape(-1) if self.even else length[self.seq] + self.offset
 
 
 @dataclass
@@ -68,25 +87,29 @@ class CycleOutput:
 
 def cycle(
     model: Any,
-    store: KVStore,
+    store: Pages,
     propose: Callable[[], Draft] | None,
     verify: Callable[[Tensor, Draft, CycleInput], Verdict],
     taps: tuple[int, ...],
     x: CycleInput,
+    override: Callable[[Verdict, Draft, Tensor], Verdict] | None = None,
 ) -> CycleOutput:
+    """override: benchmarks replace the verdict by an assumed one; nobody else may."""
     rows = x.rows
     draft = propose() if propose is not None else empty_draft(x.length)  # tokens [B, K]
-    block = torch.cat((x.last[:, None], draft.tokens), dim=1)  # [B, K + 1]
-    ids = block[rows.seq, rows.offset]  # [R]
-    positions = x.length[rows.seq] + rows.offset  # [R]
+    ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1)) if rows.k else x.last  # [R]
+    positions = rows.positions(x.length)  # [R]
 
     kv = store.view(x.slots, positions, rows.seq, rows.start, rows.k + 1, x.max_context)
     hidden, features = forward(model, ids, kv, taps)  # [R, H], [R, H·(1 + taps)]; K/V written at `positions`
     logits = model.logits(hidden)  # [R, V]
 
     verdict = verify(logits, draft, x)
-    last_row = rows.start[:-1] + verdict.accepted  # [B] the row whose choice is the next newest token
-    return CycleOutput(verdict, features[last_row], logits)
+    if override is not None:
+        verdict = override(verdict, draft, x.length)
+    if rows.k:
+        features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
+    return CycleOutput(verdict, features, logits)
 
 
 def forward(model: Any, ids: Tensor, kv: Any, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -104,15 +127,56 @@ def empty_draft(length: Tensor) -> Draft:
 def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     """The target chooses at every row with noise that depends on (seed, position) alone; a draft is right while it is equal."""
     rows, sampling = x.rows, x.sampling
-    position = x.length[rows.seq] + rows.offset + 1  # of the token being chosen
+    position = rows.positions(x.length) + 1 if sampling.any_hot else x.length  # of the token being chosen; greedy: not read
     mask = x.masks(draft.tokens) if x.masks is not None else None
     z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
     chosen = sampling.choose(z, rows.seq, position, x.ops)  # [R]
+    if not rows.k:
+        none = torch.zeros_like(x.length)
+        return Verdict(none, chosen[:, None], none + 1)
     return accept(spread(chosen, rows, x.length.shape[0]), draft)
 
 
 def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
     """[R, ...] -> [B, K + 1, ...]; the places that a shorter sequence does not have hold 0."""
+    if rows.even:
+        return flat.view(batch, rows.k + 1, *flat.shape[1:])
     grid = flat.new_zeros((batch, rows.k + 1, *flat.shape[1:]))
     grid[rows.seq, rows.offset] = flat
     return grid
+
+
+# ---- what only some requests ask for; these wait for the device ------------------------------------------------------------
+def grammar_masks(matchers: Sequence[Any], ks: Sequence[int], drafts: Tensor, vocab: int) -> Tensor:
+    """bool [R, V]: what each row's grammar (None: anything) allows after the drafted tokens before it."""
+    host, parts = drafts.tolist(), []
+    for matcher, k, tokens in zip(matchers, ks, host):
+        if matcher is None:
+            parts.append(torch.ones((k + 1, vocab), dtype=torch.bool))
+            continue
+        masks, _ = matcher.masks(tokens[:k])
+        part = torch.from_numpy(masks)
+        if part.shape[0] < k + 1:  # rows behind a draft that left the grammar: never reached
+            part = torch.cat((part, torch.ones((k + 1 - part.shape[0], vocab), dtype=torch.bool)))
+        parts.append(part)
+    return torch.cat(parts).to(drafts.device)
+
+
+def logprobs(asked: Sequence[int | None], rows: Rows, logits: Tensor, tokens: list[list[int]]) -> list[list[dict[int, float]] | None]:
+    """Per sequence and emitted token {id: logprob}, the chosen one first, of the model's own distribution."""
+    out: list[list[dict[int, float]] | None] = []
+    start = rows.start.tolist()
+    for i, n in enumerate(asked):
+        if n is None:
+            out.append(None)
+            continue
+        logp = torch.log_softmax(logits[start[i] : start[i + 1]].float(), -1)  # [K_i + 1, V]
+        best = logp.topk(n, dim=-1) if n else None
+        table = []
+        for j in range(logp.shape[0]):
+            entry = {tokens[i][j]: float(logp[j, tokens[i][j]])}
+            if best is not None:
+                entry.update({int(t): float(v) for t, v in zip(best.indices[j], best.values[j])})
+            table.append(entry)
+        out.append(table)
+    return out

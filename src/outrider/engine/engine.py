@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache.store import CacheSpec, KVStore
+from ..cache.store import CacheSpec, KVStore, upload
 from ..config import EngineConfig, SpecConfig
 from ..spec.choose import SamplingBatch
 from ..spec.controller import Controller, SeqView
 from ..spec.drafter import DraftBatch, Drafter
+from ..spec.mtp import MTPDrafter
 from ..spec.ngram import NgramIndex
 from ..types import MAX_DRAFT, Draft, OutriderError, RequestStats
-from .cycle import CycleInput, Rows, cycle, forward, verify_coupled
+from .cycle import CycleInput, Rows, cycle, forward, grammar_masks, logprobs, verify_coupled
+from .graphs import Flight, GraphRunner, plain
 from .metrics import Metrics
 from .scheduler import Chunk, DecodeRow, Request, Scheduler, Seq
 from .text import Detokenizer, Tokenizer
@@ -96,8 +98,14 @@ class Engine:
         self.metrics = Metrics()
         self.taps = drafter.taps if drafter is not None else ()
         width = model.config.hidden * (1 + len(self.taps))
-        self.features = torch.zeros((config.max_batch, width), dtype=model.dtype, device=self.device)
+        self.features = torch.zeros((config.max_batch + 1, width), dtype=model.dtype, device=self.device)  # the last row: padding
         self.verify = VERIFY[spec.verify]
+        self.graphs: GraphRunner | None = None
+        wanted = self.device.type == "cuda" if config.graphs is None else config.graphs
+        if wanted and spec.verify == "coupled" and (drafter is None or isinstance(drafter, MTPDrafter)):
+            self.graphs = GraphRunner(model, self.store, drafter, self.features)
+        self._flight: Flight | None = None  # the cycle that was launched and not yet read
+        self._landed = 0.0
         self._sampling: tuple[tuple[str, ...], SamplingBatch] | None = None
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
@@ -154,13 +162,17 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         began = self.clock()
+        lag = self.graphs is not None and all(self._can_lag(s) for s in self.scheduler.running)
+        if not lag:
+            self._land()
+        for seq in self.scheduler.running:  # what is in flight may end it, or fill its context: wait and see
+            seq.hold = seq.ahead > 0 and (seq.remaining <= 1 or len(seq.tokens) + seq.ahead >= self.max_context)
         plan = self.scheduler.plan(self._choose_drafts)
         for chunk in plan.prefill:
             self._prefill(chunk)
         if plan.prefill:
             self.metrics.prefill_seconds += self.clock() - began
-        if plan.decode:
-            self._decode(plan.decode)
+        self._decode(plan.decode, lag)
         events, self._events = self._events, []
         m = self.metrics
         m.steps += 1
@@ -190,25 +202,36 @@ class Engine:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
         offers: dict[str, int] = {}
         work: Working = seq.extra
-        room = min(seq.remaining - 1, self.max_context - len(seq.tokens) - 1, MAX_DRAFT)
+        room = min(seq.remaining - 1 - (seq.ahead > 0), self.max_context - len(seq.tokens) - seq.ahead - 1, MAX_DRAFT)
         match, asked = 0, seq.request.drafter
         if asked and room > 0:
             if self.drafter is not None and seq.has_features and not seq.drafter_off and asked in (True, self.drafter.name):
                 offers[self.drafter.name] = room
-            if work.ngram is not None and asked in (True, "ngram"):
+            if work.ngram is not None and self._by_ngram(seq):
                 guess, match = work.ngram.propose(room)
                 if guess:
                     offers["ngram"] = len(guess)
         return offers, match
 
+    def _by_ngram(self, seq: Seq) -> bool:
+        """May the n-gram index guess? It needs the newest tokens on the host: beside a drafter that runs inside the graph, one
+        cycle ahead of the host, only when it was asked for by name."""
+        if seq.extra.ngram is None or seq.request.drafter not in (True, "ngram"):
+            return False
+        return self.graphs is None or self.drafter is None or seq.request.drafter == "ngram" or not plain(seq.request.params)
+
+    def _can_lag(self, seq: Seq) -> bool:
+        """May its next cycle be launched before this one was read?"""
+        return plain(seq.request.params) and not self._by_ngram(seq)
+
     def _prefill(self, chunk: Chunk) -> None:
         seq, began = chunk.seq, self.clock()
         end = chunk.start + chunk.count
-        ids = torch.tensor(seq.tokens[chunk.start : end], dtype=torch.int64, device=self.device)
+        ids = upload(seq.tokens[chunk.start : end], torch.int64, self.device)
         positions = torch.arange(chunk.start, end, device=self.device)
         row_seq = torch.zeros_like(ids)
-        row_start = torch.tensor([0, chunk.count], dtype=torch.int32, device=self.device)
-        slots = torch.tensor([seq.cache.slot], device=self.device)
+        row_start = upload([0, chunk.count], torch.int32, self.device)
+        slots = upload([seq.cache.slot], torch.int64, self.device)
         kv = self.store.view(slots, positions, row_seq, row_start, chunk.count, end)
         _, features = forward(self.model, ids, kv, self.taps)
         seq.computed = end
@@ -221,8 +244,41 @@ class Engine:
             seq.has_features = True
         seq.stats.prefill_s += self.clock() - began
 
-    def _decode(self, rows: list[DecodeRow]) -> None:
+    def _decode(self, rows: list[DecodeRow], lag: bool) -> None:
+        """One cycle of these rows: launched as a graph and read at the next step (lag) or now; else eagerly."""
+        key = self.graphs.key(rows) if self.graphs is not None and rows else None
+        if key is None or self.graphs is None or not self.graphs.ready(key):
+            if self._flight is not None:
+                self._land()  # the rows were planned without knowing what it brings: plan anew
+            elif rows:
+                self._decode_eager(rows)
+            return
+        flight = self.graphs.launch(rows, key, self.clock())
+        for row in rows:
+            row.seq.ahead += row.k + 1
+        self._land()
+        self._flight = flight
+        if not lag:
+            self._land()
+
+    def _land(self) -> None:
+        """Read the cycle in flight and commit it. Sequences that have ended or were pre-empted since get nothing."""
+        flight, self._flight = self._flight, None
+        if flight is None or self.graphs is None:
+            return
+        tokens, now = self.graphs.read(flight), self.clock()
+        for i, row in enumerate(flight.rows):
+            if row.seq.cache is flight.caches[i]:
+                row.seq.ahead -= row.k + 1
+                self._commit(row, tokens[i], now, None)
+        drafter = next((r.drafter for r in flight.rows if r.drafter), None)
+        seconds, self._landed = now - max(flight.began, self._landed), now
+        self.controller.observe_step(len(flight.rows), flight.key.k, flight.key.context, seconds, drafter)
+
+    def _decode_eager(self, rows: list[DecodeRow]) -> None:
         began = self.clock()
+        if self.graphs is not None:
+            self.graphs.forget()
         seqs = [r.seq for r in rows]
         as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=self.device)  # noqa: E731
         slots = as_long([s.cache.slot for s in seqs])
@@ -234,7 +290,9 @@ class Engine:
             sampling=self._sampling_batch(seqs),
             ops=self.model.ops,
             max_context=max(len(s.tokens) + r.k for s, r in zip(seqs, rows)),
-            masks=(lambda drafts: self._grammar_masks(rows, drafts)) if any(s.extra.matcher for s in seqs) else None,
+            masks=(lambda drafts: grammar_masks([s.extra.matcher for s in seqs], [r.k for r in rows], drafts, self.model.config.vocab_size))
+            if any(s.extra.matcher for s in seqs)
+            else None,
         )
         k = x.rows.k
         propose = (lambda: self._propose(rows, x, k)) if k else None
@@ -243,7 +301,8 @@ class Engine:
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
         now = self.clock()
-        top = self._logprobs(rows, x, out.logits, out.verdict.tokens) if any(s.request.params.logprobs is not None for s in seqs) else None
+        asked = [s.request.params.logprobs for s in seqs]
+        top = logprobs(asked, x.rows, out.logits, tokens) if any(n is not None for n in asked) else None
         for i, row in enumerate(rows):
             self._commit(row, tokens[i][: counts[i]], now, top[i] if top is not None else None)
         drafter = next((r.drafter for r in rows if r.drafter), None)
@@ -326,42 +385,6 @@ class Engine:
             )  # fmt: skip
             self._sampling = (key, batch)
         return self._sampling[1]
-
-    def _grammar_masks(self, rows: list[DecodeRow], drafts: Tensor) -> Tensor:
-        """bool [R, V]: what each row's grammar allows after the drafted tokens before it."""
-        host, parts = drafts.tolist(), []
-        vocab = self.model.config.vocab_size
-        for i, row in enumerate(rows):
-            matcher = row.seq.extra.matcher
-            if matcher is None:
-                parts.append(torch.ones((row.k + 1, vocab), dtype=torch.bool))
-                continue
-            masks, _ = matcher.masks(host[i][: row.k])
-            part = torch.from_numpy(masks)
-            if part.shape[0] < row.k + 1:  # rows behind a draft that left the grammar: never reached
-                part = torch.cat((part, torch.ones((row.k + 1 - part.shape[0], vocab), dtype=torch.bool)))
-            parts.append(part)
-        return torch.cat(parts).to(self.device)
-
-    def _logprobs(self, rows: list[DecodeRow], x: CycleInput, logits: Tensor, tokens: Tensor) -> list[list[dict[int, float]] | None]:
-        """Per sequence and emitted token {id: logprob}, the chosen one first, of the model's own distribution."""
-        out: list[list[dict[int, float]] | None] = []
-        start, host = x.rows.start.tolist(), tokens.tolist()
-        for i, row in enumerate(rows):
-            n = row.seq.request.params.logprobs
-            if n is None:
-                out.append(None)
-                continue
-            logp = torch.log_softmax(logits[start[i] : start[i + 1]].float(), -1)  # [K_i + 1, V]
-            best = logp.topk(n, dim=-1) if n else None
-            table = []
-            for j in range(row.k + 1):
-                entry = {host[i][j]: float(logp[j, host[i][j]])}
-                if best is not None:
-                    entry.update({int(t): float(v) for t, v in zip(best.indices[j], best.values[j])})
-                table.append(entry)
-            out.append(table)
-        return out
 
     # ---- commit ---------------------------------------------------------------------------------------------------
     def _commit(self, row: DecodeRow, tokens: list[int], now: float, logprobs: list[dict[int, float]] | None) -> None:

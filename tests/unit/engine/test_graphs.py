@@ -1,0 +1,201 @@
+"""Cycles that are launched before the last one was read: the captured function itself, run eagerly on the CPU.
+
+The same engine code drives CUDA graphs; here a replay is a call. Texts must be those of the eager engine, whoever joins,
+leaves, is pre-empted or stops in between.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
+
+from outrider.engine.engine import Engine, Request
+from outrider.engine.graphs import BATCHES, WIDTHS, Graph, GraphRunner, choosing_of, plain
+from outrider.types import MAX_DRAFT, SamplingParams
+
+MODELS = {name: tiny_model(name) for name in ("dense", "edge", "moe", "llama")}
+PARAMS = [{}, {"temperature": 0.7, "seed": 5}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.02}]
+PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
+
+
+def engines(variant: str, clustered: bool = False, **config: Any) -> Engine:
+    drafter = mtp_drafter(MODELS[variant], variant, clustered) if variant != "llama" else None
+    return tiny_engine(variant, drafter, model=MODELS[variant], graphs=True, **config)
+
+
+def alone(variant: str, r: Request) -> list[int]:
+    return run(tiny_engine(variant, model=MODELS[variant]), [Request("alone", r.prompt, r.params, 0, False)])["alone"]
+
+
+def test_it_is_for_gpus() -> None:
+    assert tiny_engine("llama", model=MODELS["llama"]).graphs is None
+    assert WIDTHS[-1] == MAX_DRAFT and BATCHES[-1] == 16
+
+
+@pytest.mark.parametrize("variant", ["dense", "edge", "moe"])
+@pytest.mark.parametrize("params", PARAMS, ids=str)
+def test_the_same_text_at_every_k(variant: str, params: dict[str, Any]) -> None:
+    for k in (0, 1, 2, 5, 16):
+        r = request("a", PROMPT, k=k, **params)
+        engine = engines(variant)
+        assert run(engine, [r])["a"] == alone(variant, r), k
+        assert engine.graphs is not None and engine.graphs._graphs, "no cycle went through a graph"
+        assert (engine.metrics.drafted > 0) == (k > 0)
+
+
+def test_cycles_overlap_and_the_last_one_is_dropped() -> None:
+    """A step returns what the launch before it did. A stop token is seen one cycle late; what came after it is not emitted."""
+    engine = engines("dense")
+    want = alone("dense", request("a", PROMPT, max_tokens=30))
+    stop = want[9]
+    engine.submit(request("a", PROMPT, k=2, max_tokens=30, stop_token_ids=(stop,)))
+    launches, got = 0, []
+    while engine.busy:
+        before = engine._flight
+        got += [t for e in engine.step() for t in e.tokens]
+        launches += engine._flight is not None and engine._flight is not before
+    assert got == want[: want.index(stop) + 1]
+    assert launches == engine.metrics.cycles + 1, "one cycle too many was launched, and it was not counted"
+    engine.check()
+
+
+def test_no_cycle_is_wasted_on_an_answer_of_known_length() -> None:
+    engine = engines("dense")
+    engine.submit(request("a", PROMPT, k=0, max_tokens=7))
+    launches = 0
+    while engine.busy:
+        before = engine._flight
+        engine.step()
+        launches += engine._flight is not None and engine._flight is not before
+    assert launches == 7
+
+
+sampling = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.7, 1.3]),
+        "seed": st.integers(0, 2**40),
+        "top_p": st.sampled_from([1.0, 0.8]),
+        "top_k": st.sampled_from([0, 10]),
+        "min_p": st.sampled_from([0.0, 0.05]),
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.0, 1.3]),  # some need the eager cycle: the engine goes to and fro
+        "stop_token_ids": st.sampled_from([(), (5, 9, 17)]),
+        "max_tokens": st.integers(1, 20),
+    }
+)
+one = st.tuples(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), sampling, st.sampled_from([None, 0, 1, 2, 4, 7, 16]),
+    st.sampled_from([True, True, True, False, "ngram"]), st.integers(0, 6), st.sampled_from([None, None, None, 8]),
+)  # fmt: skip
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.sampled_from(sorted(MODELS)), st.lists(one, min_size=1, max_size=8), st.integers(2, 8), st.booleans(), st.booleans())
+def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bool, reuse: bool) -> None:
+    """Requests join, leave, are aborted and pre-empted while cycles are in flight."""
+    engine = engines(variant, True, max_batch=max_batch, kv_tokens=96 if tight else None, k=3, prefix_cache=reuse)
+    waiting = [(at, gone, request(str(i), prompt, k=k, drafter=d, **p)) for i, (prompt, p, k, d, at, gone) in enumerate(jobs)]
+    got: dict[str, list[int]] = {r.id: [] for _, _, r in waiting}
+    ended: dict[str, str] = {}
+    for step in range(2000):
+        for at, gone, r in waiting:
+            if at == step:
+                engine.submit(r)
+            if gone == step:
+                engine.abort(r.id)
+        if step > 8 and not engine.busy:
+            break
+        for event in engine.step():
+            assert event.id not in ended, "an event after the last one"
+            got[event.id] += event.tokens
+            if event.finish_reason:
+                ended[event.id] = event.finish_reason
+        engine.check()
+    assert not engine.busy
+    for _, _, r in waiting:
+        want = alone(variant, r)
+        assert got[r.id] == (want if ended.get(r.id) != "abort" else want[: len(got[r.id])]), r
+
+
+def test_the_context_fills_to_its_end() -> None:
+    """In flight cycles must not write past the table, nor ask for pages that can never be had."""
+    for k in (0, 3, 16):
+        engine = engines("dense", max_context=64, kv_tokens=72, max_batch=2)
+        eager = tiny_engine("dense", model=MODELS["dense"], max_context=64, kv_tokens=72)
+        want = run(eager, [request("b", PROMPT, k=0, drafter=False, max_tokens=500)])["b"]
+        assert run(engine, [request("a", PROMPT, k=k, max_tokens=500)])["a"] == want
+        assert engine.scheduler.preemptions == 0
+
+
+def test_ngram_drafts_go_through_a_graph_too() -> None:
+    engine = engines("llama")
+    r = request("a", [4, 5, 6, 7] * 6, k=4, max_tokens=40)
+    assert run(engine, [r])["a"] == alone("llama", r)
+    assert engine.graphs is not None and any(key.source == "host" for key in engine.graphs._graphs)
+
+
+def test_what_needs_history_is_left_to_the_eager_cycle() -> None:
+    assert plain(SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(4,)))
+    for p in (
+        SamplingParams(repetition_penalty=1.1), SamplingParams(presence_penalty=0.1), SamplingParams(frequency_penalty=0.1),
+        SamplingParams(logit_bias={1: 1.0}), SamplingParams(bad_words=((1,),)), SamplingParams(min_tokens=1), SamplingParams(logprobs=0),
+        SamplingParams(grammar=object()),
+    ):  # fmt: skip
+        assert not plain(p)
+
+
+def test_how_candidates_are_found() -> None:
+    hot = {"temperature": 1.0}
+    assert choosing_of([SamplingParams(top_k=5)]) == "greedy"
+    assert choosing_of([SamplingParams(), SamplingParams(**hot)]) == "hot"
+    assert choosing_of([SamplingParams(**hot, top_k=64, top_p=0.9)]) == "head 64"
+    assert choosing_of([SamplingParams(**hot, min_p=0.1)]) == "head 64"
+    assert choosing_of([SamplingParams(**hot, top_k=65)]) == "head 1024"
+    assert choosing_of([SamplingParams(**hot, top_p=0.9), SamplingParams(**hot, top_k=5)]) == "sort"
+    assert choosing_of([SamplingParams(**hot, top_k=5000)]) == "sort"
+
+
+def test_a_failing_capture_leaves_the_eager_cycle(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engines("dense")
+    assert engine.graphs is not None
+    calls = 0
+
+    def fail(self: GraphRunner, key: Any) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls < 4:
+            return ready(self, key)
+        self.broken = "no memory"
+        return False
+
+    ready = GraphRunner.ready
+    monkeypatch.setattr(GraphRunner, "ready", fail)
+    r = request("a", PROMPT, k=3)
+    assert run(engine, [r])["a"] == alone("dense", r)
+    assert calls == 4
+
+
+def test_probes_leave_the_sequences_alone() -> None:
+    engine = engines("dense")
+    r = request("a", PROMPT, k=2)
+    engine.submit(r)
+    got = [t for _ in range(3) for e in engine.step() for t in e.tokens]
+    assert engine.graphs is not None
+    with torch.inference_mode():
+        for part in ("verify", "draft"):
+            engine.graphs.probe(part, 2, 4, 100)  # type: ignore[arg-type]
+    while engine.busy:
+        got += [t for e in engine.step() for t in e.tokens]
+    assert got == alone("dense", r)
+
+
+def test_a_graph_without_a_gpu_is_the_function() -> None:
+    seen: list[int] = []
+    graph = Graph(lambda: seen.append(1) or len(seen), torch.device("cpu"))
+    graph.replay()
+    graph.replay()
+    assert graph.result == 2 and len(seen) == 2
