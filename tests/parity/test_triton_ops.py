@@ -54,12 +54,12 @@ def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -
     near(ops.linear(x, w, bias), REF.linear(x, w, bias))
 
 
-@pytest.mark.parametrize("splits", [2, 3])
-def test_linear_split(ops: TritonOps, splits: int) -> None:
+@pytest.mark.parametrize("splits,slices", [(2, 1), (3, 1), (1, 4), (2, 4)])
+def test_linear_split(ops: TritonOps, splits: int, slices: int) -> None:
     """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call."""
     x, w = rand(18, 160), rand(48, 160, seed=1)
     for _ in range(2):
-        near(skinny(x, w, ops.seen, tile=Tile(16, 32, splits, 2)), REF.linear(x, w))
+        near(skinny(x, w, ops.seen, tile=Tile(16, 32 // slices, splits, 2, slices=slices)), REF.linear(x, w))
         assert int(ops.seen.abs().sum()) == 0
 
 
@@ -74,6 +74,7 @@ def test_gated(ops: TritonOps, act: str) -> None:
     """Gate and up swapped, or read from the wrong rows; the activation's tails."""
     x, w = rand(3, 64, scale=3.0), rand(96, 64, seed=1)
     near(ops.gated_linear(x, w, act), REF.gated_linear(x, w, act))
+    near(skinny(x, w, ops.seen, gated=True, act=act, tile=Tile(16, 16, 1, 2, slices=4)), REF.gated_linear(x, w, act))
     y = rand(3, 4, 48, seed=2)[:, 1]
     near(ops.linear_act_mul(x, w[:48], y, act), REF.linear_act_mul(x, w[:48], y, act))
     near(ops.act_mul(x[:, :48], y, act), REF.act_mul(x[:, :48], y, act))
@@ -85,11 +86,12 @@ def test_logits(ops: TritonOps) -> None:
     near(ops.logits(x, w, None), REF.logits(x, w, None))
 
 
+@pytest.mark.parametrize("slices", [1, 4])
 @pytest.mark.parametrize("rows", [1, 3, 17, 33])
-def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
+def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int, slices: int) -> None:
     """The guarantee behind 'lossless': a row's bits are the same in any company."""
     x, w = rand(40, 96), rand(64, 96, seed=1)
-    tile = Tile(16, 32, 3, 2)
+    tile = Tile(16, 32 // slices, 3, 2, slices=slices)
     whole = skinny(x, w, ops.seen, tile=tile)
     assert torch.equal(skinny(x[:rows], w, ops.seen, tile=tile), whole[:rows])
 
@@ -173,12 +175,12 @@ def test_attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int
 
 
 def test_attend_long() -> None:
-    """Past the fine splits: an off-by-one where the coarse ones begin; more splits than one combine block."""
-    cut = Cut(16, fine=32, fine_splits=4, coarse=64)
-    spec = AttnSpec(2, 1, 16, 0, True, scale=0.5)
-    for spans in ([(127, 1)], [(126, 4)], [(1200, 2)]):
+    """Past the fine splits: an off-by-one where longer ones begin; more splits than one combine block; slices of the head."""
+    cut = Cut(16, 32, near=128, mid=64, far=512, coarse=128)
+    spec = AttnSpec(2, 1, 64, 0, True, scale=0.5)
+    for spans in ([(127, 1)], [(126, 4)], [(510, 3)], [(1200, 2)]):
         kv = cache(spec, spans, 16)
-        q = rand(kv.positions.shape[0], 32, seed=4)
+        q = rand(kv.positions.shape[0], 128, seed=4)
         near(attend(q, spec, kv, False, cut), REF.attend(q, spec, kv))
 
 

@@ -4,7 +4,8 @@ The queries of a sequence and the heads that share a K/V head are packed into th
 keys are cut into splits at absolute positions, so that a row's sum has the same order whatever else is in the batch: a
 block of keys that a row cannot see leaves its state bitwise unchanged (weights exactly 0, rescaling exactly 1). A second
 kernel combines the splits that a row can see, in order. The sum of weights is a matrix product too: its order, unlike that
-of a reduction, does not follow from the tile's shape.
+of a reduction, does not follow from the tile's shape. Scores are a batched product over slices of the head, one a warp:
+otherwise every warp would hold the whole query and walk the whole chain of dependent instructions.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ...types import AttnSpec, KVView
 from .common import start
 
 INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
+PREFILL_KEYS = 32  # keys a block of a prompt chunk
 PREFILL_ROWS = 64  # more rows than this of one sequence: a prompt chunk
 
 
@@ -28,17 +30,42 @@ class Cut:
     """How keys are cut. A function of the layer: never of the rows, the batch or the length."""
 
     bn: int  # keys a block; one block's weights are computed together
+    fine: int = 64  # keys a split
     warps: int = 4
     stages: int = 2
-    fine: int = 128  # keys a split; full layers use fine splits for the first fine_splits of them
-    fine_splits: int = 16
-    coarse: int = 512  # keys a split beyond that: bounds the partial results at long contexts
+    slices: int = 4  # of the head: 1, or one a warp
+    # Full layers: splits of `fine` keys up to `near`, of `mid` up to `far`, then of `coarse`. Short contexts need many
+    # programs; long ones have them anyway, and the partial results must stay bounded.
+    near: int = 1024
+    mid: int = 128
+    far: int = 8192
+    coarse: int = 1024
 
 
-def choose_cut(dim: int, dtype: torch.dtype) -> Cut:
+def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
     if dtype == torch.float32:
-        return Cut(16, warps=8)
-    return Cut(32 if dim > 256 else 64)
+        return Cut(16, 128, warps=8, slices=1)
+    if spec.window is None:
+        return Cut(32, 32)
+    return Cut(32, 64 if spec.kv_heads >= 8 else 32)
+
+
+@triton.jit
+def _bounds(slot, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr):
+    """The keys of a full layer's split."""
+    near: tl.constexpr = NEAR // FINE
+    far: tl.constexpr = near + (FAR - NEAR) // MID
+    begin = tl.minimum(slot, near) * FINE + tl.minimum(tl.maximum(slot - near, 0), far - near) * MID + tl.maximum(slot - far, 0) * COARSE
+    return begin, begin + tl.where(slot < near, FINE, tl.where(slot < far, MID, COARSE))
+
+
+@triton.jit
+def _split_of(key, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr):
+    """The split that holds a key."""
+    near: tl.constexpr = NEAR // FINE
+    far: tl.constexpr = near + (FAR - NEAR) // MID
+    beyond = tl.where(key < FAR, near + tl.maximum(key - NEAR, 0) // MID, far + tl.maximum(key - FAR, 0) // COARSE)
+    return tl.where(key < NEAR, key // FINE, beyond)
 
 
 @triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
@@ -46,7 +73,8 @@ def attend_kernel(
     q, keys, values, table, positions, row_start, out, part, part_ml,
     table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, FINE: tl.constexpr, FINE_SPLITS: tl.constexpr, COARSE: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
+    FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot, b = tl.program_id(0), tl.program_id(2)
@@ -70,27 +98,38 @@ def attend_kernel(
                 split_from = (tl.maximum(tl.load(positions + first) - WINDOW + 1, 0) // FINE + slot) * FINE
                 split_to = split_from + FINE
             else:
-                coarse = tl.maximum(slot - FINE_SPLITS, 0)
-                split_from = (tl.minimum(slot, FINE_SPLITS) * FINE + coarse * COARSE).to(tl.int64)
-                split_to = split_from + tl.where(slot < FINE_SPLITS, FINE, COARSE)
+                split_from, split_to = _bounds(slot, FINE, MID, COARSE, NEAR, FAR)
             key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
         if key_from < key_to:
             d = tl.arange(0, DP)
             d_ok = d < D
-            query = tl.load(q + row[:, None] * (HEADS * D) + head[:, None] * D + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+            DS: tl.constexpr = DP // SLICES
+            if SLICES > 1:
+                ds = (tl.arange(0, SLICES) * DS)[:, None, None] + tl.arange(0, DS)[None, None, :]
+                from_q = q + (row * (HEADS * D) + head * D)[None, :, None] + ds
+                query = tl.load(from_q, mask=ok[None, :, None] & (ds < D), other=0.0)  # [SLICES, BQ, DS]
+            else:
+                from_q = q + (row * (HEADS * D) + head * D)[:, None] + d[None, :]
+                query = tl.load(from_q, mask=ok[:, None] & d_ok[None, :], other=0.0)
             top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
-            total = tl.zeros((BQ, 16), dtype=tl.float32)
+            # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
+            WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
+            total = tl.zeros((BQ, WIDE), dtype=tl.float32)
             acc = tl.zeros((BQ, DP), dtype=tl.float32)
-            ones = tl.full((BN, 16), 1.0, dtype=values.dtype.element_ty)
+            ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
             for k in range(key_from, key_to, BN):
                 key = k + tl.arange(0, BN)
                 live = key < key_to
                 page = tl.load(table + b * table_stride + key // PAGE, mask=live, other=0).to(tl.int64)
                 at_key = page * page_stride + (kv_head * PAGE + key % PAGE) * D
-                mask = live[:, None] & d_ok[None, :]
-                kt = tl.load(keys + at_key[:, None] + d[None, :], mask=mask, other=0.0)
-                vt = tl.load(values + at_key[:, None] + d[None, :], mask=mask, other=0.0)
-                s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
+                if SLICES > 1:
+                    kt = tl.load(keys + at_key[None, :, None] + ds, mask=live[None, :, None] & (ds < D), other=0.0)
+                    vt = tl.load(values + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
+                    s = tl.sum(tl.dot(query, tl.permute(kt, (0, 2, 1)), input_precision=PREC), 0) * scale
+                else:
+                    kt = tl.load(keys + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
+                    vt = tl.load(values + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
+                    s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
                 seen = (key[None, :] <= at[:, None]) & live[None, :]
                 if WINDOW > 0:
                     seen = seen & (key[None, :] > at[:, None] - WINDOW)
@@ -102,7 +141,7 @@ def attend_kernel(
                 acc = tl.dot(p, vt, acc * fade, input_precision=PREC)
                 total = tl.dot(p, ones, total * fade, input_precision=PREC)
                 top = new
-            mass = tl.max(total, 1)  # all 16 columns are equal
+            mass = tl.max(total, 1)  # all columns are equal
             if SPLIT:
                 to = (row * HEADS + head) * slots + slot
                 tl.store(part + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & d_ok[None, :])
@@ -116,10 +155,11 @@ def attend_kernel(
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["positions", "row_seq", "row_start"])
 def combine_kernel(
     part, part_ml, out, positions, row_seq, row_start, slots,
-    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, WINDOW: tl.constexpr,
-    FINE: tl.constexpr, FINE_SPLITS: tl.constexpr, COARSE: tl.constexpr, SB: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
+    FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+    SB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row a program. Blocks of SB splits start at the row's own first split."""
+    """A piece of one head of one row a program. Blocks of SB splits start at the row's own first split."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     start(PDL)
     at = tl.load(positions + row)
@@ -129,10 +169,9 @@ def combine_kernel(
         hi = at // FINE + 1 - origin
     else:
         lo = at * 0
-        late = tl.maximum(at - FINE_SPLITS * FINE, -COARSE)  # floor division is exact from -COARSE on
-        hi = tl.where(at < FINE_SPLITS * FINE, at // FINE + 1, FINE_SPLITS + late // COARSE + 1)
+        hi = _split_of(at, FINE, MID, COARSE, NEAR, FAR) + 1
     base = (row * HEADS + head) * slots
-    d = tl.arange(0, DP)
+    d = tl.program_id(2) * BD + tl.arange(0, BD)
     d_ok = d < D
     i = tl.arange(0, SB)
     top = tl.full((SB,), float("-inf"), dtype=tl.float32)
@@ -140,7 +179,7 @@ def combine_kernel(
         top = tl.maximum(top, tl.load(part_ml + (base + s + i) * 2, mask=s + i < hi, other=float("-inf")))
     best = tl.max(top, 0)
     mass = tl.zeros((SB,), dtype=tl.float32)
-    acc = tl.zeros((SB, DP), dtype=tl.float32)
+    acc = tl.zeros((SB, BD), dtype=tl.float32)
     for s in range(lo, hi, SB):
         ok = s + i < hi
         weight = tl.exp2(tl.load(part_ml + (base + s + i) * 2, mask=ok, other=float("-inf")) - best)
@@ -153,17 +192,18 @@ def combine_kernel(
 
 def split_count(spec: AttnSpec, kv: KVView, cut: Cut) -> int:
     """Slots that cover every key any row of this pass can see: a host number, so that a captured grid stays valid."""
+    length = kv.max_context
     if spec.window is not None:
-        return min(triton.cdiv(kv.max_context, cut.fine), (spec.window + kv.max_rows - 2) // cut.fine + 2)
-    fine = min(cut.fine_splits, triton.cdiv(kv.max_context, cut.fine))
-    return fine + triton.cdiv(max(0, kv.max_context - cut.fine_splits * cut.fine), cut.coarse)
+        return min(triton.cdiv(length, cut.fine), (spec.window + kv.max_rows - 2) // cut.fine + 2)
+    pieces = ((min(length, cut.near), cut.fine), (min(length, cut.far) - cut.near, cut.mid), (length - cut.far, cut.coarse))
+    return sum(triton.cdiv(keys, size) for keys, size in pieces if keys > 0)
 
 
 def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None) -> Tensor:
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
-    cut = cut or choose_cut(dim, q.dtype)
+    cut = cut or choose_cut(spec, q.dtype)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded, wide = triton.next_power_of_2(dim), q.dtype == torch.float32
@@ -174,17 +214,19 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     part = torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if split else out
     part_ml = torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if split else out
     same = dict(
-        HEADS=spec.heads, D=dim, DP=padded, WINDOW=spec.window or 0, FINE=cut.fine, FINE_SPLITS=cut.fine_splits, COARSE=cut.coarse,
+        HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
         PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     attend_kernel[(slots, spec.kv_heads * triton.cdiv(packed, bq), batch)](
         q, keys, values, table, kv.positions, kv.row_start, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
-        KV_HEADS=spec.kv_heads, PAGE=kv.page_size, BQ=bq, BN=cut.bn, SPLIT=split, PREC="tf32x3" if wide else "tf32",
+        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=bq, BN=cut.bn if split or wide else PREFILL_KEYS,
+        SLICES=cut.slices if split else 1, SPLIT=split, PREC="tf32x3" if wide else "tf32",
         num_warps=cut.warps if split or padded <= 128 else 8, num_stages=cut.stages, **same,
     )  # fmt: skip
     if split:
-        combine_kernel[(rows, spec.heads)](
-            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots, SB=16, num_warps=4, **same
+        piece = min(padded, 128)
+        combine_kernel[(rows, spec.heads, triton.cdiv(dim, piece))](
+            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots, BD=piece, SB=16, num_warps=4, **same
         )
     return out

@@ -1,15 +1,15 @@
 """Skinny products y = x · wᵀ for 1..272 rows, row-invariant: a row's result never depends on how many rows there are.
 
-The order of the sum over the inner dimension is fixed by (N, K) alone: 16 columns a matrix instruction, in order, within
-each of `splits` spans; the spans' partial sums are added in order by the program that finishes last. Only the number of
-rows of a tile (16, 32, 64) follows from the number of rows, and a matrix instruction treats its rows independently.
-At these row counts the weights are the cost, so tiles of the same weight columns run next to each other and share L2.
+The order of the sum over the inner dimension is fixed by (N, K) alone. A chunk of it is cut into `slices` of `bk` columns,
+one a warp: a chain of dependent matrix instructions (16 columns, some 30 ns each) is what a short product waits for, and
+so the warps of a program share the chain instead of each walking all of it. A slice's steps are added in order, the slices
+at the end; `splits` spans are added in order by the program that finishes last. Only the rows of a tile (16, 32, 64) follow
+from the number of rows, and a matrix instruction treats its rows independently.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
 import torch
 import triton
@@ -17,62 +17,104 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
+from .tiles import Tile, choose_tile
 
+LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
+SHARED = 226 << 10  # bytes of shared memory a program may take
 MAX_ROWS = 272  # 16 sequences of 17 rows; beyond it a pass is compute-bound and belongs to cuBLAS
-
-
-@dataclass(frozen=True)
-class Tile:
-    """How one weight matrix is cut. A function of (N, K, gated, dtype): never of the rows."""
-
-    bn: int
-    bk: int
-    splits: int
-    stages: int
-    warps: int = 4
-
-
-@lru_cache(maxsize=4096)
-def choose_tile(n: int, k: int, gated: bool, bytes_per: int) -> Tile:
-    """Enough programs to cover 132 multiprocessors about twice, each with enough bytes in flight."""
-    if bytes_per == 4:
-        return Tile(32, 64, 1, 2)
-    bk = 128 if k >= 1024 else 64
-    bn = 64
-    while bn > 16 and (n // bn) * (2 if gated else 1) < 264 and k < 4096:
-        bn //= 2
-    tiles = triton.cdiv(n, bn)
-    splits = 1
-    if not gated and tiles < 200 and k >= 2048:
-        splits = max(1, min(8, round(330 / tiles), k // 512))
-    return Tile(bn, bk, splits, 4)
 
 
 @triton.jit(do_not_specialize=["M", "splits"])
 def linear_kernel(
     x, w, bias, mul, out, part, seen,
     M, N, K, x_stride, mul_stride, k_span, splits, softcap,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
-    EVEN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr,
+    EVEN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N]."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows = pid_m * BM + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
-    ks = tl.arange(0, BK)
     k_from = split * k_span
     k_to = tl.minimum(k_from + k_span, K)
     # Columns past the end repeat the last one: loads stay unmasked, and the copies are never stored.
     w_row = tl.minimum(cols, N - 1).to(tl.int64) * K
     if PDL:
-        gdc_launch_dependents()
+        if not LATE:
+            gdc_launch_dependents()
         if AHEAD > 0:
             lines = k_from + tl.arange(0, AHEAD) * 64  # bf16: 64 columns a line
             prefetch(w + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
             if GATED:
                 prefetch(w + N.to(tl.int64) * K + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
         gdc_wait()
+    if SLICES > 1:
+        acc, up = _sliced(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, SLICES, GATED, EVEN, PREC)
+    else:
+        acc, up = _whole(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, GATED, EVEN, PREC)
+    if PDL:
+        if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
+            gdc_launch_dependents()
+
+    if SPLIT:
+        # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
+        tile = pid_n * tl.num_programs(0) + pid_m
+        at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+        base = part + tile.to(tl.int64) * splits * (BM * BN)
+        tl.store(base + split * (BM * BN) + at, acc)
+        tl.debug_barrier()
+        done = tl.atomic_add(seen + tile, 1, sem="acq_rel")
+        if done == splits - 1:
+            tl.debug_barrier()
+            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            for s in range(splits):
+                acc += tl.load(base + s * (BM * BN) + at, cache_modifier=".cg")
+            tl.store(seen + tile, 0)
+            _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+    else:
+        _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+
+
+@triton.jit
+def _sliced(
+    x, w, rows, w_row, k_from, k_to, M, N, K, x_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """A batched product whose batch is the slices: one warp each."""
+    at = (tl.arange(0, SLICES) * BK)[:, None, None] + tl.arange(0, BK)[None, None, :]
+    x_ptr = x + rows[None, :, None].to(tl.int64) * x_stride + at
+    w_ptr = w + w_row[None, :, None] + at
+    u_ptr = w_ptr
+    if GATED:
+        u_ptr = w_ptr + N.to(tl.int64) * K
+    row_ok = rows[None, :, None] < M
+    acc = tl.zeros((SLICES, BM, BN), dtype=tl.float32)
+    up = tl.zeros((SLICES, BM, BN), dtype=tl.float32)
+    for k in range(k_from, k_to, SLICES * BK):
+        if EVEN:
+            a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
+            b = tl.load(w_ptr + k)
+        else:
+            a = tl.load(x_ptr + k, mask=row_ok & (at < k_to - k), other=0.0)
+            b = tl.load(w_ptr + k, mask=at < k_to - k, other=0.0)
+        acc = tl.dot(a, tl.permute(b, (0, 2, 1)), acc, input_precision=PREC)
+        if GATED:
+            if EVEN:
+                c = tl.load(u_ptr + k)
+            else:
+                c = tl.load(u_ptr + k, mask=at < k_to - k, other=0.0)
+            up = tl.dot(a, tl.permute(c, (0, 2, 1)), up, input_precision=PREC)
+    return tl.sum(acc, 0), tl.sum(up, 0)
+
+
+@triton.jit
+def _whole(
+    x, w, rows, w_row, k_from, k_to, M, N, K, x_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    ks = tl.arange(0, BK)
     x_ptr = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
     w_ptr = w + w_row[:, None] + ks[None, :]
     u_ptr = w_ptr
@@ -96,24 +138,7 @@ def linear_kernel(
             else:
                 c = tl.load(u_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
             up = tl.dot(a, tl.trans(c), up, input_precision=PREC)
-
-    if SPLIT:
-        # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
-        tile = pid_n * tl.num_programs(0) + pid_m
-        at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-        base = part + tile.to(tl.int64) * splits * (BM * BN)
-        tl.store(base + split * (BM * BN) + at, acc)
-        tl.debug_barrier()
-        done = tl.atomic_add(seen + tile, 1, sem="acq_rel")
-        if done == splits - 1:
-            tl.debug_barrier()
-            acc = tl.zeros((BM, BN), dtype=tl.float32)
-            for s in range(splits):
-                acc += tl.load(base + s * (BM * BN) + at, cache_modifier=".cg")
-            tl.store(seen + tile, 0)
-            _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
-    else:
-        _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+    return acc, up
 
 
 @triton.jit
@@ -139,24 +164,30 @@ def _finish(
 
 
 def for_rows(tile: Tile, rows: int, gated: bool) -> tuple[int, Tile]:
-    """Rows of a tile, and the cut that fits them. Spans and the order within them stay as they are. Two warps at 64 rows keep
-    the compiler on the same matrix instruction as at 16 and 32."""
-    if rows <= 32:
-        return (16 if rows <= 16 else 32), tile
-    return 64, replace(tile, bn=min(tile.bn, 32 if gated else 64), bk=min(tile.bk, 64), warps=2)
+    """Rows of a tile, and the cut that fits them: slices, their width and the spans stay as they are. More rows want more
+    columns a program (each program reads all rows) and leave less shared memory. Unsliced, two warps at 64 rows keep the
+    compiler on the same matrix instruction as at 16 and 32."""
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    if tile.slices == 1:
+        return bm, tile if bm < 64 else replace(tile, bn=min(tile.bn, 32 if gated else 64), bk=min(tile.bk, 64), warps=2)
+    sides = 2 if gated else 1
+    bn = max(16, 32 // sides) if bm == 64 else max(tile.bn, 32) if bm == 32 else tile.bn
+    chunk = (bm + bn * sides) * tile.bk * tile.slices * 2  # bytes a stage
+    return bm, replace(tile, bn=bn, stages=max(2, min(tile.stages, SHARED // chunk)))
 
 
 def skinny(
     x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
-    tile: Tile | None = None, ahead: int = 4,
+    tile: Tile | None = None, ahead: int = 4, late: int = LATE_BYTES,
 ) -> Tensor:  # fmt: skip
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
     if x.stride(1) != 1:
         x = x.contiguous()
     tile = tile or choose_tile(n, k, gated, w.element_size())
-    span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
+    chunk = tile.bk * tile.slices
+    span = triton.cdiv(triton.cdiv(k, tile.splits), chunk) * chunk
     splits = triton.cdiv(k, span)
     bm, tile = for_rows(tile, rows, gated)
     out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
@@ -165,9 +196,9 @@ def skinny(
     linear_kernel[grid](
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, splits, float(softcap or 0.0),
-        BM=bm, BN=tile.bn, BK=tile.bk, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None,
-        EVEN=k % tile.bk == 0, SPLIT=splits > 1, PREC="tf32x3" if x.dtype == torch.float32 else "tf32", PDL=pdl,
-        AHEAD=ahead if pdl and w.element_size() == 2 else 0, num_warps=tile.warps, num_stages=tile.stages,
-        **({"launch_pdl": True} if pdl else {}),
+        BM=bm, BN=tile.bn, BK=tile.bk, SLICES=tile.slices, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None,
+        SOFTCAP=softcap is not None, EVEN=k % chunk == 0, SPLIT=splits > 1, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
+        PDL=pdl, AHEAD=ahead if pdl and w.element_size() == 2 else 0, LATE=pdl and w.numel() * w.element_size() >= late,
+        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
