@@ -119,7 +119,9 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    shown = Table(caption="Milliseconds are median/95th percentile; more in --json", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
+    shown = Table(
+        caption="Milliseconds are median/95th percentile; more in --json", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
+    )
     for name in ("streams", "draft", "tok/s", "each", "first ms", "token ms", "wait ms", "cycle", "errors"):
         shown.add_column(name, justify="right", no_wrap=True)
     short = lambda v: f"{v:.0f}" if v >= 100 else f"{v:.1f}"  # noqa: E731
