@@ -1,13 +1,15 @@
 """Cycles on a GPU with dummy weights: a whole cycle captured as one CUDA graph, timed, and set against the memory limit.
 
 Speed does not depend on what the weights say, so no checkpoint is needed; acceptance does, so it is always an assumption
-here and is marked as synthetic. `Rig` builds one size; `rig.graph(batch, k, context)` captures a cycle of it.
+here and is marked as synthetic. `Rig` builds one size; `rig.graph(seqs, k, context, bound)` captures the engine's own step.
 """
 
 from __future__ import annotations
 
+import gc
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -16,16 +18,13 @@ import torch
 from torch import Tensor
 
 from ..cache.store import CacheSpec, KVStore
-from ..engine.cycle import CycleInput, Rows, cycle, verify_coupled
-from ..engine.graphs import Graph, memory_pool
+from ..engine.graphs import Graph, Inputs, Key, State, decode_step, memory_pool
 from ..models import build
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.gemma4_assistant import Gemma4Assistant
 from ..models.known import KNOWN
-from ..spec.choose import SamplingBatch
-from ..spec.drafter import DraftBatch
 from ..spec.mtp import MTPDrafter
-from ..types import Draft, OutriderError, SamplingParams
+from ..types import Draft, OutriderError, Verdict
 from ..weights.load import dummy_weights
 
 SIZES = {s: f"google/gemma-4-{s}-it" for s in ("31B", "12B", "26B-A4B", "E4B", "E2B")}
@@ -38,11 +37,25 @@ class Captured:
     """One graph, and the tensors it reads and writes."""
 
     graph: Graph
-    last: Tensor  # int64 [B]
-    length: Tensor  # int64 [B]
-    tokens: Tensor  # int64 [B, K + 1]
-    counts: Tensor  # int64 [B]
+    state: State
+    slots: Tensor  # int64 [B]
+    out: Tensor  # int64 [B, K + 2]
     capture_s: float
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [B, K + 1]"""
+        return self.out[:, :-1]
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [B]"""
+        return self.out[:, -1]
+
+    @property
+    def length(self) -> Tensor:
+        """int64 [B], a copy"""
+        return self.state.length.index_select(0, self.slots)
 
     @property
     def logits(self) -> Tensor:
@@ -58,6 +71,13 @@ class Captured:
 def time_ms(fn: Callable[[], Any], repeats: int = 20, warm: int = 3) -> float:
     for _ in range(warm):
         fn()
+    if not torch.cuda.is_available():  # only to try the benchmark itself
+        seconds = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            fn()
+            seconds.append(time.perf_counter() - began)
+        return median(seconds) * 1e3
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for begin, end in marks:
         begin.record()
@@ -73,8 +93,8 @@ def shallow(raw: dict[str, Any], layers: int) -> dict[str, Any]:
     shared = text["num_kv_shared_layers"]
     text["num_hidden_layers"], text["layer_types"] = layers, text["layer_types"][:layers]
     text["num_kv_shared_layers"] = 0 if not shared else max(1, layers // 6)
-    if shared and len(set(text["layer_types"][: layers - text["num_kv_shared_layers"]])) < 2:
-        raise OutriderError(f"{layers} layers are too few for a model that shares K/V: take more")
+    if len(set(text["layer_types"][: layers - text["num_kv_shared_layers"]])) < 2:
+        raise OutriderError(f"{layers} layers do not hold both kinds of attention with K/V of their own: take more")
     return {**raw, "text_config": text}
 
 
@@ -84,7 +104,7 @@ class Rig:
     def __init__(
         self, raw: Mapping[str, Any], drafter: Mapping[str, Any] | None, ops: Any, device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None, seed: int = 0,
-        page_size: int = 16,
+        page_size: int = 16, chunk: int = 1024,
     ):  # fmt: skip
         """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all."""
         self.raw, self.ops, self.device = raw, ops, torch.device(device)
@@ -92,12 +112,28 @@ class Rig:
         self.weights = dummy_weights(self.config, self.device, dtype, ops, None, seed)
         self.model: Any = build(self.config, self.weights, ops)
         self.drafter: MTPDrafter | None = None
+        self.drafter_weights: dict[str, Any] = {}
         if drafter is not None:
             config = DrafterConfig.from_hf(drafter)
-            assistant = Gemma4Assistant(config, dummy_weights(config, self.device, dtype, ops, None, seed + 1), ops, self.model)
-            self.drafter = MTPDrafter(assistant, self.model)
-        self.store = KVStore(self.config, CacheSpec(slots, context, page_size, 1024, tokens or slots * context), dtype, self.device)
+            self.drafter_weights = dummy_weights(config, self.device, dtype, ops, None, seed + 1)
+            self.drafter = MTPDrafter(Gemma4Assistant(config, self.drafter_weights, ops, self.model), self.model)
+        self.page_size, self.chunk = page_size, chunk
         self.pool = memory_pool(self.device)
+        self.resize(slots, context, tokens)
+
+    def resize(self, slots: int, context: int, tokens: int | None = None) -> None:
+        """Another cache for the same weights. Graphs of the old one must be gone."""
+        self.store: Any = None
+        collect()
+        spec = CacheSpec(slots, context, self.page_size, self.chunk, tokens or slots * context)
+        self.store = KVStore(self.config, spec, self.model.dtype, self.device)
+
+    def free(self) -> None:
+        """Give everything back: the next model needs the room. Graphs of this rig must not be replayed any more."""
+        self.weights.clear()
+        self.drafter_weights.clear()
+        self.model = self.drafter = self.store = self.pool = None
+        collect()
 
     @staticmethod
     def of(size: str, layers: int | None = None, **rest: Any) -> Rig:
@@ -111,18 +147,32 @@ class Rig:
 
     # ---- what must be read ---------------------------------------------------------------------------------------------
     def weight_bytes(self, rows: int = 1) -> int:
-        """Weights one pass must read: all but the embedding rows that are not looked up; of the experts those that
-        `rows` rows can need at least (8 of 128 for one row)."""
-        total = 0
+        """Weights one pass must read: all but the embedding rows that are not looked up; of the experts as many as `rows` rows
+        choose among (8 of 128 for one row; for more, what even routing gives on average)."""
+        total = 0.0
         moe = self.config.moe
         for name, w in self.weights.items():
             if name == "ple_embed" or (name == "embed" and not self.config.tied):
                 continue
-            size = w.numel() * w.element_size()
+            size = float(w.numel() * w.element_size())
             if moe is not None and ".experts_" in name:
-                size = size * moe.top_k // moe.experts
+                size *= 1.0 - (1.0 - moe.top_k / moe.experts) ** rows
             total += size
-        return total
+        return round(total)
+
+    def draft_bytes(self) -> int:
+        """Weights one draft step must read: of a clustered head the best clusters."""
+        if self.drafter is None:
+            return 0
+        config, total = self.drafter.model.config, 0.0
+        for name, w in self.drafter_weights.items():
+            size = float(w.numel() * w.element_size())
+            if name == "token_ordering":
+                continue
+            if name == "embed" and config.clusters:
+                size *= config.cluster_top / config.clusters
+            total += size
+        return round(total)
 
     def kv_bytes(self, context: int) -> int:
         total = 0
@@ -167,55 +217,68 @@ class Rig:
     @torch.inference_mode()
     def graph(
         self, seqs: list[Any], k: int, context: int, bound: int, *, advance: bool = False,
-        propose: Callable[[Tensor, Tensor], Draft] | None = None,
+        propose: Callable[[Tensor, Tensor], Draft] | None = None, assumed: Synthetic | None = None,
     ) -> Captured:  # fmt: skip
-        """Capture draft k, verify k + 1, choose, accept, next inputs. advance: the committed length and the newest token move
-        with every replay; otherwise every replay does the same work at the same length. propose(last, length) replaces the
-        MTP drafter. bound: a context that no replay may pass."""
-        batch = len(seqs)
-        rows = Rows.of((k,) * batch, self.device)
+        """Capture the engine's own decode step. advance: the committed length and the newest token move with every replay;
+        otherwise every replay does the same work at the same length. propose(last, length) replaces the MTP drafter; assumed:
+        synthetic acceptance. bound: a context that no replay may pass."""
+        batch, idle = len(seqs), self.store.spec.slots
         slots = torch.tensor([s.slot for s in seqs], device=self.device)
-        last = (slots * 7919 + 11) % self.config.vocab_size  # a sequence starts alike in any batch
-        length = torch.full((batch,), context, dtype=torch.int64, device=self.device)
-        features = torch.randn((batch, self.config.hidden), device=self.device, generator=self._rng(2)).to(self.model.dtype)
-        sampling = SamplingBatch.build([SamplingParams()] * batch, [[]] * batch, [[]] * batch, self.config.vocab_size, self.device)
-        tokens = torch.zeros((batch, k + 1), dtype=torch.int64, device=self.device)
-        counts = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        each = torch.arange(batch, device=self.device)
-        each_start = torch.arange(batch + 1, dtype=torch.int32, device=self.device)
-        drafter = self.drafter
-
-        def guess() -> Draft:
-            if propose is not None:
-                return propose(last, length)
-            assert drafter is not None
-            kv = self.store.view(slots, length - 1, each, each_start, 1, bound)
-            seen = DraftBatch(
-                ids=[""] * batch, tokens=[[]] * batch, last=last, length=length, features=features, kv=kv, sampling=sampling,
-                sampled=False, ops=self.ops, vocab=self.config.vocab_size,
-            )  # fmt: skip
-            return drafter.propose(seen, k)
-
-        def once() -> Tensor:
-            x = CycleInput(rows, slots, last, length, sampling, self.ops, bound)
-            out = cycle(self.model, self.store, guess if k else None, verify_coupled, (), x)
-            tokens.copy_(out.verdict.tokens)
-            counts.copy_(out.verdict.counts)
-            if advance:
-                last.copy_(out.verdict.tokens.gather(1, out.verdict.accepted[:, None])[:, 0])
-                length.add_(out.verdict.counts).clamp_(max=bound - k - 1)  # a sequence that is done waits there for the others
-                features.copy_(out.features)
-            return out.logits
-
+        rng = torch.Generator(device=self.device).manual_seed(2)
+        features = torch.randn((idle + 1, self.config.hidden), device=self.device, generator=rng).to(self.model.dtype)
+        state, inputs = State.of(features), Inputs.of(self.device, idle)
+        state.last[slots] = (slots * 7919 + 11) % self.config.vocab_size  # a sequence starts alike in any batch
+        state.length[slots] = context
+        inputs.slots[:batch] = slots
+        inputs.limit.fill_(k)
+        inputs.cap.fill_(bound - k - 1)  # a sequence that is done waits there for the others
+        out = torch.zeros((batch, k + 2), dtype=torch.int64, device=self.device)
+        key = Key(batch, k, bound, "greedy", "drafter" if k else None)
+        once = decode_step(self.model, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
         began = time.perf_counter()
-        keep = [t.clone() for t in (last, length, features)]
+        keep = [t.clone() for t in (state.last, state.length, state.features)]
         graph = Graph(once, self.device, self.pool)
-        for tensor, value in zip((last, length, features), keep):
+        for tensor, value in zip((state.last, state.length, state.features), keep):
             tensor.copy_(value)
-        return Captured(graph, last, length, tokens, counts, time.perf_counter() - began)
+        return Captured(graph, state, slots, out, time.perf_counter() - began)
 
-    def _rng(self, seed: int) -> torch.Generator:
-        return torch.Generator(device=self.device).manual_seed(seed)
+
+def collect() -> None:
+    """Memory that nothing refers to goes back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+# ---- assumed acceptance ----------------------------------------------------------------------------------------------------
+def by_position(share: float, k: int) -> list[float]:
+    """The chance that a drafted token is right, given those before it were, the same at every position, such that `share` of k
+    drafted tokens is accepted on average."""
+    if not 0.0 <= share <= 1.0:
+        raise OutriderError(f"a share of accepted tokens lies in 0..1, not at {share}")
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        mid = (low + high) / 2
+        low, high = (mid, high) if sum(mid**i for i in range(1, k + 1)) < share * k else (low, mid)
+    return [high] * k
+
+
+class Synthetic:
+    """SYNTHETIC acceptance: the drafter and the target run for real, then the verdict is replaced. Dummy weights guess nothing
+    right; what a cycle costs does not depend on it. `chances[j]`: position j is right, given those before it were.
+
+    Counter-based and even: the n-th cycle's number is n times the golden ratio, so few cycles already have the right mean."""
+
+    def __init__(self, chances: Sequence[float], batch: int, device: torch.device, seed: int = 0):
+        reach = [math.prod(chances[: j + 1]) for j in range(len(chances))]
+        self.expected = 1.0 + sum(reach)  # tokens a cycle
+        self.reach = torch.tensor([round(r * 2**32) for r in reach], dtype=torch.int64, device=device)  # falling
+        self.counter = (torch.arange(batch, device=device) * 0x85EBCA6B + seed) & 0xFFFFFFFF
+
+    def __call__(self, verdict: Verdict, draft: Draft, length: Tensor) -> Verdict:
+        self.counter.add_(0x9E3779B9).bitwise_and_(0xFFFFFFFF)
+        accepted = (self.counter[:, None] < self.reach).sum(1)
+        return Verdict(accepted, verdict.tokens, accepted + 1)
 
 
 # ---- bitwise equality ------------------------------------------------------------------------------------------------------
@@ -235,51 +298,53 @@ class Equality:
 
 @torch.inference_mode()
 def plain_run(rig: Rig, seqs: list[Any], context: int, steps: int) -> tuple[Tensor, Tensor]:
-    """Plain decoding of each sequence alone, from a fixed start: tokens [B, steps], logits [B, steps, V]."""
+    """Plain decoding of the sequences together, from a fixed start: tokens [B, steps], logits [B, steps, V]."""
     tokens = torch.empty((len(seqs), steps), dtype=torch.int64, device=rig.device)
     logits = torch.empty((len(seqs), steps, rig.config.vocab_size), dtype=torch.float32, device=rig.device)
-    for b, seq in enumerate(seqs):
-        run = rig.graph([seq], 0, context, context + steps + 64, advance=True)
-        for i in range(steps):
-            run.graph.replay()
-            tokens[b, i], logits[b, i] = run.tokens[0, 0], run.logits[0]
+    run = rig.graph(seqs, 0, context, context + steps + 64, advance=True)
+    for i in range(steps):
+        run.graph.replay()
+        tokens[:, i], logits[:, i] = run.tokens[:, 0], run.logits
     return tokens, logits
 
 
 @torch.inference_mode()
 def speculative_run(rig: Rig, seqs: list[Any], context: int, k: int, tokens: Tensor, logits: Tensor) -> Equality:
-    """The same with k drafted tokens a cycle, by a drafter that knows the answer and is wrong about every fourth time."""
+    """The same with k drafted tokens a cycle, by a drafter that knows the answer and is wrong about every fourth time.
+    Compared on the device: the host looks every 16 cycles whether all are done."""
     batch, steps = tokens.shape
-    padded = torch.cat((tokens, tokens.new_zeros((batch, k + 1))), 1)
-    offset = torch.arange(k, device=rig.device)
+    device = rig.device
+    padded = torch.cat((tokens, tokens.new_zeros((batch, k + 2))), 1)
+    offset, each = torch.arange(k + 1, device=device), torch.arange(batch, device=device)[:, None]
 
     def propose(last: Tensor, length: Tensor) -> Draft:
-        at = (length[:, None] - context + offset).clamp(max=steps + k)  # row j of a cycle chooses token length - context + j
+        at = (length[:, None] - context + offset[:k]).clamp(max=steps + k)  # row j of a cycle chooses token length - context + j
         right = padded.gather(1, at)
-        wrong = (at * 2654435761 + torch.arange(batch, device=rig.device)[:, None] * 40503) % 4 == 0
+        wrong = (at * 2654435761 + each * 40503) % 4 == 0
         return Draft(torch.where(wrong, (right + 1) % rig.config.vocab_size, right), torch.full_like(length, k))
 
     run = rig.graph(seqs, k, context, context + steps + 64, advance=True, propose=propose)
-    done = [0] * batch
-    cycles = accepted = 0
-    same_tokens = same_logits = True
-    first: int | None = None
-    while min(done) < steps:
+    bad_tokens, bad_logits, taken, made = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+    first = torch.full((), steps, dtype=torch.int64, device=device)
+    cycles = 0
+    while cycles < steps and (cycles % 16 or int(run.length.min()) < context + steps):  # every cycle emits at least one token
+        at = run.length[:, None] - context + offset  # [B, K + 1]
         run.graph.replay()
-        counts, got, rows = run.counts.tolist(), run.tokens, run.logits.view(batch, k + 1, -1)
         cycles += 1
-        for b, count in enumerate(counts):
-            n = min(count, steps - done[b])
-            accepted += count - 1
-            if n <= 0:
-                continue
-            span = slice(done[b], done[b] + n)
-            ok_tokens = torch.equal(got[b, :n], tokens[b, span])
-            ok_logits = torch.equal(rows[b, :n], logits[b, span])
-            if first is None and not (ok_tokens and ok_logits):
-                first = done[b]
-            same_tokens, same_logits = same_tokens and ok_tokens, same_logits and ok_logits
-            done[b] += count
-        if cycles > steps:  # every cycle emits at least one token
-            break
-    return Equality(k, batch, steps, cycles, accepted / max(1, cycles * batch), same_tokens, same_logits, first)
+        seen = (offset < run.counts[:, None]) & (at < steps)
+        at = at.clamp(max=steps - 1)
+        other_token = seen & (run.tokens != tokens.gather(1, at))
+        other_logit = seen & (run.logits.view(batch, k + 1, -1) != logits[each, at]).any(-1)
+        bad_tokens += other_token.sum()
+        bad_logits += other_logit.sum()
+        first = torch.minimum(first, torch.where(other_token | other_logit, at, steps).min())
+        taken += torch.where(seen[:, 0], run.counts - 1, 0).sum()
+        made += seen[:, 0].sum()
+    done = int(run.length.min()) >= context + steps
+    if not done:
+        raise OutriderError(f"K={k}: {steps} cycles did not give {steps} tokens")
+    wrong_at = int(first)
+    return Equality(
+        k, batch, steps, cycles, int(taken) / max(1, int(made)), not int(bad_tokens), not int(bad_logits),
+        wrong_at if wrong_at < steps else None,
+    )  # fmt: skip
