@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .common import start
+from .common import gdc_launch_dependents, gdc_wait, prefetch, start
 
 INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
 PREFILL_KEYS = 32  # keys a block of a prompt chunk
@@ -51,6 +51,19 @@ def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
 
 
 @triton.jit
+def _range(
+    slot, first_at, WINDOW: tl.constexpr,
+    FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
+):  # fmt: skip
+    """The keys of a slot. Under a window slots count from the first split that the sequence's first row can see."""
+    if WINDOW > 0:
+        begin = (tl.maximum(tl.load(first_at) - WINDOW + 1, 0) // FINE + slot) * FINE
+        return begin, begin + FINE
+    else:
+        return _bounds(slot, FINE, MID, COARSE, NEAR, FAR)
+
+
+@triton.jit
 def _bounds(slot, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr):
     """The keys of a full layer's split."""
     near: tl.constexpr = NEAR // FINE
@@ -80,7 +93,20 @@ def attend_kernel(
     slot, b = tl.program_id(0), tl.program_id(2)
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
-    start(PDL)
+    if PDL:
+        gdc_launch_dependents()
+        if SPLIT:
+            # Positions and tables stand since before the pass; K/V may be in the making, but L2 is where it will be made.
+            if tile == 0:
+                split_from, _ = _range(slot, positions + tl.load(row_start + b), WINDOW, FINE, MID, COARSE, NEAR, FAR)
+                key = split_from + tl.arange(0, FINE)
+                last = tl.load(positions + tl.load(row_start + b + 1) - 1)
+                page = tl.load(table + b * table_stride + key // PAGE, mask=key <= last, other=0).to(tl.int64)
+                line = page * page_stride + (kv_head * PAGE + key % PAGE) * D
+                each = tl.minimum(tl.arange(0, DP // 64 if DP > 64 else 1) * 64, D - 1)
+                prefetch(keys + line[:, None] + each[None, :])
+                prefetch(values + line[:, None] + each[None, :])
+        gdc_wait()
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
     count = (end - first) * GROUP
     if tile * BQ < count:
@@ -94,11 +120,7 @@ def attend_kernel(
         if WINDOW > 0:
             key_from = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
         if SPLIT:
-            if WINDOW > 0:  # slots count from the first split that the sequence's first row can see
-                split_from = (tl.maximum(tl.load(positions + first) - WINDOW + 1, 0) // FINE + slot) * FINE
-                split_to = split_from + FINE
-            else:
-                split_from, split_to = _bounds(slot, FINE, MID, COARSE, NEAR, FAR)
+            split_from, split_to = _range(slot, positions + first, WINDOW, FINE, MID, COARSE, NEAR, FAR)
             key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
         if key_from < key_to:
             d = tl.arange(0, DP)

@@ -84,35 +84,37 @@ def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, ho
 
 
 @triton.jit
-def top_clusters_kernel(z, best, clusters, TOP: tl.constexpr, TOP_P: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """The TOP best of z [R, C], best first, ties to the lower id: one sort of (score, id) packed into 64 bits."""
+def top_clusters_kernel(
+    z, best, clusters, TOP: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
+):
+    """The TOP best of z [R, C], best first, ties to the lower id. No sort: the place of a cluster is the number of clusters
+    that beat it, and each program counts for SOME of them."""
     row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK)
+    c = tl.program_id(1) * SOME + tl.arange(0, SOME)
     start(PDL)
-    score = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
-    bits = score.to(tl.int32, bitcast=True)
-    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # ordered as signed integers
-    packed = (order.to(tl.int64) << 32) | (BLOCK - 1 - c).to(tl.int64)
-    top = tl.topk(packed, TOP_P)
-    i = tl.arange(0, TOP_P)
-    tl.store(best + row * TOP + i, (BLOCK - 1) - (top & 0xFFFFFFFF), mask=i < TOP)
+    mine = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
+    place = tl.zeros((SOME,), dtype=tl.int32)
+    for base in range(0, clusters, STEP):
+        i = base + tl.arange(0, STEP)
+        other = tl.load(z + row * clusters + i, mask=i < clusters, other=float("-inf"))
+        beats = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (i[None, :] < c[:, None]))
+        place += tl.sum(beats.to(tl.int32), 1)
+    tl.store(best + row * TOP + place, c.to(tl.int64), mask=(place < TOP) & (c < clusters))
 
 
 @triton.jit
 def cluster_scores_kernel(
     g, rows_, best, out, size, hidden, TOP: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
 ):
-    """One cluster of one row a program: the scores of its tokens."""
+    """BS tokens of one cluster of one row a program: their scores."""
     row, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    s, h = tl.arange(0, BS), tl.arange(0, BH)
+    at, h = tl.program_id(2) * BS + tl.arange(0, BS), tl.arange(0, BH)
     start(PDL)
     cluster = tl.load(best + row * TOP + t)
     query = tl.load(g + row * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
-    for base in range(0, size, BS):
-        at = base + s
-        ok = (at < size)[:, None] & (h < hidden)[None, :]
-        w = tl.load(rows_ + (cluster * size + at)[:, None] * hidden + h[None, :], mask=ok, other=0.0).to(tl.float32)
-        tl.store(out + (row * TOP + t) * size + at, tl.sum(w * query[None, :], 1), mask=at < size)
+    ok = (at < size)[:, None] & (h < hidden)[None, :]
+    w = tl.load(rows_ + (cluster * size + at)[:, None] * hidden + h[None, :], mask=ok, other=0.0).to(tl.float32)
+    tl.store(out + (row * TOP + t) * size + at, tl.sum(w * query[None, :], 1), mask=at < size)
 
 
 def cluster_scores(z: Tensor, g: Tensor, rows: Tensor, top: int, pdl: bool) -> tuple[Tensor, Tensor]:
@@ -122,11 +124,8 @@ def cluster_scores(z: Tensor, g: Tensor, rows: Tensor, top: int, pdl: bool) -> t
     best = torch.empty((count, top), dtype=torch.int64, device=z.device)
     out = torch.empty((count, top, size), dtype=torch.float32, device=z.device)
     launch = {"launch_pdl": True} if pdl else {}
-    top_clusters_kernel[(count,)](
-        z, best, clusters, TOP=top, TOP_P=triton.next_power_of_2(top), BLOCK=triton.next_power_of_2(clusters), PDL=pdl,
-        num_warps=4, **launch,
-    )
-    cluster_scores_kernel[(count, top)](
+    top_clusters_kernel[(count, triton.cdiv(clusters, 16))](z, best, clusters, TOP=top, SOME=16, STEP=512, PDL=pdl, num_warps=4, **launch)
+    cluster_scores_kernel[(count, top, triton.cdiv(size, 32))](
         g.contiguous(), rows, best, out, size, hidden, TOP=top, BS=32, BH=triton.next_power_of_2(hidden), PDL=pdl, num_warps=4, **launch
     )
     return best, out

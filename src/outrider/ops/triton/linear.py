@@ -20,6 +20,7 @@ from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
 from .tiles import Tile, choose_tile
 
 LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
+AHEAD_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
 SHARED = 226 << 10  # bytes of shared memory a program may take
 MAX_ROWS = 272  # 16 sequences of 17 rows; beyond it a pass is compute-bound and belongs to cuBLAS
 
@@ -179,13 +180,15 @@ def for_rows(tile: Tile, rows: int, gated: bool) -> tuple[int, Tile]:
 def skinny(
     x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
-    tile: Tile | None = None, ahead: int = 4, late: int = LATE_BYTES,
+    tile: Tile | None = None, ahead: int | None = None, late: int | None = None,
 ) -> Tensor:  # fmt: skip
+    """ahead: lines of 64 columns fetched into L2 before the kernel ahead of this one is done; late: see LATE_BYTES."""
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
     if x.stride(1) != 1:
         x = x.contiguous()
     tile = tile or choose_tile(n, k, gated, w.element_size())
+    ahead, late = AHEAD_LINES if ahead is None else ahead, LATE_BYTES if late is None else late
     chunk = tile.bk * tile.slices
     span = triton.cdiv(triton.cdiv(k, tile.splits), chunk) * chunk
     splits = triton.cdiv(k, span)

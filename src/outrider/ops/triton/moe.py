@@ -57,7 +57,7 @@ def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.co
 def experts_kernel(
     x, w, members, counts, out, pairs, N, K,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Programs past the last busy expert leave at once."""
     pid_n, busy = tl.program_id(0), tl.program_id(1)
@@ -69,32 +69,34 @@ def experts_kernel(
         e = tl.sum(tl.where(used & (rank == busy + 1), ids, 0), 0)
         count = tl.load(counts + e)
         cols = pid_n * BN + tl.arange(0, BN)
-        ks = tl.arange(0, BK)
         rows_in_w = 2 * N if GATED else N
-        w_ptr = w + (e.to(tl.int64) * rows_in_w + tl.minimum(cols, N - 1)[:, None]) * K + ks[None, :]
+        w_row = (e.to(tl.int64) * rows_in_w + tl.minimum(cols, N - 1)) * K
+        at = (tl.arange(0, SLICES) * BK)[:, None, None] + tl.arange(0, BK)[None, None, :]  # slices as in linear.py
+        w_ptr = w + w_row[None, :, None] + at
         kind = out.dtype.element_ty
         for base in range(0, count, BM):
             i = base + tl.arange(0, BM)
             pair = tl.load(members + e * pairs + i, mask=i < count, other=0).to(tl.int64)
             ok = (i < count)[:, None]
-            x_ptr = x + (pair // SHARE)[:, None] * K + ks[None, :]
-            acc = tl.zeros((BM, BN), dtype=tl.float32)
-            up = tl.zeros((BM, BN), dtype=tl.float32)
-            for k in range(0, K, BK):
+            x_ptr = x + ((pair // SHARE) * K)[None, :, None] + at
+            x_ok = (i < count)[None, :, None]
+            acc3 = tl.zeros((SLICES, BM, BN), dtype=tl.float32)
+            up3 = tl.zeros((SLICES, BM, BN), dtype=tl.float32)
+            for k in range(0, K, SLICES * BK):
                 if EVEN:
-                    a = tl.load(x_ptr + k, mask=ok, other=0.0)
+                    a = tl.load(x_ptr + k, mask=x_ok, other=0.0)
                     b = tl.load(w_ptr + k)
                 else:
-                    k_ok = ks[None, :] < K - k
-                    a = tl.load(x_ptr + k, mask=ok & k_ok, other=0.0)
-                    b = tl.load(w_ptr + k, mask=k_ok, other=0.0)
-                acc = tl.dot(a, tl.trans(b), acc, input_precision=PREC)
+                    a = tl.load(x_ptr + k, mask=x_ok & (at < K - k), other=0.0)
+                    b = tl.load(w_ptr + k, mask=at < K - k, other=0.0)
+                acc3 = tl.dot(a, tl.permute(b, (0, 2, 1)), acc3, input_precision=PREC)
                 if GATED:
                     if EVEN:
                         c = tl.load(w_ptr + N * K + k)
                     else:
-                        c = tl.load(w_ptr + N * K + k, mask=ks[None, :] < K - k, other=0.0)
-                    up = tl.dot(a, tl.trans(c), up, input_precision=PREC)
+                        c = tl.load(w_ptr + N * K + k, mask=at < K - k, other=0.0)
+                    up3 = tl.dot(a, tl.permute(c, (0, 2, 1)), up3, input_precision=PREC)
+            acc, up = tl.sum(acc3, 0), tl.sum(up3, 0)
             if GATED:
                 acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
             tl.store(out + pair[:, None] * N + cols[None, :], acc.to(kind), mask=ok & (cols[None, :] < N))
@@ -134,17 +136,17 @@ def experts(
     group_kernel[(count,)](chosen, members, counts, pairs, BLOCK=256, PDL=pdl, num_warps=1, **launch)
     wide = x.dtype == torch.float32
     same = dict(
-        EXPERTS=count, BLOCK_E=block, ACT=act, BM=16 if rows <= MAX_ROWS else 64, PREC="tf32x3" if wide else "tf32", PDL=pdl,
+        EXPERTS=count, BLOCK_E=block, ACT=act, BM=16 if rows <= MAX_ROWS else 32, SLICES=4, PREC="tf32x3" if wide else "tf32", PDL=pdl,
         num_warps=4, num_stages=2 if wide else 4, **launch,
     )  # fmt: skip
-    busy = min(count, pairs)
-    bk = 64
-    experts_kernel[(triton.cdiv(inner, 32), busy)](
+    busy, bk = min(count, pairs), 16 if wide else 64
+    experts_kernel[(triton.cdiv(inner, 16), busy)](
         x, gate_up, members, counts, inner_out, pairs, inner, hidden,
-        SHARE=top_k, GATED=True, BN=32, BK=bk if wide else 2 * bk, EVEN=hidden % (bk if wide else 2 * bk) == 0, **same,
+        SHARE=top_k, GATED=True, BN=16, BK=bk, EVEN=hidden % (4 * bk) == 0, **same,
     )  # fmt: skip
-    experts_kernel[(triton.cdiv(hidden, 64), busy)](
-        inner_out, down, members, counts, pair_out, pairs, hidden, inner, SHARE=1, GATED=False, BN=64, BK=bk, EVEN=inner % bk == 0, **same
-    )
+    experts_kernel[(triton.cdiv(hidden, 32), busy)](
+        inner_out, down, members, counts, pair_out, pairs, hidden, inner,
+        SHARE=1, GATED=False, BN=32, BK=bk, EVEN=inner % (4 * bk) == 0, **same,
+    )  # fmt: skip
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](pair_out, weight, out, hidden, TOP=top_k, BLOCK=1024, PDL=pdl, num_warps=4, **launch)
     return out
