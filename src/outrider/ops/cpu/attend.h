@@ -153,7 +153,7 @@ INLINE void mix_values(int Q, const float *const *w, const float *tile, int wide
         }
 }
 
-/* One chunk of keys for queries q0..q1-1 (row · heads + head) of a row block and a K/V head: part[query][maximum, sum, values]. */
+/* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head: part[query][maximum, sum, values]. */
 INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
                          long ldq, float *part, long part_step, float *scratch) {
     const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim);
@@ -161,7 +161,7 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
     float *scores = scratch, *tile = scratch + (long)MAX_QUERIES * CHUNK;
     int64_t lo[MAX_QUERIES], hi[MAX_QUERIES], from = INT64_MAX, to = -1; /* visible keys of each query within the chunk */
     for (int i = 0; i < nq; i++) {
-        int64_t at = b->positions[r.row + (q0 + i) / per];
+        int64_t at = b->positions[r.row + (q0 + i) % r.count];
         lo[i] = first_key(s, at); hi[i] = at;
         if (lo[i] < (int64_t)chunk * CHUNK) lo[i] = (int64_t)chunk * CHUNK;
         if (hi[i] > (int64_t)chunk * CHUNK + CHUNK - 1) hi[i] = (int64_t)chunk * CHUNK + CHUNK - 1;
@@ -190,7 +190,7 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
         for (int i = 0; i <= nq; i++) {
             if (i < nq) {
                 if (j0 + LANES <= lo[i] || j0 > hi[i]) { vf_store(scores + (long)i * CHUNK + c, none); continue; }
-                x[have] = q + (long)(r.row + (q0 + i) / per) * ldq + (long)(head * per + (q0 + i) % per) * dim;
+                x[have] = q + (long)(r.row + (q0 + i) % r.count) * ldq + (long)(head * per + (q0 + i) / r.count) * dim;
                 out[have] = scores + (long)i * CHUNK + c;
                 of[have++] = i;
                 if (have < 4) continue;
@@ -326,7 +326,7 @@ static void attend_queries(const Spec *s, const Batch *b, const Cut *cut, int me
     for (int c = c0; !done && c < c1; c++)
         attend_chunk(s, b, r, head, q0, q1, c, q, ldq, part + (c - c0) * step, cut->most * step, (float *)(cut->scratch + cut->scratch_step * me));
     for (int i = q0; i < q1; i++) {
-        const long row = r.row + i / per, at = (long)(head * per + i % per) * dim;
+        const long row = r.row + i % r.count, at = (long)(head * per + i / r.count) * dim;
         merge_chunks(part + (long)(i - q0) * cut->most * step, c1 - c0, step, dim, out + row * ldo + at);
         if (quantised)
             quantize_row(out + row * ldo + at, dim, quantised->q + row * quantised->k + at, quantised->blk + (row * quantised->k + at) / 32);

@@ -18,8 +18,8 @@ HERE = Path(__file__).parent
 SOURCES = ("kernels.c", "draft.h", "forward.h", "attend.h", "rows.h", "product.h", "pool.h", "vec.h")
 ISAS = ("avx512", "avx2", "generic")
 FLAGS = {
-    "avx512": ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
-    "avx2": ("-O3", "-mavx2", "-mfma", "-mf16c"),
+    "avx512": ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
+    "avx2": ("-O3", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
     "generic": ("-O2", "-ftree-vectorize"),  # -O3 takes half a minute over 64-byte vectors and is no faster
 }
 NEEDS: dict[str, set[str]] = {

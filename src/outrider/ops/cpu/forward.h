@@ -43,6 +43,7 @@ typedef struct { /* where a product's answers go */
     long ldside;
     float cap;
     Acts *quantised;       /* GATED, TIMES: also quantise what was written */
+    int cut;               /* the first `cut` outputs and the rest are shared out separately (0: all together) */
 } To;
 
 #define PRIVATE_ROWS 16 /* up to here every member does the row work for itself: cheaper than handing rows over */
@@ -54,6 +55,7 @@ INLINE vf add_bias(vf y, const float *bias, int n, int left) { return bias ? vf_
 INLINE void product_group(const Weight *w, const Acts *a, const To *to, int n, int g, int m0, int mc, float *tile) {
     float up[TILE_ROWS * LANES];
     const int at = g * LANES, left = n - at;
+    for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
     product_tile(w, g, a, m0, mc, tile);
     if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
     for (int m = 0; m < mc; m++) {
@@ -67,14 +69,9 @@ INLINE void product_group(const Weight *w, const Acts *a, const To *to, int n, i
     }
 }
 
-/* One member's share of a product, a fixed one: claiming tasks costs more than it evens out. No barrier at the end. */
-static void product_phase(Team *team, int me, const Weight *w, const Acts *a, int rows, const To *to) {
-    const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1; /* quantised at once: 32 outputs a unit */
-    const int units = (n + LANES * wide - 1) / (LANES * wide);
+/* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
+static void product_units(const Weight *w, const Acts *a, const To *to, int n, int wide, int lo, int hi, int first, int last) {
     float tile[2][TILE_ROWS * LANES], x[2 * LANES];
-    int lo = 0, hi = units, first = 0, last = rows;
-    if (rows >= SPLIT_ROWS * team->size) team_share(team, me, rows, &first, &last);
-    else team_share(team, me, units, &lo, &hi);
     for (int base = first; base < last; base += BLOCK_ROWS) {
         const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last;
         for (int u = lo; u < hi; u++)
@@ -89,6 +86,22 @@ static void product_phase(Team *team, int me, const Weight *w, const Acts *a, in
                 }
             }
     }
+}
+
+/* One member's share of a product, a fixed one: claiming tasks costs more than it evens out. No barrier at the end. */
+static void product_phase(Team *team, int me, const Weight *w, const Acts *a, int rows, const To *to) {
+    const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;
+    const int units = (n + LANES * wide - 1) / (LANES * wide), cut = to->cut / (LANES * wide);
+    int lo, hi;
+    if (rows >= SPLIT_ROWS * team->size) {
+        team_share(team, me, rows, &lo, &hi);
+        product_units(w, a, to, n, wide, 0, units, lo, hi);
+        return;
+    }
+    team_share(team, me, cut, &lo, &hi);
+    product_units(w, a, to, n, wide, lo, hi, 0, rows);
+    team_share(team, me, units - cut, &lo, &hi);
+    product_units(w, a, to, n, wide, cut + lo, cut + hi, 0, rows);
 }
 
 /* ---- the region ---- */
@@ -192,13 +205,17 @@ static void stack_phase(Team *team, int me, Run *run) {
         const int half = s->rope_half[l->rope];
         int lo, hi;
 
-        To to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n};
+        /* q, and k with v, are cut alike for product, rotation and attention: lines rarely change cores */
+        To to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n, .cut = wide % LANES ? 0 : wide};
         product_phase(team, me, &l->qkv, &v.acts, rows, &to_qkv);
         team_barrier(team);
-        team_share(team, me, rows * heads, &lo, &hi); /* by heads first: mostly what this member has just computed */
-        for (int t = lo; t < hi; t++) {
-            const long r = t % rows;
-            rope_write_head(a, b, (int)r, t / rows, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
+        for (int part = 0; part < 2; part++) {
+            const int before = part ? a->heads : 0, count = part ? heads - a->heads : a->heads;
+            team_share(team, me, rows * count, &lo, &hi);
+            for (int t = lo; t < hi; t++) {
+                const long r = t % rows;
+                rope_write_head(a, b, (int)r, before + t / rows, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
+            }
         }
         team_barrier(team);
         Acts mixed = run->attn;

@@ -31,7 +31,7 @@ typedef struct { /* R rows of activations, quantised and as they were */
 } Acts;
 
 #if ISA_AVX512
-#define TILE_ROWS 8 /* 8 weight registers, 8 sums and the dot products in flight fill the 32 registers */
+#define TILE_ROWS 9 /* 8 weight registers, 9 sums and the dot products in flight: K = 8 drafts and one in one tile */
 #else
 #define TILE_ROWS 4
 #endif
@@ -249,12 +249,13 @@ static void dense_tile(const Weight *w, int g, const Acts *a, int m0, int mc, fl
     else dense_typed(DT_BF16, w, g, a, m0, mc, tile);
 }
 
-#if TILE_ROWS == 8
+#if TILE_ROWS == 9
 #define MORE_CASES(kind)                                            \
     case 5: group_tile(kind, w, g, a, m0, 5, tile); break;          \
     case 6: group_tile(kind, w, g, a, m0, 6, tile); break;          \
     case 7: group_tile(kind, w, g, a, m0, 7, tile); break;          \
-    case 8: group_tile(kind, w, g, a, m0, 8, tile); break;
+    case 8: group_tile(kind, w, g, a, m0, 8, tile); break;          \
+    case 9: group_tile(kind, w, g, a, m0, 9, tile); break;
 #else
 #define MORE_CASES(kind)
 #endif
