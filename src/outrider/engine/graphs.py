@@ -176,14 +176,8 @@ def decode_step(
         if key.part == "draft":
             out[:, :k].copy_(guess(last, length, pages).tokens)
             return None
-        made: list[Draft] = []
-
-        def draft() -> Draft:
-            made.append(guess(last, length, pages))
-            return made[0]
-
         x = CycleInput(rows, slots, last, length, sampling, model.ops, key.context)
-        done = cycle(model, pages, draft if k else None, verify_coupled, taps, x, override)
+        done = cycle(model, pages, (lambda: guess(last, length, pages)) if k else None, verify_coupled, taps, x, override)
         verdict = done.verdict
         torch.cat((verdict.tokens, verdict.counts[:, None]), 1, out=out)
         if advance:
@@ -238,7 +232,7 @@ def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
 class GraphRunner:
     """Captures, launches and reads decode cycles. Knows rows of the scheduler, nothing of requests' ends."""
 
-    def __init__(self, model: Any, store: KVStore, drafter: MTPDrafter | None, features: Tensor, eos: Sequence[int] = ()):
+    def __init__(self, model: Any, store: KVStore, drafter: MTPDrafter | None, features: Tensor):
         """features: [slots + 1, …], shared with the eager path."""
         self.model, self.store, self.drafter, self.device = model, store, drafter, model.device
         self.idle = store.spec.slots  # the table row that is all scratch page

@@ -1,0 +1,96 @@
+"""Hugging Face transformers on the same shapes: random weights on the GPU from the same config, timed through `generate`.
+
+A step is the time between two forward passes of the target, so prompt processing does not count. With random weights no
+draft is right, so an assisted cycle emits one token; what it costs does not depend on that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+
+from .gpu import collect
+
+
+def build(raw: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
+    """The text model of a config.json, or an assistant, with random weights made on the device."""
+    import transformers as t
+
+    unified, assistant = "unified" in raw["model_type"], "assistant" in raw["model_type"]
+    text_kind = t.Gemma4UnifiedTextConfig if unified else t.Gemma4TextConfig
+    body = {k: v for k, v in raw["text_config"].items() if k not in ("model_type", "dtype")}
+    if assistant and not unified:
+        body["vocab_size_per_layer_input"] = 0  # it insists on this beside a width of 0
+    text = text_kind(**body)
+    config: Any = text
+    if assistant:
+        kind = t.Gemma4UnifiedAssistantConfig if unified else t.Gemma4AssistantConfig
+        names = ("backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
+        config = kind(text_config=text, **{name: raw[name] for name in names})
+    with torch.device(device):
+        model = t.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+class Steps:
+    """When the target was called."""
+
+    def __init__(self, model: Any):
+        self.at: list[float] = []
+        self.handle = model.register_forward_pre_hook(lambda *_: self.at.append(time.perf_counter()))
+
+    def ms(self, skip: int = 2) -> float:
+        """Median time from one call to the next, after the prompt and the first step."""
+        self.handle.remove()
+        gaps = [b - a for a, b in zip(self.at[skip:], self.at[skip + 1 :])]
+        return median(gaps) * 1e3
+
+
+@torch.inference_mode()
+def ar_ms(model: Any, context: int, batch: int, steps: int, vocab: int) -> float:
+    ids = torch.randint(3, vocab, (batch, context), device=model.device)
+    watch = Steps(model)
+    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps + 3, do_sample=False)
+    return watch.ms()
+
+
+@torch.inference_mode()
+def mtp_ms(model: Any, assistant: Any, context: int, k: int, steps: int, vocab: int) -> float:
+    assistant.generation_config.num_assistant_tokens = k
+    assistant.generation_config.num_assistant_tokens_schedule = "constant"
+    ids = torch.randint(3, vocab, (1, context), device=model.device)
+    watch = Steps(model)
+    model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, max_new_tokens=steps + 3, do_sample=False)
+    return watch.ms()
+
+
+def measure(
+    raw: Mapping[str, Any], drafter: Mapping[str, Any] | None, context: int, batches: tuple[int, ...] = (1,), k: int = 4,
+    steps: int = 10, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
+) -> dict[str, Any]:  # fmt: skip
+    """{"ar_ms": {batch: ms}, "mtp_ms": ms of a cycle, "error": ...}: a part that fails is left out and said."""
+    found: dict[str, Any] = {"ar_ms": {}, "mtp_ms": None, "mtp_k": k, "context": context, "errors": []}
+    model = assistant = None
+    try:
+        import transformers
+
+        found["version"] = transformers.__version__
+        vocab = raw["text_config"]["vocab_size"]
+        began = time.perf_counter()
+        model = build(raw, device, dtype)
+        found["build_s"] = round(time.perf_counter() - began, 2)
+        for batch in batches:
+            found["ar_ms"][batch] = ar_ms(model, context, batch, steps, vocab)
+        if drafter is not None:
+            assistant = build(drafter, device, dtype)
+            found["mtp_ms"] = mtp_ms(model, assistant, context, k, steps, vocab)
+    except Exception as error:  # a peer that does not run must not cost us our own figures
+        found["errors"].append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
+    del model, assistant
+    collect()
+    return found

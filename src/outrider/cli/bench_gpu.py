@@ -1,0 +1,64 @@
+"""`outrider bench-gpu`: how near to the memory limit a GPU runs, with dummy weights of every Gemma 4 size."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from ..types import OutriderError
+from .common import err, out
+
+
+def bench_gpu(
+    sizes: Annotated[str, typer.Option(help="Comma-separated: E2B, E4B, 12B, 26B-A4B, 31B.")] = "E2B,E4B,12B,26B-A4B,31B",
+    k: Annotated[str, typer.Option("--k", help="Drafted tokens a cycle, comma-separated; 0 is plain decoding.")] = "0,1,2,4,8,16",
+    batch: Annotated[str, typer.Option(help="Comma-separated, up to 16.")] = "1,2,4,8,16",
+    context: Annotated[str, typer.Option(help="Committed positions, comma-separated.")] = "256,4096,32768",
+    accept: Annotated[
+        str, typer.Option(help="SYNTHETIC acceptance: share of drafted tokens (0.72), or chances by position (0.9,0.8). As published.")
+    ] = "",
+    against_hf: Annotated[bool, typer.Option("--against-hf", help="Also time transformers on the same shapes.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Batch 1 at 1k, K = 0, 4, 8, 16, and transformers: three minutes.")] = False,
+    output: Annotated[Path, typer.Option("--out", help="Folder for gpu.jsonl, gpu.txt and plots.")] = Path("bench-gpu-out"),
+) -> None:
+    """Times whole cycles as CUDA graphs and sets them against the memory limit. Acceptance is assumed and marked synthetic.
+
+    Example: outrider bench-gpu --sizes 31B --k 0,4,8,16 --batch 1 --context 1024 --against-hf
+    """
+    import torch
+
+    from ..bench import gpu_table
+
+    if not torch.cuda.is_available():
+        raise OutriderError("bench-gpu needs a CUDA device")
+    chosen = tuple(s for s in sizes.split(",") if s)
+    if quick:
+        settings = replace(gpu_table.quick(), sizes=chosen)
+    else:
+        assumed = _numbers(accept, float, "--accept") or None
+        settings = gpu_table.Settings(
+            chosen, _numbers(k, int, "--k"), _numbers(batch, int, "--batch"), _numbers(context, int, "--context"), assumed, against_hf
+        )
+    command = " ".join(["outrider", *sys.argv[1:]])
+
+    def save(found: list[dict[str, Any]]) -> None:
+        gpu_table.write(output, found, command)
+
+    records = gpu_table.run(settings, lambda line: err.print(f"[dim]{line}[/dim]"), save=save)
+    out.print(gpu_table.text_table(gpu_table.table(records)))
+    for path in gpu_table.write(output, records, command):
+        err.print(f"[dim]wrote {path}[/dim]")
+
+
+N = TypeVar("N", int, float)
+
+
+def _numbers(text: str, kind: type[N], name: str) -> tuple[N, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise OutriderError(f"{name} takes comma-separated numbers, got {text!r}") from None
