@@ -45,9 +45,10 @@ class Cut:
 def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
     if dtype == torch.float32:
         return Cut(16, 128, warps=8, slices=1)
-    if spec.window is None:
-        return Cut(32, 32)
-    return Cut(32, 64 if spec.kv_heads >= 8 else 32)
+    if spec.head_dim < 128:
+        return Cut(32, 64)
+    fine = 32 if spec.window is None or spec.kv_heads < 8 else 64
+    return Cut(16, fine, 8, 5, slices=8) if spec.head_dim > 256 else Cut(32, fine, 8, slices=8)
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def attend_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     if PDL:
         gdc_launch_dependents()
-        if SPLIT:
+        if SPLIT:  # noqa: SIM102
             # Positions and tables stand since before the pass; K/V may be in the making, but L2 is where it will be made.
             if tile == 0:
                 split_from, _ = _range(slot, positions + tl.load(row_start + b), WINDOW, FINE, MID, COARSE, NEAR, FAR)

@@ -84,9 +84,7 @@ def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, ho
 
 
 @triton.jit
-def top_clusters_kernel(
-    z, best, clusters, TOP: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
-):
+def top_clusters_kernel(z, best, clusters, TOP: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
     """The TOP best of z [R, C], best first, ties to the lower id. No sort: the place of a cluster is the number of clusters
     that beat it, and each program counts for SOME of them."""
     row = tl.program_id(0).to(tl.int64)
@@ -103,9 +101,7 @@ def top_clusters_kernel(
 
 
 @triton.jit
-def cluster_scores_kernel(
-    g, rows_, best, out, size, hidden, TOP: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr
-):
+def cluster_scores_kernel(g, rows_, best, out, size, hidden, TOP: tl.constexpr, BS: tl.constexpr, BH: tl.constexpr, PDL: tl.constexpr):
     """BS tokens of one cluster of one row a program: their scores."""
     row, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, h = tl.program_id(2) * BS + tl.arange(0, BS), tl.arange(0, BH)

@@ -54,9 +54,8 @@ def linear_kernel(
         acc, up = _sliced(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, SLICES, GATED, EVEN, PREC)
     else:
         acc, up = _whole(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, GATED, EVEN, PREC)
-    if PDL:
-        if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
-            gdc_launch_dependents()
+    if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
+        gdc_launch_dependents()
 
     if SPLIT:
         # The last program of a tile adds the partial sums in the order of the spans and resets the counter.

@@ -115,9 +115,7 @@ def mix_kernel(y, weight, out, n, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: t
     tl.store(out + row * n + i, acc.to(out.dtype.element_ty), mask=ok)
 
 
-def experts(
-    z: Tensor, x: Tensor, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str, pdl: bool
-) -> Tensor:
+def experts(z: Tensor, x: Tensor, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str, pdl: bool) -> Tensor:
     """z [R, E] float32 router logits; x [R, H] -> [R, H]."""
     rows, hidden = x.shape
     count, inner, pairs = down.shape[0], down.shape[2], rows * top_k
