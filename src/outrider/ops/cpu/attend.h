@@ -3,6 +3,9 @@
  * Keys are taken in chunks cut at absolute positions. Within a chunk: scores, their maximum, the weights and the
  * weighted sum of values in ascending order; then the chunks are merged in ascending order. Nothing depends on which
  * rows are computed together or on how the work is split, so a row's answer is bitwise its own.
+ *
+ * Where pages hold whole tiles of 16 slots (`tiled`), the keys of a tile lie transposed, [dim][16], in the tile's place:
+ * sixteen scores then advance together without shuffling. Values keep their rows. Only this file knows.
  */
 #pragma once
 #include "pool.h"
@@ -31,12 +34,27 @@ INLINE long kv_offset(const Spec *s, const Batch *b, int seq, int64_t position, 
     return ((page * s->kv_heads + head) * b->page_size + position % b->page_size) * s->dim;
 }
 
+INLINE int tiled(const Batch *b) { return b->page_size % LANES == 0; }
+
 INLINE void store_kv(const float *x, int dim, void *base, long at, int dtype) {
     int i = 0;
     for (; i + LANES <= dim; i += LANES) vf_store_any(base, at + i, vf_load(x + i), dtype);
     for (; i < dim; i++) {
         if (dtype == DT_F32) ((float *)base)[at + i] = x[i];
         else ((uint16_t *)base)[at + i] = dtype == DT_F16 ? float_half(x[i]) : float_bf16(x[i]);
+    }
+}
+
+/* A key into its column of a tile; `at` is where its row would begin. */
+static void store_key(const Spec *s, const Batch *b, const float *x, int64_t position, long at) {
+    void *base = b->keys[s->kv_layer];
+    if (!tiled(b)) { store_kv(x, s->dim, base, at, b->kv_dtype); return; }
+    const int lane = (int)(position % b->page_size % LANES);
+    at += lane - (long)lane * s->dim;
+    for (int d = 0; d < s->dim; d++) {
+        const long i = at + (long)d * LANES;
+        if (b->kv_dtype == DT_F32) ((float *)base)[i] = x[d];
+        else ((uint16_t *)base)[i] = b->kv_dtype == DT_F16 ? float_half(x[d]) : float_bf16(x[d]);
     }
 }
 
@@ -54,7 +72,7 @@ static void rope_write_head(const Spec *s, const Batch *b, int row, int h, float
     }
     if (!is_v) {
         rope_head(x, s->dim, k_norm, k_norm != NULL, s->eps, cos, sin, k);
-        store_kv(k, s->dim, b->keys[s->kv_layer], at, b->kv_dtype);
+        store_key(s, b, k, b->positions[row], at);
     }
 }
 
@@ -108,18 +126,24 @@ INLINE void fetch_tile(const Spec *s, int dim, const Batch *b, int seq, int head
     for (int i = 0; i < LANES * dim * item; i += 64) __builtin_prefetch(p + i);
 }
 
-/* scores of 16 keys for Q queries: tile is [dim][16] */
-INLINE void score_keys(int Q, const float *const *x, const float *tile, int dim, vf scale, float *const *out) {
+/* scores of 16 keys for Q queries: keys are [dim][16] of any type */
+INLINE void score_keys(int Q, const float *const *x, const void *keys, long at, int dtype, int dim, vf scale, float *const *out) {
     vf even[4], odd[4];
     for (int i = 0; i < Q; i++) even[i] = odd[i] = vf_set(0.0f);
     for (int d = 0; d < dim; d += 2) {
-        vf k0 = vf_load(tile + (long)d * LANES), k1 = vf_load(tile + (long)(d + 1) * LANES);
+        vf k0 = vf_any(keys, at + (long)d * LANES, dtype), k1 = vf_any(keys, at + (long)(d + 1) * LANES, dtype);
         for (int i = 0; i < Q; i++) {
             even[i] = vf_fma(vf_set(x[i][d]), k0, even[i]);
             odd[i] = vf_fma(vf_set(x[i][d + 1]), k1, odd[i]);
         }
     }
     for (int i = 0; i < Q; i++) vf_store(out[i], vf_mul(vf_add(even[i], odd[i]), scale));
+}
+INLINE void score_some(int count, const float *const *x, const void *keys, long at, int dtype, int dim, vf scale, float *const *out) {
+    if (count == 4) score_keys(4, x, keys, at, dtype, dim, scale, out);
+    else if (count == 3) score_keys(3, x, keys, at, dtype, dim, scale, out);
+    else if (count == 2) score_keys(2, x, keys, at, dtype, dim, scale, out);
+    else if (count == 1) score_keys(1, x, keys, at, dtype, dim, scale, out);
 }
 #if ISA_AVX512
 #define MIX 4 /* queries whose sums fit the registers */
@@ -175,14 +199,12 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
         tile_rows(s, dim, b, r.seq, head, j0, from, to, row);
         if (j0 + 2 * LANES <= to) fetch_tile(s, dim, b, r.seq, head, keys, j0 + 2 * LANES, dtype);
         fetch_tile(s, dim, b, r.seq, head, values, j0, dtype);
-        for (int d = 0; d < wide; d += LANES) {
-            vf t[LANES];
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) t[i] = load_piece(keys, row[i], d, dim, dtype);
-            vf_transpose(t);
-#pragma GCC unroll 16
-            for (int i = 0; i < LANES; i++) vf_store(tile + (long)(d + i) * LANES, t[i]);
-        }
+        const long at = kv_offset(s, b, r.seq, j0, head);
+        const int direct = tiled(b) && nq <= 4; /* for so few queries a tile is not worth writing down */
+        if (!tiled(b))
+            for (int d = 0; d < dim; d++) for (int i = 0; i < LANES; i++) tile[d * LANES + i] = one_any(keys, row[i] + d, dtype);
+        else if (!direct)
+            for (int d = 0; d < dim; d++) vf_store(tile + d * LANES, vf_any(keys, at + (long)d * LANES, dtype));
         const int c = (int)(j0 % CHUNK);
         const float *x[4];
         float *out[4];
@@ -195,10 +217,8 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
                 of[have++] = i;
                 if (have < 4) continue;
             }
-            if (have == 4) score_keys(4, x, tile, dim, scale, out);
-            else if (have == 3) score_keys(3, x, tile, dim, scale, out);
-            else if (have == 2) score_keys(2, x, tile, dim, scale, out);
-            else if (have == 1) score_keys(1, x, tile, dim, scale, out);
+            if (direct) score_some(have, x, keys, at, dtype, dim, scale, out);
+            else score_some(have, x, tile, 0, DT_F32, dim, scale, out);
             for (int j = 0; j < have; j++)
                 if (j0 < lo[of[j]] || j0 + LANES - 1 > hi[of[j]])
                     for (int k = 0; k < LANES; k++)

@@ -196,6 +196,12 @@ class CpuOps(ReferenceOps):
             raise MemoryError("attention scratch")
         return out
 
+    def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: KVView) -> None:
+        raise NotImplementedError("the library lays keys out in tiles of its own: write through rope_write")
+
+    def gather_kv(self, seq: int, count: int, spec: AttnSpec, kv: KVView) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the library lays keys out in tiles of its own: read through attend")
+
     def c_spec(self, spec: AttnSpec) -> CSpec:
         c = self._specs.get(spec)
         if c is None:

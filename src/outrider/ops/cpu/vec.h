@@ -107,29 +107,6 @@ INLINE vf vf_sum16(const vf *v) {
     return _mm512_permutexvar_ps(order, d);
 }
 
-/* r[i] lane j <-> r[j] lane i */
-INLINE void vf_transpose(vf *r) {
-    vf t[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i += 4) { /* 4x4 within each 128-bit piece */
-        __m512d a = _mm512_castps_pd(_mm512_unpacklo_ps(r[i], r[i + 1])), b = _mm512_castps_pd(_mm512_unpackhi_ps(r[i], r[i + 1]));
-        __m512d c = _mm512_castps_pd(_mm512_unpacklo_ps(r[i + 2], r[i + 3])), d = _mm512_castps_pd(_mm512_unpackhi_ps(r[i + 2], r[i + 3]));
-        t[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, c));
-        t[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, c));
-        t[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(b, d));
-        t[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(b, d));
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) { /* then the pieces: piece p of t[i + 4g] belongs to r[4p + i], piece g */
-        vf a = _mm512_shuffle_f32x4(t[i], t[i + 4], 0x44), b = _mm512_shuffle_f32x4(t[i], t[i + 4], 0xEE);
-        vf c = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0x44), d = _mm512_shuffle_f32x4(t[i + 8], t[i + 12], 0xEE);
-        r[i] = _mm512_shuffle_f32x4(a, c, 0x88);
-        r[i + 4] = _mm512_shuffle_f32x4(a, c, 0xDD);
-        r[i + 8] = _mm512_shuffle_f32x4(b, d, 0x88);
-        r[i + 12] = _mm512_shuffle_f32x4(b, d, 0xDD);
-    }
-}
-
 #elif ISA_AVX2
 /* --------------------------------------------------------------------------------------------------- AVX2 ---- */
 typedef struct { __m256 a, b; } vf;
@@ -209,22 +186,6 @@ INLINE __m256 m256_sum8(const vf *v) {
     return _mm256_add_ps(_mm256_permute2f128_ps(p, q, 0x20), _mm256_permute2f128_ps(p, q, 0x31));
 }
 INLINE vf vf_sum16(const vf *v) { vf r = {m256_sum8(v), m256_sum8(v + 8)}; return r; }
-INLINE void m256_transpose(__m256 *r) { /* 8x8 */
-    __m256 t[8], u[8];
-    for (int i = 0; i < 8; i += 2) { t[i] = _mm256_unpacklo_ps(r[i], r[i + 1]); t[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]); }
-    for (int i = 0; i < 8; i += 4)
-        for (int j = 0; j < 2; j++) {
-            u[i + 2 * j] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0x44);
-            u[i + 2 * j + 1] = _mm256_shuffle_ps(t[i + j], t[i + j + 2], 0xEE);
-        }
-    for (int i = 0; i < 4; i++) { r[i] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x20); r[i + 4] = _mm256_permute2f128_ps(u[i], u[i + 4], 0x31); }
-}
-INLINE void vf_transpose(vf *r) {
-    __m256 q[4][8]; /* quarters: rows 0-7 and 8-15, lanes 0-7 and 8-15 */
-    for (int i = 0; i < 8; i++) { q[0][i] = r[i].a; q[1][i] = r[i].b; q[2][i] = r[i + 8].a; q[3][i] = r[i + 8].b; }
-    for (int i = 0; i < 4; i++) m256_transpose(q[i]);
-    for (int i = 0; i < 8; i++) { r[i].a = q[0][i]; r[i].b = q[2][i]; r[i + 8].a = q[1][i]; r[i + 8].b = q[3][i]; }
-}
 
 #else
 /* ------------------------------------------------------- any other processor: the compiler's own vectors ---- */
@@ -271,11 +232,6 @@ INLINE float vf_sum(vf a) {
 INLINE float vf_hmax(vf a) { float m = a[0]; for (int i = 1; i < 16; i++) if (a[i] > m) m = a[i]; return m; }
 INLINE int vf_any_ge(vf a, vf b) { vi m = a >= b; int any = 0; for (int i = 0; i < 16; i++) any |= m[i]; return any != 0; }
 INLINE vf vf_sum16(const vf *v) { vf r; for (int i = 0; i < 16; i++) r[i] = vf_sum(v[i]); return r; }
-INLINE void vf_transpose(vf *r) {
-    float t[16][16];
-    memcpy(t, r, sizeof t);
-    for (int i = 0; i < 16; i++) for (int j = 0; j < 16; j++) r[i][j] = t[j][i];
-}
 #endif
 
 /* ---- built from the above, the same everywhere ---- */
