@@ -79,8 +79,7 @@ class LLM:
         tokenizer = Tokenizer.load(text) if load_format != "dummy" else None
         guesser, names, note = pick_drafter(model, drafter, target, chosen, place, kind, load_format, seed)
         say(note)
-        run = getattr(chosen, "compile", None)
-        runner = (run(target) or target) if run is not None else target
+        runner = chosen.compile(target) if hasattr(chosen, "compile") else target
         controller = Controller(CostTable(), names)
         made = Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind))
         if spec.draft_tokens is None and names:
@@ -214,8 +213,12 @@ def _load_drafter(
         from .spec.medusa import Medusa
 
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
-    config, weights = load_drafter(files, device, dtype, ops, None, load_format, seed)  # type: ignore[arg-type, assignment]
+    narrow = "int8" if hasattr(ops, "quantize") else None  # a guess may be rounded; what counts is how soon it comes
+    config, weights = load_drafter(files, device, dtype, ops, narrow, load_format, seed)  # type: ignore[arg-type, assignment]
     reason = fits(config, target.config)  # type: ignore[arg-type]
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
-    return MTPDrafter(build_drafter(config, weights, ops, target), target), ("mtp", "ngram"), f"drafter: mtp {where} ({note})"
+    drafter = build_drafter(config, weights, ops, target)  # type: ignore[arg-type]
+    if hasattr(ops, "compile_drafter"):
+        drafter = ops.compile_drafter(drafter)
+    return MTPDrafter(drafter, target), ("mtp", "ngram"), f"drafter: mtp {where} ({note})"

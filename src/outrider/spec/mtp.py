@@ -20,9 +20,14 @@ class MTPDrafter:
     def __init__(self, model: Any, target: Any):
         self.model, self.target = model, target
         self.taps: tuple[int, ...] = model.config.taps
+        self.whole_rounds = hasattr(model, "draft")  # the ops may run all K steps in one call
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         model, sampling = self.model, batch.sampling
+        if self.whole_rounds and not batch.sampled and not sampling.any_filter:
+            at = batch.length + 1
+            drafted = model.draft(batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.hot, sampling.seed, at)
+            return Draft(drafted, torch.full_like(batch.length, k))
         state = model.start(batch.kv, batch.features)
         token, tokens, qs = batch.last, [], []
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
