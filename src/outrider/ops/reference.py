@@ -42,6 +42,10 @@ class ReferenceOps:
         """What K/V is stored as, given the dtype of the activations."""
         return dtype
 
+    def take_rows(self, weight: Weight, order: Tensor) -> Weight:
+        """Rows of a matrix in another order, held as they were: a head by clusters."""
+        return weight[order]
+
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
         """[R] -> [R, H]. The factor is rounded to the table's dtype first, as the checkpoints were trained."""

@@ -51,11 +51,13 @@ static void store_key(const Spec *s, const Batch *b, const float *x, int64_t pos
     if (!tiled(b)) { store_kv(x, s->dim, base, at, b->kv_dtype); return; }
     const int lane = (int)(position % b->page_size % LANES);
     at += lane - (long)lane * s->dim;
-    for (int d = 0; d < s->dim; d++) {
-        const long i = at + (long)d * LANES;
-        if (b->kv_dtype == DT_F32) ((float *)base)[i] = x[d];
-        else ((uint16_t *)base)[i] = b->kv_dtype == DT_F16 ? float_half(x[d]) : float_bf16(x[d]);
+    if (b->kv_dtype == DT_F32) {
+        for (int d = 0; d < s->dim; d++) ((float *)base)[at + (long)d * LANES] = x[d];
+        return;
     }
+    uint16_t half[1024];
+    store_kv(x, s->dim, half, 0, b->kv_dtype);
+    for (int d = 0; d < s->dim; d++) ((uint16_t *)base)[at + (long)d * LANES] = half[d];
 }
 
 /* Head `h` of a row's fused projection (q heads, then k, then v): q is rotated in place, k and v go to the cache. */

@@ -105,6 +105,7 @@ def load(isa: str | None = None) -> Any:
 
 
 def c_spec(spec: AttnSpec) -> CSpec:
+    assert spec.head_dim <= 1024 and spec.heads // spec.kv_heads <= 32, "beyond the kernels' buffers"
     return CSpec(
         spec.heads, spec.kv_heads, spec.head_dim, spec.kv_layer, spec.writes, spec.window is not None, spec.window or 0,
         spec.k_eq_v, spec.norm_v, spec.scale, spec.eps,
