@@ -17,6 +17,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,23 +203,27 @@ def candidates(n: int, k: int, gated: bool) -> list[Tile]:
     return tiles
 
 
-def precompile(shapes: dict[tuple[int, int, bool], str]) -> None:
-    """All tiles at once: the compiler is mostly outside Python."""
+def widths(tile: Tile, gated: bool) -> list[Tile]:
+    """The same tile with other widths at 17 rows."""
+    return [replace(tile, wide=w) for w in ((16, 32) if gated and tile.slices > 1 else (32, 64) if gated or tile.slices > 1 else (32, 64, 128))]
+
+
+def precompile(jobs: list[tuple[int, int, int, bool, Tile]]) -> None:
+    """All (rows, N, K, gated, tile) at once: the compiler is mostly outside Python."""
     from concurrent.futures import ThreadPoolExecutor
 
     seen = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
-    wanted: dict[tuple[Any, ...], tuple[int, int, bool, Tile]] = {}
-    for n, k, gated in shapes:
-        for tile in candidates(n, k, gated):
-            wanted.setdefault((tile.bn, tile.bk, tile.slices, tile.splits > 1, tile.stages, gated, k % (tile.bk * tile.slices) == 0), (n, k, gated, tile))
-    x = {k: rand(1, k) for k in {k for _, k, _ in shapes}}
+    wanted: dict[tuple[Any, ...], tuple[int, int, int, bool, Tile]] = {}
+    for rows, n, k, gated, tile in jobs:
+        bm, cut = linear.for_rows(tile, n, rows, gated)
+        late = n * k * (4 if gated else 2) >= linear.LATE_BYTES
+        wanted.setdefault((bm, replace(cut, splits=0, wide=0), tile.splits > 1, gated, k % (tile.bk * tile.slices) == 0, late), (rows, n, k, gated, tile))
     say(f"compiling {len(wanted)} tiles")
     with ThreadPoolExecutor(14) as pool:
-        def one(job: tuple[int, int, bool, Tile]) -> None:
-            n, k, gated, tile = job
-            n = min(n, 2048)
-            w = torch.empty((n * (2 if gated else 1), k), dtype=BF16, device="cuda").normal_()
-            skinny(x[k], w, seen, gated=gated, act="gelu_tanh" if gated else "", pdl=True, tile=tile)
+        def one(job: tuple[int, int, int, bool, Tile]) -> None:
+            rows, n, k, gated, tile = job
+            w = torch.empty((n * (2 if gated else 1), k), dtype=BF16, device="cuda")
+            skinny(torch.zeros((rows, k), dtype=BF16, device="cuda"), w, seen, gated=gated, act="gelu_tanh" if gated else "", pdl=True, tile=tile)
 
         failures = 0
         for future in [pool.submit(one, job) for job in wanted.values()]:
@@ -233,10 +238,12 @@ def precompile(shapes: dict[tuple[int, int, bool], str]) -> None:
 
 def tune() -> None:
     shapes = weight_shapes()
-    precompile(shapes)
+    tiles = {shape: candidates(*shape) for shape in shapes}
+    jobs = [(1, *shape, t) for shape in shapes for t in tiles[shape]]
+    precompile(jobs + [(17, *shape, w) for shape in shapes for t in tiles[shape] for w in widths(t, shape[2])])
     ops = TritonOps("cuda")
     table: dict[tuple[int, int, bool], Tile] = {}
-    say("shape, floor us | best tile us TB/s | unsliced us | no PDL us | 17 rows us | cuBLAS us M=1 / 17")
+    say("shape, floor us | best tile us TB/s | unsliced us | no PDL us | 17 rows us | cuBLAS us")
     for (n, k, gated), where in shapes.items():
         bytes_ = n * k * 2 * (2 if gated else 1)
         copies = max(2, min(24, int(400e6 // bytes_)))
@@ -255,12 +262,12 @@ def tune() -> None:
             except Exception as e:
                 say(f"  {n}x{k} {tile}: {type(e).__name__}: {str(e)[:120]}")
         rows.sort(key=lambda r: r[0])
-        close = [(us(x17, t), u, t) for u, t in rows if u <= rows[0][0] * 1.04][:3]
-        wide, best_us, best = min(close, key=lambda r: r[1] + 0.25 * r[0])
+        close = [(u, t) for u, t in rows if u <= rows[0][0] * 1.04][:2]
+        options = [(u, t) for u, narrow in close for t in widths(narrow, gated)]
+        wide, best_us, best = min(((us(x17, t), u, t) for u, t in options), key=lambda r: r[1] + 0.25 * r[0])
         table[n, k, gated] = best
         plain = us(x1, best, pdl=False)
-        aheads = {a: round(us(x1, best, ahead=a), 2) for a in (0, 16)}
-        cublas = [graph_us(lambda i: F.linear(x, ws[i % copies]), calls) for x in (x1, x17)]
+        cublas = [graph_us(lambda i: F.linear(x, ws[i % copies]), calls) for x in (x1,)]
         extra = dict(gated=gated, act="gelu_tanh" if gated else "", pdl=True, tile=best)
         y17, y1 = skinny(x17, ws[0], ops.seen, **extra), skinny(x17[16:], ws[0], ops.seen, **extra)
         if not torch.equal(y17[16:], y1):
@@ -269,11 +276,11 @@ def tune() -> None:
             same(f"{where} {best}: right", False)
         say(
             f"{where:28s} {n:6d}x{k:5d}{'g' if gated else ' '} {bytes_ / H200_BYTES_PER_S * 1e6:7.2f} | {best.bn:3d} {best.bk:3d}x{best.slices} /{best.splits:2d} "
-            f"s{best.stages} {best_us:7.2f} {bytes_ / best_us * 1e-6:5.2f} | {next((u for u, t in rows if t.slices == 1), 0):7.2f} | {plain:7.2f} | {wide:7.2f} | {cublas[0]:7.2f} {cublas[1]:7.2f} | ahead {aheads}"
+            f"s{best.stages} w{best.wide} {best_us:7.2f} {bytes_ / best_us * 1e-6:5.2f} | {next((u for u, t in rows if t.slices == 1), 0):7.2f} | {plain:7.2f} | {wide:7.2f} | {cublas[0]:7.2f}"
         )
         RESULTS.setdefault("linear", []).append(
-            dict(where=where, n=n, k=k, gated=gated, best=[best.bn, best.bk, best.splits, best.stages, best.warps, best.slices], no_pdl_us=plain,
-                 rows17_us=wide, cublas_us=cublas, ahead=aheads,
+            dict(where=where, n=n, k=k, gated=gated, best=[best.bn, best.bk, best.splits, best.stages, best.warps, best.slices, best.wide], no_pdl_us=plain,
+                 rows17_us=wide, cublas_us=cublas,
                  top=[(round(u, 2), t.bn, t.bk, t.splits, t.stages, t.warps, t.slices) for u, t in rows])
         )  # fmt: skip
         del ws

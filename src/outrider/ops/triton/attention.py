@@ -21,7 +21,6 @@ from ...types import AttnSpec, KVView
 from .common import gdc_launch_dependents, gdc_wait, prefetch, start
 
 INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
-PREFILL_KEYS = 32  # keys a block of a prompt chunk
 PREFILL_ROWS = 64  # more rows than this of one sequence: a prompt chunk
 
 
@@ -98,15 +97,16 @@ def attend_kernel(
         gdc_launch_dependents()
         if SPLIT:  # noqa: SIM102
             # Positions and tables stand since before the pass; K/V may be in the making, but L2 is where it will be made.
-            if tile == 0:
+            if (tile == 0) & (tl.load(row_start + b) < tl.load(row_start + b + 1)):
                 split_from, _ = _range(slot, positions + tl.load(row_start + b), WINDOW, FINE, MID, COARSE, NEAR, FAR)
                 key = split_from + tl.arange(0, FINE)
                 last = tl.load(positions + tl.load(row_start + b + 1) - 1)
-                page = tl.load(table + b * table_stride + key // PAGE, mask=key <= last, other=0).to(tl.int64)
-                line = page * page_stride + (kv_head * PAGE + key % PAGE) * D
-                each = tl.minimum(tl.arange(0, DP // 64 if DP > 64 else 1) * 64, D - 1)
-                prefetch(keys + line[:, None] + each[None, :])
-                prefetch(values + line[:, None] + each[None, :])
+                if split_from <= last:
+                    page = tl.load(table + b * table_stride + key // PAGE, mask=key <= last, other=0).to(tl.int64)
+                    line = page * page_stride + (kv_head * PAGE + key % PAGE) * D
+                    each = tl.minimum(tl.arange(0, DP // 64 if DP > 64 else 1) * 64, D - 1)
+                    prefetch(keys + line[:, None] + each[None, :])
+                    prefetch(values + line[:, None] + each[None, :])
         gdc_wait()
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
     count = (end - first) * GROUP
@@ -243,9 +243,9 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     attend_kernel[(slots, spec.kv_heads * triton.cdiv(packed, bq), batch)](
         q, keys, values, table, kv.positions, kv.row_start, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
-        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=bq, BN=cut.bn if split or wide else PREFILL_KEYS,
+        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=bq, BN=cut.bn if split or wide else 64 if dim <= 256 else 32,
         SLICES=cut.slices if split else 1, SPLIT=split, PREC="tf32x3" if wide else "tf32",
-        num_warps=cut.warps if split or padded <= 128 else 8, num_stages=cut.stages, **same,
+        num_warps=cut.warps if split or padded <= 128 else 8, num_stages=cut.stages if split else 2, **same,
     )  # fmt: skip
     if split:
         piece = min(padded, 128)

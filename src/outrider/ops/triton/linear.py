@@ -163,17 +163,19 @@ def _finish(
     tl.store(out + rows[:, None].to(tl.int64) * N + cols[None, :], acc.to(kind), mask=ok)
 
 
-def for_rows(tile: Tile, rows: int, gated: bool) -> tuple[int, Tile]:
-    """Rows of a tile, and the cut that fits them: slices, their width and the spans stay as they are. More rows want more
-    columns a program (each program reads all rows) and leave less shared memory. Unsliced, two warps at 64 rows keep the
-    compiler on the same matrix instruction as at 16 and 32."""
+def for_rows(tile: Tile, n: int, rows: int, gated: bool) -> tuple[int, Tile]:
+    """Rows of a tile, and the cut that fits them: the order of sums stays as it is (unsliced, bk has no part in it). Two warps
+    at 64 rows keep the compiler on the same matrix instruction as at 16 and 32."""
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    if tile.slices == 1:
-        return bm, tile if bm < 64 else replace(tile, bn=min(tile.bn, 32 if gated else 64), bk=min(tile.bk, 64), warps=2)
-    sides = 2 if gated else 1
-    bn = max(16, 32 // sides) if bm == 64 else max(tile.bn, 32) if bm == 32 else tile.bn
-    chunk = (bm + bn * sides) * tile.bk * tile.slices * 2  # bytes a stage
-    return bm, replace(tile, bn=bn, stages=max(2, min(tile.stages, SHARED // chunk)))
+    sides, bn, bk, warps = 2 if gated else 1, tile.bn, tile.bk, tile.warps
+    if bm == 32:
+        bn = tile.wide or max(bn, 64 // sides if n >= 64 * 264 else 32 // sides)
+    if bm == 64:
+        bn = 32 // sides if tile.slices > 1 else min(bn, 64 // sides)
+    if tile.slices == 1 and (bm == 64 or bn > tile.bn):
+        bk, warps = min(bk, 64), 2 if bm == 64 else warps
+    room = SHARED // (1 if bn * bm >= 2048 else 2) // ((bm + bn * sides) * bk * tile.slices * 2)
+    return bm, replace(tile, bn=bn, bk=bk, warps=warps, stages=tile.stages if bm == 16 else max(3, min(6, room + 1)))
 
 
 def skinny(
@@ -191,7 +193,7 @@ def skinny(
     chunk = tile.bk * tile.slices
     span = triton.cdiv(triton.cdiv(k, tile.splits), chunk) * chunk
     splits = triton.cdiv(k, span)
-    bm, tile = for_rows(tile, rows, gated)
+    bm, tile = for_rows(tile, n, rows, gated)
     out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
     part = torch.empty((grid[0] * grid[1] * splits, bm, tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out

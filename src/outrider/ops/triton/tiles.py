@@ -18,6 +18,7 @@ class Tile:
     stages: int
     warps: int = 4
     slices: int = 1  # 1, or one a warp
+    wide: int = 0  # bn at 17..32 rows; 0: by rule. Every program reads all rows: more of them want wider tiles
 
 
 MEASURED = {  # (N, K, gated)
