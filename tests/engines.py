@@ -64,7 +64,7 @@ def tiny_model(variant: str, seed: int = 0) -> Any:
     config = ModelConfig.from_hf(VARIANTS[variant])
     ops = ReferenceOps()
     weights = dummy_weights(config, "cpu", torch.float32, ops, None, seed)
-    for name, weight in weights.items():
+    for weight in weights.values():
         if weight.ndim >= 2:
             weight *= 12.0  # far from uniform, so that texts differ
     return build(config, weights, ops)

@@ -1,7 +1,7 @@
 """The composition root: `LLM.load(name)` puts model, tokenizer, drafter, controller and engine together.
 
-    llm = LLM.load("smollm2")
-    print(llm.generate("The capital of France is", SamplingParams(max_tokens=32))[0].text)
+llm = LLM.load("smollm2")
+print(llm.generate("The capital of France is", SamplingParams(max_tokens=32))[0].text)
 """
 
 from __future__ import annotations
@@ -94,16 +94,20 @@ class LLM:
         return cls(made, model, note)
 
     # ---- running --------------------------------------------------------------------------------------------------
-    def requests(self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool | str = True) -> list[Request]:
+    def requests(
+        self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool | str = True
+    ) -> list[Request]:
         """One request for each of `params.n` answers; answer i has seed + i."""
         ids = self._encode(prompt)
         group = next(self._ids)
-        return [
-            Request(f"{group}.{i}", ids, replace(params, seed=params.seed + i, n=1), draft_tokens, drafter) for i in range(params.n)
-        ]
+        return [Request(f"{group}.{i}", ids, replace(params, seed=params.seed + i, n=1), draft_tokens, drafter) for i in range(params.n)]
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | None = None,
+        draft_tokens: int | None = None,
+        drafter: bool | str = True,
     ) -> list[Completion]:
         """All answers, in order (n of them for each prompt)."""
         many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
@@ -124,7 +128,9 @@ class LLM:
             raise
         return [done[r.id] for r in requests]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True) -> Iterator[Event]:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True
+    ) -> Iterator[Event]:
         """One answer as it comes. Closing the iterator aborts the request and frees its pages."""
         (request,) = self.requests(prompt, replace(params or SamplingParams(), n=1), draft_tokens, drafter)
         self.engine.submit(request)
@@ -206,7 +212,9 @@ def _load_drafter(
 
         config, weights, _ = load_target(where[6:], device, dtype, ops, None, load_format, seed)  # type: ignore[arg-type]
         if config.vocab_size != target.config.vocab_size:
-            raise OutriderError(f"{where[6:]} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer")
+            raise OutriderError(
+                f"{where[6:]} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer"
+            )
         return DraftModel(build(config, weights, ops)), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":

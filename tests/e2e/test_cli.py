@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import tiny
 
 from outrider.cli.main import main
-from tests import tiny
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +38,15 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mod
 
 
 STATS = {
-    "prompt_tokens", "new_tokens", "ttft_ms", "decode_s", "decode_tps", "cycles", "drafted", "accepted", "tokens_per_cycle", "accepted_by_position",
+    "prompt_tokens", "new_tokens", "ttft_ms", "decode_s", "decode_tps", "cycles", "drafted", "accepted", "tokens_per_cycle",
+    "accepted_by_position",
 }  # fmt: skip
 
 
 def test_generate_json_and_compare(cli: Any, model: Path) -> None:
-    code, out, _ = cli("generate", model, "Hello there", "--max-tokens", 24, "--draft-tokens", 5, "--json", "--compare", "--seed", 3, "--temperature", 0.9)
+    code, out, _ = cli(
+        "generate", model, "Hello there", "--max-tokens", 24, "--draft-tokens", 5, "--json", "--compare", "--seed", 3, "--temperature", 0.9
+    )
     row = json.loads(out)
     assert code == 0 and row["identical"] is True and row["plain"]["token_ids"] == row["token_ids"]
     assert set(row["stats"]) >= STATS and row["stats"]["drafted"] > 0 and row["speedup"] > 0
@@ -62,7 +65,9 @@ def test_text_colours_and_statistics(cli: Any, model: Path) -> None:
 
 @pytest.mark.parametrize("verify", ["rejection", "block"])
 def test_other_verifiers(cli: Any, model: Path, verify: str) -> None:
-    code, out, _ = cli("generate", model, "Hello", "--max-tokens", 12, "--verify", verify, "--draft-tokens", 3, "--temperature", 1.0, "--json")
+    code, out, _ = cli(
+        "generate", model, "Hello", "--max-tokens", 12, "--verify", verify, "--draft-tokens", 3, "--temperature", 1.0, "--json"
+    )
     assert code == 0 and json.loads(out)["stats"]["new_tokens"] > 0
 
 

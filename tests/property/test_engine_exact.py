@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
 
 from outrider.engine.engine import Request
 from outrider.spec.drafter import DraftBatch
 from outrider.types import Draft
-from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
 
 MODELS = {name: tiny_model(name) for name in VARIANTS}
 GEMMA4 = ("dense", "edge", "moe")
@@ -59,7 +59,14 @@ def plain(variant: str, prompt: list[int], params: dict[str, Any]) -> list[int]:
 
 
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
-HOT = {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "logit_bias": {4: 1.5, 9: -2.0}}
+HOT = {
+    "temperature": 1.3,
+    "top_p": 0.9,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": 0.2,
+    "logit_bias": {4: 1.5, 9: -2.0},
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -113,7 +120,9 @@ sampling = st.fixed_dictionaries(
         "max_tokens": st.integers(1, 20),
     }
 )
-one = st.tuples(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), sampling, st.sampled_from([None, 0, 1, 2, 4, 7, 16]), st.integers(0, 6))
+one = st.tuples(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=40), sampling, st.sampled_from([None, 0, 1, 2, 4, 7, 16]), st.integers(0, 6)
+)
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])

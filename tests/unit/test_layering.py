@@ -28,7 +28,7 @@ ALLOWED = {
 }
 TORCH_FREE = [
     "types", "config", "models/config", "models/pairing", "models/known", "models/inspect", "cache/pages", "cache/prefix",
-    "spec/controller", "spec/cost", "spec/simulate", "spec/ngram", "engine/scheduler", "engine/metrics", "bench/predict",
+    "spec/controller", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram", "engine/scheduler", "engine/metrics", "bench/predict",
 ]  # fmt: skip
 
 
@@ -65,13 +65,15 @@ def test_imports_follow_the_map() -> None:
 def test_torch_free(module: str) -> None:
     tree = ast.parse((SRC / f"{module}.py").read_text())
     runtime = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and not _typing_only(tree, n)]
-    names = [a.name for n in runtime if isinstance(n, ast.Import) for a in n.names] + [n.module or "" for n in runtime if isinstance(n, ast.ImportFrom)]
+    names = [a.name for n in runtime if isinstance(n, ast.Import) for a in n.names] + [
+        n.module or "" for n in runtime if isinstance(n, ast.ImportFrom)
+    ]
     assert not [n for n in names if n.split(".")[0] == "torch"]
 
 
 def _typing_only(tree: ast.Module, node: ast.AST) -> bool:
     for block in ast.walk(tree):
-        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING":
-            if any(node is inner for inner in ast.walk(block)):
-                return True
+        guard = isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        if guard and any(node is inner for inner in ast.walk(block)):
+            return True
     return False

@@ -31,10 +31,14 @@ class Finding:
     detail: str
 
 
-def prove(llm: LLM, prompts: Sequence[list[int]], ks: Sequence[int], max_tokens: int, seed: int, temperatures: Sequence[float]) -> Iterator[Finding]:
-    yield from row_invariance(llm, prompts[: 4])
+def prove(
+    llm: LLM, prompts: Sequence[list[int]], ks: Sequence[int], max_tokens: int, seed: int, temperatures: Sequence[float]
+) -> Iterator[Finding]:
+    yield from row_invariance(llm, prompts[:4])
     for temperature in temperatures:
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=1.0 if temperature == 0 else 0.95, seed=seed, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=max_tokens, temperature=temperature, top_p=1.0 if temperature == 0 else 0.95, seed=seed, ignore_eos=True
+        )
         plain = [llm.generate(p, params, drafter=False)[0].token_ids for p in prompts]
         for drafter in llm.engine.controller.drafters:
             for k in ks:
@@ -55,9 +59,20 @@ def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[Finding]:
             count += 1
         others = [prompts[j % len(prompts)] + answer for j in range(i + 1, i + BATCH)]
         if llm.engine.config.max_batch >= BATCH:
-            worst = max(worst, _gap(alone, block_logits(llm, [tokens, *others], None, MAX_DRAFT + 1, [len(prompt)] + [len(o) - len(answer) for o in others])[0]))
+            worst = max(
+                worst,
+                _gap(
+                    alone,
+                    block_logits(llm, [tokens, *others], None, MAX_DRAFT + 1, [len(prompt)] + [len(o) - len(answer) for o in others])[0],
+                ),
+            )
             count += 1
-        yield Finding("row invariance", f"prompt {i + 1}, {count} layouts", worst == 0.0, "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}")
+        yield Finding(
+            "row invariance",
+            f"prompt {i + 1}, {count} layouts",
+            worst == 0.0,
+            "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}",
+        )
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
@@ -65,7 +80,9 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 @torch.inference_mode()
-def block_logits(llm: LLM, sequences: Sequence[list[int]], start: int | None, width: int, starts: Sequence[int] | None = None) -> list[Tensor]:
+def block_logits(
+    llm: LLM, sequences: Sequence[list[int]], start: int | None, width: int, starts: Sequence[int] | None = None
+) -> list[Tensor]:
     """Logits [17, V] of each sequence's positions start-1.., computed `width` rows at a time over a fresh cache."""
     engine = llm.engine
     model, store, device = engine.model, engine.store, engine.device
@@ -89,7 +106,9 @@ def block_logits(llm: LLM, sequences: Sequence[list[int]], start: int | None, wi
     return [torch.cat(parts) for parts in out]
 
 
-def _rows(model: Any, store: Any, caches: Sequence[Any], sequences: Sequence[list[int]], begins: Sequence[int], count: int, device: torch.device) -> Tensor:
+def _rows(
+    model: Any, store: Any, caches: Sequence[Any], sequences: Sequence[list[int]], begins: Sequence[int], count: int, device: torch.device
+) -> Tensor:
     ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=device)
     positions = torch.tensor([b + j for b in begins for j in range(count)], device=device)
     row_seq = torch.arange(len(caches), device=device).repeat_interleave(count)
@@ -99,18 +118,27 @@ def _rows(model: Any, store: Any, caches: Sequence[Any], sequences: Sequence[lis
 
 
 # ---- 2 ----------------------------------------------------------------------------------------------------------------
-def identity(llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None, k: int | None) -> Finding:
+def identity(
+    llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None, k: int | None
+) -> Finding:
     """K and drafter as given; both None: as the controller chooses, all prompts in one batch."""
     if drafter is None:
         answers = [c.token_ids for c in llm.generate([list(p) for p in prompts], params)]
     else:
         answers = [llm.generate(p, params, draft_tokens=k, drafter=drafter)[0].token_ids for p in prompts]
-    case = f"{'greedy' if params.temperature == 0 else f'T = {params.temperature}'}, " + ("auto, one batch" if drafter is None else f"{drafter}, K = {k}")
+    case = f"{'greedy' if params.temperature == 0 else f'T = {params.temperature}'}, " + (
+        "auto, one batch" if drafter is None else f"{drafter}, K = {k}"
+    )
     for i, (want, got) in enumerate(zip(plain, answers)):
         if want != got:
             at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
             gap = _logprob_gap(llm, prompts[i], want, got, at, params)
-            return Finding("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {want[at : at + 1]} against {got[at : at + 1]}, logprob gap {gap:.3g}")
+            return Finding(
+                "identity",
+                case,
+                False,
+                f"prompt {i + 1} differs first at token {at + 1}: {want[at : at + 1]} against {got[at : at + 1]}, logprob gap {gap:.3g}",
+            )
     return Finding("identity", case, True, f"{len(prompts)} × {params.max_tokens} tokens identical")
 
 
@@ -143,7 +171,12 @@ def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 2
             verdict = rule(p.expand(draws, 2, 64), draft, u, noise)
             statistic, freedom = pearson(torch.bincount(verdict.tokens[:, 0], minlength=64).double(), p * draws)
             limit = freedom + 5.0 * (2 * freedom) ** 0.5  # five standard deviations of the chi-square law
-            yield Finding("distribution", f"{name}, T = {temperature}, {draws} draws", statistic < limit, f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}")
+            yield Finding(
+                "distribution",
+                f"{name}, T = {temperature}, {draws} draws",
+                statistic < limit,
+                f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}",
+            )
 
 
 def pearson(seen: Tensor, expected: Tensor) -> tuple[float, int]:

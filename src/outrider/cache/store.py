@@ -138,9 +138,7 @@ class KVStore:
         self._free_slots.append(seq.slot)
 
     # ---- what a forward pass sees -----------------------------------------------------------------------------------
-    def view(
-        self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int
-    ) -> KVView:
+    def view(self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
         width = -(-max_context // self.spec.page_size)
         tables = {name: table[:, :width].index_select(0, slots) for name, table in self.tables.items()}
         return KVView(self.spec.page_size, self.keys, self.values, tables, positions, row_seq, row_start, max_rows, max_context)

@@ -80,7 +80,8 @@ class Conversation:
         name, _, argument = line.partition(" ")
         if name == "/stats":
             for i, stats in enumerate(self.turns, 1):
-                err.print(f"[dim]turn {i}: {common.stats_line(stats, f'{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused')}[/dim]")
+                reused = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused"
+                err.print(f"[dim]turn {i}: {common.stats_line(stats, reused)}[/dim]")
         elif name == "/clear":
             self.clear()
         elif name == "/draft":

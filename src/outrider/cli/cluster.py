@@ -15,8 +15,12 @@ def cluster(
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
     to: Annotated[Path, typer.Option("--out", help="Where the drafter with the new head goes.")],
     clusters: Annotated[int | None, typer.Option(help="How many. Default: by the vocabulary (2048 for Gemma's).")] = None,
-    top: Annotated[int | None, typer.Option(help="Clusters scored a step. Default: by recall where --target is given, else 1/64 of them.")] = None,
-    target: Annotated[str | None, typer.Option(help="With --prompts: tune the centroids and choose top on this target's own answers.")] = None,
+    top: Annotated[
+        int | None, typer.Option(help="Clusters scored a step. Default: by recall where --target is given, else 1/64 of them.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="With --prompts: tune the centroids and choose top on this target's own answers.")
+    ] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines of prompts for --target.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = 256,
     recall: Annotated[float, typer.Option(help="With --target: find the full head's token this often.")] = 0.99,

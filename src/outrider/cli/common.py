@@ -75,9 +75,7 @@ def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
 def stats_line(stats: RequestStats, finish: str) -> str:
     parts = [f"{stats.new_tokens} tokens ({finish})", f"first after {stats.ttft_s * 1e3:.0f} ms", f"{stats.decode_tps:.1f} tok/s"]
     if stats.drafted:
-        by_position = " ".join(
-            f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d
-        )
+        by_position = " ".join(f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d)
         parts.append(f"{stats.tokens_per_cycle:.2f} tokens a cycle")
         parts.append(f"{100 * stats.accepted / stats.drafted:.0f} % of drafts right (by position {by_position})")
     if stats.drafter_off:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from ..types import SamplingParams
 from . import common
-from .common import err, out
+from .common import out
 from .generate import run_plain
 
+if TYPE_CHECKING:
+    from ..llm import LLM
+
 PROMPTS = (
-    "What is the capital of France?",
-    "Natalia sold clips to 48 of her friends in April, and then she sold half as many clips in May. How many clips did she sell altogether?",
+    "What causes the seasons on Earth?",
+    "Natalia sold clips to 48 of her friends in April, and half as many in May. How many clips did she sell altogether?",
     "Write a Python function that returns the n-th Fibonacci number, with a docstring.",
     "Write a haiku about the sea.",
 )
@@ -31,11 +36,13 @@ def demo(
     """See it work: the same answers, faster. Downloads the default model (98 MB) the first time."""
     llm = common.load_llm(model, drafter=drafter, draft_tokens=draft_tokens, threads=threads)
     params = SamplingParams(max_tokens=max_tokens)
+    llama_cpp = _llama_cpp(llm, model, threads) if peer else None
     llm.generate(common.encode_prompt(llm, "Hello", raw=False), SamplingParams(max_tokens=8))  # warm up
     table = Table(title=f"{model}: plain decoding against speculation, greedy, {max_tokens} tokens at most")
-    for name in ("prompt", "plain tok/s", "speculative tok/s", "speed-up", "tokens a cycle", "identical"):
+    columns = ["prompt", "plain tok/s", "speculative tok/s", "speed-up", "tokens a cycle", "identical"]
+    for name in columns + (["llama.cpp tok/s"] if llama_cpp is not None else []):
         table.add_column(name, justify="left" if name == "prompt" else "right")
-    totals = [0, 0.0, 0.0]
+    tokens, plain_s, fast_s = 0, 0.0, 0.0
     for prompt in PROMPTS:
         ids = common.encode_prompt(llm, prompt, raw=False)
         plain = run_plain(llm, ids, params)
@@ -44,26 +51,37 @@ def demo(
         out.print(f"[bold]>>> {prompt}[/bold]\n{fast.text}\n")
         p, f = plain.stats, fast.stats
         if p.decode_tps and f.decode_tps:
-            totals = [totals[0] + p.new_tokens, totals[1] + p.new_tokens / p.decode_tps, totals[2] + p.new_tokens / f.decode_tps]
-        table.add_row(
+            tokens, plain_s, fast_s = tokens + p.new_tokens, plain_s + p.new_tokens / p.decode_tps, fast_s + p.new_tokens / f.decode_tps
+        row = [
             prompt if len(prompt) < 44 else prompt[:43] + "…",
             f"{p.decode_tps:.1f}",
             f"{f.decode_tps:.1f}",
             f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-",
             f"{f.tokens_per_cycle:.2f}",
             "yes" if plain.token_ids == fast.token_ids else "[bold red]NO[/bold red]",
-        )
-    if totals[2]:
+        ]
+        table.add_row(*row, *([f"{llama_cpp(prompt, max_tokens):.1f}"] if llama_cpp is not None else []))
+    if fast_s:
         table.add_section()
-        table.add_row("all", f"{totals[0] / totals[1]:.1f}", f"{totals[0] / totals[2]:.1f}", f"{totals[1] / totals[2]:.2f}x", "", "")
+        table.add_row("all", f"{tokens / plain_s:.1f}", f"{tokens / fast_s:.1f}", f"{plain_s / fast_s:.2f}x")
     out.print(table)
-    if peer:
-        _peer_line(llm, model, params)
 
 
-def _peer_line(llm: object, model: str, params: SamplingParams) -> None:
-    from ..bench.peers import llama_cpp_tps
+def _llama_cpp(llm: LLM, model: str, threads: int | None) -> Callable[[str, int], float] | None:
+    """(prompt, tokens) -> llama.cpp's plain decoding speed over the same file; None where it is not installed."""
+    from ..bench import peers
+    from ..bench.workloads import Prompt
+    from ..weights import hub
 
-    tps = llama_cpp_tps(model, PROMPTS[2], params.max_tokens)
-    if tps is not None:
-        err.print(f"[dim]llama.cpp, plain decoding, the same file and threads: {tps:.1f} tok/s[/dim]")
+    path = hub.resolve(model).path
+    if importlib.util.find_spec("llama_cpp") is None or path.suffix != ".gguf":
+        return None
+    encode = lambda prompt: common.encode_prompt(llm, prompt.text, raw=False)  # noqa: E731
+    (engine,) = peers.build(["llama-cpp"], path, encode, llm.engine.eos, threads, "cpu", "float32")
+
+    def speed(text: str, count: int) -> float:
+        answers, seconds = engine.answer([Prompt("demo", "demo", text, count)], 0.0, 0)
+        return answers[0].decode_tokens / seconds if seconds else 0.0
+
+    speed("Hello", 8)
+    return speed

@@ -68,7 +68,10 @@ def generate(
     )  # fmt: skip
     if prompts is not None:
         for row in rows:
-            print(json.dumps({**{k: v for k, v in row.items() if k not in ("prompt", "turns")}, **_one_row(llm, row, params, raw, compare)}), flush=True)
+            print(
+                json.dumps({**{k: v for k, v in row.items() if k not in ("prompt", "turns")}, **_one_row(llm, row, params, raw, compare)}),
+                flush=True,
+            )
         return
     assert prompt is not None
     ids = common.encode_prompt(llm, prompt, raw)

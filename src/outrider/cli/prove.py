@@ -54,7 +54,9 @@ def prove(
         raise OutriderError(f"--k must be in 1..{MAX_DRAFT}, got {ks}")
     if count < 1:
         raise OutriderError(f"--count must be at least 1, got {count}")
-    texts = [row["prompt"] if "prompt" in row else str(row["turns"][0]) for row in common.read_prompts(prompts)] if prompts else list(PROMPTS)
+    texts = (
+        [row["prompt"] if "prompt" in row else str(row["turns"][0]) for row in common.read_prompts(prompts)] if prompts else list(PROMPTS)
+    )
     llm = common.load_llm(model, as_json, drafter=drafter, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize)
     ids = [common.encode_prompt(llm, text, raw) for text in texts[:count]]
     findings = []
@@ -65,7 +67,17 @@ def prove(
             err.print(f"{mark}  {finding.check}: {finding.case}: {finding.detail}")
     passed = all(f.passed for f in findings)
     if as_json:
-        print(json.dumps({"model": model, "drafter": llm.drafter_note, "ops": llm.model.ops.name, "passed": passed, "findings": [vars(f) for f in findings]}))
+        print(
+            json.dumps(
+                {
+                    "model": model,
+                    "drafter": llm.drafter_note,
+                    "ops": llm.model.ops.name,
+                    "passed": passed,
+                    "findings": [vars(f) for f in findings],
+                }
+            )
+        )
     else:
         table = Table(title=f"{model} · {llm.drafter_note} · {llm.model.ops.name} kernels")
         for name in ("check", "cases", "passed"):

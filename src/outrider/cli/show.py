@@ -33,7 +33,12 @@ class Painter:
     @staticmethod
     def legend() -> Text:
         text = Text()
-        for kind, what in (("accepted", "drafted and right"), ("corrected", "corrected by the target"), ("bonus", "bonus"), ("plain", "not drafted")):
+        for kind, what in (
+            ("accepted", "drafted and right"),
+            ("corrected", "corrected by the target"),
+            ("bonus", "bonus"),
+            ("plain", "not drafted"),
+        ):
             text.append("■ ", STYLES[kind])
             text.append(f"{what}  ", "dim")
         return text

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
+from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
 from outrider.engine.engine import Engine, Request
 from outrider.engine.scheduler import Scheduler, Seq
 from outrider.types import OutriderError, SamplingParams
-from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 
 MODEL = tiny_model("llama")
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7]
@@ -121,7 +121,7 @@ def test_statistics_add_up(engine: Engine) -> None:
     assert stats.new_tokens == 30 == len(kinds)
     assert stats.accepted == sum(stats.accepted_by_position) and stats.drafted == sum(stats.drafted_by_position)
     assert stats.cycles + stats.accepted >= 30
-    assert stats.prompt_tokens == len(PROMPT) and 0 < stats.ttft_s and stats.prefill_s <= stats.ttft_s
+    assert stats.prompt_tokens == len(PROMPT) and stats.ttft_s > 0 and stats.prefill_s <= stats.ttft_s
     assert set(kinds) <= {"accepted", "corrected", "bonus", "plain"}
 
 
