@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..cache.store import CacheSpec, KVStore
-from ..engine.graphs import Graph, Inputs, Key, State, decode_step, memory_pool
+from ..engine.graphs import Graph, Inputs, Key, Pool, State, decode_step
 from ..models import build
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.gemma4_assistant import Gemma4Assistant
@@ -104,12 +104,13 @@ class Rig:
     def __init__(
         self, raw: Mapping[str, Any], drafter: Mapping[str, Any] | None, ops: Any, device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None, seed: int = 0,
-        page_size: int = 16, chunk: int = 1024,
+        page_size: int = 16, chunk: int = 1024, weights: dict[str, Any] | None = None,
     ):  # fmt: skip
-        """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all."""
+        """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all; weights: given
+        ones instead of dummies."""
         self.raw, self.ops, self.device = raw, ops, torch.device(device)
         self.config = ModelConfig.from_hf(raw)
-        self.weights = dummy_weights(self.config, self.device, dtype, ops, None, seed)
+        self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, seed)
         self.model: Any = build(self.config, self.weights, ops)
         self.drafter: MTPDrafter | None = None
         self.drafter_weights: dict[str, Any] = {}
@@ -118,7 +119,7 @@ class Rig:
             self.drafter_weights = dummy_weights(config, self.device, dtype, ops, None, seed + 1)
             self.drafter = MTPDrafter(Gemma4Assistant(config, self.drafter_weights, ops, self.model), self.model)
         self.page_size, self.chunk = page_size, chunk
-        self.pool = memory_pool(self.device)
+        self.pool = Pool.of(self.device)
         self.resize(slots, context, tokens)
 
     def resize(self, slots: int, context: int, tokens: int | None = None) -> None:
@@ -217,11 +218,11 @@ class Rig:
     @torch.inference_mode()
     def graph(
         self, seqs: list[Any], k: int, context: int, bound: int, *, advance: bool = False,
-        propose: Callable[[Tensor, Tensor], Draft] | None = None, assumed: Synthetic | None = None,
+        propose: Callable[[Tensor, Tensor], Draft] | None = None, assumed: Synthetic | None = None, eager: bool = False,
     ) -> Captured:  # fmt: skip
         """Capture the engine's own decode step. advance: the committed length and the newest token move with every replay;
         otherwise every replay does the same work at the same length. propose(last, length) replaces the MTP drafter; assumed:
-        synthetic acceptance. bound: a context that no replay may pass."""
+        synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay is a call."""
         batch, idle = len(seqs), self.store.spec.slots
         slots = torch.tensor([s.slot for s in seqs], device=self.device)
         rng = torch.Generator(device=self.device).manual_seed(2)
@@ -237,7 +238,7 @@ class Rig:
         once = decode_step(self.model, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
         began = time.perf_counter()
         keep = [t.clone() for t in (state.last, state.length, state.features)]
-        graph = Graph(once, self.device, self.pool)
+        graph = Graph(once, torch.device("cpu") if eager else self.device, self.pool)
         for tensor, value in zip((state.last, state.length, state.features), keep):
             tensor.copy_(value)
         return Captured(graph, state, slots, out, time.perf_counter() - began)

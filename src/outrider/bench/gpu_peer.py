@@ -20,7 +20,8 @@ def build(raw: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
     """The text model of a config.json, or an assistant, with random weights made on the device."""
     import transformers as t
 
-    unified, assistant = "unified" in raw["model_type"], "assistant" in raw["model_type"]
+    assistant = "assistant" in raw["model_type"]
+    unified = "unified" in raw["model_type"] and hasattr(t, "Gemma4UnifiedTextConfig")  # older ones: the same text layers
     text_kind = t.Gemma4UnifiedTextConfig if unified else t.Gemma4TextConfig
     body = {k: v for k, v in raw["text_config"].items() if k not in ("model_type", "dtype")}
     if assistant and not unified:

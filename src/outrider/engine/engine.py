@@ -172,7 +172,7 @@ class Engine:
             self._prefill(chunk)
         if plan.prefill:
             self.metrics.prefill_seconds += self.clock() - began
-        self._decode(plan.decode, lag)
+        self._decode(plan.decode, lag, not plan.prefill)
         events, self._events = self._events, []
         m = self.metrics
         m.steps += 1
@@ -244,7 +244,7 @@ class Engine:
             seq.has_features = True
         seq.stats.prefill_s += self.clock() - began
 
-    def _decode(self, rows: list[DecodeRow], lag: bool) -> None:
+    def _decode(self, rows: list[DecodeRow], lag: bool, pure: bool) -> None:
         """One cycle of these rows: launched as a graph and read at the next step (lag) or now; else eagerly."""
         key = self.graphs.key(rows) if self.graphs is not None and rows else None
         if key is None or self.graphs is None or not self.graphs.ready(key):
@@ -253,7 +253,7 @@ class Engine:
             elif rows:
                 self._decode_eager(rows)
             return
-        flight = self.graphs.launch(rows, key, self.clock())
+        flight = self.graphs.launch(rows, key, self.clock(), pure)
         for row in rows:
             row.seq.ahead += row.k + 1
         self._land()
@@ -273,7 +273,8 @@ class Engine:
                 self._commit(row, tokens[i], now, None)
         drafter = next((r.drafter for r in flight.rows if r.drafter), None)
         seconds, self._landed = now - max(flight.began, self._landed), now
-        self.controller.observe_step(len(flight.rows), flight.key.k, flight.key.context, seconds, drafter)
+        if flight.pure:
+            self.controller.observe_step(len(flight.rows), flight.key.k, flight.key.context, seconds, drafter)
 
     def _decode_eager(self, rows: list[DecodeRow]) -> None:
         began = self.clock()

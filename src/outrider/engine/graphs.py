@@ -35,12 +35,26 @@ Choosing = Literal["greedy", "hot", "head 64", "head 1024", "sort"]
 Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
 
 
+class Pool:
+    """Memory that graphs share. Holds a graph of its own: a pool whose last graph is gone must not be captured into again."""
+
+    def __init__(self, device: torch.device):
+        self.handle = torch.cuda.graph_pool_handle()
+        self.anchor = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.anchor, pool=self.handle, capture_error_mode="thread_local"):
+            self.mark = torch.zeros(1, device=device)
+
+    @staticmethod
+    def of(device: torch.device) -> Pool | None:
+        return Pool(device) if device.type == "cuda" else None
+
+
 class Graph:
     """A captured function of no arguments. `result` is what it returned: on a GPU the same tensors after every replay."""
 
-    def __init__(self, fn: Callable[[], Any], device: torch.device, pool: Any = None, warm: int = 1):
+    def __init__(self, fn: Callable[[], Any], device: torch.device, pool: Pool | None = None, warm: int = 1):
         """Runs fn `warm` times (kernels are compiled, caches filled) before it is captured. pool: graphs that never run at the
-        same time may share their memory (`memory_pool()`)."""
+        same time may share their memory."""
         self.fn, self.graph, self.result = fn, None, None
         if device.type != "cuda":
             return
@@ -51,7 +65,7 @@ class Graph:
                 fn()
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, pool=pool.handle if pool is not None else None, capture_error_mode="thread_local"):
             self.result = fn()
 
     def replay(self) -> None:
@@ -59,10 +73,6 @@ class Graph:
             self.result = self.fn()
         else:
             self.graph.replay()
-
-
-def memory_pool(device: torch.device) -> Any:
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
 
 
 @dataclass(frozen=True)
@@ -208,6 +218,7 @@ class Flight:
     host: Tensor
     event: Any
     began: float
+    pure: bool  # no prompt was run before it in the same step: its time is that of a cycle
 
 
 def plain(p: SamplingParams) -> bool:
@@ -237,7 +248,7 @@ class GraphRunner:
         self.model, self.store, self.drafter, self.device = model, store, drafter, model.device
         self.idle = store.spec.slots  # the table row that is all scratch page
         self.state, self.inputs = State.of(features), Inputs.of(self.device, self.idle)
-        self.pool = memory_pool(self.device)
+        self.pool = Pool.of(self.device)
         self.broken: str | None = None
         self._graphs: dict[Key, Captured] = {}
         self._owners: dict[int, Any] = {}  # slot -> the cache whose sequence `state` holds
@@ -293,7 +304,7 @@ class GraphRunner:
         return True
 
     # ---- one cycle ----------------------------------------------------------------------------------------------------
-    def launch(self, rows: list[DecodeRow], key: Key, now: float) -> Flight:
+    def launch(self, rows: list[DecodeRow], key: Key, now: float, pure: bool) -> Flight:
         """Start the cycle and return at once. `ready(key)` must have been asked."""
         captured = self._graphs[key]
         self._upload(rows, key)
@@ -305,7 +316,7 @@ class GraphRunner:
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return Flight(rows, [r.seq.cache for r in rows], key, host, event, now)
+        return Flight(rows, [r.seq.cache for r in rows], key, host, event, now, pure)
 
     def read(self, flight: Flight) -> list[list[int]]:
         """The tokens each row emitted: waits until this cycle (not a later one) is done."""

@@ -1,0 +1,379 @@
+"""What must hold on a GPU, as plain functions: pytest runs them (test_gpu_*.py), and so does benchmarks/gpu_suite.py where there
+is no pytest. Each raises AssertionError, or returns figures worth a line. Models are shallow where depth adds nothing.
+
+On a machine without a GPU the same functions run on tiny models with the plain ops (`Place.here()`): a check that cannot run is
+found before it costs device time.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from outrider.bench import gpu_peer
+from outrider.bench.gpu import SIZES, Rig, collect, plain_run, shallow, speculative_run
+from outrider.config import EngineConfig, SpecConfig
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Request
+from outrider.models.config import ModelConfig
+from outrider.models.known import KNOWN
+from outrider.spec.controller import Controller
+from outrider.spec.cost import CostTable
+from outrider.types import SamplingParams
+from outrider.weights.load import kept_dtype
+from outrider.weights.names import tensor_plan
+
+LAYERS = {"E2B": 10, "E4B": 12, "12B": 6, "26B-A4B": 6, "31B": 6}  # both kinds of attention; edge models share K/V
+KS = (1, 2, 4, 8, 16)
+GIB = 2**30
+
+
+def tiny(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same kind of model, small enough for a dry run on a CPU."""
+    text = dict(raw["text_config"])
+    text |= dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=16, global_head_dim=32)
+    text |= dict(vocab_size=512, sliding_window=16)
+    text["num_key_value_heads"] = min(2, text["num_key_value_heads"])
+    if text["num_global_key_value_heads"]:
+        text["num_global_key_value_heads"] = 1
+    if text["hidden_size_per_layer_input"]:
+        text |= dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=512)
+    if text["enable_moe_block"]:
+        text |= dict(num_experts=8, top_k_experts=2, moe_intermediate_size=16)
+    small = {**raw, "text_config": text}
+    if "backbone_hidden_size" in raw:
+        small |= dict(backbone_hidden_size=32, num_centroids=16, centroid_intermediate_top_k=4)
+    return small
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the checks run, and how much of them."""
+
+    device: str
+    dtype: torch.dtype
+    steps: int  # tokens compared
+    context: int
+
+    @staticmethod
+    def here() -> Place:
+        if torch.cuda.is_available():
+            return Place("cuda", torch.bfloat16, 512, 900)  # crosses the windows of 512 and 1024
+        return Place("cpu", torch.float64, 24, 40)
+
+    @property
+    def gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def ops(self) -> Any:
+        if self.gpu:
+            from outrider.ops.triton import TritonOps
+
+            return TritonOps("cuda")
+        from outrider.ops.reference import ReferenceOps
+
+        return ReferenceOps()
+
+    def raw(self, size: str, layers: int | None = None) -> dict[str, Any]:
+        raw = dict(KNOWN[SIZES[size]])
+        raw = shallow(raw, LAYERS[size] if layers is None else layers) if layers != 0 else raw
+        return raw if self.gpu else tiny(raw)
+
+    def assistant(self, size: str) -> dict[str, Any]:
+        raw = dict(KNOWN[SIZES[size] + "-assistant"])
+        return raw if self.gpu else tiny(raw)
+
+    def sync(self) -> None:
+        if self.gpu:
+            torch.cuda.synchronize()
+
+
+HERE = Place.here()
+
+
+# ---- bitwise equality --------------------------------------------------------------------------------------------------------
+@torch.inference_mode()
+def equality(size: str) -> str:
+    """Logits and tokens of every position are the same bits for K = 0 and K in 1..16, alone and in a batch of 8."""
+    p = HERE
+    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + p.steps + 128)
+    try:
+        seqs = rig.open(8, p.context, p.steps + 64)
+        tokens, logits = plain_run(rig, seqs, p.context, p.steps)
+        for b in (0, 7):
+            alone, alone_logits = plain_run(rig, seqs[b : b + 1], p.context, p.steps)
+            assert torch.equal(alone[0], tokens[b]), f"{size}: sequence {b} alone decodes other tokens than in a batch of 8"
+            if p.gpu:
+                assert torch.equal(alone_logits[0], logits[b]), f"{size}: sequence {b} alone has other logits than in a batch of 8"
+            del alone_logits
+        rates = []
+        for batch in (1, 8):
+            for k in KS:
+                same = speculative_run(rig, seqs[:batch], p.context, k, tokens[:batch], logits[:batch])
+                assert same.equal_tokens, f"{size} K={k} batch {batch}: tokens differ from position {same.first_difference}"
+                assert same.equal_logits or not p.gpu, f"{size} K={k} batch {batch}: logits differ from position {same.first_difference}"
+                assert same.accepted > 0.3, f"{size} K={k}: the stand-in drafter is right three times in four, accepted {same.accepted}"
+                rates.append(same.accepted)
+        return f"{p.steps} tokens, K {KS}, batch 1 and 8; accepted a cycle {min(rates):.2f}..{max(rates):.2f}"
+    finally:
+        rig.free()
+
+
+# ---- against transformers ----------------------------------------------------------------------------------------------------
+def weights_of(model: Any, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    """A transformers model's weights under our names."""
+    stored = model.state_dict()
+    out = {}
+    for name, plan in tensor_plan(config).items():
+        parts = [stored[s].to(kept_dtype(plan, dtype)) for s in plan.sources]
+        out[name] = (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(plan.shape).clone()
+    return out
+
+
+@torch.inference_mode()
+def parity(size: str, kind: str) -> str:
+    """The same shallow model in transformers and here: relative error of the logits of the last positions."""
+    p = HERE
+    wide = kind == "float32"
+    dtype = torch.float32 if wide or not p.gpu else torch.bfloat16
+    count = 64 if wide else min(1100, p.context + 200)  # float32: few enough rows for the decode kernels; bfloat16: past the windows
+    raw = p.raw(size)
+    config = ModelConfig.from_hf(raw)
+    theirs = gpu_peer.build(raw, p.device, dtype)
+    torch.manual_seed(3)
+    for name, x in theirs.state_dict().items():  # transformers starts norms and scales at one: a forgotten one would not show
+        if x.is_floating_point() and x.dim() < 2 and "q_norm" not in name and "k_norm" not in name:
+            x.mul_(1.0 + 0.1 * torch.randn_like(x))
+    ids = torch.randint(3, config.vocab_size, (count,), device=p.device)
+    expected = theirs(ids[None], logits_to_keep=48).logits[0].float()
+    weights = weights_of(theirs, config, dtype)
+    del theirs
+    collect()
+    rig = Rig(raw, None, p.ops(), p.device, dtype, slots=1, context=count + 64, weights=weights)
+    try:
+        seq, _ = rig.store.open([0] * 8, rig.store.spec.page_size, reuse=False)
+        assert rig.store.reserve(seq, count)
+        hidden = torch.cat([rig.prefill(seq, ids[:-17], 0), rig.prefill(seq, ids[-17:], count - 17)])
+        got = rig.model.logits(hidden[-48:]).float()
+        assert got.shape == expected.shape and bool(got.isfinite().all())
+        rows = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
+        # a router that rounds otherwise picks another expert: single rows of the mixture may differ in bfloat16
+        error = float(rows.median() if config.moe is not None and not wide else rows.max())
+        limit = 1e-3 if wide or not p.gpu else 2e-2
+        assert error <= limit, f"{size} {kind}: relative error {error:.2e} > {limit}"
+        return f"relative error {error:.2e}, worst row {float(rows.max()):.2e}"
+    finally:
+        rig.free()
+
+
+def warm_up() -> str:
+    """Compile what the checks need, sizes side by side: a thread each, as compilers do not hold the interpreter."""
+    if not HERE.gpu:
+        return "nothing to compile"
+    began = time.perf_counter()
+
+    def one(size: str, dtype: torch.dtype) -> None:
+        with torch.inference_mode():
+            rig = Rig(HERE.raw(size), HERE.assistant(size), HERE.ops(), "cuda", dtype, slots=8, context=1536)
+            seqs = rig.open(8, 64, 64)
+            ids = torch.randint(3, 999, (320,), device="cuda")
+            rig.prefill(seqs[0], ids[:47])
+            if dtype == torch.bfloat16:
+                rig.prefill(seqs[0], ids)
+                for batch, k in ((1, 0), (1, 1), (1, 16), (8, 0), (8, 1), (8, 4), (8, 16)):
+                    run = rig.graph(seqs[:batch], k, 64, 512, eager=True)
+                    run.graph.replay()
+            torch.cuda.synchronize()
+            rig.free()
+
+    with ThreadPoolExecutor(10) as pool:
+        jobs = [pool.submit(one, size, dtype) for dtype in (torch.bfloat16, torch.float32) for size in SIZES]
+        failed = [f"{type(e).__name__}: {str(e)[:120]}" for e in (job.exception() for job in jobs) if e is not None]
+    collect()
+    return f"{time.perf_counter() - began:.1f} s" + (f"; failed: {failed}" if failed else "")
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------------------
+@torch.inference_mode()
+def memory() -> str:
+    """31B: a prompt chunk, plain steps and cycles of 16 take at most 2 GiB beside weights and K/V."""
+    p = HERE
+    collect()
+    rig = Rig(p.raw("31B", 0), p.assistant("31B"), p.ops(), p.device, p.dtype, slots=2, context=1600)
+    try:
+        p.sync()
+        base = torch.cuda.memory_allocated() if p.gpu else 0
+        if p.gpu:
+            torch.cuda.reset_peak_memory_stats()
+        seqs = rig.open(2, 64, 1100)
+        ids = torch.randint(3, rig.config.vocab_size, (1024,), device=p.device)
+        rig.prefill(seqs[0], ids)
+        for batch, k in ((1, 0), (1, 16), (2, 8)):
+            run = rig.graph(seqs[:batch], k, 64, 2048)
+            run.graph.replay()
+            p.sync()
+            del run
+        beside = (torch.cuda.max_memory_reserved() - base) / GIB if p.gpu else 0.0
+        assert beside <= 2.0, f"{beside:.2f} GiB beside weights and K/V"
+        return f"{beside:.2f} GiB beside {base / GIB:.1f} GiB of weights and K/V"
+    finally:
+        rig.free()
+
+
+# ---- the engine --------------------------------------------------------------------------------------------------------------
+def engine_of(size: str, graphs: bool | None, rig: Rig, names: tuple[str, ...] = ("mtp", "ngram")) -> Engine:
+    config = EngineConfig(max_batch=8, max_context=1024, page_size=32, prefill_chunk=128, graphs=graphs)
+    drafter = rig.drafter if "mtp" in names else None
+    return Engine(rig.model, None, config, SpecConfig(4), drafter, Controller(CostTable(), names))
+
+
+PARAMS: tuple[dict[str, Any], ...] = (
+    {}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 4}, {},
+    {"temperature": 0.6, "top_p": 0.8, "seed": 5},
+    {"temperature": 0.9, "min_p": 0.02, "seed": 6}, {}, {"temperature": 0.7, "repetition_penalty": 1.2, "seed": 8},
+)  # fmt: skip
+
+
+def requests(vocab: int) -> list[tuple[int, Request]]:
+    """(the step at which it joins, the request): other lengths, K, drafters and ends; some repeat themselves."""
+    rng = torch.Generator().manual_seed(5)
+    out = []
+    for i, params in enumerate(PARAMS):
+        prompt = torch.randint(3, vocab, (5 + 37 * i,), generator=rng).tolist()
+        prompt = (prompt[:9] * 8)[: len(prompt) + 20] if i % 3 == 0 else prompt
+        drafter: bool | str = "ngram" if i == 3 else True
+        sampling = SamplingParams(max_tokens=24 + 5 * i, ignore_eos=True, **params)
+        joins = 25 if i == 7 else 3 * (i % 4)  # the one with a penalty needs eager cycles: it comes when others are under way
+        out.append((joins, Request(str(i), prompt, sampling, (4, 2, 7, 3, 1, 16, 0, 4)[i], drafter)))
+    return out
+
+
+def drive(engine: Engine, jobs: list[tuple[int, Request]]) -> dict[str, list[int]]:
+    got: dict[str, list[int]] = {r.id: [] for _, r in jobs}
+    for step in range(2000):
+        for at, r in jobs:
+            if at == step:
+                engine.submit(r)
+        if step > max(at for at, _ in jobs) and not engine.busy:
+            break
+        for event in engine.step():
+            assert event.error is None, event.error
+            got[event.id] += event.tokens
+    assert not engine.busy
+    engine.check()
+    return got
+
+
+def engine_tokens(size: str = "E2B") -> str:
+    """Graphs one cycle behind, eager cycles, and plain decoding alone: the same tokens, whoever joins and leaves."""
+    p = HERE
+    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64)
+    try:
+        jobs = requests(rig.config.vocab_size)
+        plain: dict[str, list[int]] = {}
+        for _, r in jobs:
+            alone = engine_of(size, False, rig, ())
+            plain |= drive(alone, [(0, Request(r.id, r.prompt, r.params, 0, False))])
+            del alone
+        seconds = {}
+        for label, graphs in (("eager", False), ("graphs", True)):
+            engine = engine_of(size, graphs, rig)
+            began = time.perf_counter()
+            got = drive(engine, jobs)
+            seconds[label] = time.perf_counter() - began
+            for _, r in jobs:
+                assert got[r.id] == plain[r.id], f"{label}: request {r.id} ({r.params}) differs from plain decoding alone"
+            if graphs:
+                assert engine.graphs is not None and engine.graphs.broken is None, f"no graphs: {engine.graphs and engine.graphs.broken}"
+                made = len(engine.graphs._graphs)
+                engine.graphs.release()
+            del engine
+        return f"{len(jobs)} requests; eager {seconds['eager']:.1f} s, graphs {seconds['graphs']:.1f} s with {made} captures"
+    finally:
+        rig.free()
+
+
+def one_launch(size: str = "E2B", cycles: int = 12) -> str:
+    """A decode cycle of the engine is one graph launch: no kernel launch, no synchronisation but waiting for the cycle before."""
+    p = HERE
+    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64)
+    try:
+        engine = engine_of(size, True, rig, ("mtp",))
+        for i in range(2):
+            engine.submit(Request(str(i), [5 + i, 9, 11] * 4, SamplingParams(max_tokens=200, ignore_eos=True), 4, True))
+        for _ in range(6):  # prompts, captures
+            engine.step()
+        p.sync()
+        if not p.gpu:
+            for _ in range(cycles):
+                assert engine.step()
+            return "dry run"
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
+            for _ in range(cycles):
+                engine.step()
+        counts: dict[str, int] = {}
+        for event in prof.key_averages():
+            if event.key.startswith(("cuda", "cu")):
+                counts[event.key] = counts.get(event.key, 0) + event.count
+        launches = sum(n for key, n in counts.items() if "GraphLaunch" in key)
+        kernels = sum(n for key, n in counts.items() if "LaunchKernel" in key)
+        waits = sum(n for key, n in counts.items() if key in ("cudaStreamSynchronize", "cudaDeviceSynchronize"))
+        # Pages are reserved ahead every few cycles: a small copy into the table each time, never a wait.
+        assert launches == cycles, f"{launches} graph launches in {cycles} cycles: {counts}"
+        assert kernels <= cycles, f"{kernels} kernel launches beside the graphs: {counts}"
+        assert waits <= 2, f"{waits} synchronisations (the profiler's own are up to two): {counts}"
+        return f"{cycles} cycles: {counts}"
+    finally:
+        rig.free()
+
+
+# ---- a real model ------------------------------------------------------------------------------------------------------------
+def smollm2() -> str:
+    """Tokens a second of the default model, plain and speculative, and the same text. OUTRIDER_SMOLLM2: its .gguf."""
+    path = os.environ.get("OUTRIDER_SMOLLM2")
+    if not path:
+        return "skipped: OUTRIDER_SMOLLM2 is not set"
+    import outrider
+    from outrider.llm import LLM
+
+    folder = Path(outrider.__file__).parent / "assets" / "drafters" / "smollm2"
+    drafter = str(folder) if folder.is_dir() else "ngram"
+    prompts = ("Write a Python function that merges two sorted lists.", "List the numbers from one to forty.", "Why is the sky blue?")
+    params = SamplingParams(max_tokens=128, ignore_eos=True)
+    notes, texts = [], {}
+    for label, which, k in (("plain", "none", 0), (drafter.rpartition("/")[2] if folder.is_dir() else "ngram", drafter, 4)):
+        llm = LLM.load(path, drafter=which, draft_tokens=k, device=HERE.device)
+        chats = [llm.chat_prompt([{"role": "user", "content": text}]) for text in prompts]
+        llm.generate(chats, params)  # compiles and captures
+        answers = [llm.generate([chat], params)[0] for chat in chats]
+        texts[label] = [a.token_ids for a in answers]
+        rate = sum(a.stats.decode_tps for a in answers) / len(answers)
+        accepted = sum(a.stats.accepted for a in answers) / max(1, sum(a.stats.drafted for a in answers))
+        notes.append(f"{label} {rate:.0f} tokens/s" + (f" ({accepted:.0%} of drafts accepted)" if k else ""))
+        del llm
+        collect()
+    first, second = texts.values()
+    assert first == second, "speculative text differs from plain text"
+    return "; ".join(notes)
+
+
+def all_checks() -> list[tuple[str, Callable[[], str]]]:
+    """In the order that finds most, soonest."""
+    checks: list[tuple[str, Callable[[], str]]] = [("warm-up", warm_up), ("one launch a cycle", one_launch)]
+    checks.append(("engine tokens", engine_tokens))
+    for size in LAYERS:
+        checks.append((f"equality {size}", lambda size=size: equality(size)))  # type: ignore[misc]
+    for kind in ("bfloat16", "float32"):
+        for size in LAYERS:
+            checks.append((f"parity {size} {kind}", lambda size=size, kind=kind: parity(size, kind)))  # type: ignore[misc]
+    return [*checks, ("memory 31B", memory), ("smollm2", smollm2)]
+
