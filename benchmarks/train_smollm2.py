@@ -5,6 +5,7 @@
     python benchmarks/train_smollm2.py ablate --target smollm2.gguf  # short runs, one change each; writes KEEP/choice.json
     python benchmarks/train_smollm2.py main   --target smollm2.gguf --minutes 5.5
     python benchmarks/train_smollm2.py finish --target smollm2.gguf  # Spec-Bench, T = 1, clusters; table rows and the drafter
+    python benchmarks/train_smollm2.py tune   --target smollm2.gguf  # the shipped drafter, tuned on T = 1 answers (train_tune.py)
 
 Results are appended to $OUT/*.jsonl as they come.
 """
@@ -21,85 +22,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import numpy as np
 import torch
+from train_common import BASE, BEGAN, DEVICE, DTYPE, bench_answers, brief, build_net, give, note, say, score
+from train_tune import tune
 
 from outrider.models.config import ModelConfig
-from outrider.train import design, run
+from outrider.train import run
 from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, recall_curve
-from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch, read_prompts
-from outrider.train.evaluate import Head, matches, summary
+from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch
+from outrider.train.evaluate import Head, matches
 from outrider.train.generate import Answerer, Answering, answer_all
 from outrider.train.losses import LossMix
 from outrider.train.net import DraftNet, step_weights, target_weights
 from outrider.train.trainer import Trainer, TrainSettings
-
-BENCH = Path(__file__).parent / "data" / "spec_bench_question.jsonl"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DTYPE = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
-BASE: dict[str, Any] = dict(reads=(4, 9, 14, 19, 24, 29), intermediate=352, taps=(), position_offset=2, start="target")
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - BEGAN:7.1f}] {text}", flush=True)
-
-
-def note(out: Path, name: str, row: dict[str, Any]) -> None:
-    with open(out / name, "a") as file:
-        file.write(json.dumps(row) + "\n")
-
-
-# ---- what the stages share ------------------------------------------------------------------------------------------
-def build_net(target: run.Target, data: Sequences, change: dict[str, Any], seed: int = 0) -> DraftNet:
-    shape = BASE | change
-    config = design.plain(
-        target.config, reads=tuple(shape["reads"]), intermediate=shape["intermediate"], taps=tuple(shape["taps"]),
-        position_offset=shape["position_offset"], target_hash=target.hash,
-    )  # fmt: skip
-    net = DraftNet(config, target.config, seed).to(DEVICE)
-    if shape["start"] == "target":
-        design.start_from_target(net, target.model)
-        few = plan_epoch(data, 16384, 65536, 0, 0)[:2]
-        fitted = design.fit_inputs(net, target.model, [make_batch(data, b, 1).to(DEVICE) for b in few])
-        say(f"inputs explain {fitted:.3f}")
-    return net
-
-
-def bench_answers(
-    target: run.Target, keep: Path, temperature: float, max_new: int, limit: int | None = None
-) -> tuple[Sequences, list[str], list[int]]:
-    """Spec-Bench questions answered by the target: greedily, or with the engine's coupled noise."""
-    prompts = read_prompts(BENCH, limit)
-    kept = keep / f"bench-{temperature:g}-{max_new}-{len(prompts)}.npz"
-    if not kept.exists():
-        encoded = run.encode(BENCH, target.text, target.config.vocab_size, texts=False, max_tokens=8000, limit=limit)
-        rows = [encoded[i] for i in range(len(encoded))]
-        hot = temperature > 0
-        how = Answering(max_new, temperature or 1.0, min(480, len(rows)), 0.0 if hot else 1.0, coupled=hot)
-        machine = Answerer(target.model, how, max(len(r) for r in rows), target.eos_ids)
-        done = sorted(machine.answer(rows, list(range(len(rows)))), key=lambda d: d[0])
-        Sequences.of([np.concatenate([rows[n], a]) for n, _, a in done], [len(rows[n]) for n, _, _ in done], [n for n, _, _ in done],
-                     [not hot] * len(done), target.config.vocab_size).save(kept)  # fmt: skip
-        del machine
-        if DEVICE.type == "cuda":
-            torch.cuda.empty_cache()
-    data = Sequences.load(kept)
-    return data, [prompts[i].category for i in data.index], data.index.tolist()
-
-
-def score(target: run.Target, net: DraftNet, data: Sequences, categories: list[str] | None, most: int, head: Head | None = None,
-          seeds: list[int] | None = None) -> dict[str, Any]:  # fmt: skip
-    weights = {k: v.detach() for k, v in net.cast(DTYPE).items()}
-    right = matches(target.model, net, weights, head or Head(target.model.head), data, most, seeds=seeds)
-    return summary(right, categories or ["all"] * len(data), most)
-
-
-def brief(result: dict[str, Any]) -> str:
-    tpc = result["tokens_per_cycle"]
-    return f"K=4 {tpc.get(4, 0):.3f} (categories {result['mean_of_categories']:.3f}) K=8 {tpc.get(8, 0):.3f} by position {result['acceptance_by_position'][:5]}"
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -345,15 +283,6 @@ def main_stage(args: argparse.Namespace, out: Path, keep: Path) -> None:
     give(folder / "drafter", out)
 
 
-def give(drafter: Path, out: Path) -> None:
-    """The drafter in pieces that fit through: cat model.safetensors.* > model.safetensors."""
-    blob = (drafter / "model.safetensors").read_bytes()
-    for n in range(0, len(blob), 15 << 20):
-        (out / f"model.safetensors.{n // (15 << 20)}").write_bytes(blob[n : n + (15 << 20)])
-    small = {p.name: json.loads(p.read_text()) for p in drafter.glob("*.json")}
-    (out / "drafter.json").write_text(json.dumps(small, indent=1))
-
-
 def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) -> None:
     """Final figures: full head, clusters of several sizes (centroids fitted on states of the training data), T = 1."""
     from outrider.weights.load import load_drafter
@@ -414,7 +343,7 @@ def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
 
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser()
-    p.add_argument("stages", help="comma separated: selftest, data, ablate, main, finish")
+    p.add_argument("stages", help="comma separated: selftest, data, ablate, main, finish, tune")
     p.add_argument("--target", default="smollm2")
     p.add_argument("--keep", default="/root/keep/smollm2")
     p.add_argument("--slots", type=int, default=2048)
@@ -432,6 +361,11 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--bench-limit", type=int, default=None)
     p.add_argument("--cluster-sequences", type=int, default=6000)
     p.add_argument("--cluster-steps", type=int, default=300)
+    p.add_argument("--top", type=int, default=38, help="tune: clusters scored a step")
+    p.add_argument("--seconds", type=float, default=70.0, help="tune: how long to train")
+    p.add_argument("--tune-lr", type=float, default=4e-4)
+    p.add_argument("--tune-loss", default="soft=1,tv=0.5")
+    p.add_argument("--hot-share", type=float, default=0.5, help="tune: share of sequences sampled at T = 1, the others greedy")
     return p.parse_args()
 
 
@@ -446,7 +380,7 @@ def main() -> None:
     target = None
     for stage in args.stages.split(","):
         say(f"---- {stage}")
-        if stage in ("data", "ablate", "finish") and target is None:
+        if stage in ("data", "ablate", "finish", "tune") and target is None:
             target = run.open_target(args.target, str(DEVICE), DTYPE)
             say("target loaded")
         if stage == "selftest":
@@ -459,10 +393,11 @@ def main() -> None:
             ablate(args, out, keep, target)
         elif stage == "finish":
             finish(args, out, keep, target)
+        elif stage == "tune":
+            tune(args, out, keep, target)
         else:
             raise SystemExit(f"no stage {stage!r}")
 
 
-BEGAN = time.perf_counter()
 if __name__ == "__main__":
     main()

@@ -137,12 +137,15 @@ def prepare(job: TrainJob, target: Target, say: Say) -> Sequences:
     return load_folder(job.out / "data")
 
 
+def heldout_lines(lines: np.ndarray, count: int) -> np.ndarray:
+    """`count` of the prompts, spread over the file; the same whatever the shards are."""
+    return lines[:: max(1, len(lines) // max(1, count))][:count] if count else lines[:0]
+
+
 def split(data: Sequences, heldout: int) -> tuple[Sequences, Sequences]:
     """Train and held out, by prompt: held-out prompts are spread over the file, and only greedy answers are kept of them."""
     lines = np.unique(data.index)
-    count = min(heldout, len(lines) // 5)
-    picked = set(lines[:: max(1, len(lines) // max(1, count))][:count].tolist()) if count else set()
-    out = np.array([int(i) in picked for i in data.index])
+    out = np.isin(data.index, heldout_lines(lines, min(heldout, len(lines) // 5)))
     aside = data.select(np.nonzero(out & data.greedy)[0]) if (out & data.greedy).any() else data.select(np.nonzero(out)[0])
     return data.select(np.nonzero(~out)[0]), aside
 
