@@ -6,6 +6,7 @@ a page table ignored, a tile that rounds differently from another.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -304,7 +305,7 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
     hot, seed, position = torch.tensor([False, True, True]), torch.tensor([1, 2, 3]), torch.tensor([41, 31, 21])
     temperature = torch.tensor([1.0, 0.7, 1.3])
 
-    token, h, want = last, features[:, : target_config.hidden], []
+    token, h, want, sure = last, features[:, : target_config.hidden], [], []
     state, fast = drafter.start(view, features), compiled.start(view, features)
     for j in range(4):
         e = target.embed(token)
@@ -315,13 +316,43 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
         best = ops.gumbel_argmax(z / temperature[:, None], seed, position + j, tokens, hot)
         token = best if tokens is None else tokens.gather(1, best[:, None])[:, 0]
         want.append(token)
-    got = compiled.draft(last, features, view, 4, temperature, hot, seed, position)
-    assert torch.equal(got, torch.stack(want, 1))
+        sure.append(torch.softmax(z / torch.where(hot, temperature, 1.0)[:, None], -1).gather(1, best[:, None])[:, 0])
+    got, confidence, lengths = compiled.draft(last, features, view, 4, temperature, hot, seed, position)
+    assert torch.equal(got, torch.stack(want, 1)) and lengths.tolist() == [4, 4, 4]
+    assert torch.allclose(confidence, torch.stack(sure, 1), rtol=1e-4) and bool(((confidence >= 0) & (confidence <= 1)).all())
     for b in range(3):  # alone
         one = kv.view([(39 - 10 * b, 1)] if b == 0 else [(0, 0)] * b + [(39 - 10 * b, 1)])
         row = slice(b, b + 1)
-        alone = compiled.draft(last[row], features[row], one, 4, temperature[row], hot[row], seed[row], position[row])
+        alone, _, _ = compiled.draft(last[row], features[row], one, 4, temperature[row], hot[row], seed[row], position[row])
         assert torch.equal(alone, got[row])
+
+    # ends: trust as drawn, thresholds around the paths, so that drafts end at every place, by `drop` and by `stop`
+    draw = random.Random(5)
+    reached = set()
+    for trial in range(40):
+        trust = [draw.uniform(0.5, 1.0) for _ in range(16)]
+        stop, drop = ([draw.choice([0.0, draw.uniform(0.1, 1.0)]) for _ in range(3)] for _ in range(2))
+        end = tuple(torch.tensor(t, dtype=torch.float64) for t in (stop, drop, trust))
+        tokens, again, lengths = compiled.draft(last, features, view, 4, temperature, hot, seed, position, end)
+        expected = [ended(confidence[b].tolist(), stop[b], drop[b], trust) for b in range(3)]
+        assert lengths.tolist() == [n for n, _ in expected], trial
+        run = max(steps for _, steps in expected)  # until the last of them has ended
+        assert torch.equal(tokens[:, :run], got[:, :run]) and torch.equal(again[:, :run], confidence[:, :run])
+        assert not tokens[:, run:].any() and not again[:, run:].any()
+        reached |= {(n, steps) for n, steps in expected}
+    assert {(0, 1), (1, 1), (1, 2), (4, 4)} <= reached
+
+
+def ended(confidence: list[float], stop: float, drop: float, trust: list[float]) -> tuple[int, int]:
+    """Tokens that count, and the steps that were run for them: the rule of spec.controller.Choice in plain words."""
+    path = 1.0
+    for j, sure in enumerate(confidence):
+        path *= trust[min(15, int(sure * 16))]
+        if path < drop:
+            return j, j + 1
+        if path < stop:
+            return j + 1, j + 1
+    return len(confidence), len(confidence)
 
 
 def test_rows_in_another_order(ops: CpuOps) -> None:

@@ -26,10 +26,15 @@ class MTPDrafter:
         model, sampling = self.model, batch.sampling
         if self.whole_rounds and not batch.sampled and not sampling.any_filter:
             at = batch.length + 1
-            drafted = model.draft(batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.hot, sampling.seed, at)
-            return Draft(drafted, torch.full_like(batch.length, k))
+            end = None
+            if batch.trust is not None:
+                end = tuple(torch.tensor(t, dtype=torch.float64) for t in (batch.stop, batch.drop, batch.trust))
+            tokens, confidence, lengths = model.draft(
+                batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.hot, sampling.seed, at, end
+            )
+            return Draft(tokens, lengths, confidence=confidence)
         state = model.start(batch.kv, batch.features)
-        token, tokens, qs = batch.last, [], []
+        token, guesses, qs = batch.last, [], []
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
         for j in range(k):
             g, hidden = model.step(self.target.embed(token), hidden, state)
@@ -40,9 +45,8 @@ class MTPDrafter:
                 qs.append(q)
             else:
                 token = sampling.guess(logits, at, batch.ops, ids)
-            tokens.append(token)
-        lengths = torch.full_like(batch.length, k)
-        return Draft(torch.stack(tokens, 1), lengths, torch.stack(qs, 1) if qs else None)
+            guesses.append(token)
+        return Draft(torch.stack(guesses, 1), torch.full_like(batch.length, k), torch.stack(qs, 1) if qs else None)
 
     def forget(self, request_id: str) -> None:
         pass

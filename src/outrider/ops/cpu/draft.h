@@ -44,11 +44,29 @@ typedef struct {
     const uint8_t *hot;
     const int64_t *seed, *position; /* [B]; position of the first guess */
     int64_t *out;               /* [B, steps] */
+    float *confidence;          /* [B, steps] each token's probability among the candidates */
+    int64_t *lengths;           /* [B] tokens that count: `steps`, or fewer where a draft has ended itself */
+    const double *stop, *drop, *trust; /* [B], [B], [TRUST]; trust NULL: every draft goes on to the end */
 } Draft;
+
+enum { TRUST = 16 }; /* bins of confidence */
+
+/* With path = product of trust[confidence] so far: a token that brings it below `drop` is left out, one that brings it
+ * below `stop` is the last. Returns whether the draft goes on. */
+static int goes_on(const Draft *r, int b, int k, float confidence, double *path) {
+    int bin = (int)(confidence * TRUST);
+    *path *= r->trust[bin < TRUST ? bin : TRUST - 1];
+    if (*path < r->drop[b]) r->lengths[b] = k;
+    else if (*path < r->stop[b]) r->lengths[b] = k + 1;
+    else return 1;
+    return 0;
+}
 
 typedef struct {
     Draft draft;
     Run run;
+    double *path; /* [B] */
+    uint8_t *live; /* [B] whose drafts go on */
     float *features, *hidden, *fed_back, *scores, *z;
     int64_t *best, *ids;
     Acts g;
@@ -65,6 +83,7 @@ static void draft_region(Team *team, int me, void *job) {
     const Clusters clusters = {&r->head, r->clusters, r->top, r->size};
     int lo, hi;
     team_share(team, me, B, &lo, &hi);
+    for (int b = lo; b < hi; b++) d->path[b] = 1.0, d->live[b] = 1, r->lengths[b] = r->steps;
     for (int k = 0; k < r->steps; k++) {
         for (int b = lo; b < hi; b++) {
             float *x = d->features + (long)b * in;
@@ -102,8 +121,15 @@ static void draft_region(Team *team, int me, void *job) {
             if (r->hot[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
             const int64_t at = choose_row(z, (int)n, r->hot[b], r->seed[b], r->position[b] + k, ids);
             r->out[(long)b * r->steps + k] = ids ? ids[at] : at;
+            const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
+            if (r->trust && d->live[b]) d->live[b] = goes_on(r, b, k, sure, d->path + b);
         }
         /* a member begins the next step with the rows it has chosen for itself */
+        if (!r->trust) continue;
+        team_barrier(team);
+        int live = 0;
+        for (int b = 0; b < B; b++) live |= d->live[b];
+        if (!live) break;
     }
 }
 
@@ -113,6 +139,8 @@ static size_t draft_layout(DraftRun *d, const Team *team, char *at) {
     const Stack *s = r->call.stack;
     const size_t B = (size_t)r->call.batch.rows, n = r->clusters ? (size_t)r->top * r->size : (size_t)r->head.n;
     size_t used = 0;
+    d->path = (double *)TAKE(B * 8);
+    d->live = (uint8_t *)TAKE(B);
     d->features = (float *)TAKE(B * s->pre.k * 4);
     d->hidden = (float *)TAKE(B * s->hidden * 4);
     d->fed_back = s->post.kind != W_NONE ? (float *)TAKE(B * s->post.n * 4) : NULL;

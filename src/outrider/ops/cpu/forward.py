@@ -167,13 +167,19 @@ class CompiledDrafter:
         return (fed_back if self.config.tied_to_target else g), fed_back
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor
-    ) -> Tensor:
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        end: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where hot, else of the
-        logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess."""
+        logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess.
+        With them their probabilities [B, steps] among the candidates and the lengths [B].
+        `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself (spec.controller.Choice); when all have, the
+        steps that are left do not run, and their tokens and probabilities are 0."""
         state = self.start(kv, features)
         start = floats(features[:, : self.config.backbone_hidden])
-        out = torch.empty((last.shape[0], steps), dtype=torch.int64)
+        size = last.shape[0]
+        out = torch.zeros((size, steps), dtype=torch.int64)
+        confidence, lengths = torch.zeros((size, steps)), torch.empty(size, dtype=torch.int64)
         batch = Batch(kv)
         batch.set_cache(self.ops.pages(kv))
         batch.c.rope_shift = self.shift
@@ -182,9 +188,12 @@ class CompiledDrafter:
         c.call = CCall(ctypes.pointer(self.stack.c), batch.c)
         c.steps = steps
         c.last, c.start, c.taps, c.temperature, c.hot, c.seed, c.position, c.out = map(at, held)
+        c.confidence, c.lengths = confidence.data_ptr(), lengths.data_ptr()
+        assert end is None or [t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end)
+        c.stop, c.drop, c.trust = map(at, end) if end is not None else (None, None, None)
         if self.ops.lib.or_draft(self.ops.team, ctypes.byref(c)):
             raise MemoryError("scratch of a draft")
-        return out
+        return out, confidence, lengths
 
 
 def compile_drafter(ops: CpuOps, drafter: Any) -> CompiledDrafter | None:

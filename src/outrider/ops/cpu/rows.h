@@ -91,6 +91,26 @@ INLINE vf vf_gumbel(uint32_t key, vi token) {
     return vf_sub(zero, vf_log(vf_pick_lt(u, edge, small, large)));
 }
 
+/* The softmax of z at one column; 0 where z is no number. */
+static float softmax_at(const float *z, int n, int64_t at) {
+    const int whole = n & ~15;
+    vf best = vf_set(-INFINITY), total = vf_set(0.0f);
+    for (int i = 0; i < whole; i += LANES) best = vf_max(vf_load(z + i), best);
+    float top = vf_hmax(best), t[LANES], sum = 0.0f;
+    for (int i = whole; i < n; i++) if (z[i] > top) top = z[i];
+    for (int i = 0; i < n; i += LANES) {
+        vf v;
+        if (i < whole) v = vf_load(z + i);
+        else { for (int j = 0; j < LANES; j++) t[j] = i + j < n ? z[i + j] : top - 80.0f; v = vf_load(t); }
+        if (vf_any_ge(v, vf_set(top - 20.0f))) total = vf_add(total, vf_exp(vf_sub(v, vf_set(top)))); /* the others weigh nothing */
+    }
+    vf_store(t, total);
+    for (int j = 0; j < LANES; j++) sum += t[j];
+    vf_store(t, vf_exp(vf_set(z[at] - top)));
+    const float p = t[0] / sum;
+    return p > 0.0f ? (p < 1.0f ? p : 1.0f) : 0.0f;
+}
+
 /* First index of the largest z (+ noise where hot). tokens: the ids of the columns, NULL for 0.. */
 static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t position, const int64_t *tokens) {
     float top = -INFINITY;
