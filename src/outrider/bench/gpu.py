@@ -119,7 +119,7 @@ class Rig:
             self.drafter_weights = dummy_weights(config, self.device, dtype, ops, None, seed + 1)
             self.drafter = MTPDrafter(Gemma4Assistant(config, self.drafter_weights, ops, self.model), self.model)
         self.page_size, self.chunk = page_size, chunk
-        self.pool = Pool.of(self.device)
+        self.pool: Any = Pool(self.device)
         self.resize(slots, context, tokens)
 
     def resize(self, slots: int, context: int, tokens: int | None = None) -> None:

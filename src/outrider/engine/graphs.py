@@ -39,14 +39,15 @@ class Pool:
     """Memory that graphs share. Holds a graph of its own: a pool whose last graph is gone must not be captured into again."""
 
     def __init__(self, device: torch.device):
-        self.handle = torch.cuda.graph_pool_handle()
-        self.anchor = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.anchor, pool=self.handle, capture_error_mode="thread_local"):
-            self.mark = torch.zeros(1, device=device)
+        self.device = device
+        self.anchor: torch.cuda.CUDAGraph | None = None
 
-    @staticmethod
-    def of(device: torch.device) -> Pool | None:
-        return Pool(device) if device.type == "cuda" else None
+    def handle(self) -> Any:
+        if self.anchor is None:
+            self._handle, self.anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.anchor, pool=self._handle, capture_error_mode="thread_local"):
+                self.mark = torch.zeros(1, device=self.device)
+        return self._handle
 
 
 class Graph:
@@ -65,7 +66,7 @@ class Graph:
                 fn()
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, pool=pool.handle if pool is not None else None, capture_error_mode="thread_local"):
+        with torch.cuda.graph(self.graph, pool=pool.handle() if pool is not None else None, capture_error_mode="thread_local"):
             self.result = fn()
 
     def replay(self) -> None:
@@ -248,7 +249,7 @@ class GraphRunner:
         self.model, self.store, self.drafter, self.device = model, store, drafter, model.device
         self.idle = store.spec.slots  # the table row that is all scratch page
         self.state, self.inputs = State.of(features), Inputs.of(self.device, self.idle)
-        self.pool = Pool.of(self.device)
+        self.pool = Pool(self.device)
         self.broken: str | None = None
         self._graphs: dict[Key, Captured] = {}
         self._owners: dict[int, Any] = {}  # slot -> the cache whose sequence `state` holds

@@ -155,3 +155,11 @@ def test_settings_are_checked() -> None:
     assert gpu_table.Settings(accept=(0.9, 0.5)).chances(4) == [0.9, 0.5, 0.5, 0.5]
     assert gpu_table.Settings().chances(2) is None
     assert gpu_table.quick().against_hf
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
+def test_the_command_says_what_it_needs() -> None:
+    from outrider.cli.bench_gpu import bench_gpu
+
+    with pytest.raises(OutriderError, match="CUDA device"):
+        bench_gpu()
