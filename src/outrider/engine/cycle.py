@@ -22,9 +22,7 @@ from ..types import Draft, KVView, Verdict
 class Pages(Protocol):
     """A cache.store.KVStore, or its tables gathered ahead (engine.graphs)."""
 
-    def view(
-        self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int
-    ) -> KVView: ...
+    def view(self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView: ...
 
 
 @dataclass(frozen=True)
@@ -122,6 +120,12 @@ def forward(model: Any, ids: Tensor, kv: Any, taps: tuple[int, ...]) -> tuple[Te
 
 def empty_draft(length: Tensor) -> Draft:
     return Draft(length.new_empty((length.shape[0], 0)), torch.zeros_like(length))
+
+
+def cut(draft: Draft, k: int) -> Draft:
+    """No more than k tokens a sequence."""
+    q, sure = (None if t is None else t[:, :k] for t in (draft.q, draft.confidence))
+    return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), q, sure)
 
 
 def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,16 +18,16 @@ from torch import Tensor
 from ..cache.store import CacheSpec, KVStore, upload
 from ..config import EngineConfig, SpecConfig
 from ..spec.choose import SamplingBatch
-from ..spec.controller import Controller, SeqView
+from ..spec.controller import Choice, Controller, SeqView
 from ..spec.drafter import DraftBatch, Drafter
 from ..spec.mtp import MTPDrafter
 from ..spec.ngram import NgramIndex
 from ..types import MAX_DRAFT, Draft, OutriderError, RequestStats
-from .cycle import CycleInput, Rows, cycle, forward, grammar_masks, logprobs, verify_coupled
+from .cycle import CycleInput, Rows, cut, cycle, forward, grammar_masks, logprobs, verify_coupled
 from .graphs import Flight, GraphRunner, plain
 from .metrics import Metrics
 from .scheduler import Chunk, DecodeRow, Request, Scheduler, Seq
-from .text import Detokenizer, Tokenizer
+from .text import Detokenizer, Tokenizer, overlap
 from .verify import verify_block_rows, verify_rejection_rows
 
 log = logging.getLogger("outrider")
@@ -106,6 +106,7 @@ class Engine:
             self.graphs = GraphRunner(model, self.store, drafter, self.features)
         self._flight: Flight | None = None  # the cycle that was launched and not yet read
         self._landed = 0.0
+        self._warned = 0  # how many of the controller's warnings were passed on
         self._sampling: tuple[tuple[str, ...], SamplingBatch] | None = None
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
@@ -121,7 +122,7 @@ class Engine:
             if not 0 <= token < vocab:
                 raise OutriderError(f"prompt token id {token} is outside the vocabulary (0..{vocab - 1})")
         if len(prompt) >= self.max_context:
-            raise OutriderError(f"the prompt has {len(prompt)} tokens; the context holds {self.max_context}: shorten it or raise max_context")
+            raise OutriderError(f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: shorten it or raise max_context")
         if request.draft_tokens is not None and not 0 <= request.draft_tokens <= MAX_DRAFT:
             raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {request.draft_tokens}")
         if request.id in self._seqs:
@@ -174,6 +175,9 @@ class Engine:
             self.metrics.prefill_seconds += self.clock() - began
         self._decode(plan.decode, lag, not plan.prefill)
         events, self._events = self._events, []
+        for warning in self.controller.warnings[self._warned :]:
+            log.warning(warning)
+            self._warned += 1
         m = self.metrics
         m.steps += 1
         m.step_seconds += self.clock() - began
@@ -182,21 +186,21 @@ class Engine:
         m.free_pages = {name: group.pool.free for name, group in self.store.groups.items()}
         return events
 
-    def _choose_drafts(self, ready: list[Seq]) -> list[tuple[str | None, int]]:
-        """(drafter, K) of each decoding sequence: the K that was asked for, else the controller's."""
-        choices: list[tuple[str | None, int]] = []
+    def _choose_drafts(self, ready: list[Seq]) -> list[Choice]:
+        """Drafter and K of each decoding sequence: the K that was asked for, else the controller's."""
+        choices: list[Choice] = []
         open_views: list[SeqView] = []
         for seq in ready:
             offers, match = self._offers(seq)
             fixed = seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
             if fixed is None:
                 open_views.append(SeqView(seq.id, offers, match, seq.remaining, len(seq.tokens)))
-                choices.append((None, -1))
+                choices.append(Choice(None, -1))
             else:
                 name = next((n for n in self.controller.drafters if offers.get(n)), None)
-                choices.append((name, min(fixed, offers[name]) if name is not None else 0))
-        planned = iter([(c.drafter, c.k) for c in self.controller.plan(open_views)] if open_views else ())
-        return [next(planned) if k < 0 else (name, k) for name, k in choices]
+                choices.append(Choice(name, min(fixed, offers[name]) if name is not None else 0))
+        planned = iter(self.controller.plan(open_views) if open_views else ())
+        return [next(planned) if choice.k < 0 else choice for choice in choices]
 
     def _offers(self, seq: Seq) -> tuple[dict[str, int], int]:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
@@ -291,12 +295,17 @@ class Engine:
             sampling=self._sampling_batch(seqs),
             ops=self.model.ops,
             max_context=max(len(s.tokens) + r.k for s, r in zip(seqs, rows)),
-            masks=(lambda drafts: grammar_masks([s.extra.matcher for s in seqs], [r.k for r in rows], drafts, self.model.config.vocab_size))
-            if any(s.extra.matcher for s in seqs)
-            else None,
         )
-        k = x.rows.k
-        propose = (lambda: self._propose(rows, x, k)) if k else None
+        draft: Draft | None = None
+        if x.rows.k and self.device.type == "cpu":  # reading the lengths is free here: verify no more rows than were drafted
+            draft = self._propose(rows, x, x.rows.k)
+            rows = [replace(row, k=k) for row, k in zip(rows, draft.lengths.tolist())]
+            x.rows = Rows.of(tuple(r.k for r in rows), self.device)
+            draft = cut(draft, x.rows.k)
+        if any(s.extra.matcher for s in seqs):
+            matchers, ks = [s.extra.matcher for s in seqs], [r.k for r in rows]
+            x.masks = lambda drafts: grammar_masks(matchers, ks, drafts, self.model.config.vocab_size)
+        propose = (lambda: draft if draft is not None else self._propose(rows, x, x.rows.k)) if x.rows.k else None
         out = cycle(self.model, self.store, propose, self.verify, self.taps, x)
         self.features.index_copy_(0, slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
@@ -304,10 +313,12 @@ class Engine:
         now = self.clock()
         asked = [s.request.params.logprobs for s in seqs]
         top = logprobs(asked, x.rows, out.logits, tokens) if any(n is not None for n in asked) else None
+        sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         for i, row in enumerate(rows):
-            self._commit(row, tokens[i][: counts[i]], now, top[i] if top is not None else None)
+            by_drafter = sure[i] if sure is not None and row.drafter != "ngram" else None
+            self._commit(row, tokens[i][: counts[i]], now, top[i] if top is not None else None, by_drafter)
         drafter = next((r.drafter for r in rows if r.drafter), None)
-        self.controller.observe_step(len(rows), k, x.max_context, self.clock() - began, drafter)
+        self.controller.observe_step(len(rows), sum(r.k for r in rows) / len(rows), x.max_context, self.clock() - began, drafter)
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def _propose(self, rows: list[DecodeRow], x: CycleInput, k: int) -> Draft:
@@ -315,6 +326,7 @@ class Engine:
         tokens = torch.zeros((len(rows), k), dtype=torch.int64, device=self.device)
         lengths = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
         q: Tensor | None = None
+        confidence: Tensor | None = None
         by_ngram = [i for i, r in enumerate(rows) if r.drafter == "ngram" and r.k]
         for i in by_ngram:
             guess, _ = rows[i].seq.extra.ngram.propose(rows[i].k)
@@ -338,12 +350,15 @@ class Engine:
             at = torch.tensor(rest, device=self.device)
             width = draft.tokens.shape[1]
             tokens[at, :width] = draft.tokens
-            lengths[at] = torch.minimum(draft.lengths, x.rows.limit[at])
+            lengths[at] = torch.minimum(draft.lengths, x.rows.limit[at]).clamp(min=0)
             if draft.q is not None:
                 q = torch.zeros((len(rows), k, draft.q.shape[-1]), dtype=draft.q.dtype, device=self.device)
                 q.scatter_(2, tokens[:, :, None], 1.0)  # the others are point masses
                 q[at, :width] = draft.q
-        return Draft(tokens, lengths, q)
+            if draft.confidence is not None:
+                confidence = torch.zeros((len(rows), k), device=self.device)
+                confidence[at, :width] = draft.confidence
+        return Draft(tokens, lengths, q, confidence)
 
     def _neural(self, rows: list[DecodeRow], which: list[int], x: CycleInput) -> Draft:
         assert self.drafter is not None
@@ -365,6 +380,9 @@ class Engine:
             ops=x.ops,
             vocab=self.model.config.vocab_size,
         )
+        if not batch.sampled and any(rows[i].stop or rows[i].drop for i in which):
+            batch.stop, batch.drop = [rows[i].stop for i in which], [rows[i].drop for i in which]
+            batch.trust = self.controller.trust(self.drafter.name)
         return self.drafter.propose(batch, max(rows[i].k for i in which))
 
     def _drafter_failed(self, seqs: list[Seq], error: Exception) -> None:
@@ -388,7 +406,9 @@ class Engine:
         return self._sampling[1]
 
     # ---- commit ---------------------------------------------------------------------------------------------------
-    def _commit(self, row: DecodeRow, tokens: list[int], now: float, logprobs: list[dict[int, float]] | None) -> None:
+    def _commit(
+        self, row: DecodeRow, tokens: list[int], now: float, logprobs: list[dict[int, float]] | None, sure: list[float] | None = None
+    ) -> None:
         """Take the verdict into the sequence, cut at the end of the answer, and say what happened."""
         seq, params, work = row.seq, row.seq.request.params, row.seq.extra
         accepted = len(tokens) - 1
@@ -402,7 +422,7 @@ class Engine:
             if output >= params.max_tokens or len(seq.tokens) + i + 1 >= self.max_context:
                 tokens, kinds, finish = tokens[: i + 1], kinds[: i + 1], "length"
                 break
-        self._count(seq, row, accepted, len(tokens), now)
+        self._count(seq, row, accepted, len(tokens), now, sure)
         seq.tokens.extend(tokens)
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
@@ -420,7 +440,7 @@ class Engine:
             self.store.commit(seq.cache, seq.computed)
             self._events.append(event)
 
-    def _count(self, seq: Seq, row: DecodeRow, accepted: int, emitted: int, now: float) -> None:
+    def _count(self, seq: Seq, row: DecodeRow, accepted: int, emitted: int, now: float, sure: list[float] | None) -> None:
         s, m = seq.stats, self.metrics
         if seq.first_token_at is None:
             seq.first_token_at = now
@@ -436,7 +456,7 @@ class Engine:
             for j in range(row.k):
                 c.drafted_by_position[j] += 1
                 c.accepted_by_position[j] += j < accepted
-        self.controller.observe(seq.id, row.drafter, row.k, accepted, None)
+        self.controller.observe(seq.id, row.drafter, row.k, accepted, sure)
 
     def _speak(self, seq: Seq, event: Event, finish: str | None) -> str | None:
         """Detokenise, look for stop strings; hold back text that may be the beginning of one. Returns the finish reason."""
@@ -452,10 +472,7 @@ class Engine:
             at = work.text.find(stop, max(0, work.shown - len(stop)))
             if at >= 0 and at < end:
                 end, finish = at, "stop"
-        if finish == "stop" or finish is not None:
-            safe = end
-        else:
-            safe = end - max((_overlap(work.text, stop) for stop in params.stop), default=0)
+        safe = end if finish is not None else end - max((overlap(work.text, stop) for stop in params.stop), default=0)
         event.text = work.text[work.shown : safe]
         work.shown = max(work.shown, safe)
         return finish
@@ -479,12 +496,3 @@ class Engine:
         self.store.check()
         for seq in self.scheduler.running:
             assert seq.cache is not None, f"{seq.id} runs without a slot"
-
-
-def _overlap(text: str, stop: str) -> int:
-    """How long an end of `text` is a beginning of `stop`."""
-    for n in range(min(len(stop) - 1, len(text)), 0, -1):
-        if text.endswith(stop[:n]):
-            return n
-    return 0
-

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..spec.controller import Choice
 from ..types import RequestStats, SamplingParams
 
 
@@ -82,6 +83,8 @@ class DecodeRow:
     seq: Seq
     drafter: str | None
     k: int
+    stop: float = 0.0  # where the draft may end itself: see spec.controller.Choice
+    drop: float = 0.0
 
 
 @dataclass
@@ -113,16 +116,16 @@ class Scheduler:
             self.cache.close(seq.cache)
             seq.cache = None
 
-    def plan(self, choose: Callable[[list[Seq]], list[tuple[str | None, int]]]) -> StepPlan:
-        """`choose` gives (drafter, K) for each decoding sequence."""
+    def plan(self, choose: Callable[[list[Seq]], list[Choice]]) -> StepPlan:
+        """`choose` gives drafter and K for each decoding sequence."""
         plan = StepPlan()
         self._admit()
         ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.hold]
-        for seq, (drafter, k) in zip(ready, choose(ready) if ready else []):
+        for seq, (drafter, k, stop, drop) in zip(ready, choose(ready) if ready else []):
             if seq.cache is None:
                 continue  # pre-empted by an older one in this very step
             if self._reserve(seq, len(seq.tokens) + seq.ahead + k):
-                plan.decode.append(DecodeRow(seq, drafter if k else None, k))
+                plan.decode.append(DecodeRow(seq, drafter if k else None, k, stop, drop))
         plan.decode = [row for row in plan.decode if row.seq.cache is not None]
 
         budget = self.chunk + self.chunk // 4  # short prompts ride along with a long one instead of waiting for all of it

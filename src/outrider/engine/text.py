@@ -187,3 +187,11 @@ class _Generation(Extension):
         next(parser.stream)
         body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body
+
+
+def overlap(text: str, stop: str) -> int:
+    """How long an end of `text` is a beginning of `stop`."""
+    for n in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:n]):
+            return n
+    return 0

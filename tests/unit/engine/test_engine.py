@@ -10,6 +10,7 @@ from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
 from outrider.engine.engine import Engine, Request
 from outrider.engine.scheduler import Scheduler, Seq
+from outrider.spec.controller import PLAIN, Choice
 from outrider.types import OutriderError, SamplingParams
 
 MODEL = tiny_model("llama")
@@ -155,11 +156,11 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
     scheduler = Scheduler(CountingCache(4, 10_000), 4, 64, 64, None, True)
     short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
     scheduler.add(short)
-    for chunk in scheduler.plan(lambda seqs: [(None, 0)] * len(seqs)).prefill:
+    for chunk in scheduler.plan(lambda seqs: [PLAIN] * len(seqs)).prefill:
         chunk.seq.computed = chunk.start + chunk.count
     scheduler.add(long)
     for step in range(10):
-        plan = scheduler.plan(lambda seqs: [(None, 0)] * len(seqs))
+        plan = scheduler.plan(lambda seqs: [PLAIN] * len(seqs))
         assert [row.seq.id for row in plan.decode] == ["s"], "the running stream is in every step"
         assert sum(c.count for c in plan.prefill) <= 64
         for chunk in plan.prefill:
@@ -173,9 +174,9 @@ def test_the_youngest_is_preempted() -> None:
     seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
     for seq in seqs:
         scheduler.add(seq)
-    for chunk in scheduler.plan(lambda s: [(None, 0)] * len(s)).prefill:
+    for chunk in scheduler.plan(lambda s: [PLAIN] * len(s)).prefill:
         chunk.seq.computed = chunk.start + chunk.count
-    plan = scheduler.plan(lambda s: [("d", 4)] * len(s))
+    plan = scheduler.plan(lambda s: [Choice("d", 4)] * len(s))
     assert [row.seq.id for row in plan.decode] == ["0", "1"]
     assert scheduler.preemptions == 2 and [s.id for s in scheduler.waiting] == ["2", "3"]
     assert all(s.computed == 0 and s.cache is None for s in scheduler.waiting)

@@ -189,7 +189,7 @@ class CompiledDrafter:
         c.steps = steps
         c.last, c.start, c.taps, c.temperature, c.hot, c.seed, c.position, c.out = map(at, held)
         c.confidence, c.lengths = confidence.data_ptr(), lengths.data_ptr()
-        assert end is None or [t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end)
+        assert end is None or ([t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end))
         c.stop, c.drop, c.trust = map(at, end) if end is not None else (None, None, None)
         if self.ops.lib.or_draft(self.ops.team, ctypes.byref(c)):
             raise MemoryError("scratch of a draft")

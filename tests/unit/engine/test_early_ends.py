@@ -1,0 +1,117 @@
+"""Drafts that end themselves: no text changes, and no more rows are verified than were drafted."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
+
+from outrider.config import EngineConfig, SpecConfig
+from outrider.engine.engine import Engine
+from outrider.models import build, build_drafter
+from outrider.models.config import ModelConfig
+from outrider.ops.cpu.ops import CpuOps
+from outrider.spec.controller import Choice, Controller, SeqView
+from outrider.spec.cost import CostTable
+from outrider.spec.drafter import DraftBatch
+from outrider.spec.mtp import MTPDrafter
+from outrider.train import design
+from outrider.types import Draft
+from outrider.weights.load import dummy_weights
+
+PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40]
+MODEL = tiny_model("llama")
+EVEN = {  # sizes that the kernels run in one call
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 32, "eos_token_id": 1,
+}  # fmt: skip
+
+
+class Told(Controller):
+    """Plans what a test wants; keeps what it was told."""
+
+    def __init__(self, name: str, stop: float, drop: float):
+        super().__init__(CostTable(), (name,))
+        self.name, self.stop, self.drop = name, stop, drop
+        self.observed: list[tuple[int, int, Sequence[float] | None]] = []
+        self.widths: list[float] = []
+
+    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
+        return [Choice(self.name, min(6, v.drafter_available.get(self.name, 0)), self.stop, self.drop) for v in seqs]
+
+    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
+        self.observed.append((drafted, accepted, confidence))
+
+    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
+        self.widths.append(k)
+
+
+class Knows:
+    """Right with a chance of 3 in 4, ends where it likes, and says how sure it is."""
+
+    name = "knows"
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, answers: dict[str, list[int]]):
+        self.answers, self.random = answers, random.Random(3)
+        self.lengths: list[list[int]] = []
+
+    def propose(self, batch: DraftBatch, k: int) -> Draft:
+        assert batch.trust is not None and len(batch.trust) == 16 and len(batch.stop or ()) == len(batch.ids)
+        tokens = torch.zeros((len(batch.ids), k), dtype=torch.int64)
+        for b, (id, seen) in enumerate(zip(batch.ids, batch.tokens)):
+            for j, token in enumerate(self.answers[id][len(seen) - len(PROMPT) :][:k]):
+                tokens[b, j] = token if self.random.random() < 0.75 else (token + 1) % VOCAB
+        self.lengths.append([self.random.randint(0, k) for _ in batch.ids])
+        return Draft(tokens, torch.tensor(self.lengths[-1]), confidence=torch.full((len(batch.ids), k), 0.5))
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "T0.8"])
+def test_rows_are_cut_to_what_was_drafted(params: dict[str, Any]) -> None:
+    ids = ["a", "b", "c"]
+    asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate(ids)]
+    want = run(tiny_engine(model=MODEL, names=()), asked)
+    drafter, controller = Knows(want), Told("knows", 0.4, 0.3)
+    engine = tiny_engine(drafter=drafter, model=MODEL, names=(), k=None)
+    engine.controller = controller
+    rows: list[int] = []
+    logits = engine.model.logits
+    engine.model.logits = lambda hidden: (rows.append(hidden.shape[0]), logits(hidden))[1]
+    try:
+        assert run(engine, asked) == want
+    finally:
+        engine.model.logits = logits
+    drafted = [k for k, _, _ in controller.observed]
+    assert engine.metrics.drafted == sum(drafted) and 0 < engine.metrics.accepted < engine.metrics.drafted
+    assert sum(rows) == sum(drafted) + len(drafted), "one row a verified token and one more a sequence"
+    assert min(drafted) == 0 and max(drafted) > 3 and any(k % 1 for k in controller.widths), "ragged, and the mean is told"
+    assert all(sure is None or len(sure) >= k for k, _, sure in controller.observed)
+
+
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "T0.8"])
+def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, Any]) -> None:
+    ops = CpuOps(threads=1)
+    config = ModelConfig.from_hf(EVEN)
+    model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
+    own = design.plain(config, reads=(0, 2), intermediate=64)
+    compiled = ops.compile_drafter(build_drafter(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
+    asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate("ab")]
+    texts, mean = [], []
+    for stop, drop in ((0.0, 0.0), (0.02, 0.0), (0.0, 0.02), (1.0, 0.0), (1.0, 1.0)):
+        controller = Told("mtp", stop, drop)
+        settings = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)
+        engine = Engine(model, None, settings, SpecConfig(None), MTPDrafter(compiled, model), controller, torch.float16)
+        texts.append(run(engine, asked))
+        told = [(k, sure) for k, _, sure in controller.observed if sure is not None]
+        assert told and engine.metrics.drafter_failures == 0
+        assert all(0.0 <= p <= 1.0 for _, sure in told for p in sure)
+        mean.append(sum(k for k, _ in told) / len(told))
+    assert all(text == texts[0] for text in texts)
+    assert mean[0] > mean[1] > mean[2] and mean[3:] == [1.0, 0.0], "off; each token rated below 1; the last is kept by stop alone"
