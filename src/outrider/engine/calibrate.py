@@ -1,6 +1,7 @@
 """What a cycle costs here: times the engine's own parts on scratch sequences, for the controller's cost table.
 
-The table is kept beside the model cache, keyed by machine, model and version, so that only a first start measures.
+The table is kept beside the model cache, keyed by machine, model and version, so that only a first start measures; later
+ones check it in passing, and measure again where it is off.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from pathlib import Path
 import torch
 
 from ..spec.choose import SamplingBatch
-from ..spec.cost import CostKey, CostTable, measure
+from ..spec.cost import CostKey, CostTable, agrees, measure
 from ..spec.drafter import DraftBatch
 from ..types import Draft, SamplingParams
 from .cycle import CycleInput, Rows, cycle, verify_coupled
@@ -20,17 +21,21 @@ BUDGET_S = 3.0
 
 
 def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
-    """The stored table of this key, or a fresh one (at most three seconds), stored for the next start."""
+    """The stored table of this key if it is still true, or a fresh one (at most three seconds), stored for the next start."""
     found = CostTable.load(path, key) if path is not None else None
-    if found is not None:
-        return found
+    if found is not None and engine.graphs is not None:
+        return found  # a device of our own, and checking would capture graphs
+    name = engine.drafter.name if engine.drafter is not None else None
+    contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
     scratch = Scratch(engine)
     try:
+        if found is not None and agrees(found, scratch.run, name, contexts[0]):
+            return found
         table = measure(
             scratch.run,
-            drafters=(engine.drafter.name,) if engine.drafter is not None else (),
+            drafters=(name,) if name is not None else (),
             batches=[b for b in (1, 4, 16) if b <= engine.config.max_batch],
-            contexts=[c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)],
+            contexts=contexts,
             budget_s=BUDGET_S,
             key=key,
         )

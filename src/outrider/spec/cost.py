@@ -33,6 +33,7 @@ Probe = Callable[[str, int, int, int], object]  # (part: "verify" or a drafter's
 DRIFT_GAIN = 0.1
 CELL_GAIN = 0.15
 CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
+DISAGREE = 0.25  # log of how far a stored table's ratio of a drafted to a plain cycle may be off before it is measured again
 REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
 
 
@@ -95,9 +96,7 @@ class CostTable:
     ) -> CostTable:
         """A step of R rows takes base + per_row·R (+ per_key for each key read); a drafter its time a token. For tests and predictions."""
         batches, contexts = (1, 2, 4, 8, 16, 32), (0, 8192)
-        verify = {
-            (b, c): [base + per_row * b * (k + 1) + per_key * b * c for k in range(WIDTH)] for b in batches for c in contexts
-        }
+        verify = {(b, c): [base + per_row * b * (k + 1) + per_key * b * c for k in range(WIDTH)] for b in batches for c in contexts}
         return CostTable(verify, {n: {1: [t * k for k in range(WIDTH)]} for n, t in (draft or {}).items()}, ragged)
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -162,6 +161,8 @@ class CostTable:
             return
         name = "" if drafter is None or drafter not in self._draft else drafter
         cell = min(MAX_DRAFT, max(0, round(k)))
+        if name and cell == 0:
+            return  # drafted and dropped again: neither a plain step nor a draft of any width
         predicted = mixed if mixed is not None else _at(self.curve(drafter, batch, context), k)
         surprise = math.log(seconds / predicted) - self.drift
         if self.observed == 0:  # the table may come from a busier or idler day: take the first step as it is
@@ -272,6 +273,32 @@ def measure(
             times.setdefault(cell, []).append(clock() - began)
     # the least of them: what else the machine does only ever adds
     return _assemble({cell: min(found) for cell, found in times.items()}, drafters, batches, ragged, key)
+
+
+def agrees(
+    table: CostTable,
+    probe: Probe,
+    drafter: str | None,
+    context: int,
+    k: int = 4,
+    budget_s: float = 0.5,
+    clock: Callable[[], float] = time.perf_counter,
+) -> bool:
+    """Is a stored table still true of this machine? Times a plain and a drafted cycle side by side: what both take more of
+    today changes no choice, so only their ratio counts. A table measured in a busy moment does not outlive its first start."""
+    cells = [("verify", 1, 0, context), ("verify", 1, k, context)] + ([(drafter, 1, k, context)] if drafter is not None else [])
+    least, start = [math.inf] * len(cells), clock()
+    for rounds in range(6):
+        for i, cell in enumerate(cells):
+            began = clock()
+            probe(*cell)
+            if rounds:  # the first run of a shape compiles, allocates, fills caches
+                least[i] = min(least[i], clock() - began)
+        if rounds and clock() - start > budget_s:
+            break
+    found = sum(least[1:]) / least[0]
+    curve = table.curve(drafter, 1, context)
+    return abs(math.log(found * curve[0] / curve[k])) < DISAGREE
 
 
 def _guess(times: Mapping[tuple[str, int, int, int], Sequence[float]], part: str, rows: int) -> float:

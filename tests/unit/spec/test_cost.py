@@ -5,7 +5,9 @@ import random
 
 import pytest
 
-from outrider.spec.cost import WIDTH, CostKey, CostTable, machine_name, measure
+from outrider.spec.controller import Controller
+from outrider.spec.cost import WIDTH, CostKey, CostTable, agrees, machine_name, measure
+from outrider.spec.simulate import replay, synthetic
 from outrider.types import OutriderError
 
 
@@ -79,6 +81,53 @@ def test_a_wrong_cell_is_corrected_by_contrast():
         table.observe(1, 0, 100, plain, None)
         table.observe(1, 4, 100, 1.2 * plain, "mtp")
     assert table.curve("mtp", 1, 100)[4] / table.curve("mtp", 1, 100)[0] == pytest.approx(1.2, rel=0.05)
+
+
+def test_a_cell_three_times_too_slow_is_corrected_within_a_few_hundred_steps():
+    true = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
+    times = true.curve("mtp", 1, 100)
+    verify = [true.verify(1, k, 100) for k in range(WIDTH)]
+    verify[4] *= 3.0
+    table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(WIDTH)]}})
+    rng = random.Random(0)
+    for i in range(300):
+        k = (3, 4)[i % 2]
+        table.observe(1, k, 100, times[k] * rng.gauss(1.0, 0.1), "mtp")
+    got = table.curve("mtp", 1, 100)
+    assert got[4] / got[3] == pytest.approx(times[4] / times[3], rel=0.15)
+
+
+@pytest.mark.parametrize("wrong", [(4, 4), (1, WIDTH)], ids=["K = 4", "every draft"])
+def test_choices_recover_from_a_table_measured_at_a_bad_moment(wrong):
+    """The controller itself decides what is tried. After the first prompts it must be near the speed of the right table."""
+    true = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
+    verify = [true.verify(1, k, 100) * (3.0 if wrong[0] <= k <= wrong[1] else 1.0) for k in range(WIDTH)]
+    table = CostTable({(1, 0): verify}, {"mtp": {1: [2e-4 * k for k in range(WIDTH)]}})
+    traces = synthetic(40, 5, easiness=(0.55, 0.9), confident=True)
+    late = [trace.id for trace in traces[20:]]
+    ours = replay(traces, Controller(table, ("mtp",)), true, noise=0.1)
+    best = replay(traces, Controller(true, ("mtp",)), true)
+    assert sum(best.seconds[i] for i in late) / sum(ours.seconds[i] for i in late) > 0.9
+
+
+def test_a_draft_that_was_dropped_says_nothing_of_plain_steps():
+    table = CostTable.linear(3e-3, 4e-4, {"mtp": 2e-4})
+    before = list(table.curve("mtp", 1, 100))
+    for i in range(200):
+        table.observe(1, i % 2 * 4, 100, before[4] if i % 2 else before[0] + 5 * 2e-4, "mtp")
+    assert table.curve("mtp", 1, 100) == before
+
+
+def test_a_stored_table_is_checked_by_its_ratios():
+    machine = Machine()
+    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    spent = machine.now
+    assert agrees(table, machine.probe, "mtp", 256, clock=machine.clock)
+    assert machine.now - spent < 0.6
+    slower = Machine(base=1e-2, row=2e-3, token=8e-4)  # twice as slow in all: the same choices
+    assert agrees(table, slower.probe, "mtp", 256, clock=slower.clock)
+    wider = Machine(row=3e-3)
+    assert not agrees(table, wider.probe, "mtp", 256, clock=wider.clock)
 
 
 def test_one_interrupted_step_moves_nothing_much():
