@@ -59,7 +59,7 @@ def bench_answers(
     prompts = read_prompts(BENCH, limit)
     kept = keep / f"bench-{temperature:g}-{max_new}-{len(prompts)}.npz"
     if not kept.exists():
-        encoded = run.encode(BENCH, target.text, target.config.vocab_size, texts=False, max_tokens=8000, limit=limit)
+        encoded = run.encode(prompts, target.text, target.config.vocab_size, texts=False, max_tokens=8000)
         rows = [encoded[i] for i in range(len(encoded))]
         hot = temperature > 0
         how = Answering(max_new, temperature or 1.0, min(480, len(rows)), 0.0 if hot else 1.0, coupled=hot)
@@ -83,7 +83,8 @@ def score(target: run.Target, net: DraftNet, data: Sequences, categories: list[s
 
 def brief(result: dict[str, Any]) -> str:
     tpc = result["tokens_per_cycle"]
-    return f"K=4 {tpc.get(4, 0):.3f} (categories {result['mean_of_categories']:.3f}) K=8 {tpc.get(8, 0):.3f} by position {result['acceptance_by_position'][:5]}"
+    first = result["acceptance_by_position"][:5]
+    return f"K=4 {tpc.get(4, 0):.3f} (categories {result['mean_of_categories']:.3f}) K=8 {tpc.get(8, 0):.3f} by position {first}"
 
 
 def give(drafter: Path, out: Path) -> None:

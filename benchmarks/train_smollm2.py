@@ -361,7 +361,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--bench-limit", type=int, default=None)
     p.add_argument("--cluster-sequences", type=int, default=6000)
     p.add_argument("--cluster-steps", type=int, default=300)
-    p.add_argument("--top", type=int, default=38, help="tune: clusters scored a step")
+    p.add_argument("--top", type=int, default=48, help="tune: clusters scored a step")
     p.add_argument("--seconds", type=float, default=70.0, help="tune: how long to train")
     p.add_argument("--tune-lr", type=float, default=4e-4)
     p.add_argument("--tune-loss", default="soft=1,tv=0.5")

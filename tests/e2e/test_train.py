@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from tests import tiny
 
 from outrider.models import build
 from outrider.train import run
@@ -21,7 +26,6 @@ from outrider.train.tools import cluster_drafter, evaluate_drafter
 from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError
 from outrider.weights.load import load_target
-from tests import tiny
 
 torch.set_num_threads(1)
 QUIET = lambda _: None  # noqa: E731
@@ -163,7 +167,9 @@ def test_cluster_adds_a_head(world: tuple[Path, Path, Path], tmp_path: Path) -> 
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert sorted(loaded.masked_embedding.token_ordering.tolist()) == list(range(tiny.VOCAB))
     target, data, out = world
-    tuned = cluster_drafter(str(out / "drafter"), tmp_path / "own", clusters=16, target=str(target), prompts=data, limit=16, max_new=16, say=QUIET)
+    tuned = cluster_drafter(
+        str(out / "drafter"), tmp_path / "own", clusters=16, target=str(target), prompts=data, limit=16, max_new=16, say=QUIET
+    )
     assert tuned["share"] < 0.1 and tuned["recall"][-1]["recall"] == 1.0
 
 
@@ -184,7 +190,9 @@ def test_bad_input_is_one_line(world: tuple[Path, Path, Path], tmp_path: Path) -
         run.train(job(other, data, tmp_path / "d", init=str(out / "drafter")), QUIET)
 
 
-def test_nan_and_a_full_disk_keep_the_last_checkpoint(world: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_and_a_full_disk_keep_the_last_checkpoint(
+    world: tuple[Path, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from outrider.train import trainer as module
 
     target, data, out = world
@@ -204,7 +212,9 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(world: tuple[Path, Path, P
         run.train(job(target, data, kept), QUIET)
     monkeypatch.setattr(module.Trainer, "loss", real)
     checkpoint = torch.load(kept / "checkpoint.pt", weights_only=True)
-    assert checkpoint["progress"]["step"] == 20 and all(torch.isfinite(v).all() for v in checkpoint["net"].values() if v.is_floating_point())
+    assert checkpoint["progress"]["step"] == 20 and all(
+        torch.isfinite(v).all() for v in checkpoint["net"].values() if v.is_floating_point()
+    )
 
     def full(content, file):
         file.write(b"x" * 100)
@@ -215,3 +225,31 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(world: tuple[Path, Path, P
     with pytest.raises(OutriderError, match="last checkpoint is kept"):
         run.train(job(target, data, kept), QUIET)
     assert (kept / "checkpoint.pt").read_bytes() == before and not (kept / "checkpoint.part").exists()
+
+
+def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """torchrun: prompts and batches are shared out, gradients averaged, rank 0 alone writes. The same batches, two a step in
+    one process, must give the same drafter."""
+    target, data, _ = world
+    out = tmp_path / "two"
+    options = (
+        "--steps 3 --unroll 2 --layers 2 --anchors 256 --max-new 16 --slots 16 --greedy 1 --heldout 8 --eval-every 2 --optimizer adamw"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "outrider.cli.main", "train"]
+    command += ["--target", str(target), "--data", str(data), "--out", str(out), "--device", "cpu", *options.split()]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parents[2])}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert {p.name for p in (out / "data").iterdir()} == {"data-0-00000.npz", "data-1-00000.npz"}
+    assert [r["step"] for r in log(out) if "loss" in r] == [1, 3] and len([r for r in log(out) if "eval" in r]) == 1
+    assert done.stderr.count("sequences to train on") == 1
+    one = tmp_path / "one"
+    shutil.copytree(out / "data", one / "data")
+    for name in ("prompts.npz", "prompts.json"):
+        shutil.copy(out / name, one / name)
+    settings = TrainSettings(steps=3, unroll=2, anchors=256, tokens=1024, accumulate=2, muon=False)
+    same = job(target, data, one, layers=2, answering=Answering(16, slots=16, greedy_share=1.0), settings=settings)
+    run.train(same, QUIET)
+    two, single = (torch.load(folder / "checkpoint.pt", weights_only=True)["net"] for folder in (out, one))
+    for name in two:
+        torch.testing.assert_close(two[name], single[name], rtol=1e-4, atol=1e-5)

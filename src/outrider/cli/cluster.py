@@ -22,7 +22,7 @@ def cluster(
         str | None, typer.Option(help="With --prompts: tune the centroids and choose top on this target's own answers.")
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines of prompts for --target.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = 256,
+    limit: Annotated[int | None, typer.Option(help="Use only so many prompts, spread over the file.")] = 256,
     recall: Annotated[float, typer.Option(help="With --target: find the full head's token this often.")] = 0.99,
     max_tokens: common.MaxTokens = 96,
     seed: common.Seed = 0,

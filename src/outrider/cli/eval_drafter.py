@@ -18,12 +18,12 @@ def eval_drafter(
     model: common.Model,
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
     prompts: Annotated[Path, typer.Option(help="JSON lines with 'prompt', 'text' or 'turns', and optionally 'category'.")],
-    limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many prompts, spread over the file.")] = None,
     max_tokens: common.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0: greedy; else with the engine's coupled noise.")] = 0.0,
     raw: Annotated[bool, typer.Option(help="No chat template.")] = False,
     full_head: Annotated[bool, typer.Option(help="Score the whole vocabulary even if the drafter has a clustered head.")] = False,
-    slots: Annotated[int, typer.Option(help="Prompts answered at a time.")] = 16,
+    slots: Annotated[int | None, typer.Option(help="Prompts answered at a time. Default: 8, on a GPU 256.")] = None,
     device: common.Device = None,
     dtype: common.Dtype = None,
     as_json: common.AsJson = False,
@@ -38,8 +38,9 @@ def eval_drafter(
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     result = evaluate_drafter(
-        model, drafter, prompts, limit=limit, max_new=max_tokens, temperature=temperature, chat=not raw, full_head=full_head, slots=slots,
-        device=where, dtype=getattr(torch, kind), say=(lambda _: None) if as_json else (lambda line: err.print(f"[dim]{line}[/dim]")),
+        model, drafter, prompts, limit=limit, max_new=max_tokens, temperature=temperature, chat=not raw, full_head=full_head,
+        slots=slots or (256 if where.startswith("cuda") else 8), device=where, dtype=getattr(torch, kind),
+        say=(lambda _: None) if as_json else (lambda line: err.print(f"[dim]{line}[/dim]")),
     )  # fmt: skip
     if as_json:
         out.print_json(data=result)

@@ -109,6 +109,8 @@ def train(
         command=shlex.join(["outrider", *sys.argv[1:]]),
     )  # fmt: skip
     result = run(job, say=lambda line: err.print(f"[dim]{line}[/dim]", markup=True))
+    if not result:
+        return  # rank 0 speaks
     if as_json:
         out.print_json(data={"drafter": str(to / "drafter"), **result})
     elif "full" in result:

@@ -45,8 +45,8 @@ def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any
         ]  # fmt: skip
         return {
             "model_type": config.model_type, "style": config.style, "backbone_hidden_size": config.backbone_hidden,
-            "hidden_size": config.hidden, "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps, "tied_to_target": config.tied_to_target,
-            "taps": list(config.taps), "layers": layers, "dtype": dtype,
+            "hidden_size": config.hidden, "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps,
+            "tied_to_target": config.tied_to_target, "taps": list(config.taps), "layers": layers, "dtype": dtype,
             "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh", **head, **own,
         }  # fmt: skip
     by_kind = {l.kind: l for l in config.layers}

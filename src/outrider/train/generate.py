@@ -22,6 +22,7 @@ from ..types import OutriderError
 from .capture import DenseKV, SlotKV
 from .data import Sequences
 from .losses import exact_logits
+from .parallel import Group
 
 STRIDE = 128  # limits are multiples of this
 EVERY = 8  # steps between looks at the finished slots
@@ -181,23 +182,26 @@ class Answerer:
 def answer_all(
     model: Any, prompts: list[np.ndarray], how: Answering, folder: Path, eos_ids: tuple[int, ...],
     shard: int = 8192, report: Callable[[int, int, int, float], None] | None = None, deadline: float | None = None,
+    group: Group | None = None,
 ) -> None:  # fmt: skip
     """Answer every prompt that has none in `folder` yet; shards are written as answers finish, so a killed run loses little.
+    Of several processes each takes every n-th prompt and writes shards of its own.
     `report(prompts done, prompts in all, tokens made, seconds)`; stops early after `deadline` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
-    for part in folder.glob("*.part"):
+    group = group or Group()
+    own = f"data-{group.rank}-" if group.world > 1 else "data-"
+    for part in folder.glob(own + "*.part"):
         part.unlink()
-    shards = sorted(folder.glob("data-*.npz"))
-    had = {int(i) for path in shards for i in Sequences.load(path).index}
-    todo = [i for i in range(len(prompts)) if i not in had]
-    number, began, made = len(shards), time.perf_counter(), 0
+    had = {int(i) for path in folder.glob("data-*.npz") for i in Sequences.load(path).index}
+    todo = [i for i in range(group.rank, len(prompts), group.world) if i not in had]
+    number, began, made = len(list(folder.glob(own + "*.npz"))), time.perf_counter(), 0
     rows: list[tuple[np.ndarray, int, int, bool]] = []
 
     def flush() -> None:
         nonlocal number, rows
         if rows:
             made_rows, given, lines, cold = zip(*rows, strict=True)
-            Sequences.of(made_rows, given, lines, cold, model.config.vocab_size).save(folder / f"data-{number:05d}.npz")
+            Sequences.of(made_rows, given, lines, cold, model.config.vocab_size).save(folder / f"{own}{number:05d}.npz")
             number, rows = number + 1, []
 
     if not todo or (deadline is not None and deadline <= 0):

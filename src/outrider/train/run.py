@@ -35,11 +35,12 @@ from ..weights.load import load_drafter, load_target
 from . import design
 from .capture import DenseOps
 from .clusters import Recall, choose_top, recall_curve
-from .data import Sequences, file_hash, load_folder, make_batch, plan_epoch, read_prompts
+from .data import Prompt, Sequences, file_hash, load_folder, make_batch, plan_epoch, read_prompts
 from .evaluate import Head, matches, summary
 from .export import save_drafter, write_json
 from .generate import Answering, answer_all
 from .net import DraftNet, step_weights, target_weights
+from .parallel import Group, process_group
 from .trainer import JsonLog, Trainer, TrainSettings
 
 Say = Callable[[str], None]
@@ -79,6 +80,7 @@ class Target:
     config: ModelConfig
     text: TextFiles
     hash: str
+    name: str = ""
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
@@ -89,15 +91,15 @@ def open_target(name: str, device: str, dtype: torch.dtype) -> Target:
     files = hub.resolve(name)
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
     config, weights, text = load_target(files, device, dtype)
-    return Target(build(config, weights, DenseOps()), config, text, weight_files.fingerprint(files))
+    return Target(build(config, weights, DenseOps()), config, text, weight_files.fingerprint(files), name)
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------
-def encode(path: Path, text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, limit: int | None, chat: bool = True) -> Sequences:
+def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True) -> Sequences:
     """Prompts through the chat template (or plain texts, cut into pieces) as token sequences; over-long prompts are left out."""
     tokenizer, rows, index = Tokenizer.load(text), [], []
     template = chat and not texts and tokenizer.has_chat_template
-    for i, prompt in enumerate(read_prompts(path, limit)):
+    for i, prompt in enumerate(prompts):
         if template:
             ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
         else:
@@ -108,17 +110,19 @@ def encode(path: Path, text: TextFiles, vocab: int, *, texts: bool, max_tokens: 
                 rows.append(np.array(piece))
                 index.append(i)
     if not rows:
-        raise OutriderError(f"{path}: no prompt fits {max_tokens} tokens: raise --max-prompt")
+        raise OutriderError(f"none of the {len(prompts)} prompts fits {max_tokens} tokens: raise --max-prompt")
     return Sequences.of(rows, [1 if texts else len(r) for r in rows], index, [False] * len(rows), vocab)
 
 
-def prepare(job: TrainJob, target: Target, say: Say) -> Sequences:
+def prepare(job: TrainJob, target: Target, say: Say, group: Group) -> Sequences:
     """The training sequences: read from OUT where they are, made where not."""
     kept = job.out / "prompts.npz"
     most = job.max_prompt + job.answering.max_new if job.texts else job.max_prompt
-    if not kept.exists():
-        encode(job.data, target.text, target.config.vocab_size, texts=job.texts, max_tokens=most, limit=job.limit).save(kept)
+    if group.first and not kept.exists():
+        listed = read_prompts(job.data, job.limit)
+        encode(listed, target.text, target.config.vocab_size, texts=job.texts, max_tokens=most).save(kept)
         write_json(job.out / "prompts.json", {"data": job.data.name, "data_sha256": file_hash(job.data)})
+    group.wait()
     prompts = Sequences.load(kept)
     say(f"{len(prompts)} {'texts' if job.texts else 'prompts'}, {int(prompts.lengths.sum())} tokens")
     if job.texts:
@@ -132,8 +136,10 @@ def prepare(job: TrainJob, target: Target, say: Say) -> Sequences:
 
     rows = [prompts[i] for i in range(len(prompts))]
     deadline = None if job.answer_minutes is None else 60 * job.answer_minutes
-    answer_all(target.model, rows, job.answering, job.out / "data", target.eos_ids, report=report, deadline=deadline)
-    torch.cuda.empty_cache()
+    answer_all(target.model, rows, job.answering, job.out / "data", target.eos_ids, report=report, deadline=deadline, group=group)
+    if job.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+    group.wait()
     return load_folder(job.out / "data")
 
 
@@ -243,15 +249,21 @@ def provenance(job: TrainJob, target: Target, data: Sequences) -> dict[str, Any]
 
 
 def train(job: TrainJob, say: Say = print) -> dict[str, Any]:
-    """The whole command. Returns the final evaluation."""
+    """The whole command. Returns the final evaluation (under torchrun: on rank 0; the others return nothing)."""
     try:
         job.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(f"--out {job.out}: {error.strerror}") from None
+    with process_group(job.device) as group:
+        return _train(replace(job, device=group.device), say if group.first else lambda _: None, group)
+
+
+def _train(job: TrainJob, say: Say, group: Group) -> dict[str, Any]:
     target = open_target(job.target, job.device, job.dtype)
-    data, aside = split(prepare(job, target, say), job.heldout)
+    data, aside = split(prepare(job, target, say, group), job.heldout)
     say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
     net = make_net(job, target, data, say)
+    group.share_(net.state_dict().values())
     cost = step_weights(net.config)
     share = sum(cost.values()) / target_weights(target.config)
     say(
@@ -260,13 +272,22 @@ def train(job: TrainJob, say: Say = print) -> dict[str, Any]:
     )
     log_path = job.out / "log.jsonl"
     scored = (lambda: judge(target, net, aside)) if len(aside) else None
-    trainer = Trainer(target.model, net, data, job.settings, evaluate=scored, log=JsonLog(log_path, say))
-    if trainer.resume(job.out):
+    log = JsonLog(log_path, say) if group.first else None
+    trainer = Trainer(target.model, net, data, job.settings, evaluate=scored, log=log, group=group)
+    resumed = trainer.resume(job.out)
+    group.wait()  # all have read the checkpoint before rank 0 writes another
+    if resumed:
         say(f"continuing from step {trainer.progress.step}")
-        trim_log(log_path, trainer.progress.step)
-    elif log_path.exists():
-        log_path.unlink()
+    if group.first:
+        trim_log(log_path, trainer.progress.step if resumed else -1)
     trainer.run(job.out)
+    return _finish(job, target, net, data, aside, trainer, share, say) if group.first else {}
+
+
+def _finish(
+    job: TrainJob, target: Target, net: DraftNet, data: Sequences, aside: Sequences, trainer: Trainer, share: float, say: Say
+) -> dict[str, Any]:
+    """The best weights, the top of the clustered head, the final evaluation, the files."""
     best = job.out / "best.pt"
     if job.settings.patience and best.exists():
         net.load_state_dict(torch.load(best, map_location=target.model.device, weights_only=True)["net"])
@@ -275,14 +296,14 @@ def train(job: TrainJob, say: Say = print) -> dict[str, Any]:
         if net.config.clusters:
             top, curve = tune_top(target, net, aside, job.recall)
             net.config = replace(net.config, cluster_top=top)
+            result["draft_step_share"] = round(sum(step_weights(net.config).values()) / target_weights(target.config), 4)
             result["recall"] = [asdict(r) for r in curve]
             result["clustered"] = judge(target, net, aside, clustered=True)
         result["full"] = judge(target, net, aside)
         trainer.log({"step": trainer.progress.step, "final": result})
-    if trainer.rank == 0:
-        save_drafter(job.out / "drafter", net.config, net.export(), provenance=provenance(job, target, data))
-        draw_curve(log_path, job.out / "curve.png")
-        say(f"drafter written to {job.out / 'drafter'}")
+    save_drafter(job.out / "drafter", net.config, net.export(), provenance=provenance(job, target, data))
+    draw_curve(job.out / "log.jsonl", job.out / "curve.png")
+    say(f"drafter written to {job.out / 'drafter'}")
     return result
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..config import EngineConfig
+from ..engine.engine import Request
+from ..llm import LLM
 from ..models.pairing import fits
-from ..types import OutriderError
+from ..types import OutriderError, SamplingParams
 from ..weights.load import load_drafter
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
-from .data import Sequences, read_prompts
+from .data import Prompt, Sequences, read_prompts
 from .evaluate import MAX_K, Head, best_k, matches, summary
 from .export import save_drafter
 from .generate import Answerer, Answering
@@ -23,24 +27,44 @@ from .run import TOPS, Say, Target, default_clusters, encode, open_target
 
 
 def answers(
-    target: Target, prompts: Path, *, limit: int | None, max_new: int, temperature: float, chat: bool, slots: int, seed: int = 0
-) -> tuple[Sequences, list[int]]:
-    """The target's own answers to the prompts of a file (with the engine's noise when sampled), and the seed of each."""
-    most = max(1, target.config.max_context - max_new)
-    encoded = encode(prompts, target.text, target.config.vocab_size, texts=False, max_tokens=most, limit=limit, chat=chat)
-    rows = [encoded[i] for i in range(len(encoded))]
-    hot = temperature > 0
-    how = Answering(max_new, temperature or 1.0, min(slots, len(rows)), 0.0 if hot else 1.0, coupled=hot)
-    seeds = [seed + int(i) for i in encoded.index]
-    done = sorted(Answerer(target.model, how, max(len(r) for r in rows), target.eos_ids).answer(rows, seeds), key=lambda d: d[0])
-    data = Sequences.of(
-        [np.concatenate([rows[n], a]) for n, _, a in done],
-        [len(r) for r in rows],
-        encoded.index,
-        [not hot] * len(rows),
-        target.config.vocab_size,
-    )
-    return data, seeds
+    target: Target, prompts: list[Prompt], *, max_new: int, temperature: float, chat: bool, slots: int, drafter: str = "none",
+    seed: int = 0,
+) -> tuple[Sequences, list[int]]:  # fmt: skip
+    """The target's own answers (with the engine's noise when sampled), and the seed of each.
+    On a CPU the engine answers: its packed weights, with the drafter's help, are many times faster than dense decoding."""
+    most, hot = max(1, target.config.max_context - max_new), temperature > 0
+    encoded = encode(prompts, target.text, target.config.vocab_size, texts=False, max_tokens=most, chat=chat)
+    rows, seeds = [encoded[i] for i in range(len(encoded))], [seed + int(i) for i in encoded.index]
+    if target.model.device.type == "cuda":
+        how = Answering(max_new, temperature or 1.0, min(slots, len(rows)), 0.0 if hot else 1.0, coupled=hot)
+        done = Answerer(target.model, how, max(len(r) for r in rows), target.eos_ids).answer(rows, seeds)
+        made = [a for _, _, a in sorted(done, key=lambda d: d[0])]
+    else:
+        made = engine_answers(target.name, drafter, rows, seeds, SamplingParams(temperature=temperature, max_tokens=max_new), slots)
+    whole = [np.concatenate([row, answer]) for row, answer in zip(rows, made, strict=True)]
+    return Sequences.of(whole, [len(r) for r in rows], encoded.index, [not hot] * len(rows), target.config.vocab_size), seeds
+
+
+def engine_answers(
+    name: str, drafter: str, rows: list[np.ndarray], seeds: list[int], params: SamplingParams, slots: int
+) -> list[np.ndarray]:
+    context = max(len(r) for r in rows) + params.max_tokens + 1
+    config = EngineConfig(max_batch=min(slots, len(rows)), max_context=context, prefix_cache=False)
+    llm = LLM.load(name, drafter, 4, device="cpu", engine=config, say=lambda _: None)
+    made: list[list[int]] = [[] for _ in rows]
+    for i, (row, seed) in enumerate(zip(rows, seeds, strict=True)):
+        llm.engine.submit(Request(str(i), row.tolist(), replace(params, seed=seed)))
+    while llm.engine.busy:
+        for event in llm.engine.step():
+            made[int(event.id)] += event.tokens
+    return [np.array(answer, dtype=np.int64) for answer in made]
+
+
+def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    """At most so many, evenly over the file: prompt files are often sorted by category."""
+    if limit is None or limit >= len(prompts):
+        return prompts
+    return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
 
 
 def load_net(drafter: str, target: Target) -> DraftNet:
@@ -64,17 +88,19 @@ def heads(net: DraftNet, target: Target, weights: dict[str, Tensor], temperature
 
 def evaluate_drafter(
     model: str, drafter: str, prompts: Path, *, limit: int | None = None, max_new: int = 128, temperature: float = 0.0, chat: bool = True,
-    full_head: bool = False, slots: int = 16, device: str = "cpu", dtype: torch.dtype = torch.float32, say: Say = print,
+    full_head: bool = False, slots: int = 8, device: str = "cpu", dtype: torch.dtype = torch.float32, say: Say = print,
 ) -> dict[str, Any]:  # fmt: skip
-    listed = read_prompts(prompts, limit)
+    listed = spread(read_prompts(prompts), limit)
     target = open_target(model, device, dtype)
     net = load_net(drafter, target)
-    data, seeds = answers(target, prompts, limit=limit, max_new=max_new, temperature=temperature, chat=chat, slots=slots)
-    say(f"{len(data)} answers, {data.answer_tokens} tokens")
+    began = time.perf_counter()
+    data, seeds = answers(target, listed, max_new=max_new, temperature=temperature, chat=chat, slots=slots, drafter=drafter)
+    say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
     weights = {k: v.detach() for k, v in net.cast(dtype).items()}
     full, clustered = heads(net, target, weights, temperature or 1.0)
     head = full if full_head or clustered is None else clustered
-    right = matches(target.model, net, weights, head, data, MAX_K, seeds=seeds if temperature > 0 else None)
+    anchors = 16384 if device.startswith("cuda") else 1024  # small batches end when their last draft fails
+    right = matches(target.model, net, weights, head, data, MAX_K, anchors, 8 * anchors, seeds if temperature > 0 else None)
     result = summary(right, [listed[i].category for i in data.index], MAX_K)
     config = replace(net.config, clusters=0) if full_head else net.config
     share = sum(step_weights(config).values()) / target_weights(target.config)
@@ -124,7 +150,7 @@ def _states(
     net = DraftNet(config, target.config)
     net.load(weights)
     net.to(target.model.device)
-    data, _ = answers(target, prompts, limit=limit, max_new=max_new, temperature=0.0, chat=True, slots=16)
+    data, _ = answers(target, spread(read_prompts(prompts), limit), max_new=max_new, temperature=0.0, chat=True, slots=8)
     cast = {k: v.detach() for k, v in net.cast(torch.float32).items()}
     states: list[Tensor] = []
     choices: list[Tensor] = []

@@ -6,7 +6,7 @@ only counts if those before it were right, hence the true token; K/V, mask and p
 
 Runs are reproducible: batches depend on (seed, epoch), and a run that continues from a checkpoint repeats, on the CPU
 bit by bit, what an uninterrupted one would have done. Under `torchrun` each process takes its share of the batches and
-gradients are averaged (the drafter is small: plain data parallelism is enough).
+gradients are averaged (parallel.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .data import Batch, Sequences, make_batch, plan_epoch, prefetch
 from .losses import LossMix, Teacher, head_loss
 from .net import DraftNet
 from .optim import make_optimizers
+from .parallel import Group
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,12 @@ class Trainer:
     def __init__(
         self, model: Any, net: DraftNet, data: Sequences, settings: TrainSettings, *,
         evaluate: Callable[[], dict[str, Any]] | None = None,  # must hold "score": larger is better
-        log: Callable[[dict[str, Any]], None] | None = None,
+        log: Callable[[dict[str, Any]], None] | None = None, group: Group | None = None,
     ):  # fmt: skip
         self.model, self.net, self.data, self.settings = model, net, data, settings
         self.evaluate, self.log = evaluate, log or (lambda row: None)
         self.device, self.dtype = model.device, model.dtype
-        self.rank, self.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.group = group or Group()
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
         self.optimizers = make_optimizers(self.params, settings.lr, settings.weight_decay, settings.muon)
@@ -123,23 +124,28 @@ class Trainer:
         s, epoch, taken = self.settings, self.progress.epoch, self.progress.taken
         while True:
             plan = plan_epoch(self.data, s.anchors, s.tokens, s.seed, epoch)
-            if len(plan) < self.world:
-                raise OutriderError(f"{len(plan)} batches are too few for {self.world} processes")
-            while taken + self.world <= len(plan):
-                which = plan[taken + self.rank]
-                taken += self.world
+            if len(plan) < self.group.world:
+                raise OutriderError(f"{len(plan)} batches are too few for {self.group.world} processes: smaller --anchors make more")
+            while taken + self.group.world <= len(plan):
+                which = plan[taken + self.group.rank]
+                taken += self.group.world
                 yield make_batch(self.data, which, s.unroll), epoch, taken
             epoch, taken = epoch + 1, 0
 
-    def rate(self, began: float) -> float:
+    def clock(self, began: float) -> float:
+        """Seconds of this run, the same for all processes where anything depends on them."""
+        passed = time.perf_counter() - began
+        return self.group.agree(passed) if self.settings.minutes is not None else passed
+
+    def rate(self, passed: float) -> float:
         s, p = self.settings, self.progress
-        done = (time.perf_counter() - began) / (60 * s.minutes) if s.minutes is not None else p.step / s.steps
+        done = passed / (60 * s.minutes) if s.minutes is not None else p.step / s.steps
         decay = 1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / (1 - s.hold))
         return min(1.0, (p.step + 1) / max(1, s.warmup)) * decay
 
-    def finished(self, began: float) -> bool:
+    def finished(self, passed: float) -> bool:
         s = self.settings
-        return time.perf_counter() - began >= 60 * s.minutes if s.minutes is not None else self.progress.step >= s.steps
+        return passed >= 60 * s.minutes if s.minutes is not None else self.progress.step >= s.steps
 
     # ---- the loop --------------------------------------------------------------------------------------------------
     def run(self, out: Path | None = None) -> None:
@@ -153,9 +159,10 @@ class Trainer:
         )
         batches = prefetch(self.batches()) if self.device.type == "cuda" else self.batches()
         for batch, epoch, taken in batches:
-            if self.finished(began):
+            passed = self.clock(began)
+            if self.finished(passed):
                 break
-            lr = s.lr * self.rate(began)
+            lr = s.lr * self.rate(passed)
             loss, stat = self.loss(batch.to(self.device))
             (loss / s.accumulate).backward()
             losses, stats, count = losses + loss.detach(), stats + stat, count + 1
@@ -178,13 +185,7 @@ class Trainer:
             self.save(out)
 
     def update(self, lr: float) -> None:
-        grads = [q.grad for q in self.params.values() if q.grad is not None]
-        if self.world > 1:
-            flat = torch.cat([g.reshape(-1) for g in grads])
-            torch.distributed.all_reduce(flat)
-            flat /= self.world
-            for g, piece in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
-                g.copy_(piece.view_as(g))
+        self.group.mean_(q.grad for q in self.params.values() if q.grad is not None)
         torch.nn.utils.clip_grad_norm_(list(self.params.values()), self.settings.clip)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
@@ -193,7 +194,8 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
 
     def report(self, loss: Tensor, stats: Tensor, count: int, lr: float, seconds: float) -> None:
-        hits, alpha, rows = stats.cpu()
+        self.group.mean_((loss, stats))  # so that all stop when one sees a loss that is not a number
+        hits, alpha, rows = stats.cpu() * self.group.world
         value, p = float(loss), self.progress
         if not math.isfinite(value):
             raise OutriderError(f"the loss is {value} at step {p.step}: stopped; the last checkpoint is good; try a smaller --lr")
@@ -208,19 +210,22 @@ class Trainer:
         """Evaluate; keep the best weights beside the checkpoint; True when it is time to stop."""
         if self.evaluate is None:
             return False
-        p = self.progress
-        result = self.evaluate()
-        self.log({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
-        p.since_best = 0 if result["score"] > p.best else p.since_best + 1
+        p, score = self.progress, 0.0
+        if self.group.first:
+            result = self.evaluate()
+            self.log({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
+            score = result["score"]
+        score = self.group.agree(score)
+        p.since_best = 0 if score > p.best else p.since_best + 1
         if p.since_best == 0:
-            p.best = result["score"]
-            if out is not None and self.rank == 0:
+            p.best = score
+            if out is not None and self.group.first:
                 write(out / "best.pt", {"net": self.net.state_dict(), "step": p.step, "score": p.best})
         return bool(self.settings.patience) and p.since_best >= self.settings.patience
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
     def save(self, out: Path) -> None:
-        if self.rank == 0:
+        if self.group.first:
             write(out / "checkpoint.pt", {
                 "net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers], "progress": asdict(self.progress),
             })  # fmt: skip
