@@ -191,7 +191,7 @@ def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
         if time.perf_counter() - BEGAN > args.deadline:
             say("time is up")
             break
-        settings = TrainSettings(**{"steps": args.steps, "warmup": 20, "log_every": 60, **change})
+        settings = TrainSettings(**{"steps": args.steps, "warmup": 20, "log_every": 60, "muon": True, **change})
         train_on = plain if group == "texts" else data
         net = build_net(target, train_on, shape)
         began = time.perf_counter()
@@ -266,7 +266,7 @@ def main_stage(args: argparse.Namespace, out: Path, keep: Path) -> None:
         f"outrider train --target smollm2 --data prompts_train.jsonl.gz --out runs/smollm2 --minutes {args.minutes:g} --reads "
         + ",".join(map(str, shape["reads"])) + f" --intermediate {shape['intermediate']} --loss {settings.loss} --lr {settings.lr:g}"
         + (f" --taps {','.join(map(str, shape['taps']))}" if shape["taps"] else "") + f" --unroll {settings.unroll} --max-prompt 1024"
-        + f" --max-new {args.max_new} --optimizer {'muon' if settings.muon else 'adamw'}"
+        + f" --max-new {args.max_new} --warmup {settings.warmup} --hold {settings.hold:g} --optimizer {'muon' if settings.muon else 'adamw'}"
         + (f" --survival {settings.survival:g}" if settings.survival else "") + (" --position-offset 1" if shape["position_offset"] == 1 else "")
     )  # fmt: skip
     job = run.TrainJob(

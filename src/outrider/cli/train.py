@@ -46,7 +46,9 @@ def train(
     loss: Annotated[str, typer.Option(help="Weights of the terms soft, tv, hard, lk.")] = "soft=1,tv=0.5",
     survival: Annotated[float, typer.Option(help="0..1: weigh a step by the chance that those before it are accepted.")] = 0.0,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-3,
-    optimizer: Annotated[str, typer.Option(help="muon | adamw.")] = "muon",
+    warmup: Annotated[int, typer.Option(help="Steps until the learning rate is reached.")] = 50,
+    hold: Annotated[float, typer.Option(help="0..1: share of the run at the full rate; then it falls linearly.")] = 0.3,
+    optimizer: Annotated[str, typer.Option(help="adamw | muon.")] = "adamw",
     anchors: Annotated[int, typer.Option(help="Positions drafted from in a batch.")] = 16384,
     accumulate: Annotated[int, typer.Option(help="Batches an optimizer step.")] = 1,
     max_prompt: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
@@ -91,22 +93,20 @@ def train(
     ):
         if value < 1:
             raise OutriderError(f"{name} must be at least 1, got {value}")
-    if not 0.0 <= greedy <= 1.0 or not 0.0 <= survival <= 1.0:
-        raise OutriderError(f"--greedy and --survival must be in [0, 1], got {greedy} and {survival}")
+    for name, part in (("--greedy", greedy), ("--survival", survival), ("--hold", hold)):
+        if not 0.0 <= part <= 1.0:
+            raise OutriderError(f"{name} must be in [0, 1], got {part}")
     settings = TrainSettings(
-        steps=steps, minutes=minutes, unroll=unroll, survival=survival, loss=LossMix.parse(loss), lr=lr, muon=optimizer == "muon",
-        anchors=anchors,
-        tokens=4 * anchors, accumulate=accumulate, seed=seed, eval_every=eval_every, patience=patience, save_every=save_every,
+        steps=steps, minutes=minutes, unroll=unroll, survival=survival, loss=LossMix.parse(loss), lr=lr, warmup=warmup, hold=hold,
+        muon=optimizer == "muon", anchors=anchors, tokens=4 * anchors, accumulate=accumulate, seed=seed, eval_every=eval_every,
+        patience=patience, save_every=save_every,
     )  # fmt: skip
     answering = Answering(max_new, temperature, slots or (1024 if where.startswith("cuda") else 16), greedy, seed=seed)
     job = TrainJob(
         target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=numbers(reads, "--reads"),  # type: ignore[arg-type]
-        hidden=hidden,
-        intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters, recall=recall,
-        max_prompt=max_prompt,
-        answering=answering, answer_minutes=answer_minutes, limit=limit, heldout=heldout, settings=settings, device=where,
-        dtype=getattr(torch, kind),
-        command=shlex.join(["outrider", *sys.argv[1:]]),
+        hidden=hidden, intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters,
+        recall=recall, max_prompt=max_prompt, answering=answering, answer_minutes=answer_minutes, limit=limit, heldout=heldout,
+        settings=settings, device=where, dtype=getattr(torch, kind), command=shlex.join(["outrider", *sys.argv[1:]]),
     )  # fmt: skip
     result = run(job, say=lambda line: err.print(f"[dim]{line}[/dim]", markup=True))
     if not result:

@@ -332,8 +332,8 @@ def draw_curve(log: Path, to: Path) -> None:
         right.plot([r["step"] for r in curve], [r["hit"][j] for r in curve], label=f"position {j + 1}")
     if evals:
         right.plot([r["step"] for r in evals], [r["eval"]["acceptance_by_position"][0] for r in evals], "k.", label="held out, position 1")
-    right.set(xlabel="step", ylabel="share of anchors", title="drafted token is the target's choice (given the ones before)")
+    right.set(xlabel="step", ylabel="share of anchors", title="drafted token right, given those before it")
     right.legend()
     figure.tight_layout()
-    figure.savefig(to, dpi=110)
+    figure.savefig(to, dpi=80)
     pyplot.close(figure)

@@ -47,7 +47,7 @@ class TrainSettings:
     hold: float = 0.3  # share of the run at full rate; then linearly to `final`
     final: float = 0.02
     weight_decay: float = 0.01
-    muon: bool = True
+    muon: bool = False
     clip: float = 1.0
     anchors: int = 16384  # query rows a batch
     tokens: int = 65536  # tokens a batch
@@ -140,7 +140,7 @@ class Trainer:
     def rate(self, passed: float) -> float:
         s, p = self.settings, self.progress
         done = passed / (60 * s.minutes) if s.minutes is not None else p.step / s.steps
-        decay = 1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / (1 - s.hold))
+        decay = 1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / max(1 - s.hold, 1e-9))
         return min(1.0, (p.step + 1) / max(1, s.warmup)) * decay
 
     def finished(self, passed: float) -> bool:
