@@ -38,10 +38,10 @@ def demo(
     params = SamplingParams(max_tokens=max_tokens)
     llama_cpp = _llama_cpp(llm, model, threads) if peer else None
     llm.generate(common.encode_prompt(llm, "Hello", raw=False), SamplingParams(max_tokens=8))  # warm up
-    table = Table(title=f"{model}: plain decoding against speculation, greedy, {max_tokens} tokens at most")
-    columns = ["prompt", "plain tok/s", "speculative tok/s", "speed-up", "tokens a cycle", "identical"]
-    for name in columns + (["llama.cpp tok/s"] if llama_cpp is not None else []):
-        table.add_column(name, justify="left" if name == "prompt" else "right")
+    table = Table(title=f"{model}, tokens a second, greedy, at most {max_tokens} tokens")
+    columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]
+    for name in columns + (["llama.cpp"] if llama_cpp is not None else []):
+        table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
     tokens, plain_s, fast_s = 0, 0.0, 0.0
     for prompt in PROMPTS:
         ids = common.encode_prompt(llm, prompt, raw=False)
@@ -53,7 +53,7 @@ def demo(
         if p.decode_tps and f.decode_tps:
             tokens, plain_s, fast_s = tokens + p.new_tokens, plain_s + p.new_tokens / p.decode_tps, fast_s + p.new_tokens / f.decode_tps
         row = [
-            prompt if len(prompt) < 44 else prompt[:43] + "…",
+            prompt if len(prompt) < 25 else prompt[:24] + "…",
             f"{p.decode_tps:.1f}",
             f"{f.decode_tps:.1f}",
             f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-",

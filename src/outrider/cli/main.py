@@ -10,6 +10,7 @@ import typer
 from .. import __version__
 from ..types import OutriderError
 from .bench import bench
+from .bench_gpu import bench_gpu
 from .chat import chat
 from .cluster import cluster
 from .demo import demo
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding: the same answers, several times faster.",
 )
-for command in (generate, chat, serve, inspect, prove, bench, predict, train, eval_drafter, cluster, load, demo):
+for command in (generate, chat, serve, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, demo):
     app.command()(command)
 
 

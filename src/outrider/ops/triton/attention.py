@@ -46,8 +46,10 @@ def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
         return Cut(16, 128, warps=8, slices=1)
     if spec.head_dim < 128:
         return Cut(32, 64)
-    fine = 32 if spec.window is None or spec.kv_heads < 8 else 64
-    return Cut(16, fine, 8, 5, slices=8) if spec.head_dim > 256 else Cut(32, fine, 8, slices=8)
+    if spec.window is not None and spec.kv_heads >= 8:
+        return Cut(32, 64, 4, 2, slices=1)
+    return Cut(32, 32, 4, 2, slices=4)
+
 
 
 @triton.jit
