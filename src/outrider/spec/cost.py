@@ -33,6 +33,7 @@ Probe = Callable[[str, int, int, int], object]  # (part: "verify" or a drafter's
 DRIFT_GAIN = 0.1
 CELL_GAIN = 0.15
 CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
+ROUNDS = 24  # samples of a cell, while time is left: the least of them counts, and on a busy machine most are spoilt
 DISAGREE = 0.25  # log of how far a stored table's ratio of a drafted to a plain cycle may be off before it is measured again
 REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
 
@@ -254,8 +255,9 @@ def measure(
     order += [("verify", b, k, first) for b in batches[1:] for k in (0, 4, 16)]
     order += [(d, b, 4, first) for d in drafters for b in batches[1:]]
     times: dict[tuple[str, int, int, int], list[float]] = {}
-    for rounds in range(3):  # rounds, not repeats in a row: a slow moment then spoils one sample of each cell, not all of one cell's
-        for cell in order:
+    near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first]  # what a single user's choices rest on: timed most
+    for rounds in range(ROUNDS):  # not repeats in a row: a slow moment then spoils one sample of each cell, not all of one cell's
+        for cell in order if rounds < 2 else near:
             left = budget_s - (clock() - start)
             part, batch, k, _ = cell
             guess = min(times[cell]) if cell in times else _guess(times, part, batch * (k + 1))
@@ -287,18 +289,20 @@ def agrees(
     """Is a stored table still true of this machine? Times a plain and a drafted cycle side by side: what both take more of
     today changes no choice, so only their ratio counts. A table measured in a busy moment does not outlive its first start."""
     cells = [("verify", 1, 0, context), ("verify", 1, k, context)] + ([(drafter, 1, k, context)] if drafter is not None else [])
+    curve = table.curve(drafter, 1, context)
     least, start = [math.inf] * len(cells), clock()
-    for rounds in range(6):
+    for rounds in range(ROUNDS):
         for i, cell in enumerate(cells):
             began = clock()
             probe(*cell)
             if rounds:  # the first run of a shape compiles, allocates, fills caches
                 least[i] = min(least[i], clock() - began)
-        if rounds and clock() - start > budget_s:
+        late = rounds > 0 and clock() - start > budget_s
+        if (rounds >= 6 or late) and abs(math.log(sum(least[1:]) / least[0] * curve[0] / curve[k])) < DISAGREE:
+            return True
+        if late:
             break
-    found = sum(least[1:]) / least[0]
-    curve = table.curve(drafter, 1, context)
-    return abs(math.log(found * curve[0] / curve[k])) < DISAGREE
+    return False
 
 
 def _guess(times: Mapping[tuple[str, int, int, int], Sequence[float]], part: str, rows: int) -> float:
