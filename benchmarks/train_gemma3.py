@@ -28,7 +28,7 @@ from torch import Tensor
 from outrider.train import design, run
 from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, recall_curve
 from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch
-from outrider.train.evaluate import Head, matches, summary
+from outrider.train.evaluate import Head, matches, states, summary
 from outrider.train.generate import Answering, answer_all
 from outrider.train.net import DraftNet, step_weights, target_weights
 from outrider.train.trainer import Trainer, TrainSettings
@@ -112,11 +112,17 @@ def main() -> None:
         unroll=4,
         lr=2e-3,
         warmup=50,
+        muon=True,
         anchors=args.anchors,
         tokens=4 * args.anchors,
         log_every=50,
     )
-    trainer = Trainer(model, net, data, settings, log=lambda row: (say(json.dumps(row)), note(row))[0])
+
+    def told(row: dict[str, Any]) -> None:
+        say(json.dumps(row))
+        note(row)
+
+    trainer = Trainer(model, net, data, settings, log=told)
     trainer.run()
 
     weights = {k: v.detach() for k, v in net.cast(DTYPE).items()}
@@ -129,16 +135,12 @@ def main() -> None:
     micro = timed_head(lambda: (state @ rows_of_head.T).float().argmax(-1))
     note({"head": "full", "result": result, "weights_a_step": cost, "share": sum(cost.values()) / whole, "head_us": micro})
     say(
-        f"full head: K=4 {base:.3f}, first {result['acceptance_by_position'][0]:.3f}, step {sum(cost.values()) / whole:.1%} of the target, head {micro:.1f} us"
+        f"full head: K=4 {base:.3f}, first {result['acceptance_by_position'][0]:.3f}, "
+        f"step {sum(cost.values()) / whole:.1%} of the target, head {micro:.1f} us"
     )
 
     def states_of(sequences: Sequences) -> tuple[Tensor, Tensor]:
-        states: list[Tensor] = []
-        choices: list[Tensor] = []
-        matches(
-            model, net, weights, Head(rows_of_head), sequences, 4, args.anchors, record=lambda g, c: (states.append(g), choices.append(c))
-        )  # type: ignore[func-returns-value]
-        return torch.cat(states), torch.cat(choices)
+        return states(model, net, weights, Head(rows_of_head), sequences, 4, args.anchors)
 
     g, c = states_of(data.select(np.random.default_rng(0).permutation(len(data))[:4000]))
     held_g, held_c = states_of(aside)
@@ -162,10 +164,15 @@ def main() -> None:
             micro = timed_head(clustered)
             cost = step_weights(replace(config, clusters=count, cluster_top=point.top))
             value = result["tokens_per_cycle"][4]
-            note({"head": count, "top": point.top, "share_of_vocabulary": point.share, "recall_of_means": mean_point.recall, "recall": point.recall, "result": result,
-                  "loss": 1 - value / base, "weights_a_step": cost, "share": sum(cost.values()) / whole, "head_us": micro})  # fmt: skip
-            say(f"{count} clusters, top {point.top} ({point.share:.2%}): recall {mean_point.recall:.4f} -> {point.recall:.4f}, K=4 {value:.3f} ({value / base - 1:+.2%}), "
-                f"step {sum(cost.values()) / whole:.2%} of the target, head {micro:.1f} us")  # fmt: skip
+            note({
+                "head": count, "top": point.top, "share_of_vocabulary": point.share, "recall_of_means": mean_point.recall,
+                "recall": point.recall, "result": result, "loss": 1 - value / base, "weights_a_step": cost,
+                "share": sum(cost.values()) / whole, "head_us": micro,
+            })  # fmt: skip
+            say(
+                f"{count} clusters, top {point.top} ({point.share:.2%}): recall {mean_point.recall:.4f} -> {point.recall:.4f}, "
+                f"K=4 {value:.3f} ({value / base - 1:+.2%}), step {sum(cost.values()) / whole:.2%} of the target, head {micro:.1f} us"
+            )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from outrider.models.config import ModelConfig
 from outrider.train import run
 from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, recall_curve
 from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch
-from outrider.train.evaluate import Head, matches
+from outrider.train.evaluate import Head, states
 from outrider.train.generate import Answerer, Answering, answer_all
 from outrider.train.losses import LossMix
 from outrider.train.net import DraftNet, step_weights, target_weights
@@ -63,15 +63,18 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
     terms, got = torch.empty(64, 3, device=DEVICE), z.clone()
     head_terms(got, logp, best, rows, weight, mix, terms)
     say(
-        f"head kernel: gradient off by {float((got - want[3]).abs().max()):.2e}, terms by {float((terms - torch.stack(want[:3], 1)).abs().max()):.2e}"
+        f"head kernel: gradient off by {float((got - want[3]).abs().max()):.2e}, "
+        f"terms by {float((terms - torch.stack(want[:3], 1)).abs().max()):.2e}"
     )
     q, k, v = (torch.randn(2, 9, n, 64, device=DEVICE, dtype=DTYPE, generator=g) for n in (100, 160, 160))
     i, j = torch.arange(60, 160, device=DEVICE)[:, None], torch.arange(160, device=DEVICE)[None]
     wrong = (causal_attention(q, k, v, 0.125) - sdpa(q, k, v, attn_mask=j <= i, scale=0.125)).abs().max()
     say(f"lower-right attention: off by {float(wrong):.2e}")
 
-    shape = dict(model_type="llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30, intermediate_size=1536,
-                 vocab_size=49152, rms_norm_eps=1e-5, rope_theta=1e5, tie_word_embeddings=True, max_position_embeddings=8192, eos_token_id=2)  # fmt: skip
+    shape = dict(
+        model_type="llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30, intermediate_size=1536,
+        vocab_size=49152, rms_norm_eps=1e-5, rope_theta=1e5, tie_word_embeddings=True, max_position_embeddings=8192, eos_token_id=2,
+    )  # fmt: skip
     config = ModelConfig.from_hf(shape)
     model = build(config, dummy_weights(config, DEVICE, DTYPE), DenseOps())
     rng = np.random.default_rng(0)
@@ -115,7 +118,12 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
     timed("teacher", lambda: Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], DTYPE))
     timed("loss (forward of all)", lambda: trainer.loss(batch))
     timed("loss and backward", lambda: trainer.loss(batch)[0].backward())
-    timed("update", lambda: (trainer.loss(batch)[0].backward(), trainer.update(1e-3)))
+
+    def whole_step() -> None:
+        trainer.loss(batch)[0].backward()
+        trainer.update(1e-3)
+
+    timed("update", whole_step)
     few = data.select(np.arange(300))
     timed("evaluation of 300 answers", lambda: score(target, net, few, None, 8), 1)
     say(f"memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
@@ -181,7 +189,8 @@ def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
     data, aside = run.split(load_folder(keep / "data"), 512)
     bench, categories, _ = bench_answers(target, keep, 0.0, 256, args.bench_limit)
     say(
-        f"ablations on {len(data)} sequences, {len(aside)} held out, {len(bench)} benchmark answers of {np.mean(bench.lengths - bench.prompts):.0f} tokens"
+        f"ablations on {len(data)} sequences, {len(aside)} held out, "
+        f"{len(bench)} benchmark answers of {np.mean(bench.lengths - bench.prompts):.0f} tokens"
     )
     plain = texts_of(data)
     results: dict[str, Any] = {}
@@ -215,8 +224,10 @@ def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
         results[name] = (group, shape, change, held["tokens_per_cycle"][4])
         say(f"{name}: {took:.1f} s; held out {brief(held)}; bench {brief(on_bench)}")
         settings_row = {k: str(v) if k == "loss" else v for k, v in asdict(settings).items() if k != "loss"} | {"loss": str(settings.loss)}
-        note(out, "ablations.jsonl", {"name": name, "group": group, "seconds": round(took, 1), "held_out": held, "bench": on_bench, "weights_a_step": cost,
-                                      "share": round(sum(cost.values()) / target_weights(target.config), 4), "settings": settings_row})  # fmt: skip
+        note(out, "ablations.jsonl", {
+            "name": name, "group": group, "seconds": round(took, 1), "held_out": held, "bench": on_bench, "weights_a_step": cost,
+            "share": round(sum(cost.values()) / target_weights(target.config), 4), "settings": settings_row,
+        })  # fmt: skip
         del trainer, net
     if "base" in results:
         choose(results, keep, out)
@@ -225,13 +236,15 @@ def ablate(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
 def texts_of(data: Sequences) -> Sequences:
     """The prompts as plain text: every position an anchor, nothing of the target's own answers."""
     keep = np.nonzero(data.prompts >= 64)[0]
-    rows = [data[i][: data.prompts[i]][-256:] for i in keep]
+    rows = [data[int(i)][: data.prompts[i]][-256:] for i in keep]
     return Sequences.of(rows, [1] * len(rows), data.index[keep], [False] * len(rows), 49152)
 
 
 def choose(results: dict[str, Any], keep: Path, out: Path) -> None:
     """The base, with every change that was worth it by itself on the held-out prompts (group by group the best one)."""
-    base, shape, change, why = results["base"][3], {}, {}, []
+    base, why = results["base"][3], []
+    shape: dict[str, Any] = {}
+    change: dict[str, Any] = {}
     for group, need in NEED.items():
         mine = sorted(((r[3], n, r) for n, r in results.items() if r[0] == group), reverse=True, key=lambda m: m[0])
         if mine and mine[0][0] > base * need:
@@ -266,12 +279,15 @@ def main_stage(args: argparse.Namespace, out: Path, keep: Path) -> None:
         f"outrider train --target smollm2 --data prompts_train.jsonl.gz --out runs/smollm2 --minutes {args.minutes:g} --reads "
         + ",".join(map(str, shape["reads"])) + f" --intermediate {shape['intermediate']} --loss {settings.loss} --lr {settings.lr:g}"
         + (f" --taps {','.join(map(str, shape['taps']))}" if shape["taps"] else "") + f" --unroll {settings.unroll} --max-prompt 1024"
-        + f" --max-new {args.max_new} --warmup {settings.warmup} --hold {settings.hold:g} --optimizer {'muon' if settings.muon else 'adamw'}"
-        + (f" --survival {settings.survival:g}" if settings.survival else "") + (" --position-offset 1" if shape["position_offset"] == 1 else "")
+        + f" --max-new {args.max_new} --warmup {settings.warmup} --hold {settings.hold:g}"
+        + f" --optimizer {'muon' if settings.muon else 'adamw'}"
+        + (f" --survival {settings.survival:g}" if settings.survival else "")
+        + (" --position-offset 1" if shape["position_offset"] == 1 else "")
     )  # fmt: skip
     job = run.TrainJob(
-        target=args.target, data=Path("prompts_train.jsonl.gz"), out=folder, style="plain", reads=tuple(shape["reads"]), intermediate=shape["intermediate"],
-        taps=tuple(shape["taps"]), position_offset=shape["position_offset"], clusters=args.clusters, max_prompt=1024, answering=Answering(args.max_new, 0.8, args.slots, 0.5, seed=1),
+        target=args.target, data=Path("prompts_train.jsonl.gz"), out=folder, style="plain", reads=tuple(shape["reads"]),
+        intermediate=shape["intermediate"], taps=tuple(shape["taps"]), position_offset=shape["position_offset"], clusters=args.clusters,
+        max_prompt=1024, answering=Answering(args.max_new, 0.8, args.slots, 0.5, seed=1),
         heldout=512, answer_minutes=0.0, settings=settings, device=str(DEVICE), dtype=DTYPE, command=command,
     )  # fmt: skip
     say(command)
@@ -302,8 +318,11 @@ def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
         own = Head(target.model.head, cast["centroids"], cast["token_ordering"], config.cluster_top)
         result = score(target, net, bench, categories, 16, own)
         say(f"shipped clusters {config.clusters} top {config.cluster_top}: {brief(result)}")
-        note(out, "finish.jsonl", {"what": "greedy clustered", "clusters": config.clusters, "top": config.cluster_top, "result": result,
-                                   "weights_a_step": step_weights(config), "share": sum(step_weights(config).values()) / target_weights(target.config)})  # fmt: skip
+        share = sum(step_weights(config).values()) / target_weights(target.config)
+        note(out, "finish.jsonl", {
+            "what": "greedy clustered", "clusters": config.clusters, "top": config.cluster_top, "result": result,
+            "weights_a_step": step_weights(config), "share": share,
+        })  # fmt: skip
     hot, hot_categories, seeds = bench_answers(target, keep, 1.0, 256, args.bench_limit)
     for name, head in [("T=1 coupled full", full)] + ([("T=1 coupled clustered", own)] if config.clusters else []):
         result = score(target, net, hot, hot_categories, 8, head, seeds)
@@ -311,13 +330,9 @@ def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
         note(out, "finish.jsonl", {"what": name, "result": result})
     # clusters: states of training answers, the label is the cluster of the full head's choice
     data, aside = run.split(load_folder(keep / "data"), 512)
-    states, choices = [], []
     few = data.select(np.random.default_rng(0).permutation(len(data))[: args.cluster_sequences])
-    matches(target.model, net, cast, full, few, 4, record=lambda g, c: (states.append(g), choices.append(c)))  # type: ignore[func-returns-value]
-    g, c = torch.cat(states), torch.cat(choices)
-    states, choices = [], []
-    matches(target.model, net, cast, full, aside, 4, record=lambda g, c: (states.append(g), choices.append(c)))  # type: ignore[func-returns-value]
-    held_g, held_c = torch.cat(states), torch.cat(choices)
+    g, c = states(target.model, net, cast, full, few)
+    held_g, held_c = states(target.model, net, cast, full, aside)
     say(f"{g.shape[0]} states to fit clusters on, {held_g.shape[0]} held out")
     kept: dict[str, Any] = {}
     for count in (256, 512, 1024, 2048):
@@ -332,11 +347,11 @@ def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
             if point.share < 0.1 and point.recall > 0.975 and tried < 4:
                 tried += 1
                 result = score(target, net, bench, categories, 8, Head(target.model.head, fitted.to(DTYPE), order, point.top))
-                note(out, "finish.jsonl", {"clusters": count, "top": point.top, "share": point.share, "loss": 1 - result["tokens_per_cycle"][4] / base,
-                                             "weights": point.weights, "bench": result["tokens_per_cycle"]})  # fmt: skip
-                say(
-                    f"  top {point.top} ({point.share:.1%}): K=4 {result['tokens_per_cycle'][4]:.3f}, {result['tokens_per_cycle'][4] / base - 1:+.2%}, {point.weights / 1e6:.2f} M weights"
-                )
+                per, lost = result["tokens_per_cycle"], 1 - result["tokens_per_cycle"][4] / base
+                note(out, "finish.jsonl", {
+                    "clusters": count, "top": point.top, "share": point.share, "loss": lost, "weights": point.weights, "bench": per,
+                })  # fmt: skip
+                say(f"  top {point.top} ({point.share:.1%}): K=4 {per[4]:.3f}, {-lost:+.2%}, {point.weights / 1e6:.2f} M weights")
         kept |= {f"order{count}": order.cpu().numpy().astype(np.uint16), f"centroids{count}": fitted.half().cpu().numpy()}
     np.savez_compressed(out / "clusters.npz", **kept)
 
@@ -377,24 +392,19 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    target = None
+    stages = {"data": data_stage, "ablate": ablate, "finish": finish, "tune": tune}
+    target: run.Target | None = None
     for stage in args.stages.split(","):
         say(f"---- {stage}")
-        if stage in ("data", "ablate", "finish", "tune") and target is None:
-            target = run.open_target(args.target, str(DEVICE), DTYPE)
-            say("target loaded")
         if stage == "selftest":
             selftest(args, out, keep)
         elif stage == "main":
             main_stage(args, out, keep)
-        elif stage == "data":
-            data_stage(args, out, keep, target)
-        elif stage == "ablate":
-            ablate(args, out, keep, target)
-        elif stage == "finish":
-            finish(args, out, keep, target)
-        elif stage == "tune":
-            tune(args, out, keep, target)
+        elif stage in stages:
+            if target is None:
+                target = run.open_target(args.target, str(DEVICE), DTYPE)
+                say("target loaded")
+            stages[stage](args, out, keep, target)
         else:
             raise SystemExit(f"no stage {stage!r}")
 

@@ -23,7 +23,7 @@ from train_common import DEVICE, DTYPE, bench_answers, brief, give, note, say, s
 from outrider.train import run
 from outrider.train.clusters import cluster_of, fit_centroids, recall_curve
 from outrider.train.data import Sequences, load_folder
-from outrider.train.evaluate import Head, matches, summary
+from outrider.train.evaluate import Head, matches, states, summary
 from outrider.train.export import save_drafter
 from outrider.train.generate import Answerer, Answering
 from outrider.train.losses import LossMix, exact_logits
@@ -56,29 +56,22 @@ def answer(target: run.Target, prompts: Sequences, lines: np.ndarray, how: Answe
     data = Sequences.of(sequences, given, index, greedy_, target.config.vocab_size)
     took = time.perf_counter() - began
     say(
-        f"{len(data)} of {len(rows)} answered at T = {how.temperature:g}, {data.answer_tokens} tokens, {data.answer_tokens / took:.0f} tok/s"
+        f"{len(data)} of {len(rows)} answered at T = {how.temperature:g}, "
+        f"{data.answer_tokens} tokens, {data.answer_tokens / took:.0f} tok/s"
     )
     return data
 
 
-def states(target: run.Target, net: DraftNet, weights: dict[str, Tensor], data: Sequences, hot: bool) -> tuple[Tensor, Tensor]:
+def drawn_states(target: run.Target, net: DraftNet, weights: dict[str, Tensor], data: Sequences, hot: bool) -> tuple[Tensor, Tensor]:
     """The drafter's states on `data` and the full head's token at each: its best one, or one drawn from it (`hot`)."""
-    seen: list[Tensor] = []
-    tokens: list[Tensor] = []
-
-    def record(g: Tensor, choice: Tensor) -> None:
-        seen.append(g)
-        if not hot:
-            tokens.append(choice)
-            return
-        drawn = []
-        for part in g.split(4096):
-            z = exact_logits(target.model, part)
-            drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))
-        tokens.append(torch.cat(drawn))
-
-    matches(target.model, net, weights, Head(target.model.head), data, 4, record=record)
-    return torch.cat(seen), torch.cat(tokens)
+    g, best = states(target.model, net, weights, Head(target.model.head), data)
+    if not hot:
+        return g, best
+    drawn = []
+    for part in g.split(4096):
+        z = exact_logits(target.model, part)
+        drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))
+    return g, torch.cat(drawn)
 
 
 def refit(
@@ -89,9 +82,9 @@ def refit(
     rng = np.random.default_rng(0)
     few = [d.select(rng.permutation(len(d))[: args.cluster_sequences // 2]) for d in (cold, hot)]
     g, token = (
-        torch.cat(x) for x in zip(*(states(target, net, weights, d, h) for d, h in zip(few, (False, True), strict=True)), strict=True)
+        torch.cat(x) for x in zip(*(drawn_states(target, net, weights, d, h) for d, h in zip(few, (False, True), strict=True)), strict=True)
     )
-    judged = [states(target, net, weights, d, h) for d, h in zip(aside, (False, True), strict=True)]
+    judged = [drawn_states(target, net, weights, d, h) for d, h in zip(aside, (False, True), strict=True)]
     order, count = net.weight("token_ordering"), net.config.clusters
     label = cluster_of(order, count)[token]
     tried: list[tuple[float, str, Tensor]] = []
@@ -175,15 +168,20 @@ def tune(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) ->
     if args.steps_main:
         settings = replace(settings, minutes=None, steps=args.steps_main)
     say(f"{len(hot)} sampled and {len(cold)} greedy sequences; {len(aside)} greedy and {len(aside_hot)} sampled held out")
-    trainer = Trainer(target.model, net, data, settings, log=lambda row: (say(json.dumps(row)), note(out, "tune-log.jsonl", row))[0])
+
+    def told(row: dict[str, Any]) -> None:
+        say(json.dumps(row))
+        note(out, "tune-log.jsonl", row)
+
+    trainer = Trainer(target.model, net, data, settings, log=told)
     trainer.run()
     empty_cache()
     refit(target, net, cold if len(cold) else hot, hot, (aside, aside_hot), args, out)
     scale = rescale(target, net, aside_hot, out)
     judge("after", target, net, keep, args, out, full=True)
-    told = {
+    story = {
         "tuned_from": source, "sampled_sequences": len(hot), "greedy_sequences": len(cold), "answer_tokens": data.answer_tokens,
         "steps": trainer.progress.step, "logits_scale": scale, "settings": asdict(settings) | {"loss": str(settings.loss)},
     }  # fmt: skip
-    save_drafter(keep / "tuned", net.config, net.export(), provenance=told)
+    save_drafter(keep / "tuned", net.config, net.export(), provenance=story)
     give(keep / "tuned", out)

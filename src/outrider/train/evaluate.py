@@ -96,6 +96,21 @@ def matches(
     return out
 
 
+def states(
+    model: Any, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = 4, anchors: int = 16384
+) -> tuple[Tensor, Tensor]:
+    """The drafter's states in every step that counts [A, h], and what the head chose there [A]."""
+    seen: list[Tensor] = []
+    chosen: list[Tensor] = []
+
+    def record(g: Tensor, choice: Tensor) -> None:
+        seen.append(g)
+        chosen.append(choice)
+
+    matches(model, net, weights, head, data, most, anchors, record=record)
+    return torch.cat(seen), torch.cat(chosen)
+
+
 def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
     """One answer's matches -> tokens emitted after the first, cycles, and how many cycles accepted at least j = 1..k."""
     left, at, cycles, tokens = len(right), 0, 0, 0

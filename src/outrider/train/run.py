@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from ..engine.text import Tokenizer
 from ..models import build
@@ -36,7 +35,7 @@ from . import design
 from .capture import DenseOps
 from .clusters import Recall, choose_top, recall_curve
 from .data import Prompt, Sequences, file_hash, load_folder, make_batch, plan_epoch, read_prompts
-from .evaluate import Head, matches, summary
+from .evaluate import Head, matches, states, summary
 from .export import save_drafter, write_json
 from .generate import Answering, answer_all
 from .net import DraftNet, step_weights, target_weights
@@ -220,16 +219,9 @@ def tune_top(target: Target, net: DraftNet, data: Sequences, need: float, most: 
     """The recall / cost curve of the clustered head on held-out states, and the top it suggests."""
     weights = {k: v.detach() for k, v in net.cast(target.model.dtype).items()}
     rows = target.model.head if net.config.tied_to_target else weights["embed"]
-    states: list[Tensor] = []
-    choices: list[Tensor] = []
-
-    def record(g: Tensor, choice: Tensor) -> None:
-        states.append(g)
-        choices.append(choice)
-
-    matches(target.model, net, weights, Head(rows), data, 4, record=record)
+    g, choices = states(target.model, net, weights, Head(rows), data)
     tops = tuple(t for t in TOPS if t <= net.config.clusters)
-    curve = recall_curve(torch.cat(states), torch.cat(choices), weights["centroids"], weights["token_ordering"], tops)
+    curve = recall_curve(g, choices, weights["centroids"], weights["token_ordering"], tops)
     return choose_top(curve, need, most).top, curve
 
 

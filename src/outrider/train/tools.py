@@ -19,7 +19,7 @@ from ..types import OutriderError, SamplingParams
 from ..weights.load import load_drafter
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .data import Prompt, Sequences, read_prompts
-from .evaluate import MAX_K, Head, best_k, matches, summary
+from .evaluate import MAX_K, Head, best_k, matches, states, summary
 from .export import save_drafter
 from .generate import Answerer, Answering
 from .net import DraftNet, step_weights, target_weights
@@ -125,10 +125,10 @@ def cluster_drafter(
     say(f"{config.vocab_size} tokens in {count} clusters")
     chosen, curve = top or max(1, count // 64), []
     if opened is not None and prompts is not None:
-        states, choices = _states(opened, replace(config, clusters=0), weights, prompts, limit, max_new)
-        cut = max(1, states.shape[0] * 4 // 5)
-        means = fit_centroids(states[:cut], cluster_of(order, count)[choices[:cut]], means, 300, 1e-2, seed=seed)
-        curve = recall_curve(states[cut:], choices[cut:], means, order, tuple(t for t in TOPS if t <= count))
+        g, choices = _states(opened, replace(config, clusters=0), weights, prompts, limit, max_new)
+        cut = max(1, g.shape[0] * 4 // 5)
+        means = fit_centroids(g[:cut], cluster_of(order, count)[choices[:cut]], means, 300, 1e-2, seed=seed)
+        curve = recall_curve(g[cut:], choices[cut:], means, order, tuple(t for t in TOPS if t <= count))
         chosen = top or choose_top(curve, recall).top
     made = replace(config, clusters=count, cluster_top=chosen)
     save_drafter(to, made, {**weights, "centroids": means.cpu(), "token_ordering": order.cpu()})
@@ -152,12 +152,4 @@ def _states(
     net.to(target.model.device)
     data, _ = answers(target, spread(read_prompts(prompts), limit), max_new=max_new, temperature=0.0, chat=True, slots=8)
     cast = {k: v.detach() for k, v in net.cast(torch.float32).items()}
-    states: list[Tensor] = []
-    choices: list[Tensor] = []
-
-    def record(g: Tensor, choice: Tensor) -> None:
-        states.append(g)
-        choices.append(choice)
-
-    matches(target.model, net, cast, heads(net, target, cast)[0], data, 4, record=record)
-    return torch.cat(states), torch.cat(choices)
+    return states(target.model, net, cast, heads(net, target, cast)[0], data)
