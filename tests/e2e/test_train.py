@@ -16,15 +16,17 @@ import torch
 import transformers
 from tests import tiny
 
+from outrider.llm import LLM
 from outrider.models import build
 from outrider.train import run
 from outrider.train.capture import DenseOps
-from outrider.train.data import Sequences, load_folder
+from outrider.train.data import Sequences, load_folder, read_prompts
+from outrider.train.evaluate import matches, walk
 from outrider.train.generate import Answering
 from outrider.train.run import TrainJob
-from outrider.train.tools import cluster_drafter, evaluate_drafter
+from outrider.train.tools import answers, cluster_drafter, evaluate_drafter, heads, load_net
 from outrider.train.trainer import TrainSettings
-from outrider.types import OutriderError
+from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target
 
 torch.set_num_threads(1)
@@ -125,16 +127,23 @@ def test_answers_are_kept_and_continued(world: tuple[Path, Path, Path]) -> None:
     assert sorted(data.index.tolist()) == list(range(48)) and 0.2 < data.greedy.mean() < 0.8
 
 
+def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """A few steps of ordinary training on texts of another kind: counting up, from anywhere, in steps of one to three."""
+    start, step = torch.arange(48) * 5 % 200, torch.arange(48) % 3 + 1
+    ids = 6 + (start[:, None] + step[:, None] * torch.arange(40)[None]) % (tiny.VOCAB - 6)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(25):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
 def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
     target, data, out = world
     before = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
-    model = transformers.AutoModelForCausalLM.from_pretrained(target)
-    with torch.no_grad():  # a fine-tune: every matrix moves
-        rng = torch.Generator().manual_seed(5)
-        for name, weight in model.named_parameters():
-            if weight.dim() == 2 and "embed" not in name:
-                weight += 0.25 * weight.std() * torch.randn(weight.shape, generator=rng)
-    tuned = tiny.write(model, tmp_path / "tuned")
+    tuned = tiny.write(fine_tune(transformers.AutoModelForCausalLM.from_pretrained(target)), tmp_path / "tuned")
     dropped = evaluate_drafter(str(tuned), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
     run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), QUIET)
     after = evaluate_drafter(str(tuned), str(tmp_path / "run" / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
@@ -253,3 +262,25 @@ def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Pa
     two, single = (torch.load(folder / "checkpoint.pt", weights_only=True)["net"] for folder in (out, one))
     for name in two:
         torch.testing.assert_close(two[name], single[name], rtol=1e-4, atol=1e-5)
+
+
+def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> None:
+    """Cycles counted over known answers against cycles that the engine really took, clustered head and all."""
+    target, data, out = world
+    llm = LLM.load(str(target), str(out / "drafter"), 3, device="cpu", ops="reference")
+    opened = run.open_target(str(target), "cpu", torch.float32)
+    net = load_net(str(out / "drafter"), opened)
+    weights = {k: v.detach() for k, v in net.cast(torch.float32).items()}
+    for temperature in (0.0, 1.0):
+        listed = read_prompts(data, 12)
+        answered, seeds = answers(opened, listed, max_new=24, temperature=temperature, chat=True, slots=4)
+        full, clustered = heads(net, opened, weights, temperature or 1.0)
+        right = matches(opened.model, net, weights, clustered or full, answered, 3, seeds=seeds if temperature else None)
+        took, walked = [], []
+        for i in range(12):
+            prompt = answered[i][: answered.prompts[i]].tolist()
+            (made,) = llm.generate([prompt], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))
+            assert made.token_ids == answered[i][answered.prompts[i] :].tolist()
+            took.append(made.stats.cycles - 1)  # the first cycle starts inside the prompt
+            walked.append(walk(right[i][made.stats.first_emitted - 1 :], 3)[1])
+        assert sum(took) > 60 and sum(a != b for a, b in zip(took, walked, strict=True)) <= 1, (took, walked)

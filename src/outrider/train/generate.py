@@ -194,7 +194,8 @@ def answer_all(
         part.unlink()
     had = {int(i) for path in folder.glob("data-*.npz") for i in Sequences.load(path).index}
     todo = [i for i in range(group.rank, len(prompts), group.world) if i not in had]
-    number, began, made = len(list(folder.glob(own + "*.npz"))), time.perf_counter(), 0
+    number = 1 + max((int(p.stem.removeprefix(own)) for p in folder.glob(own + "?????.npz")), default=-1)
+    began, made = time.perf_counter(), 0
     rows: list[tuple[np.ndarray, int, int, bool]] = []
 
     def flush() -> None:

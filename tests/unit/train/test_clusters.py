@@ -1,0 +1,72 @@
+"""The clustered head: clusters of one size that hold what belongs together, and centroids that rank them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from outrider.train.clusters import Recall, balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
+from outrider.types import OutriderError
+
+
+def blobs(clusters: int = 8, size: int = 6, width: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows around well separated directions, shuffled; and the blob of each row."""
+    r = torch.Generator().manual_seed(1)
+    centres = torch.linalg.qr(torch.randn(width, width, generator=r))[0][:clusters] * 4
+    of = torch.arange(clusters).repeat_interleave(size)[torch.randperm(clusters * size, generator=r)]
+    return centres[of] + 0.2 * torch.randn(clusters * size, width, generator=r), of
+
+
+def test_clusters_are_balanced_permutations() -> None:
+    rows = torch.randn(96, 10, generator=torch.Generator().manual_seed(0))
+    rows[:40] = rows[0] + 0.01 * rows[:40]  # a crowd that no single cluster can hold
+    order, means = balanced_kmeans(rows, 12)
+    assert sorted(order.tolist()) == list(range(96))
+    assert torch.bincount(cluster_of(order, 12)).tolist() == [8] * 12
+    torch.testing.assert_close(means, rows[order].view(12, 8, 10).mean(1))
+    with pytest.raises(OutriderError, match="96 tokens do not divide into 7"):
+        balanced_kmeans(rows, 7)
+
+
+def test_what_belongs_together_is_found() -> None:
+    rows, of = blobs()
+    best = max(
+        int(sum(torch.bincount(of[order.view(8, 6)[c]]).max() for c in range(8)))
+        for order in (balanced_kmeans(rows, 8, seed=s)[0] for s in range(4))
+    )
+    assert best >= 42  # of 48 rows, in the best of four starts
+
+
+def test_recall_is_counted_by_definition() -> None:
+    r = torch.Generator().manual_seed(2)
+    g, head, centroids, order = (
+        torch.randn(50, 6, generator=r), torch.randn(32, 6, generator=r), torch.randn(8, 6, generator=r), torch.randperm(32, generator=r),
+    )  # fmt: skip
+    choice = (g @ head.T).argmax(-1)
+    curve = recall_curve(g, choice, centroids, order, (1, 3, 8), chunk=16)
+    for point in curve:
+        top = (g @ centroids.T).topk(point.top).indices
+        inside = [int(choice[a]) in order.view(8, 4)[top[a]].flatten().tolist() for a in range(50)]
+        assert point.recall == pytest.approx(sum(inside) / 50)
+        assert point.share == point.top / 8 and point.weights == (point.top * 4 + 8) * 6
+    assert curve[-1].recall == 1.0
+
+
+def test_fitting_centroids_finds_more() -> None:
+    r = torch.Generator().manual_seed(3)
+    head = torch.randn(64, 8, generator=r) * (1 + 3 * torch.rand(64, 1, generator=r))  # rows of unlike lengths: means rank badly
+    order, means = balanced_kmeans(head, 16)
+    g = torch.randn(800, 8, generator=r)
+    choice = (g @ head.T).argmax(-1)
+    label = cluster_of(order, 16)[choice]
+    fitted = fit_centroids(g[:600], label[:600], means, 200, 3e-2, 256)
+    before, after = (recall_curve(g[600:], choice[600:], c, order, (1,))[0].recall for c in (means, fitted))
+    assert after > before + 0.1
+
+
+def test_the_cheapest_good_top_is_chosen() -> None:
+    curve = [Recall(1, 0.01, 0.9, 100), Recall(2, 0.02, 0.99, 200), Recall(4, 0.04, 0.999, 400), Recall(16, 0.16, 1.0, 1600)]
+    assert choose_top(curve, 0.98).top == 2
+    assert choose_top(curve, 0.9999).top == 4  # the best of those allowed
+    with pytest.raises(OutriderError, match="more clusters"):
+        choose_top(curve[-1:], 0.9)

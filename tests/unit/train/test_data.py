@@ -1,0 +1,112 @@
+"""Prompt files, shards of sequences, and batches: which anchors count and what they are compared with."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch, prefetch, read_prompts
+from outrider.types import OutriderError
+
+
+def some(count: int = 40, seed: int = 0) -> Sequences:
+    rng = np.random.default_rng(seed)
+    given, made = rng.integers(1, 30, count), rng.integers(0, 20, count)
+    return Sequences.of([rng.integers(0, 200, a + b) for a, b in zip(given, made, strict=True)], given, range(count), made > 9, 200)
+
+
+def test_prompts_of_every_form(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "category": "x"}, {"text": "b", "id": 7}, {"turns": ["c", "d"], "question_id": 81}]
+    text = "\n\n".join(json.dumps(r) for r in rows)
+    (tmp_path / "p.jsonl").write_text(text)
+    with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
+        file.write(text)
+    for name in ("p.jsonl", "p.jsonl.gz"):
+        read = read_prompts(tmp_path / name)
+        assert [(p.text, p.category, p.id) for p in read] == [("a", "x", "1"), ("b", "all", "7"), ("c", "all", "81")]
+    assert len(read_prompts(tmp_path / "p.jsonl", 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a"}\n[1]\n', ":2: a JSON object"),
+        (b'{"prompt": "a"}\n{"prompt": 3}\n', ":2: no text"),
+        (b'{"turns": []}\n', ":1: no text"),
+        (b"\n\n", "holds no prompts"),
+        (b'{"prompt": "\xff"}\n', "cannot be read"),
+    ],
+)
+def test_a_bad_prompt_file_names_the_line(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(OutriderError, match=message):
+        read_prompts(tmp_path / "p.jsonl")
+    (tmp_path / "p.gz").write_bytes(content)  # not gzip at all
+    with pytest.raises(OutriderError):
+        read_prompts(tmp_path / "p.gz")
+
+
+def test_shards_come_back_whole(tmp_path: Path) -> None:
+    data = some()
+    order = np.random.default_rng(1).permutation(len(data))
+    data.select(order[:25]).save(tmp_path / "data-00000.npz")
+    data.select(order[25:]).save(tmp_path / "data-00001.npz")
+    back = load_folder(tmp_path)
+    assert not list(tmp_path.glob("*.part")) and back.answer_tokens == data.answer_tokens
+    for row, i in enumerate(order):
+        assert np.array_equal(back[row], data[i])
+        assert (back.prompts[row], back.index[row], back.greedy[row]) == (data.prompts[i], data.index[i], data.greedy[i])
+    (tmp_path / "data-00002.npz").write_bytes(b"half a shard")
+    with pytest.raises(OutriderError, match=r"data-00002\.npz: not a shard"):
+        load_folder(tmp_path)
+
+
+def test_anchors_and_what_they_are_compared_with() -> None:
+    """By the definition: from anchor a, step j is fed token a + j and judged by the target's distribution there."""
+    data, steps = some(12), 3
+    which = np.nonzero(data.lengths - data.prompts >= 2)[0]
+    batch = make_batch(data, which, steps)
+    width = batch.ids.shape[1]
+    queries = width - batch.first
+    assert batch.first == min(int(data.prompts[i]) for i in which) - 1
+    for j in range(1, steps + 1):
+        want = [(row, a, row * width + a + j) for row, i in enumerate(which) for a in range(int(data.prompts[i]) - 1, len(data[i]) - 1 - j)]
+        got = [
+            (int(r) // queries, int(r) % queries + batch.first, int(batch.teacher[t]))
+            for r, t in zip(batch.anchors[j - 1], batch.targets[j - 1], strict=True)
+        ]
+        assert got == want
+    for row, i in enumerate(which):
+        assert np.array_equal(batch.ids[row, : len(data[i])].numpy(), data[i])
+
+
+def test_an_epoch_takes_every_sequence_once() -> None:
+    data = some(200)
+    usable = set(np.nonzero(data.lengths - data.prompts >= 2)[0].tolist())
+    plan = plan_epoch(data, 300, 900, seed=3, epoch=0)
+    assert sorted(int(i) for b in plan for i in b) == sorted(usable) and len(plan) > 5
+    for b in plan:
+        longest, shortest = int(data.lengths[b].max()), int(data.prompts[b].min()) - 1
+        assert len(b) == 1 or (len(b) * (longest - shortest) <= 300 and len(b) * longest <= 900)
+    again, other = plan_epoch(data, 300, 900, 3, 0), plan_epoch(data, 300, 900, 3, 1)
+    assert all(np.array_equal(a, b) for a, b in zip(plan, again, strict=True))
+    assert [b.tolist() for b in other] != [b.tolist() for b in plan]
+    with pytest.raises(OutriderError, match="nothing to learn from"):
+        plan_epoch(data.select(np.nonzero(data.lengths - data.prompts < 2)[0]), 300, 900, 0, 0)
+
+
+def test_prefetch_keeps_the_order_and_the_error() -> None:
+    assert list(prefetch(iter(range(20)), 3)) == list(range(20))
+
+    def broken():
+        yield 1
+        raise ValueError("in the thread")
+
+    items = prefetch(broken())
+    assert next(items) == 1
+    with pytest.raises(ValueError, match="in the thread"):
+        next(items)

@@ -1,0 +1,63 @@
+"""The fused loss against autograd, term by term; the kernel's definition is `row_terms`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from outrider.train import losses
+from outrider.train.losses import LossMix, Teacher, head_loss
+from outrider.types import OutriderError
+
+MIXES = [LossMix(1, 0, 0, 0), LossMix(0, 1, 0, 0), LossMix(0, 0, 1, 0), LossMix(0, 0, 0, 1), LossMix(1, 0.5, 0.3, 0.2)]
+
+
+def reference(g: torch.Tensor, head: torch.Tensor, teacher: Teacher, rows: torch.Tensor, weight: torch.Tensor, mix: LossMix):
+    logq = (g @ head.T).log_softmax(-1)
+    p, q, best = teacher.logp[rows].exp(), logq.exp(), teacher.best[rows]
+    accept = torch.minimum(p, q).sum(-1)
+    loss = mix.soft * -(p * logq).sum(-1) + mix.tv * 0.5 * (p - q).abs().sum(-1)
+    loss = loss + mix.hard * -logq.gather(1, best[:, None])[:, 0] - mix.lk * accept.log()
+    return (weight * loss).sum(), accept, (logq.argmax(-1) == best).to(g.dtype)
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=str)
+def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 8 * 37 * 3)  # several chunks, the last one short
+    r = torch.Generator().manual_seed(0)
+    g, head = torch.randn(10, 6, generator=r).requires_grad_(), torch.randn(37, 6, generator=r).requires_grad_()
+    logp = (2 * torch.randn(5, 37, generator=r)).log_softmax(-1)
+    teacher, rows, weight = Teacher(logp, logp.argmax(-1)), torch.randint(5, (10,), generator=r), torch.rand(10, generator=r)
+    want = reference(g, head, teacher, rows, weight, mix)
+    want_grads = torch.autograd.grad(3 * want[0], (g, head))
+    got = head_loss(g, head, teacher, rows, weight, mix)
+    grads = torch.autograd.grad(3 * got[0], (g, head))
+    for mine, theirs in zip((*got, *grads), (*want, *want_grads), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_frozen_head_gets_no_gradient() -> None:
+    logp = torch.zeros(1, 5).log_softmax(-1)
+    g, head = torch.randn(1, 3, requires_grad=True), torch.randn(5, 3)
+    head_loss(g, head, Teacher(logp, logp.argmax(-1)), torch.zeros(1, dtype=torch.int64), torch.ones(1), LossMix())[0].backward()
+    assert g.grad is not None and head.grad is None
+
+
+def test_teacher_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 11 * 2)
+    head = torch.randn(11, 4)
+    model = SimpleNamespace(config=SimpleNamespace(vocab_size=11), head=head, logits=lambda h: h @ head.T)
+    hidden = torch.randn(5, 4)
+    teacher = Teacher.of(model, hidden, torch.float32)
+    torch.testing.assert_close(teacher.logp, (hidden @ head.T).log_softmax(-1))
+    assert torch.equal(teacher.best, (hidden @ head.T).argmax(-1))
+
+
+def test_a_mix_reads_and_writes_itself() -> None:
+    for mix in MIXES:
+        assert LossMix.parse(str(mix)) == mix
+    for bad in ("soft", "soft=x", "sort=1", "soft=0"):
+        with pytest.raises(OutriderError, match="--loss"):
+            LossMix.parse(bad)
