@@ -1,12 +1,12 @@
 """How fast will it be, before anything is downloaded: memory, ms a token, the best K, from config.json and a table of machines.
 
 The model of a step over R rows (sequences × (K + 1)): whichever takes longer of moving the bytes and doing the arithmetic (on a
-CPU: both, one after the other), plus what every kernel costs however little it does.
+CPU: both, one after the other), plus what every kernel costs however little it does, plus what every further row costs a layer.
 
-    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead
+    step(R) = max(bytes(R) / (bandwidth · reach), flops(R) / (matrix rate · reach)) + kernels · overhead + layers · (R - 1) · row
 
 `bytes` counts each weight once for all rows (a mixture of experts: the experts that R tokens are expected to ask for), and
-the K/V of each sequence. On an H200 the three constants come from measured products and whole steps (docs/benchmarks.md);
+the K/V of each sequence. On an H200 the constants are fitted to our engine's measured steps (docs/benchmarks.md says which);
 elsewhere bandwidth and rate are the vendors' and the constants are carried over. Torch-free.
 """
 
@@ -24,10 +24,13 @@ from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, kv_bytes_per_token, model_size
 from ..types import MAX_DRAFT, OutriderError
 
-KERNELS = 14  # launched a layer: four products, attention, norms, rope, activation, residuals
-MOE_KERNELS = 6  # more of them in a layer of experts
-DRAFTER_KERNELS = 9  # query-only layers have fewer
-HEAD_KERNELS = 5
+KERNELS = 9  # launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and write
+PLE_KERNELS = 3  # more where a layer has its own embeddings, counted
+MOE_KERNELS = 10  # more of them in a layer of experts, as time: fitted to one size
+HEAD_KERNELS = 21  # and whatever else is outside the layers, counted
+DRAFTER_KERNELS = 9
+DRAFTER_HEAD_KERNELS = 12  # as time: fitted
+JUDGED_CONTEXT = 4096  # longest context, of one sequence, that the constants hold for
 
 
 @dataclass(frozen=True)
@@ -38,17 +41,19 @@ class Machine:
     bandwidth: float
     rate: float
     memory: float
-    kernel_us: float = 3.8  # in a CUDA graph
-    reach: float = 0.86  # of the bandwidth, by products that are large enough
+    kernel_us: float = 2.9  # in a CUDA graph, launched ahead of their inputs
+    reach: float = 0.915  # of the bandwidth: 4.39 TB/s of an H200's 4.8
     rate_reach: float = 0.6
+    row_us: float = 1.3  # a layer and row beyond the first: wider tiles, more queries
     overlaps: bool = True  # a GPU moves bytes while it multiplies; a CPU core does one after the other, nearly
 
 
+# rate_reach 0.15: what the decode kernels reach with 40 to 80 rows on a Hopper; elsewhere not measured
 MACHINES: Mapping[str, Machine] = {
     "b200": Machine("NVIDIA B200", 8000, 2250, 180),
-    "h200": Machine("NVIDIA H200", 4800, 989, 141),
-    "h100": Machine("NVIDIA H100 SXM", 3350, 989, 80),
-    "h100-pcie": Machine("NVIDIA H100 PCIe", 2000, 756, 80),
+    "h200": Machine("NVIDIA H200", 4800, 989, 141, rate_reach=0.15),
+    "h100": Machine("NVIDIA H100 SXM", 3350, 989, 80, rate_reach=0.15),
+    "h100-pcie": Machine("NVIDIA H100 PCIe", 2000, 756, 80, rate_reach=0.15),
     "a100": Machine("NVIDIA A100 80GB SXM", 2039, 312, 80),
     "a100-40": Machine("NVIDIA A100 40GB", 1555, 312, 40),
     "l40s": Machine("NVIDIA L40S", 864, 362, 48),
@@ -64,10 +69,14 @@ MACHINES: Mapping[str, Machine] = {
     "m4-max": Machine("Apple M4 Max (40-core GPU)", 546, 34, 128, kernel_us=6.0),
     "strix-halo": Machine("AMD Strix Halo", 256, 59, 128, kernel_us=6.0),
     "mi300x": Machine("AMD MI300X", 5300, 1307, 192, reach=0.75),
-    "desktop-ddr5": Machine("Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64, kernel_us=2.0, reach=0.75, overlaps=False),
-    "server-ddr5": Machine("Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0, reach=0.75, overlaps=False),
+    "desktop-ddr5": Machine(
+        "Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64, kernel_us=2.0, reach=0.75, row_us=0.0, overlaps=False
+    ),
+    "server-ddr5": Machine(
+        "Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0, reach=0.75, row_us=0.0, overlaps=False
+    ),
     "cpu-2-cores": Machine(
-        "Two x86-64 cores with AVX2", 20.7, 0.28, 16, kernel_us=2.0, reach=0.95, rate_reach=1.0, overlaps=False
+        "Two x86-64 cores with AVX2", 20.7, 0.28, 16, kernel_us=2.0, reach=0.95, rate_reach=1.0, row_us=0.0, overlaps=False
     ),  # measured
 }
 
@@ -140,14 +149,16 @@ class Setup:
 
 
 def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
-    """Seconds of moving bytes, of arithmetic, and of kernels' own time."""
+    """Seconds of moving bytes, of arithmetic, and of kernels' own time, that of further rows included."""
     rows, config, on = setup.batch * (k + 1), setup.target, setup.on
     size = model_size(config)
     moved = size.streamed(rows) * setup.weight_bytes
     moved += setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True) + rows * kv_bytes_per_token(config, setup.kv_item)
     work = setup.batch * flops(size, k + 1, setup.context, k + 1)
-    launched = len(config.layers) * (KERNELS + (MOE_KERNELS if config.moe else 0)) + HEAD_KERNELS
-    return moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach), launched * on.kernel_us * 1e-6
+    layers = len(config.layers)
+    launched = layers * (KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)) + HEAD_KERNELS
+    own = 1e-6 * (launched * on.kernel_us + layers * (rows - 1) * on.row_us)
+    return moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach), own
 
 
 def verify_seconds(setup: Setup, k: int) -> float:
@@ -171,7 +182,7 @@ def draft_seconds(setup: Setup, k: int) -> float:
         read += 2 * attn.kv_heads * attn.head_dim * (setup.context if attn.window is None else min(setup.context, attn.window))
     moved = size.step * setup.weight_bytes + setup.batch * read * setup.kv_item
     work = 2.0 * setup.batch * size.step
-    launched = len(config.layers) * DRAFTER_KERNELS + HEAD_KERNELS
+    launched = len(config.layers) * DRAFTER_KERNELS + DRAFTER_HEAD_KERNELS
     busy = _together(on, moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach))
     return k * (busy + launched * on.kernel_us * 1e-6)
 
@@ -266,6 +277,7 @@ class Check:
     what: str
     predicted_ms: float
     measured_ms: float
+    judged: bool  # within what the constants were fitted for: one sequence, contexts of up to JUDGED_CONTEXT
 
     @property
     def off(self) -> float:
@@ -273,7 +285,8 @@ class Check:
 
 
 def read_measured(path: Path) -> list[dict[str, Any]]:
-    """Lines with a measured cycle: {"model", "k", "cycle_ms", "batch"?, "context"?}, or summary rows of `outrider bench`."""
+    """Lines with measured cycles: {"model", "k", "cycle_ms", "batch"?, "context"?}, {"model", "cycles_ms": {k: ms}, ...} (K = 0 is a
+    plain step), or summary rows of `outrider bench`. Lines marked superseded are of kernels that are no more."""
     out = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -282,7 +295,11 @@ def read_measured(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if "cycle_ms" in row:
+            if row.get("superseded"):
+                continue
+            if "cycles_ms" in row:
+                out += [{"batch": 1, "context": 1024, **row, "k": int(k), "cycle_ms": ms} for k, ms in row["cycles_ms"].items()]
+            elif "cycle_ms" in row:
                 out.append({"batch": 1, "context": 1024, **row})
             elif row.get("category") == "all" and (row["contestant"] == "plain" or "/K=" in row["contestant"]):
                 k = 0 if row["contestant"] == "plain" else int(row["contestant"].rsplit("=", 1)[1])
@@ -291,7 +308,9 @@ def read_measured(path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError) as error:
             raise OutriderError(f"{path}:{number}: not a measured run ({error!r})") from None
     if not out:
-        raise OutriderError(f"{path} has no measured cycles: lines of model, k, cycle_ms, or a history of outrider bench")
+        raise OutriderError(
+            f"{path} has no measured cycles: lines of model, k, cycle_ms (or cycles_ms by k), or a history of outrider bench"
+        )
     return out
 
 
@@ -301,4 +320,5 @@ def check(setup: Setup, row: Mapping[str, Any]) -> Check:
     seconds = verify_seconds(at, k) + draft_seconds(at, k)
     if not math.isfinite(float(row["cycle_ms"])) or float(row["cycle_ms"]) <= 0:
         raise OutriderError(f"measured cycle_ms must be positive, got {row['cycle_ms']!r}")
-    return Check(f"{row['model']} K={k} batch {row['batch']}", 1e3 * seconds, float(row["cycle_ms"]))
+    what = f"{row['model']} K={k} batch {at.batch} context {at.context}"
+    return Check(what, 1e3 * seconds, float(row["cycle_ms"]), at.batch == 1 and at.context <= JUDGED_CONTEXT)

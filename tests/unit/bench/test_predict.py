@@ -30,18 +30,27 @@ def setup(size, on="h200", drafter=True, **options):
     return Setup(ModelConfig.from_hf(KNOWN[name]), helper, machine(on), **options)
 
 
-# whole steps of the right shapes in one CUDA graph, H200, batch 1: (size, K, ms)
-MEASURED = [("31B", 0, 18.7), ("31B", 4, 18.9), ("31B", 8, 19.3), ("E2B", 0, 2.99), ("E2B", 4, 3.12), ("E2B", 8, 3.09), ("E2B", 16, 3.16)]
+# our engine's whole cycles, H200, batch 1, 1k: (size, ms at K = 0, 4, 8, 16)
+MEASURED = [
+    ("E2B", 2.221, 2.970, 3.530, 5.304),
+    ("E4B", 3.616, 4.360, 5.029, 6.733),
+    ("12B", 6.818, 8.486, 10.037, 13.315),
+    ("26B-A4B", 3.533, 7.909, 11.255, 17.307),
+    ("31B", 16.100, 18.183, 20.033, 25.677),
+]
 
 
-@pytest.mark.parametrize("size, k, ms", MEASURED)
-def test_steps_on_the_h200_within_15_percent(size, k, ms):
-    found = check(setup(size, drafter=False), {"model": size, "k": k, "cycle_ms": ms, "batch": 1, "context": 1024})
-    assert abs(found.off) <= 0.15
+@pytest.mark.parametrize("size, ms", [(size, ms) for size, *ms in MEASURED])
+def test_cycles_on_the_h200_within_15_percent(size, ms):
+    for k, measured in zip((0, 4, 8, 16), ms, strict=True):
+        found = check(setup(size), {"model": size, "k": k, "cycle_ms": measured, "batch": 1, "context": 1024})
+        assert found.judged and abs(found.off) <= 0.15, found
 
 
 def test_a_drafter_step_on_the_h200():
-    assert 1e3 * draft_seconds(setup("31B"), 1) == pytest.approx(0.42, rel=0.15)
+    """Cycle less verify, over K: the share of a cycle is small, so a rough figure is enough."""
+    assert 1e3 * draft_seconds(setup("31B"), 1) == pytest.approx(0.42, rel=0.2)
+    assert 1e3 * draft_seconds(setup("E2B"), 1) == pytest.approx(0.127, rel=0.2)
 
 
 def test_the_published_table():
@@ -110,11 +119,27 @@ def test_the_command(tmp_path):
 
 def test_check_fails_loudly(tmp_path):
     path = tmp_path / "m.jsonl"
-    row = {"model": "google/gemma-4-31B-it", "k": 0, "cycle_ms": 18.7}
+    row = {"model": "google/gemma-4-31B-it", "k": 0, "cycle_ms": 16.1}
     path.write_text(json.dumps(row) + "\n")
     assert run("google/gemma-4-31B-it", "--check", str(path)).exit_code == 0
     path.write_text(json.dumps({**row, "cycle_ms": 30.0}) + "\n")
     assert run("google/gemma-4-31B-it", "--check", str(path)).exit_code == 1
+    path.write_text(json.dumps({**row, "cycle_ms": 30.0, "batch": 8}) + "\n")  # shown, not judged
+    assert run("google/gemma-4-31B-it", "--check", str(path)).exit_code == 0
+
+
+def test_check_without_a_model_takes_every_line_but_superseded_ones(tmp_path):
+    path = tmp_path / "m.jsonl"
+    old = {"model": "google/gemma-4-31B-it", "cycles_ms": {"0": 99.0}, "superseded": True}
+    rows = [
+        old,
+        {"model": "google/gemma-4-31B-it", "cycles_ms": {"0": 16.1, "4": 18.2}},
+        {"model": "google/gemma-4-12B-it", "k": 0, "cycle_ms": 6.8},
+    ]
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    found = run("--check", str(path), "--json")
+    assert found.exit_code == 0 and [c["measured_ms"] for c in json.loads(found.stdout)] == [16.1, 18.2, 6.8]
+    assert isinstance(run("--gpu", "h200").exception, OutriderError)
 
 
 def test_histories_of_bench_can_be_checked(tmp_path):
