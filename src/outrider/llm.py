@@ -74,6 +74,8 @@ class LLM:
         place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         kind = _dtype(dtype, place)
         chosen = ops_module.choose(place, ops, threads)
+        if chosen.name == "cpu":
+            torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
         config, weights, text = load_target(model, place, kind, chosen, quantize, load_format, seed)  # type: ignore[arg-type]
         target = build(config, weights, chosen)
         tokenizer = Tokenizer.load(text) if load_format != "dummy" else None

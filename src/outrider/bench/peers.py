@@ -56,8 +56,7 @@ class Transformers:
 
         self.name, self.encode, self.eos, self.lookup = name, encode, sorted(eos), lookup
         kind = getattr(torch, dtype)
-        if threads:
-            torch.set_num_threads(threads)
+        self.threads = threads or torch.get_num_threads()
         where: dict[str, Any] = {}
         if path.suffix == ".gguf":  # dense weights: its packed kernels are many times slower on a CPU
             from transformers import GgufConfig
@@ -94,6 +93,8 @@ class Transformers:
             options |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
         else:
             options |= {"do_sample": False}
+        ours = torch.get_num_threads()
+        torch.set_num_threads(self.threads)  # our own kernels run beside a torch of one thread
         clock, began = Clock(), time.perf_counter()
         with torch.inference_mode():
             out = self.model.generate(
@@ -101,6 +102,7 @@ class Transformers:
                 pad_token_id=pad, stopping_criteria=[clock], use_cache=True, **options,
             )  # fmt: skip
         ended = time.perf_counter()
+        torch.set_num_threads(ours)
         first, first_width = clock.at[0]
         answers = []
         for prompt, row in zip(prompts, out.tolist(), strict=True):

@@ -84,7 +84,7 @@ static void *team_member(void *arg) {
     Team *t = m.team;
     int seen = 0;
     for (;;) {
-        for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < 3000; spins++) cpu_relax();
+        for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < 20000; spins++) cpu_relax(); /* the host is back within a fraction of a millisecond */
         if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
             pthread_mutex_lock(&t->lock);
             atomic_fetch_add(&t->sleepers, 1);
