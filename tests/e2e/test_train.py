@@ -16,6 +16,7 @@ import torch
 import transformers
 from tests import tiny
 
+from outrider.cli.main import main
 from outrider.llm import LLM
 from outrider.models import build
 from outrider.train import run
@@ -131,8 +132,8 @@ def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedMod
     """A few steps of ordinary training on texts of another kind: counting up, from anywhere, in steps of one to three."""
     start, step = torch.arange(48) * 5 % 200, torch.arange(48) % 3 + 1
     ids = 6 + (start[:, None] + step[:, None] * torch.arange(40)[None]) % (tiny.VOCAB - 6)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for _ in range(25):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for _ in range(10):
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         optimizer.step()
@@ -147,7 +148,7 @@ def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path],
     dropped = evaluate_drafter(str(tuned), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
     run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), QUIET)
     after = evaluate_drafter(str(tuned), str(tmp_path / "run" / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
-    assert dropped < before - 0.2 and after > dropped + 0.2
+    assert dropped < before - 1 and after > dropped + 1
 
 
 def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
@@ -284,3 +285,26 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
             took.append(made.stats.cycles - 1)  # the first cycle starts inside the prompt
             walked.append(walk(right[i][made.stats.first_emitted - 1 :], 3)[1])
         assert sum(took) > 60 and sum(a != b for a, b in zip(took, walked, strict=True)) <= 1, (took, walked)
+
+
+def test_eval_drafter_prints_what_it_promises(
+    world: tuple[Path, Path, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data, out = world
+    command = ["outrider", "eval-drafter", str(target), str(out / "drafter"), "--prompts", str(data), "--limit", "9", "--max-tokens", "16"]
+    monkeypatch.setattr(sys, "argv", [*command, "--json"])
+    with pytest.raises(SystemExit):
+        main()
+    row = json.loads(capsys.readouterr().out)
+    assert list(row["tokens_per_cycle"]) == [str(k) for k in range(1, 17)] and len(row["acceptance_by_position"]) == 16
+    assert set(row["by_category"]) == {"a", "b"} and row["answers"] == 9  # spread over the file, not its first nine
+    assert 1 <= row["best_k"] <= 16 and row["draft_step_share"] > 0
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        main()
+    text = capsys.readouterr().out
+    assert "predicted best K" in text and "tokens a cycle at K = 4" in text
+    monkeypatch.setattr(sys, "argv", [*command[:2], str(target), str(target), *command[4:]])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
