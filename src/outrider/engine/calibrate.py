@@ -55,6 +55,7 @@ class Scratch:
 
     def __init__(self, engine: Engine):
         self.engine, self.caches = engine, []  # type: ignore[var-annotated]
+        self.sampling: dict[int, SamplingBatch] = {}
 
     def close(self) -> None:
         for cache in self.caches:
@@ -74,9 +75,11 @@ class Scratch:
             engine.store.reserve(cache, context + k + 1)
         slots = torch.tensor([c.slot for c in self.caches[:batch]], device=device)
         length = torch.full((batch,), context, dtype=torch.int64, device=device)
-        sampling = SamplingBatch.build(
-            [SamplingParams()] * batch, [[0]] * batch, [[]] * batch, engine.model.config.vocab_size, device, sorted(engine.eos)
-        )
+        sampling = self.sampling.get(batch)  # the engine too builds it once for a batch, not once a cycle
+        if sampling is None:
+            vocab = engine.model.config.vocab_size
+            sampling = SamplingBatch.build([SamplingParams()] * batch, [[0]] * batch, [[]] * batch, vocab, device, sorted(engine.eos))
+            self.sampling[batch] = sampling
         last = torch.zeros_like(length)
         if part == "verify":
             x = CycleInput(Rows.of((k,) * batch, device), slots, last, length, sampling, engine.model.ops, context + k + 1)

@@ -238,6 +238,10 @@ class CpuOps(ReferenceOps):
         )
         return best, out
 
+    def argmax(self, z: Tensor) -> Tensor:
+        nothing = torch.zeros(z.shape[0], dtype=torch.int64)
+        return self.gumbel_argmax(z, nothing, nothing, None, torch.zeros(z.shape[0], dtype=torch.bool))
+
     def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
         z, seed, position, hot = floats(z), seed.contiguous(), position.contiguous(), hot.contiguous()
         tokens = None if tokens is None else tokens.contiguous()

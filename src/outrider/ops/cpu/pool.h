@@ -17,6 +17,8 @@
 typedef struct Team Team;
 typedef void (*Region)(Team *team, int me, void *job);
 
+#define SPIN 50000 /* about a millisecond: between two regions of a cycle the host is back sooner */
+
 typedef struct { void *at; size_t size; } Arena;
 #define HUGE_PAGE (2u << 20)
 
@@ -84,7 +86,7 @@ static void *team_member(void *arg) {
     Team *t = m.team;
     int seen = 0;
     for (;;) {
-        for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < 20000; spins++) cpu_relax(); /* the host is back within a fraction of a millisecond */
+        for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < SPIN; spins++) cpu_relax();
         if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
             pthread_mutex_lock(&t->lock);
             atomic_fetch_add(&t->sleepers, 1);
