@@ -379,4 +379,3 @@ def all_checks() -> list[tuple[str, Callable[[], str]]]:
         for size in LAYERS:
             checks.append((f"parity {size} {kind}", lambda size=size, kind=kind: parity(size, kind)))  # type: ignore[misc]
     return [*checks, ("memory 31B", memory), ("smollm2", smollm2)]
-

@@ -147,7 +147,6 @@ def chi_square(seen: torch.Tensor, law: torch.Tensor) -> float:
     return float(torch.special.gammaincc(torch.tensor((len(o) - 1) / 2.0), ((o - e) ** 2 / e).sum() / 2))
 
 
-
 @pytest.mark.parametrize("verify", [verify_rejection, verify_block])
 @pytest.mark.parametrize("kind", ["good", "bad", "outside", "greedy"])
 def test_the_vectorised_verifiers_draw_from_the_targets_law(kind, verify):

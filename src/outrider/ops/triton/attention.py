@@ -51,7 +51,6 @@ def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
     return Cut(32, 32, 4, 2, slices=4)
 
 
-
 @triton.jit
 def _range(
     slot, first_at, WINDOW: tl.constexpr,
