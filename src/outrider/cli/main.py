@@ -27,7 +27,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    help="Lossless speculative decoding: the same answers, several times faster.",
+    help="Lossless speculative decoding: the same answers, faster.",
 )
 for command in (generate, chat, serve, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, demo):
     app.command()(command)
