@@ -31,6 +31,8 @@ NGRAM_PRIOR = ((0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.
 REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over all requests is worth
 REQUEST_KEEP = 0.97
 RISK, RISK_RATE = 2.0, 0.015  # plain steps a request may lose to drafting: at once, and more for each token emitted
+BATCH_MARGIN = 0.08  # the same for a batch: its costs are known less well, and every row of it pays for a wrong guess
+REST = 7  # most steps a batch goes unplanned
 MARGIN = 0.01  # predicted gain below which plain decoding is kept
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
 EXPLORE = 0.008  # share of all time that probing may cost
@@ -116,6 +118,8 @@ class Controller:
         self._explored = 0.0  # of it, lost to probes
         self._mixed: float | None = None  # table seconds of the cycle under way, if its sequences draft differently
         self._phase = seed % PROBE_FIRST  # engines side by side do not probe in step
+        self._resting: tuple[str, ...] = ()  # the batch that decodes plainly, for `_rest` more steps of `_pause`
+        self._rest = self._pause = 0
         self._histogram = [0] * (MAX_DRAFT + 1)
 
     # ---- before a cycle ----------------------------------------------------------------------------------------------
@@ -124,7 +128,7 @@ class Controller:
         if len(seqs) == 1 and self.fixed is None and seqs[0].fixed is None:
             return [self._single(seqs[0])]
         ours = [view for view in seqs if view.fixed is None and self.fixed is None]
-        planned = iter(self._joint(ours) if ours else ())
+        planned = iter(self._joint_or_rest(ours) if ours else ())
         choices = [next(planned) if view.fixed is None and self.fixed is None else self._fixed(view) for view in seqs]
         if len({(c.drafter, c.k) for c in choices}) > 1:
             self._mixed = self._seconds(choices, sum(v.context for v in seqs) // len(seqs))
@@ -241,13 +245,28 @@ class Controller:
         seq.probing = True
         return choice
 
+    def _joint_or_rest(self, seqs: Sequence[SeqView]) -> list[Choice]:
+        """Planning a batch takes a few percent of a step: while plain decoding keeps winning for the same sequences, ask again
+        only every second, fourth, then eighth step."""
+        who = tuple(view.id for view in seqs)
+        if who == self._resting and self._rest > 0:
+            self._rest -= 1
+            return [PLAIN] * len(seqs)
+        choices = self._joint(seqs)
+        if any(c.k for c in choices):
+            self._resting, self._pause = (), 0
+        else:
+            self._pause = min(REST, 2 * self._pause + 1) if who == self._resting else 1
+            self._resting, self._rest = who, self._pause
+        return choices
+
     def _joint(self, seqs: Sequence[SeqView]) -> list[Choice]:
         """Most expected tokens a second for the whole batch: one widest K for all, each sequence trimmed where a further
         token is worth less than its row costs. Two passes, since that worth depends on the rate reached."""
         size, context = len(seqs), sum(v.context for v in seqs) // len(seqs)
         verify = np.asarray(self.cost.curve(None, size, context))
         states = [self._seq(view.id) for view in seqs]
-        best: tuple[float, list[Choice]] = (size / verify[0] * (1.0 + MARGIN), [PLAIN] * size)
+        best: tuple[float, list[Choice]] = (size / verify[0] * (1.0 + BATCH_MARGIN), [PLAIN] * size)
         dear = [name for name in self.drafters if not self.cost.free(name)]
         for runs in [*dear, None]:  # at most one drafter that takes time runs in a cycle; free ones always may
             rows: list[list[float]] = []
