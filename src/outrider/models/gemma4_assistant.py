@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..types import KVView
 from .config import DrafterConfig
-from .layers import Ops, TextModel, Weight, gather_blocks, rope_variants
+from .layers import DraftHead, Ops, TextModel, Weight, gather_blocks, rope_variants
 from .pairing import bind
 
 
@@ -30,7 +30,7 @@ class Round:
     angles: list[tuple[Tensor, Tensor]]  # a pair for each rope variant
 
 
-class Gemma4Assistant:
+class Gemma4Assistant(DraftHead):
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Weight], ops: Ops, target: TextModel):
         layers = bind(config, target.config)
         self.config, self.ops, self.target = config, ops, target
@@ -67,17 +67,3 @@ class Gemma4Assistant:
             y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
             x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
         return h, ops.linear(h, self.post)
-
-    def candidates(self, g: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N]."""
-        if self.centroids is None:
-            return None, self.ops.logits(g, self.head, None)
-        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]
-        return self.cluster_ids[best].flatten(1), z.flatten(1)
-
-    def full_logits(self, g: Tensor) -> Tensor:
-        """Float32 [B, V]; -inf where the clustered head did not look."""
-        ids, z = self.candidates(g)
-        if ids is None:
-            return z
-        return torch.full((g.shape[0], self.config.vocab_size), float("-inf"), device=g.device).scatter_(1, ids, z)

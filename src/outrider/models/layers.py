@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..types import AttnSpec
-from .config import LayerSpec, ModelConfig, RopeSpec
+from .config import DrafterConfig, LayerSpec, ModelConfig, RopeSpec
 
 Weight = Any  # a dense [out, in] tensor, or the packed form of the ops object in use
 Ops = Any  # outrider.ops.reference.ReferenceOps, or a twin of it
@@ -123,3 +123,27 @@ class TextModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] after the final norm -> float32 [R, V]."""
         return self.ops.logits(hidden, self.head, self.config.softcap)
+
+
+class DraftHead:
+    """What an MTP drafter's state g becomes: the whole vocabulary scored, or the tokens of the best clusters only."""
+
+    ops: Ops
+    config: DrafterConfig
+    head: Weight  # [V, h], or by cluster [C, S, h]
+    centroids: Weight | None  # [C, h]
+    cluster_ids: Tensor  # [C, S] token ids, with centroids
+
+    def candidates(self, g: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N]."""
+        if self.centroids is None:
+            return None, self.ops.logits(g, self.head, None)
+        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]
+        return self.cluster_ids[best].flatten(1), z.flatten(1)
+
+    def full_logits(self, g: Tensor) -> Tensor:
+        """Float32 [B, V]; -inf where the clustered head did not look."""
+        ids, z = self.candidates(g)
+        if ids is None:
+            return z
+        return torch.full((g.shape[0], self.config.vocab_size), float("-inf"), device=g.device).scatter_(1, ids, z)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..types import KVView
 from .config import DrafterConfig
-from .layers import Ops, TextModel, Weight, gather_blocks, rope_variants
+from .layers import DraftHead, Ops, TextModel, Weight, gather_blocks, rope_variants
 from .pairing import bind
 
 
@@ -36,7 +36,7 @@ class Round:
     taps: Tensor | None  # [B, taps·Hb] at unit scale
 
 
-class OutriderDrafter:
+class OutriderDrafter(DraftHead):
     def __init__(self, config: DrafterConfig, weights: Mapping[str, Weight], ops: Ops, target: TextModel):
         layers = bind(config, target.config)
         self.config, self.ops, self.target = config, ops, target
@@ -79,17 +79,3 @@ class OutriderDrafter:
             x, h = ops.residual_norm(x, y, None, None, block.next_norm, eps)
         nxt = h if self.post is None else ops.linear(h, self.post)
         return (nxt if self.config.tied_to_target else h), nxt
-
-    def candidates(self, g: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N]."""
-        if self.centroids is None:
-            return None, self.ops.logits(g, self.head, None)
-        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]
-        return self.cluster_ids[best].flatten(1), z.flatten(1)
-
-    def full_logits(self, g: Tensor) -> Tensor:
-        """Float32 [B, V]; -inf where the clustered head did not look."""
-        ids, z = self.candidates(g)
-        if ids is None:
-            return z
-        return torch.full((g.shape[0], self.config.vocab_size), float("-inf"), device=g.device).scatter_(1, ids, z)
