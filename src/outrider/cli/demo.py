@@ -53,7 +53,7 @@ def demo(
         if p.decode_tps and f.decode_tps:
             tokens, plain_s, fast_s = tokens + p.new_tokens, plain_s + p.new_tokens / p.decode_tps, fast_s + p.new_tokens / f.decode_tps
         row = [
-            prompt if len(prompt) < 25 else prompt[:24] + "…",
+            prompt if len(prompt) < 16 else prompt[:15] + "…",
             f"{p.decode_tps:.1f}",
             f"{f.decode_tps:.1f}",
             f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-",
