@@ -45,10 +45,9 @@ class Gemma4Assistant(DraftHead):
         if config.clusters:
             # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
             order: Tensor = weights["token_ordering"].long()
-            dense = self.head if isinstance(self.head, Tensor) else ops.unpack(self.head).to(self.dtype)
             self.centroids = weights["centroids"]  # [C, h]
             self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
-            self.head = dense[order].view(config.clusters, -1, config.hidden)
+            self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.hidden)
 
     def start(self, kv: KVView, features: Tensor | None = None) -> Round:
         """Begin a round over one row a sequence. Drafters of other kinds also take features; this one needs none."""

@@ -51,10 +51,9 @@ class OutriderDrafter(DraftHead):
         if config.clusters:
             # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
             order: Tensor = weights["token_ordering"].long()
-            dense = self.head if isinstance(self.head, Tensor) else ops.unpack(self.head).to(self.dtype)
             self.centroids = weights["centroids"]
             self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
-            self.head = dense[order].view(config.clusters, -1, config.head_hidden)
+            self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)
 
     def start(self, kv: KVView, features: Tensor) -> Round:
         """kv: one row a sequence at the last position that the target has seen; features [B, Hb·(1 + taps)] at it."""
