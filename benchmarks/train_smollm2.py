@@ -58,7 +58,7 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
         torch.randint(80, (64,), device=DEVICE, generator=g),
         torch.rand(64, device=DEVICE, generator=g),
     )
-    mix, best = LossMix(1.0, 0.5, 0.3, 0.2), logp.argmax(-1)
+    mix, best = LossMix(1.0, 0.5, 0.3, 0.2).rows(64, DEVICE), logp.argmax(-1)
     want = row_terms(z, logp[rows], best[rows], weight, mix)
     terms, got = torch.empty(64, 3, device=DEVICE), z.clone()
     head_terms(got, logp, best, rows, weight, mix, terms)

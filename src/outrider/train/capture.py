@@ -71,6 +71,18 @@ class DenseOps(ReferenceOps):
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate).mul_(up)
 
+    def rope_write(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: Any
+    ) -> Tensor:
+        """As the reference's; where q and k have no norms of their own, each turns in one kernel."""
+        if not qkv.is_cuda or q_norm is not None or k_norm is not None or not spec.writes or spec.k_eq_v or spec.norm_v:
+            return super().rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv)
+        from .rotary import turn
+
+        q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
+        self.write_kv(turn(k, cos, sin, 1.0), v, spec, kv)
+        return turn(q, cos, sin, 1.0).flatten(1)
+
     def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: Any) -> None:
         if isinstance(kv, SlotKV):
             kv.keys[spec.kv_layer][kv.slots, :, kv.positions] = k

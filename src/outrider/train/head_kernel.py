@@ -7,18 +7,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .losses import LossMix
-
 
 @triton.jit
 def _head_terms(
-    z_ptr, p_ptr, best_ptr, rows_ptr, weight_ptr, out_ptr, vocab, z_stride, p_stride, out_stride,
-    soft, tv, hard, lk, BLOCK: tl.constexpr,
+    z_ptr, p_ptr, best_ptr, rows_ptr, weight_ptr, mix_ptr, out_ptr, vocab, z_stride, p_stride, mix_stride, out_stride,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     source = tl.load(rows_ptr + row)
     weight = tl.load(weight_ptr + row)
     label = tl.load(best_ptr + source)
+    soft = tl.load(mix_ptr + row * mix_stride)
+    tv = tl.load(mix_ptr + row * mix_stride + 1)
+    hard = tl.load(mix_ptr + row * mix_stride + 2)
+    lk = tl.load(mix_ptr + row * mix_stride + 3)
     z_row = z_ptr + row * z_stride
     p_row = p_ptr + source * p_stride
     cols = tl.arange(0, BLOCK)
@@ -64,11 +66,11 @@ def _head_terms(
     tl.store(out_ptr + row * out_stride + 2, tl.where(z_label >= top, 1.0, 0.0))
 
 
-def head_terms(z: Tensor, logp: Tensor, best: Tensor, rows: Tensor, weight: Tensor, mix: LossMix, out: Tensor) -> None:
-    """z [A, V] becomes its gradient; out [A, 3] gets weighted loss, alpha, hit."""
+def head_terms(z: Tensor, logp: Tensor, best: Tensor, rows: Tensor, weight: Tensor, mix: Tensor, out: Tensor) -> None:
+    """z [A, V] becomes its gradient; out [A, 3] gets weighted loss, alpha, hit. mix float32 [A, 4] (rows may share memory)."""
     vocab = z.shape[1]
     block = min(4096, triton.next_power_of_2(vocab))
     _head_terms[(z.shape[0],)](
-        z, logp, best, rows, weight, out, vocab, z.stride(0), logp.stride(0), out.stride(0),
-        float(mix.soft), float(mix.tv), float(mix.hard), float(mix.lk), BLOCK=block, num_warps=16 if block >= 4096 else 4,
+        z, logp, best, rows, weight, mix, out, vocab, z.stride(0), logp.stride(0), mix.stride(0), out.stride(0),
+        BLOCK=block, num_warps=16 if block >= 4096 else 4,
     )  # fmt: skip

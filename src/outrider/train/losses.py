@@ -5,7 +5,7 @@ p is the target's distribution at the position, q the drafter's. Per row, weight
     soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)
 
 Σmin(p, q) = 1 − TV is the chance that rejection sampling accepts the drafted token (the objective of the LK losses);
-`hard` is the greedy one. The head is the dear part of training a drafter (a vocabulary a row and step), so the logits
+`hard` is the greedy one. Rows may have mixes of their own (greedy answers and sampled ones want different things). The head is the dear part of training a drafter (a vocabulary a row and step), so the logits
 are made in chunks, turned into their own gradient in place, and multiplied back at once: nothing of size [rows, V]
 outlives its chunk. The head itself gets a gradient only if it wants one (a head tied to the target is frozen).
 """
@@ -46,6 +46,10 @@ class LossMix:
             raise OutriderError("--loss: every term is 0, so there is nothing to learn")
         return LossMix(**values)
 
+    def rows(self, count: int, device: torch.device) -> Tensor:
+        """The same mix for every row: float32 [count, 4]."""
+        return torch.tensor([[self.soft, self.tv, self.hard, self.lk]], dtype=torch.float32, device=device).expand(count, 4)
+
     def __str__(self) -> str:
         return ",".join(f"{k}={v:g}" for k, v in (("soft", self.soft), ("tv", self.tv), ("hard", self.hard), ("lk", self.lk)) if v)
 
@@ -81,8 +85,10 @@ def exact_logits(model: Any, hidden: Tensor) -> Tensor:
     return model.logits(hidden)
 
 
-def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: LossMix) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The definition. z, logp [A, V]; best, weight [A] -> weighted loss [A], alpha [A], hit [A] and the gradient by z [A, V]."""
+def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The definition. z, logp [A, V]; best, weight [A]; mix [A, 4] the factors of soft, tv, hard, lk
+    -> weighted loss [A], alpha [A], hit [A] and the gradient by z [A, V]."""
+    soft, tv, hard, lk = mix.unbind(1)
     z, logp = z.float(), logp.float()
     logq = z.log_softmax(-1)
     p, q = logp.exp(), logq.exp()
@@ -91,17 +97,16 @@ def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: LossMi
     sign = torch.where(q > p, 1.0, -1.0)
     pull = 0.5 * q * (sign - (sign * q).sum(-1, keepdim=True))  # d distance / d z
     at = best[:, None]
-    loss = mix.soft * -(p * logq).sum(-1) + mix.tv * distance + mix.hard * -logq.gather(1, at)[:, 0] - mix.lk * alpha.clamp_min(1e-4).log()
-    grad = mix.soft * (q - p) + (mix.tv + mix.lk / alpha.clamp_min(1e-4))[:, None] * pull
-    if mix.hard:
-        grad = grad + mix.hard * q.scatter_add(1, at, torch.full_like(at, -1, dtype=q.dtype))
+    loss = soft * -(p * logq).sum(-1) + tv * distance + hard * -logq.gather(1, at)[:, 0] - lk * alpha.clamp_min(1e-4).log()
+    grad = soft[:, None] * (q - p) + (tv + lk / alpha.clamp_min(1e-4))[:, None] * pull
+    grad = grad + hard[:, None] * q.scatter_add(1, at, torch.full_like(at, -1, dtype=q.dtype))
     hit = z.gather(1, at)[:, 0] >= z.max(-1).values
     return weight * loss, alpha, hit.float(), weight[:, None] * grad
 
 
 class HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix) -> Any:
+    def forward(ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor) -> Any:
         count, vocab = g.shape[0], head.shape[0]
         terms = torch.empty((count, 3), dtype=torch.float32, device=g.device)
         back = torch.empty_like(g)
@@ -113,10 +118,10 @@ class HeadLoss(torch.autograd.Function):
             if z.is_cuda:
                 from .head_kernel import head_terms
 
-                head_terms(z, teacher.logp, teacher.best, rows[lo:hi], weight[lo:hi], mix, terms[lo:hi])
+                head_terms(z, teacher.logp, teacher.best, rows[lo:hi], weight[lo:hi], mix[lo:hi], terms[lo:hi])
             else:
                 at = rows[lo:hi]
-                *three, grad = row_terms(z, teacher.logp[at], teacher.best[at], weight[lo:hi], mix)
+                *three, grad = row_terms(z, teacher.logp[at], teacher.best[at], weight[lo:hi], mix[lo:hi])
                 terms[lo:hi] = torch.stack(three, 1)
                 z = grad.to(z.dtype)
             torch.mm(z, head, out=back[lo:hi])
@@ -133,7 +138,11 @@ class HeadLoss(torch.autograd.Function):
         return back * up.to(back.dtype), None if own is None else (own * up).to(ctx.head_dtype), None, None, None, None
 
 
-def head_loss(g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix) -> tuple[Tensor, Tensor, Tensor]:
-    """g [A, h] · head [V, h] against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit [A])."""
-    loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, mix)
+def head_loss(
+    g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix | Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """g [A, h] · head [V, h] against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit [A]).
+    `mix`: one for all rows, or float32 [A, 4] (soft, tv, hard, lk)."""
+    factors = mix.rows(g.shape[0], g.device) if isinstance(mix, LossMix) else mix
+    loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, factors)
     return loss, terms[:, 1], terms[:, 2]

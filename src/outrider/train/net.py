@@ -24,6 +24,8 @@ from ..ops.reference import activation
 from ..weights.names import tensor_plan
 from .capture import Captured, causal_attention, spread_heads
 
+QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bits
+
 
 @dataclass
 class Context:
@@ -77,9 +79,15 @@ class DraftNet(nn.Module):
     def export(self) -> dict[str, Tensor]:
         return {name: self.weight(name).detach().clone() for name in self.names}
 
-    def cast(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Differentiable copies in the compute dtype, once a batch."""
-        return {n: (w.to(dtype) if w.is_floating_point() else w) for n, w in ((n, self.weight(n)) for n in self.names)}
+    def cast(self, dtype: torch.dtype, bits: int | None = None) -> dict[str, Tensor]:
+        """Differentiable copies in the compute dtype, once a batch; `bits` = 4: the layers' matrices as 4 bits hold them."""
+        made = {}
+        for name in self.names:
+            w = self.weight(name)
+            if bits == 4 and w.ndim == 2 and name not in ("embed", "centroids") and w.shape[1] % QUANT_BLOCK == 0:
+                w = four_bits(w)
+            made[name] = w.to(dtype) if w.is_floating_point() else w
+        return made
 
     def context(self, seen: Captured, first: int) -> Context:
         length, device, config = seen.hidden.shape[1], seen.hidden.device, self.config
@@ -120,8 +128,25 @@ class DraftNet(nn.Module):
         return (after if config.tied_to_target else h), after
 
 
+def four_bits(w: Tensor) -> Tensor:
+    """w [N, K] rounded as the CPU packs "int4" (ops/cpu/packing.py): 16 levels from the smallest to the largest value of each
+    32, scale and smallest value in float16. The gradient passes as if nothing had been rounded."""
+    with torch.no_grad():
+        b = w.float().unflatten(-1, (-1, QUANT_BLOCK))
+        low, high = b.amin(-1, keepdim=True), b.amax(-1, keepdim=True)
+        scale, low = ((high - low) / 15).half().float(), low.half().float()
+        inverse = torch.where(scale > 0, 1 / scale.clamp_min(1e-12), 0.0)
+        rounded = ((b - low) * inverse).round_().clamp_(0, 15).mul_(scale).add_(low).flatten(-2)
+        change = rounded - w
+    return w + change
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, T, heads, D]; cos, sin [T, 1, D/2] float32."""
+    if x.is_cuda:
+        from .rotary import Rotate
+
+        return Rotate.apply(x, cos[:, 0], sin[:, 0])
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 

@@ -1,0 +1,70 @@
+"""The training kernels against their plain twins: on the GPU where there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.ops.cpu.packing import quantize_rows
+from outrider.ops.reference import rotate as plain_rotate
+from outrider.train.head_kernel import head_terms
+from outrider.train.losses import row_terms
+from outrider.train.net import four_bits, rotate
+from outrider.train.rotary import Rotate, turn
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def test_head_terms_with_a_mix_a_row() -> None:
+    """Catches: a mix read from the wrong row, the end of the vocabulary inside a block."""
+    r = torch.Generator().manual_seed(0)
+    z, logp = torch.randn(6, 83, generator=r) * 2, (2 * torch.randn(4, 83, generator=r)).log_softmax(-1)
+    rows, weight, mix = torch.randint(4, (6,), generator=r), torch.rand(6, generator=r), torch.rand(6, 4, generator=r)
+    mix[0, 2:] = 0
+    best = logp.argmax(-1)
+    *want, grad = row_terms(z, logp[rows], best[rows], weight, mix)
+    got, terms = z.to(DEVICE), torch.empty(6, 3, device=DEVICE)
+    head_terms(got, *(x.to(DEVICE) for x in (logp, best, rows, weight, mix)), terms)
+    torch.testing.assert_close(got.cpu(), grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(terms.cpu(), torch.stack(want, 1), rtol=1e-4, atol=1e-5)
+
+
+def test_rotation_of_a_slice() -> None:
+    """Catches: strides of a slice of qkv, heads that are no power of two."""
+    r = torch.Generator().manual_seed(1)
+    qkv, angle = torch.randn(5, 7, 8, generator=r), torch.randn(5, 4, generator=r)
+    want = plain_rotate(qkv[:, 3:6], angle.cos(), angle.sin())
+    got = turn(qkv[:, 3:6].to(DEVICE), angle.cos().to(DEVICE), angle.sin().to(DEVICE), 1.0)
+    torch.testing.assert_close(got.cpu(), want)
+
+
+def test_rotation_and_its_gradient() -> None:
+    """Catches: the period of the angles, the direction of the way back, gradients in another layout."""
+    r = torch.Generator().manual_seed(2)
+    x, up, angle = torch.randn(2, 5, 3, 8, generator=r), torch.randn(2, 3, 5, 8, generator=r), torch.randn(5, 1, 4, generator=r)
+    mine, theirs = x.to(DEVICE).requires_grad_(), x.clone().requires_grad_()
+    want = rotate(theirs, angle.cos(), angle.sin()).transpose(1, 2)
+    got = Rotate.apply(mine, angle.cos()[:, 0].to(DEVICE), angle.sin()[:, 0].to(DEVICE)).transpose(1, 2)
+    torch.testing.assert_close(got.cpu(), want)
+    want.backward(up)
+    got.backward(up.to(DEVICE))
+    assert mine.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
+
+
+def test_four_bits_are_those_of_the_cpu() -> None:
+    """Catches: another rounding than the packed weights', a gradient that stops at the rounding."""
+    w = torch.randn(5, 96, generator=torch.Generator().manual_seed(3)).mul_(0.1)
+    w[0, :32] = 0.25  # a block of one value
+    packed = quantize_rows(w.numpy(), "int4")
+    q = np.concatenate((packed.q & 15, packed.q >> 4), -1).astype(np.float32)
+    assert packed.lift is not None
+    want = q * packed.scale.astype(np.float32)[..., None] + packed.lift.astype(np.float32)[..., None]
+    leaf = w.clone().requires_grad_()
+    got = four_bits(leaf)
+    torch.testing.assert_close(got.detach(), torch.from_numpy(want.reshape(5, 96)), rtol=0, atol=1e-6)
+    got.sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, torch.ones_like(w))
