@@ -115,6 +115,25 @@ def test_embed(ops: TritonOps) -> None:
     near(ops.embed(ids, table, 1.0), REF.embed(ids, table, 1.0), 1e-7)
 
 
+def test_pair_and_per_layer(ops: TritonOps) -> None:
+    """Norms swapped; a layer's part of another row or layer; the token's part scaled twice."""
+    x, w, v = rand(3, 72), rand(72, seed=1), rand(72, seed=2)
+    for got, want in zip(ops.rms_norm_pair(x, w, v, 1e-6), REF.rms_norm_pair(x, w, v, 1e-6)):
+        near(got, want)
+    ids, table, projected, gain = torch.tensor([5, 0, 9], device=DEVICE), rand(10, 4 * 24, seed=3), rand(3, 4 * 24, seed=4), rand(24, seed=5)
+    near(ops.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6), REF.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6))
+
+
+@pytest.mark.parametrize("slices,many", [(1, (32, 64, 2, 4)), (1, (16, 16, 2, 8)), (4, (32, 8, 2, 4))])
+def test_wide_tiles_add_in_the_same_order(ops: TritonOps, slices: int, many: tuple[int, int, int, int]) -> None:
+    """A tile for 17 rows that steps over the end of a span, or cuts the sum elsewhere than the tile for one row."""
+    x, w = rand(20, 160), rand(48, 160, seed=1)
+    tile = Tile(16, 32 // slices, 2, 2, slices=slices, many=many)
+    whole = skinny(x, w, ops.seen, tile=tile)
+    near(whole, REF.linear(x, w))
+    near(skinny(x[:3], w, ops.seen, tile=tile), whole[:3], 1e-6)
+
+
 # ---- attention ------------------------------------------------------------------------------------------------------------
 def cache(spec: AttnSpec, spans: list[tuple[int, int]], page: int, dtype: torch.dtype = torch.float32) -> KVView:
     """Shuffled pages; positions before a span hold random K/V, those after it NaN: reading too far shows."""
@@ -210,6 +229,10 @@ def test_moe(ops: TritonOps, rows: int) -> None:
     whole = ops.moe(z, x, *args)
     near(whole, REF.moe(z, x, *args))
     assert torch.equal(ops.moe(z[:1], x[:1], *args), whole[:1])
+    rest = (rand(z.shape[0], x.shape[1], seed=9), rand(x.shape[1], seed=10), rand(x.shape[1], seed=11), 1e-6)
+    both = ops.moe_beside(z, x, *args, *rest)
+    near(both, REF.moe_beside(z, x, *args, *rest))
+    assert torch.equal(ops.moe_beside(z[:1], x[:1], *args, rest[0][:1], *rest[1:]), both[:1])
 
 
 # ---- choosing ---------------------------------------------------------------------------------------------------------------

@@ -53,10 +53,8 @@ class Gemma4(TextModel):
     def per_layer_inputs(self, source: PerLayerInput, ids: Tensor, x: Tensor) -> Tensor:
         """[L, R, ple]: the token's own part and a projection of its embedding, computed once a pass."""
         ops, config = self.ops, self.config
-        shape = (ids.shape[0], len(config.layers), config.ple_dim)
-        token = ops.embed(ids, source.table, config.ple_dim**0.5).view(shape)
-        context = ops.rms_norm((ops.linear(x, source.proj) * config.hidden**-0.5).view(shape), source.norm, config.norm_eps)
-        return ((context + token) * 2**-0.5).transpose(0, 1).contiguous()
+        projected = ops.linear(x, source.proj)
+        return ops.per_layer_inputs(ids, source.table, projected, config.hidden**-0.5, source.norm, config.norm_eps)
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
         """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
@@ -69,6 +67,7 @@ class Gemma4(TextModel):
         for i, block in enumerate(self.blocks):
             qkv = ops.linear(h, block.qkv)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
+            ops.soon(block.gate_up, gated=True)
             y = ops.linear(ops.attend(q, block.spec, kv), block.out)
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
 
@@ -76,6 +75,8 @@ class Gemma4(TextModel):
             if self.experts is not None and moe is not None:
                 y = mix_experts(ops, self.experts[i], x, y, moe.top_k, act, eps)
 
+            if i + 1 < len(self.blocks):
+                ops.soon(self.blocks[i + 1].qkv)
             if ple is None:
                 x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
             else:

@@ -43,9 +43,8 @@ def gather_experts(weights: Mapping[str, Weight], config: ModelConfig) -> list[E
 
 def mix_experts(ops: Ops, experts: Experts, x: Tensor, dense: Tensor, top_k: int, act: str, eps: float) -> Tensor:
     """x [R, H] the residual stream (the router reads it un-normed but for its own norm); dense [R, H] the MLP's answer."""
-    routed = ops.moe(
-        ops.rms_norm(x, experts.router_norm, eps), ops.rms_norm(x, experts.norm, eps),
-        experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act,
+    router_in, expert_in = ops.rms_norm_pair(x, experts.router_norm, experts.norm, eps)
+    return ops.moe_beside(
+        router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act,
+        dense, experts.post_dense_norm, experts.post_norm, eps,
     )  # fmt: skip
-    both, _ = ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)
-    return both

@@ -46,6 +46,9 @@ class ReferenceOps:
         """Rows of a matrix in another order, held as they were: a head by clusters."""
         return weight[order]
 
+    def soon(self, w: Weight, gated: bool = False) -> None:
+        """A hint: the next `attend` or `residual_norm` may fetch this matrix for a product that follows it."""
+
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
         """[R] -> [R, H]. The factor is rounded to the table's dtype first, as the checkpoints were trained."""
@@ -61,6 +64,17 @@ class ReferenceOps:
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
         return (h if w is None else h * w).to(x.dtype)
+
+    def rms_norm_pair(self, x: Tensor, w: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """Two norms of the same rows."""
+        return self.rms_norm(x, w, eps), self.rms_norm(x, v, eps)
+
+    def per_layer_inputs(self, ids: Tensor, table: Weight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
+        """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own part added."""
+        shape = (ids.shape[0], -1, w.shape[0])
+        token = self.embed(ids, table, w.shape[0] ** 0.5).view(shape)
+        context = self.rms_norm((projected * scale).view(shape), w, eps)
+        return ((context + token) * 2**-0.5).transpose(0, 1).contiguous()
 
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
@@ -180,6 +194,14 @@ class ReferenceOps:
             h = self.linear(self.gated_linear(x[row], gate_up[e], act), down[e])
             out.index_add_(0, row, h * weight[row, slot, None].to(h.dtype))
         return out
+
+    def moe_beside(
+        self, router_in: Tensor, x: Tensor, router: Weight, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str,
+        dense: Tensor, dense_w: Tensor, post_w: Tensor, eps: float,
+    ) -> Tensor:  # fmt: skip
+        """norm(dense) + norm(moe): the routed experts beside the dense MLP's answer [R, H]."""
+        routed = self.moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
+        return self.residual_norm(self.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(self, g: Tensor, centroids: Weight, rows: Tensor, top: int) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .common import gdc_launch_dependents, gdc_wait, prefetch, start
+from .common import FETCHERS, Soon, fetch, gdc_launch_dependents, gdc_wait, prefetch
 
 INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
 PREFILL_ROWS = 64  # more rows than this of one sequence: a prompt chunk
@@ -39,6 +39,8 @@ class Cut:
     mid: int = 128
     far: int = 8192
     coarse: int = 1024
+    # (up to so many queries a K/V head, in tiles of so many, with so many warps): free where slices is 1, else warps = slices.
+    queries: tuple[tuple[int, int, int], ...] = ()
 
 
 def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
@@ -82,98 +84,114 @@ def _split_of(key, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, 
     return tl.where(key < NEAR, key // FINE, beyond)
 
 
-@triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
+@triton.jit(
+    do_not_specialize=["slots", "table_stride", "soon_rows", "soon_lines", "soon_other"], do_not_specialize_on_alignment=INDEX
+)
 def attend_kernel(
     q, keys, values, table, positions, row_start, out, part, part_ml,
-    table_stride, page_stride, scale, slots,
+    soon, soon_rows, soon_lines, soon_width, soon_other, table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    PREC: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot, b = tl.program_id(0), tl.program_id(2)
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     if PDL:
         gdc_launch_dependents()
-        if SPLIT:  # noqa: SIM102
-            # Positions and tables stand since before the pass; K/V may be in the making, but L2 is where it will be made.
-            if (tile == 0) & (tl.load(row_start + b) < tl.load(row_start + b + 1)):
-                split_from, _ = _range(slot, positions + tl.load(row_start + b), WINDOW, FINE, MID, COARSE, NEAR, FAR)
-                key = split_from + tl.arange(0, FINE)
-                last = tl.load(positions + tl.load(row_start + b + 1) - 1)
-                if split_from <= last:
-                    page = tl.load(table + b * table_stride + key // PAGE, mask=key <= last, other=0).to(tl.int64)
-                    line = page * page_stride + (kv_head * PAGE + key % PAGE) * D
-                    each = tl.minimum(tl.arange(0, DP // 64 if DP > 64 else 1) * 64, D - 1)
-                    prefetch(keys + line[:, None] + each[None, :])
-                    prefetch(values + line[:, None] + each[None, :])
-        gdc_wait()
+    if SOON:  # noqa: SIM102
+        if slot >= slots:
+            gdc_wait()  # until then somebody else needs the memory
+            worker = ((slot - slots) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + b
+            workers = (tl.num_programs(0) - slots) * tl.num_programs(1) * tl.num_programs(2)
+            fetch(soon, soon_rows, soon_lines, soon_width, soon_other, worker, workers)
+            return
+    # Positions and tables stand since before the pass: where the keys are is known before the kernel ahead is done.
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
     count = (end - first) * GROUP
-    if tile * BQ < count:
-        m = tile * BQ + tl.arange(0, BQ)
-        ok = m < count
-        row = (first + tl.minimum(m, count - 1) // GROUP).to(tl.int64)
-        head = kv_head * GROUP + m % GROUP
-        at = tl.load(positions + row)  # [BQ]
-        tile_end = tl.max(at, 0) + 1
-        key_from, key_to = tile_end * 0, tile_end
-        if WINDOW > 0:
-            key_from = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
-        if SPLIT:
-            split_from, split_to = _range(slot, positions + first, WINDOW, FINE, MID, COARSE, NEAR, FAR)
-            key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
-        if key_from < key_to:
-            d = tl.arange(0, DP)
-            d_ok = d < D
-            DS: tl.constexpr = DP // SLICES
+    m = tile * BQ + tl.arange(0, BQ)
+    ok = m < count
+    row = (first + tl.maximum(tl.minimum(m, count - 1), 0) // GROUP).to(tl.int64)
+    head = kv_head * GROUP + m % GROUP
+    alive = tile * BQ < count
+    at = tl.load(positions + row, mask=m < tl.where(alive, tile * BQ + BQ, 0), other=0)  # [BQ]
+    tile_end = tl.max(at, 0) + 1
+    key_from, key_to = tile_end * 0, tile_end
+    if WINDOW > 0:
+        key_from = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
+    if SPLIT:
+        split_from, split_to = _range(slot, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
+        key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
+    key_to = tl.where(alive, key_to, 0)
+    if SPLIT:
+        if PDL:  # noqa: SIM102
+            # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
+            if (tile == 0) & (key_from < key_to):
+                ahead = key_from + tl.arange(0, FINE)
+                near = ahead < key_to
+                page = tl.load(table + b * table_stride + ahead // PAGE, mask=near, other=0).to(tl.int64)
+                line = page * page_stride + (kv_head * PAGE + ahead % PAGE) * D
+                each = tl.minimum(tl.arange(0, DP // 64 if DP > 64 else 1) * 64, D - 1)
+                prefetch(keys + line[:, None] + each[None, :])
+                prefetch(values + line[:, None] + each[None, :])
+    next_key = key_from + tl.arange(0, BN)
+    page = tl.load(table + b * table_stride + next_key // PAGE, mask=next_key < key_to, other=0)
+    if PDL:
+        gdc_wait()
+    if key_from < key_to:
+        d = tl.arange(0, DP)
+        d_ok = d < D
+        DS: tl.constexpr = DP // SLICES
+        if SLICES > 1:
+            ds = (tl.arange(0, SLICES) * DS)[:, None, None] + tl.arange(0, DS)[None, None, :]
+            from_q = q + (row * (HEADS * D) + head * D)[None, :, None] + ds
+            query = tl.load(from_q, mask=ok[None, :, None] & (ds < D), other=0.0)  # [SLICES, BQ, DS]
+        else:
+            from_q = q + (row * (HEADS * D) + head * D)[:, None] + d[None, :]
+            query = tl.load(from_q, mask=ok[:, None] & d_ok[None, :], other=0.0)
+        top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
+        # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
+        WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
+        total = tl.zeros((BQ, WIDE), dtype=tl.float32)
+        acc = tl.zeros((BQ, DP), dtype=tl.float32)
+        ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
+        for k in range(key_from, key_to, BN):
+            key = k + tl.arange(0, BN)
+            live = key < key_to
+            if not SPLIT:
+                page = tl.load(table + b * table_stride + key // PAGE, mask=live, other=0)
+            at_key = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
+            if SPLIT:  # of the next block, ahead of time
+                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
             if SLICES > 1:
-                ds = (tl.arange(0, SLICES) * DS)[:, None, None] + tl.arange(0, DS)[None, None, :]
-                from_q = q + (row * (HEADS * D) + head * D)[None, :, None] + ds
-                query = tl.load(from_q, mask=ok[None, :, None] & (ds < D), other=0.0)  # [SLICES, BQ, DS]
+                kt = tl.load(keys + at_key[None, :, None] + ds, mask=live[None, :, None] & (ds < D), other=0.0)
+                vt = tl.load(values + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
+                s = tl.sum(tl.dot(query, tl.permute(kt, (0, 2, 1)), input_precision=PREC), 0) * scale
             else:
-                from_q = q + (row * (HEADS * D) + head * D)[:, None] + d[None, :]
-                query = tl.load(from_q, mask=ok[:, None] & d_ok[None, :], other=0.0)
-            top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
-            # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
-            WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
-            total = tl.zeros((BQ, WIDE), dtype=tl.float32)
-            acc = tl.zeros((BQ, DP), dtype=tl.float32)
-            ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
-            for k in range(key_from, key_to, BN):
-                key = k + tl.arange(0, BN)
-                live = key < key_to
-                page = tl.load(table + b * table_stride + key // PAGE, mask=live, other=0).to(tl.int64)
-                at_key = page * page_stride + (kv_head * PAGE + key % PAGE) * D
-                if SLICES > 1:
-                    kt = tl.load(keys + at_key[None, :, None] + ds, mask=live[None, :, None] & (ds < D), other=0.0)
-                    vt = tl.load(values + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
-                    s = tl.sum(tl.dot(query, tl.permute(kt, (0, 2, 1)), input_precision=PREC), 0) * scale
-                else:
-                    kt = tl.load(keys + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
-                    vt = tl.load(values + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
-                    s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
-                seen = (key[None, :] <= at[:, None]) & live[None, :]
-                if WINDOW > 0:
-                    seen = seen & (key[None, :] > at[:, None] - WINDOW)
-                s = tl.where(seen, s, float("-inf"))
-                new = tl.maximum(top, tl.max(s, 1))
-                ref = tl.where(new == float("-inf"), 0.0, new)
-                p = tl.exp2(s - ref[:, None]).to(vt.dtype)
-                fade = tl.exp2(top - ref)[:, None]
-                acc = tl.dot(p, vt, acc * fade, input_precision=PREC)
-                total = tl.dot(p, ones, total * fade, input_precision=PREC)
-                top = new
-            mass = tl.max(total, 1)  # all columns are equal
-            if SPLIT:
-                to = (row * HEADS + head) * slots + slot
-                tl.store(part + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & d_ok[None, :])
-                tl.store(part_ml + to * 2, top, mask=ok)
-                tl.store(part_ml + to * 2 + 1, mass, mask=ok)
-            else:
-                to = row[:, None] * (HEADS * D) + head[:, None] * D + d[None, :]
-                tl.store(out + to, (acc / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & d_ok[None, :])
+                kt = tl.load(keys + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
+                vt = tl.load(values + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
+                s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
+            seen = (key[None, :] <= at[:, None]) & live[None, :]
+            if WINDOW > 0:
+                seen = seen & (key[None, :] > at[:, None] - WINDOW)
+            s = tl.where(seen, s, float("-inf"))
+            new = tl.maximum(top, tl.max(s, 1))
+            ref = tl.where(new == float("-inf"), 0.0, new)
+            p = tl.exp2(s - ref[:, None]).to(vt.dtype)
+            fade = tl.exp2(top - ref)[:, None]
+            acc = tl.dot(p, vt, acc * fade, input_precision=PREC)
+            total = tl.dot(p, ones, total * fade, input_precision=PREC)
+            top = new
+        mass = tl.max(total, 1)  # all columns are equal
+        if SPLIT:
+            to = (row * HEADS + head) * slots + slot
+            tl.store(part + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & d_ok[None, :])
+            tl.store(part_ml + to * 2, top, mask=ok)
+            tl.store(part_ml + to * 2 + 1, mass, mask=ok)
+        else:
+            to = row[:, None] * (HEADS * D) + head[:, None] * D + d[None, :]
+            tl.store(out + to, (acc / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & d_ok[None, :])
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["positions", "row_seq", "row_start"])
@@ -185,7 +203,6 @@ def combine_kernel(
 ):  # fmt: skip
     """A piece of one head of one row a program. Blocks of SB splits start at the row's own first split."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    start(PDL)
     at = tl.load(positions + row)
     if WINDOW > 0:
         origin = tl.maximum(tl.load(positions + tl.load(row_start + tl.load(row_seq + row))) - WINDOW + 1, 0) // FINE
@@ -194,6 +211,9 @@ def combine_kernel(
     else:
         lo = at * 0
         hi = _split_of(at, FINE, MID, COARSE, NEAR, FAR) + 1
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     base = (row * HEADS + head) * slots
     d = tl.program_id(2) * BD + tl.arange(0, BD)
     d_ok = d < D
@@ -223,7 +243,7 @@ def split_count(spec: AttnSpec, kv: KVView, cut: Cut) -> int:
     return sum(triton.cdiv(keys, size) for keys, size in pieces if keys > 0)
 
 
-def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None) -> Tensor:
+def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None, soon: Soon | None = None) -> Tensor:
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
@@ -233,7 +253,9 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     padded, wide = triton.next_power_of_2(dim), q.dtype == torch.float32
     split = kv.max_rows <= PREFILL_ROWS
     packed = kv.max_rows * group
-    bq = 16 if wide or (split and packed <= 16) else 32 if split else 64
+    bq, warps = 16 if wide or (split and packed <= 16) else 32 if split else 64, cut.warps
+    if split and not wide:
+        bq, warps = next(((b, w) for most, b, w in cut.queries if packed <= most), (bq, warps))
     slots = split_count(spec, kv, cut) if split else 1
     part = torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if split else out
     part_ml = torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if split else out
@@ -241,16 +263,19 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
         PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    attend_kernel[(slots, spec.kv_heads * triton.cdiv(packed, bq), batch)](
+    tiles = spec.kv_heads * triton.cdiv(packed, bq)
+    soon = soon if split else None
+    attend_kernel[(slots + (triton.cdiv(FETCHERS, tiles * batch) if soon else 0), tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, out, part, part_ml,
-        table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
+        soon.weight if soon else q, soon.rows if soon else 0, soon.lines if soon else 0, soon.weight.shape[1] if soon else 0,
+        soon.other if soon else 0, table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=bq, BN=cut.bn if split or wide else 64 if dim <= 256 else 32,
-        SLICES=cut.slices if split else 1, SPLIT=split, PREC="tf32x3" if wide else "tf32",
-        num_warps=cut.warps if split or padded <= 128 else 8, num_stages=cut.stages if split else 2, **same,
+        SLICES=cut.slices if split else 1, SPLIT=split, PREC="tf32x3" if wide else "tf32", SOON=soon is not None,
+        num_warps=warps if split or padded <= 128 else 8, num_stages=cut.stages if split else 2, **same,
     )  # fmt: skip
     if split:
-        piece = min(padded, 128)
+        piece = min(padded, 64)
         combine_kernel[(rows, spec.heads, triton.cdiv(dim, piece))](
-            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots, BD=piece, SB=16, num_warps=4, **same
+            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots, BD=piece, SB=64, num_warps=4, **same
         )
     return out

@@ -25,13 +25,13 @@ SHARED = 226 << 10  # bytes of shared memory a program may take
 MAX_ROWS = 272  # 16 sequences of 17 rows; beyond it a pass is compute-bound and belongs to cuBLAS
 
 
-@triton.jit(do_not_specialize=["M", "splits"])
+@triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x, w, bias, mul, out, part, seen,
-    M, N, K, x_stride, mul_stride, k_span, splits, softcap,
+    M, N, K, x_stride, mul_stride, k_span, softcap,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
-    EVEN: tl.constexpr, SPLIT: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, LATE: tl.constexpr,
+    EVEN: tl.constexpr, SPLITS: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N]."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -57,19 +57,20 @@ def linear_kernel(
     if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
         gdc_launch_dependents()
 
-    if SPLIT:
+    if SPLITS > 1:
         # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
         tile = pid_n * tl.num_programs(0) + pid_m
         at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-        base = part + tile.to(tl.int64) * splits * (BM * BN)
-        tl.store(base + split * (BM * BN) + at, acc)
+        live = (rows < M)[:, None] & (cols >= 0)[None, :]  # most rows of a tile may be empty: they need no traffic
+        base = part + tile.to(tl.int64) * SPLITS * (BM * BN)
+        tl.store(base + split * (BM * BN) + at, acc, mask=live)
         tl.debug_barrier()
         done = tl.atomic_add(seen + tile, 1, sem="acq_rel")
-        if done == splits - 1:
+        if done == SPLITS - 1:
             tl.debug_barrier()
             acc = tl.zeros((BM, BN), dtype=tl.float32)
-            for s in range(splits):
-                acc += tl.load(base + s * (BM * BN) + at, cache_modifier=".cg")
+            for s in tl.static_range(SPLITS):  # unrolled: the loads fly together
+                acc += tl.load(base + s * (BM * BN) + at, mask=live, other=0.0, cache_modifier=".cg")
             tl.store(seen + tile, 0)
             _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
     else:
@@ -168,8 +169,11 @@ def for_rows(tile: Tile, n: int, rows: int, gated: bool) -> tuple[int, Tile]:
     at 64 rows keep the compiler on the same matrix instruction as at 16 and 32."""
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
     sides, bn, bk, warps = 2 if gated else 1, tile.bn, tile.bk, tile.warps
+    if bm == 32 and tile.many:
+        bn, bk, stages, warps = tile.many
+        return bm, replace(tile, bn=bn, bk=bk, stages=stages, warps=warps)
     if bm == 32:
-        bn = tile.wide or max(bn, 64 // sides if n >= 64 * 264 else 32 // sides)
+        bn = max(bn, 64 // sides if n >= 64 * 264 else 32 // sides)
     if bm == 64:
         bn = 32 // sides if tile.slices > 1 else min(bn, 64 // sides)
     if tile.slices == 1 and (bm == 64 or bn > tile.bn):
@@ -194,14 +198,15 @@ def skinny(
     span = triton.cdiv(triton.cdiv(k, tile.splits), chunk) * chunk
     splits = triton.cdiv(k, span)
     bm, tile = for_rows(tile, n, rows, gated)
+    chunk = tile.bk * tile.slices
     out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
     part = torch.empty((grid[0] * grid[1] * splits, bm, tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
     linear_kernel[grid](
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
-        rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, splits, float(softcap or 0.0),
+        rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
         BM=bm, BN=tile.bn, BK=tile.bk, SLICES=tile.slices, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None,
-        SOFTCAP=softcap is not None, EVEN=k % chunk == 0, SPLIT=splits > 1, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
+        SOFTCAP=softcap is not None, EVEN=k % chunk == 0 and span % chunk == 0, SPLITS=splits, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
         PDL=pdl, AHEAD=ahead if pdl and w.element_size() == 2 else 0, LATE=pdl and w.numel() * w.element_size() >= late,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -6,6 +6,8 @@ expert; the grouped products run over the experts that have any, 16 pairs at a t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from .common import activate, start
 from .linear import MAX_ROWS
+from .norm import width_warps
 
 
 @triton.jit
@@ -57,17 +60,22 @@ def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.co
 def experts_kernel(
     x, w, members, counts, out, pairs, N, K,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Programs past the last busy expert leave at once."""
     pid_n, busy = tl.program_id(0), tl.program_id(1)
     start(PDL)
-    ids = tl.arange(0, BLOCK_E)
-    used = tl.load(counts + ids, mask=ids < EXPERTS, other=0) > 0
-    rank = tl.cumsum(used.to(tl.int32), 0)
-    if busy < tl.sum(used.to(tl.int32), 0):
+    if ALONE:  # a single row: its experts differ, and pair i is its i-th (members: the chosen experts)
+        e, count, some = tl.load(members + busy), busy * 0 + 1, busy >= 0
+    else:
+        ids = tl.arange(0, BLOCK_E)
+        used = tl.load(counts + ids, mask=ids < EXPERTS, other=0) > 0
+        rank = tl.cumsum(used.to(tl.int32), 0)
+        some = busy < tl.sum(used.to(tl.int32), 0)
         e = tl.sum(tl.where(used & (rank == busy + 1), ids, 0), 0)
         count = tl.load(counts + e)
+    if some:
         cols = pid_n * BN + tl.arange(0, BN)
         rows_in_w = 2 * N if GATED else N
         w_row = (e.to(tl.int64) * rows_in_w + tl.minimum(cols, N - 1)) * K
@@ -76,7 +84,10 @@ def experts_kernel(
         kind = out.dtype.element_ty
         for base in range(0, count, BM):
             i = base + tl.arange(0, BM)
-            pair = tl.load(members + e * pairs + i, mask=i < count, other=0).to(tl.int64)
+            if ALONE:
+                pair = (busy + i * 0).to(tl.int64)
+            else:
+                pair = tl.load(members + e * pairs + i, mask=i < count, other=0).to(tl.int64)
             ok = (i < count)[:, None]
             x_ptr = x + ((pair // SHARE) * K)[None, :, None] + at
             x_ok = (i < count)[None, :, None]
@@ -115,7 +126,38 @@ def mix_kernel(y, weight, out, n, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: t
     tl.store(out + row * n + i, acc.to(out.dtype.element_ty), mask=ok)
 
 
-def experts(z: Tensor, x: Tensor, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str, pdl: bool) -> Tensor:
+@triton.jit
+def mix_beside_kernel(
+    y, weight, dense, dense_w, post_w, out, n, eps, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """out[row] = norm(dense) + norm(mix): rounded where the separate steps round."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    ok = i < n
+    kind = out.dtype.element_ty
+    dw, pw = tl.load(dense_w + i, mask=ok, other=0.0), tl.load(post_w + i, mask=ok, other=0.0)
+    start(PDL)
+    a = tl.load(dense + row * n + i, mask=ok, other=0.0).to(tl.float32)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for slot in tl.static_range(TOP):
+        acc += tl.load(weight + row * TOP + slot) * tl.load(y + (row * TOP + slot) * n + i, mask=ok, other=0.0).to(tl.float32)
+    b = acc.to(kind).to(tl.float32)
+    a = (a * tl.rsqrt(tl.sum(a * a, 0) / n + eps) * dw).to(kind).to(tl.float32)
+    b = (b * tl.rsqrt(tl.sum(b * b, 0) / n + eps) * pw).to(kind).to(tl.float32)
+    tl.store(out + row * n + i, (a + b).to(kind), mask=ok)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """The dense MLP's answer, to which the routed one is added, each under its norm."""
+
+    dense: Tensor
+    dense_w: Tensor
+    post_w: Tensor
+    eps: float
+
+
+def experts(z: Tensor, x: Tensor, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str, pdl: bool, beside: Beside | None = None) -> Tensor:
     """z [R, E] float32 router logits; x [R, H] -> [R, H]."""
     rows, hidden = x.shape
     count, inner, pairs = down.shape[0], down.shape[2], rows * top_k
@@ -131,20 +173,29 @@ def experts(z: Tensor, x: Tensor, expert_scale: Tensor, gate_up: Tensor, down: T
     route_kernel[(rows,)](
         z, expert_scale, chosen, weight, count, TOP=top_k, BLOCK=block, SLOTS=triton.next_power_of_2(top_k), PDL=pdl, num_warps=1, **launch
     )
-    group_kernel[(count,)](chosen, members, counts, pairs, BLOCK=256, PDL=pdl, num_warps=1, **launch)
+    alone = rows == 1
+    if not alone:
+        group_kernel[(count,)](chosen, members, counts, pairs, BLOCK=256, PDL=pdl, num_warps=1, **launch)
     wide = x.dtype == torch.float32
     same = dict(
         EXPERTS=count, BLOCK_E=block, ACT=act, BM=16 if rows <= MAX_ROWS else 32, SLICES=4, PREC="tf32x3" if wide else "tf32", PDL=pdl,
-        num_warps=4, num_stages=2 if wide else 4, **launch,
+        ALONE=alone, num_warps=4, num_stages=2 if wide else 4, **launch,
     )  # fmt: skip
     busy, bk = min(count, pairs), 16 if wide else 64
     experts_kernel[(triton.cdiv(inner, 16), busy)](
-        x, gate_up, members, counts, inner_out, pairs, inner, hidden,
+        x, gate_up, chosen if alone else members, counts, inner_out, pairs, inner, hidden,
         SHARE=top_k, GATED=True, BN=16, BK=bk, EVEN=hidden % (4 * bk) == 0, **same,
     )  # fmt: skip
     experts_kernel[(triton.cdiv(hidden, 32), busy)](
-        inner_out, down, members, counts, pair_out, pairs, hidden, inner,
+        inner_out, down, chosen if alone else members, counts, pair_out, pairs, hidden, inner,
         SHARE=1, GATED=False, BN=32, BK=bk, EVEN=inner % (4 * bk) == 0, **same,
     )  # fmt: skip
+    if beside is not None:
+        block, warps = width_warps(hidden)
+        mix_beside_kernel[(rows,)](
+            pair_out, weight, beside.dense.contiguous(), beside.dense_w, beside.post_w, out, hidden, beside.eps,
+            TOP=top_k, BLOCK=block, PDL=pdl, num_warps=warps, **launch,
+        )  # fmt: skip
+        return out
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](pair_out, weight, out, hidden, TOP=top_k, BLOCK=1024, PDL=pdl, num_warps=4, **launch)
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import activate, start
+from .common import FETCHERS, Soon, activate, fetch, gdc_launch_dependents, gdc_wait, start
 
 
 def width_warps(width: int) -> tuple[int, int]:
@@ -43,12 +43,71 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, pdl: bool) -> Tensor:
 
 
 @triton.jit
+def rms_norm_pair_kernel(x, w, v, out, other, n, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    ok = i < n
+    first, second = tl.load(w + i, mask=ok, other=0.0), tl.load(v + i, mask=ok, other=0.0)
+    start(PDL)
+    h = tl.load(x + row * n + i, mask=ok, other=0.0).to(tl.float32)
+    h = h * tl.rsqrt(tl.sum(h * h, 0) / n + eps)
+    tl.store(out + row * n + i, (h * first).to(out.dtype.element_ty), mask=ok)
+    tl.store(other + row * n + i, (h * second).to(out.dtype.element_ty), mask=ok)
+
+
+def rms_norm_pair(x: Tensor, w: Tensor, v: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    x = x.contiguous()
+    out, other = torch.empty_like(x), torch.empty_like(x)
+    block, warps = width_warps(width)
+    rms_norm_pair_kernel[(rows,)](
+        x, w, v, out, other, width, eps, BLOCK=block, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {})
+    )
+    return out, other
+
+
+@triton.jit(do_not_specialize_on_alignment=["ids"])
+def per_layer_kernel(ids, table, projected, w, out, layers, scale, factor, eps, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One layer's part of one row a program."""
+    row, layer = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, BLOCK)
+    ok = i < n
+    gain = tl.load(w + i, mask=ok, other=0.0)
+    start(PDL)
+    kind = out.dtype.element_ty
+    at = layer * n + i
+    e = tl.load(table + tl.load(ids + row) * layers * n + at, mask=ok, other=0.0).to(tl.float32)
+    h = (tl.load(projected + row * layers * n + at, mask=ok, other=0.0).to(tl.float32) * scale).to(kind).to(tl.float32)
+    h = (h * tl.rsqrt(tl.sum(h * h, 0) / n + eps) * gain).to(kind).to(tl.float32) + (e * factor).to(kind).to(tl.float32)
+    tl.store(out + (layer * tl.num_programs(0) + row) * n + i, (h.to(kind).to(tl.float32) * 0.7071067811865476).to(kind), mask=ok)
+
+
+def per_layer_inputs(ids: Tensor, table: Tensor, projected: Tensor, scale: float, w: Tensor, eps: float, pdl: bool) -> Tensor:
+    rows, width = projected.shape[0], w.shape[0]
+    layers = projected.shape[1] // width
+    out = torch.empty((layers, rows, width), dtype=projected.dtype, device=projected.device)
+    factor = float(torch.tensor(width**0.5, dtype=table.dtype))  # rounded as in embed
+    block, warps = width_warps(width)
+    per_layer_kernel[(rows, layers)](
+        ids, table, projected, w, out, layers, scale, factor, eps, width, BLOCK=block, PDL=pdl, num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["rows", "soon_rows", "soon_lines", "soon_other"])
 def residual_norm_kernel(
-    x, y, post_w, scale, next_w, x_out, h_out, n, eps,
-    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, y, post_w, scale, next_w, x_out, h_out, soon, rows, soon_rows, soon_lines, soon_width, soon_other, n, eps,
+    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
+    if SOON:  # noqa: SIM102
+        if row >= rows:
+            gdc_launch_dependents()
+            gdc_wait()  # until then somebody else needs the memory
+            fetch(soon, soon_rows, soon_lines, soon_width, soon_other, tl.program_id(0) - rows, tl.num_programs(0) - rows)
+            return
     ok = i < n
     kind = x_out.dtype.element_ty
     if POST:
@@ -73,16 +132,19 @@ def residual_norm_kernel(
 
 
 def residual_norm(
-    x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool,
+    soon: Soon | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, width = x.shape
     x, y = x.contiguous(), y.contiguous()
     x_out = torch.empty_like(x)
     h_out = x_out if next_w is None else torch.empty_like(x)
     block, warps = width_warps(width)
-    residual_norm_kernel[(rows,)](
-        x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w, x_out, h_out, width, eps,
-        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, BLOCK=block, PDL=pdl,
+    residual_norm_kernel[(rows + (FETCHERS if soon else 0),)](
+        x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w, x_out, h_out,
+        soon.weight if soon else x, rows, soon.rows if soon else 0, soon.lines if soon else 0, soon.weight.shape[1] if soon else 0,
+        soon.other if soon else 0, width, eps,
+        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, BLOCK=block, SOON=soon is not None, PDL=pdl,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return x_out, h_out

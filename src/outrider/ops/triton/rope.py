@@ -44,6 +44,17 @@ def rope_write_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     ok = i < HALF
+    # Norm weights, positions and tables stand since before the pass: fetched while the kernel ahead still runs.
+    to = row * 0
+    if head >= HEADS:
+        to = _slot(table, positions, row_seq, row, (head - HEADS) % KV_HEADS, table_stride, page_stride, HALF, PAGE)
+    of_q, of_k = tl.where(head < HEADS, HALF, 0), tl.where(head < HEADS, 0, HALF)
+    if Q_NORM:
+        qa = tl.load(q_norm + i, mask=i < of_q, other=0.0)
+        qb = tl.load(q_norm + HALF + i, mask=i < of_q, other=0.0)
+    if K_NORM:
+        ka = tl.load(k_norm + i, mask=i < of_k, other=0.0)
+        kb = tl.load(k_norm + HALF + i, mask=i < of_k, other=0.0)
     start(PDL)
     source = head
     if K_EQ_V:
@@ -52,31 +63,28 @@ def rope_write_kernel(
     kind = q_out.dtype.element_ty
     a = tl.load(base + i, mask=ok, other=0.0).to(tl.float32)
     b = tl.load(base + HALF + i, mask=ok, other=0.0).to(tl.float32)
+    c = tl.load(cos + row * HALF + i, mask=ok, other=0.0)
+    s = tl.load(sin + row * HALF + i, mask=ok, other=0.0)
     inv = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / (2 * HALF) + eps)
-    if head < HEADS + KV_HEADS:
-        c = tl.load(cos + row * HALF + i, mask=ok, other=0.0)
-        s = tl.load(sin + row * HALF + i, mask=ok, other=0.0)
-        if head < HEADS:
-            if Q_NORM:
-                a = (a * inv * tl.load(q_norm + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
-                b = (b * inv * tl.load(q_norm + HALF + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
-            to = q_out + row * (HEADS * 2 * HALF) + head * (2 * HALF)
-            tl.store(to + i, (a * c - b * s).to(kind), mask=ok)
-            tl.store(to + HALF + i, (b * c + a * s).to(kind), mask=ok)
-        else:
-            if K_NORM:
-                a = (a * inv * tl.load(k_norm + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
-                b = (b * inv * tl.load(k_norm + HALF + i, mask=ok, other=0.0)).to(kind).to(tl.float32)
-            to = keys + _slot(table, positions, row_seq, row, head - HEADS, table_stride, page_stride, HALF, PAGE)
-            tl.store(to + i, (a * c - b * s).to(kind).to(keys.dtype.element_ty), mask=ok)
-            tl.store(to + HALF + i, (b * c + a * s).to(kind).to(keys.dtype.element_ty), mask=ok)
+    if head < HEADS:
+        if Q_NORM:
+            a = (a * inv * qa).to(kind).to(tl.float32)
+            b = (b * inv * qb).to(kind).to(tl.float32)
+        q_to = q_out + row * (HEADS * 2 * HALF) + head * (2 * HALF)
+        tl.store(q_to + i, (a * c - b * s).to(kind), mask=ok)
+        tl.store(q_to + HALF + i, (b * c + a * s).to(kind), mask=ok)
+    elif head < HEADS + KV_HEADS:
+        if K_NORM:
+            a = (a * inv * ka).to(kind).to(tl.float32)
+            b = (b * inv * kb).to(kind).to(tl.float32)
+        tl.store(keys + to + i, (a * c - b * s).to(kind).to(keys.dtype.element_ty), mask=ok)
+        tl.store(keys + to + HALF + i, (b * c + a * s).to(kind).to(keys.dtype.element_ty), mask=ok)
     else:
         if NORM_V:
             a = (a * inv).to(kind).to(tl.float32)
             b = (b * inv).to(kind).to(tl.float32)
-        to = values + _slot(table, positions, row_seq, row, head - HEADS - KV_HEADS, table_stride, page_stride, HALF, PAGE)
-        tl.store(to + i, a.to(values.dtype.element_ty), mask=ok)
-        tl.store(to + HALF + i, b.to(values.dtype.element_ty), mask=ok)
+        tl.store(values + to + i, a.to(values.dtype.element_ty), mask=ok)
+        tl.store(values + to + HALF + i, b.to(values.dtype.element_ty), mask=ok)
 
 
 @triton.jit
