@@ -6,6 +6,7 @@
     python benchmarks/train_smollm2.py main   --target smollm2.gguf --minutes 5.5
     python benchmarks/train_smollm2.py finish --target smollm2.gguf  # Spec-Bench, T = 1, clusters; table rows and the drafter
     python benchmarks/train_smollm2.py tune   --target smollm2.gguf  # the shipped drafter, tuned on T = 1 answers (train_tune.py)
+    python benchmarks/train_smollm2.py long   --target smollm2.gguf  # it goes on learning: T = 1, 4 bits, new clusters (train_long.py)
 
 Results are appended to $OUT/*.jsonl as they come.
 """
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 from train_common import BASE, BEGAN, DEVICE, DTYPE, bench_answers, brief, build_net, give, note, say, score
+from train_long import long
 from train_tune import tune
 
 from outrider.models.config import ModelConfig
@@ -358,7 +360,7 @@ def finish(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) 
 
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser()
-    p.add_argument("stages", help="comma separated: selftest, data, ablate, main, finish, tune")
+    p.add_argument("stages", help="comma separated: selftest, data, ablate, main, finish, tune, long")
     p.add_argument("--target", default="smollm2")
     p.add_argument("--keep", default="/root/keep/smollm2")
     p.add_argument("--slots", type=int, default=2048)
@@ -381,6 +383,16 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--tune-lr", type=float, default=4e-4)
     p.add_argument("--tune-loss", default="soft=1,tv=0.5")
     p.add_argument("--hot-share", type=float, default=0.5, help="tune: share of sequences sampled at T = 1, the others greedy")
+    p.add_argument("--budget", type=float, default=560.0, help="long: seconds of the whole process")
+    p.add_argument("--reserve", type=float, default=45.0, help="long: of these, for what comes after training")
+    p.add_argument("--hot", type=int, default=46000, help="long: prompts answered at T = 1")
+    p.add_argument("--cold", type=int, default=18000, help="long: prompts answered greedily")
+    p.add_argument("--long-lr", type=float, default=1.5e-3)
+    p.add_argument("--greedy-loss", default="soft=0.5,tv=0.5,hard=0.5")
+    p.add_argument("--cluster-pull", type=float, default=0.1)
+    p.add_argument("--four-bits-from", type=float, default=0.5)
+    p.add_argument("--eval-every", type=int, default=700)
+    p.add_argument("--recluster", action="store_true")
     return p.parse_args()
 
 
@@ -392,7 +404,7 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = True
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    stages = {"data": data_stage, "ablate": ablate, "finish": finish, "tune": tune}
+    stages = {"data": data_stage, "ablate": ablate, "finish": finish, "tune": tune, "long": long}
     target: run.Target | None = None
     for stage in args.stages.split(","):
         say(f"---- {stage}")

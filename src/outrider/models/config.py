@@ -134,6 +134,7 @@ class DrafterConfig:
     taps: tuple[int, ...] = ()  # target layers whose hidden states are fed beside the last one
     target_hash: str | None = None  # what it was trained for (own drafters)
     style: Literal["gemma", "plain"] = "gemma"  # plain (own drafters): see models/outrider_drafter.py
+    weight_bits: int | None = None  # 4: trained so that its layers' matrices may be held in 4 bits (blocks of 32, scale and minimum)
 
     @property
     def gemma(self) -> bool:
@@ -184,6 +185,7 @@ class DrafterConfig:
             taps=tuple(int(t) for t in raw.get("taps", ())),
             target_hash=raw.get("target_hash"),
             style=style,
+            weight_bits=int(raw["weight_bits"]) if raw.get("weight_bits") is not None else None,
         )
 
 

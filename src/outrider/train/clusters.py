@@ -2,7 +2,8 @@
 
 `balanced_kmeans` groups the head's rows: plain k-means where every cluster takes exactly V / C rows, filled best fit
 first. Centroids start as the clusters' means and are trained along with the drafter (`cluster_loss`): what they must do
-is rank the cluster of the token that the target will choose, which a mean alone does not.
+is rank the cluster of the token that the target will choose, which a mean alone does not. Their label is the answer's own
+token: the best one in a greedy answer, a drawn one (so, over many, the whole distribution) in a sampled answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import OutriderError
+
+BANDS = (16, 8, 4)  # likely_together: 1/16 of the clusters for the likeliest tokens, then 1/8 and 1/4; the rest last
+MEANING = 1.0  # likely_together: weight of the head's rows beside the profiles
 
 
 @torch.no_grad()
@@ -34,8 +38,7 @@ def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int
         centres = F.normalize(torch.where(count[:, None] > 0, sums, centres), dim=-1)
     owner = fill_clusters(x, centres, size)
     order = owner.argsort(stable=True)
-    means = rows.float()[order].view(clusters, size, -1).mean(1)
-    return order, means
+    return order, cluster_means(rows, order, clusters)
 
 
 def nearest(x: Tensor, centres: Tensor, chunk: int = 16384) -> Tensor:
@@ -71,6 +74,43 @@ def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
     return owner
 
 
+@torch.no_grad()
+def likely_together(
+    g: Tensor, head: Tensor, clusters: int, *, bands: tuple[int, ...] = BANDS, width: int = 256, chunk: int = 4096, seed: int = 0
+) -> Tensor:
+    """token_ordering [V] by use: g [A, h] states of a drafter, q = softmax(g · head). Tokens are cut into bands by how likely they
+    are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped by the places where they are
+    likely (√q over the states, projected at random). A context then needs few clusters: at T = 1 the mass that the best
+    clusters hold grows, which k-means of the head's rows, rare and frequent tokens mixed, does not give."""
+    vocab = head.shape[0]
+    if clusters < 1 or vocab % clusters:
+        raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
+    size, generator = vocab // clusters, torch.Generator().manual_seed(seed)
+    where, mean = torch.zeros(vocab, width, device=g.device), torch.zeros(vocab, device=g.device)
+    for part in g.split(chunk):
+        q = (part @ head.T).float().softmax(-1)  # [chunk, V]
+        mean += q.sum(0)
+        where += q.sqrt_().T @ torch.randn(part.shape[0], width, generator=generator).to(g.device)
+    # a token that is likely nowhere has a profile of noise: what it means decides there
+    meaning = F.normalize(head.float(), dim=-1)
+    features = torch.cat((F.normalize(where, dim=-1), MEANING * meaning), -1)
+    rank = mean.argsort(descending=True)
+    made, lo = [], 0
+    for n, part_of in enumerate((*bands, 0)):
+        count = clusters - lo if n == len(bands) else max(1, clusters // part_of)
+        if count <= 0:
+            continue
+        ids = rank[lo * size : (lo + count) * size]
+        made.append(ids[balanced_kmeans(features[ids], count, seed=seed)[0]])
+        lo += count
+    return torch.cat(made)
+
+
+def cluster_means(rows: Tensor, order: Tensor, clusters: int) -> Tensor:
+    """rows [V, h] -> the clusters' means [C, h]."""
+    return rows.float()[order].view(clusters, -1, rows.shape[1]).mean(1)
+
+
 def cluster_of(order: Tensor, clusters: int) -> Tensor:
     """token_ordering [V] -> the cluster of each token [V]."""
     size = order.shape[0] // clusters
@@ -79,9 +119,12 @@ def cluster_of(order: Tensor, clusters: int) -> Tensor:
     return of
 
 
-def cluster_loss(g: Tensor, centroids: Tensor, label: Tensor) -> Tensor:
-    """Cross-entropy of the clusters' scores: g [A, h] (detached: the drafter is not bent to its index), label [A] clusters."""
-    return F.cross_entropy((g.detach() @ centroids.T).float(), label, reduction="sum")
+def cluster_loss(g: Tensor, centroids: Tensor, label: Tensor, pull: float = 0.0) -> Tensor:
+    """Cross-entropy of the clusters' scores: g [A, h], label [A] clusters. `pull`: share of its gradient that reaches the
+    drafter (0: it is not bent to its index)."""
+    fixed = g.detach()
+    seen = fixed + pull * (g - fixed) if pull else fixed
+    return F.cross_entropy((seen @ centroids.T).float(), label, reduction="sum")
 
 
 @dataclass(frozen=True)

@@ -159,12 +159,14 @@ class Batch:
     teacher: Tensor  # int64 [N] rows of [B·T] whose next-token distribution is needed
     anchors: list[Tensor]  # per step j = 1..K: int64 [A_j] rows of [B·Tq]
     targets: list[Tensor]  # per step: int64 [A_j] which of the N teacher rows each anchor is compared with
+    greedy: Tensor  # int64 [B] 1: a greedy answer
 
     def to(self, device: torch.device) -> Batch:
         def move(x: Tensor) -> Tensor:
             return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
-        return Batch(move(self.ids), self.first, move(self.teacher), [move(a) for a in self.anchors], [move(t) for t in self.targets])
+        anchors, targets = [move(a) for a in self.anchors], [move(t) for t in self.targets]
+        return Batch(move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy))
 
 
 def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8) -> Batch:
@@ -183,7 +185,8 @@ def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8
         rows, columns = np.nonzero((at >= given[:, None] - 1) & (at <= lengths[:, None] - 2 - j))
         anchors.append(torch.from_numpy(rows * (width - first) + columns - first))
         targets.append(torch.from_numpy(number[rows, columns + j]))
-    return Batch(torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets)
+    cold = torch.from_numpy(data.greedy[which].astype(np.int64))
+    return Batch(torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets, cold)
 
 
 def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:

@@ -125,7 +125,8 @@ def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
 
 def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_K, at: int = 4) -> dict[str, Any]:
     """tokens_per_cycle {K: value} over all answers; acceptance_by_position: share of cycles at K = `at` (and, for later
-    positions, at K = most) that accepted at least j; by_category at K = `at`; anchors: first-position acceptance everywhere."""
+    positions, at K = most) that accepted at least j; acceptance_given_before: at K = most, of the cycles whose drafts before j
+    were right, the share where j was too; by_category at K = `at`; anchors: first-position acceptance everywhere."""
     per_k, names = {}, sorted(set(categories))
     for k in range(1, most + 1):
         walked = [walk(r, k) for r in right]
@@ -143,11 +144,18 @@ def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_
         "tokens_per_cycle": {k: round(float(v), 4) for k, v in per_k.items()},
         "mean_of_categories": round(float(np.mean(list(by.values()))), 4),
         "acceptance_by_position": [round(float(v), 4) for v in [*first, *whole[len(first) :]]],
+        "acceptance_given_before": given_before(whole),
         "first_position_all_anchors": round(float((flat > 0).mean()), 4),
         "by_category": by,
         "answers": len(right),
         "tokens": int(sum(len(r) for r in right)),
     }
+
+
+def given_before(reached: np.ndarray) -> list[float]:
+    """Shares of cycles that accepted at least 1, 2, ... drafts -> each against the one before (0 where none got so far)."""
+    before = np.concatenate([[1.0], reached[:-1]])
+    return [round(float(r / b), 4) if b > 0 else 0.0 for r, b in zip(reached, before, strict=True)]
 
 
 def best_k(tokens_per_cycle: dict[int, float], draft_cost: float, verify_cost: float = 0.02) -> int:

@@ -33,6 +33,8 @@ def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any
         "num_assistant_tokens": config.draft_tokens,
         "target_hash": config.target_hash,
     }
+    if config.weight_bits is not None:
+        own["weight_bits"] = config.weight_bits
     if config.reads is not None:
         own["reads"] = list(config.reads)
     if not config.gemma:

@@ -5,9 +5,10 @@ p is the target's distribution at the position, q the drafter's. Per row, weight
     soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)
 
 Σmin(p, q) = 1 − TV is the chance that rejection sampling accepts the drafted token (the objective of the LK losses);
-`hard` is the greedy one. Rows may have mixes of their own (greedy answers and sampled ones want different things). The head is the dear part of training a drafter (a vocabulary a row and step), so the logits
-are made in chunks, turned into their own gradient in place, and multiplied back at once: nothing of size [rows, V]
-outlives its chunk. The head itself gets a gradient only if it wants one (a head tied to the target is frozen).
+`hard` is the greedy one. Rows may have mixes of their own: greedy answers and sampled ones want different things. The head
+is the dear part of training a drafter (a vocabulary a row and step), so the logits are made in chunks, turned into their
+own gradient in place, and multiplied back at once: nothing of size [rows, V] outlives its chunk. The head itself gets a
+gradient only if it wants one (a head tied to the target is frozen).
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ def provenance(job: TrainJob, target: Target, data: Sequences) -> dict[str, Any]
         "answer_tokens": data.answer_tokens, "greedy_share": round(float(data.greedy.mean()), 3), "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else "cpu",
         "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "settings": asdict(job.settings) | {"loss": str(job.settings.loss)},
+        "settings": asdict(job.settings) | {"loss": str(job.settings.loss), "greedy_loss": str(job.settings.greedy_loss or "")},
     }  # fmt: skip
 
 
@@ -293,7 +293,10 @@ def _finish(
             result["clustered"] = judge(target, net, aside, clustered=True)
         result["full"] = judge(target, net, aside)
         trainer.log({"step": trainer.progress.step, "final": result})
-    save_drafter(job.out / "drafter", net.config, net.export(), provenance=provenance(job, target, data))
+    story = provenance(job, target, data)
+    if len(aside):  # what a controller may expect before it has seen anything
+        story["acceptance"] = {"greedy": result["clustered" if net.config.clusters else "full"]["acceptance_given_before"]}
+    save_drafter(job.out / "drafter", net.config, net.export(), provenance=story)
     draw_curve(job.out / "log.jsonl", job.out / "curve.png")
     say(f"drafter written to {job.out / 'drafter'}")
     return result

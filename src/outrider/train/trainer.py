@@ -42,6 +42,10 @@ class TrainSettings:
     decay: float = 0.8  # weight of step j: decay^(j-1)
     survival: float = 0.0  # 0..1: how far a step's weight follows the chance that the steps before it were accepted
     loss: LossMix = field(default_factory=LossMix)
+    greedy_loss: LossMix | None = None  # of greedy answers; None: as the others
+    cluster_pull: float = 0.0  # share of the clustered head's gradient that reaches the drafter
+    four_bits_from: float = 1.0  # share of the run after which the layers are trained as 4 bits hold them
+    average: float = 0.0  # decay of a running average of the weights (`averaged`); 0: none
     lr: float = 2e-3
     warmup: int = 50
     hold: float = 0.3  # share of the run at full rate; then linearly to `final`
@@ -83,6 +87,10 @@ class Trainer:
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
         self.optimizers = make_optimizers(self.params, settings.lr, settings.weight_decay, settings.muon)
         self.progress = Progress()
+        mixes = [settings.loss, settings.greedy_loss or settings.loss]
+        self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 4] by Batch.greedy
+        self.bits: int | None = None
+        self.mean = [p.detach().clone() for p in self.params.values()] if settings.average else []
         self.clusters = net.config.clusters
         self.of = cluster_of(net.weight("token_ordering"), self.clusters) if self.clusters else None
         if net.config.tied_to_target and not isinstance(model.head, Tensor):
@@ -92,7 +100,7 @@ class Trainer:
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """-> loss (a mean over weighted rows), and statistics [3, unroll]: hits, alpha, rows of each step."""
         s, model, net = self.settings, self.model, self.net
-        w = net.cast(self.dtype)
+        w = net.cast(self.dtype, self.bits)
         head = model.head if net.config.tied_to_target else w["embed"]
         seen = capture(model, batch.ids, net.config.taps)
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype)
@@ -109,10 +117,12 @@ class Trainer:
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
-            part, alpha, hit = head_loss(picked, head, teacher, target, weight, s.loss)
+            line = rows // width
+            part, alpha, hit = head_loss(picked, head, teacher, target, weight, self.mixes[batch.greedy[line]])
             total = total + part
             if self.of is not None:
-                total = total + s.decay ** (j - 1) * cluster_loss(picked, w["centroids"], self.of[teacher.best[target]])
+                label = self.of[batch.ids[line, rows % width + (batch.first + j + 1)]]
+                total = total + s.decay ** (j - 1) * cluster_loss(picked, w["centroids"], label, s.cluster_pull)
             weights += s.decay ** (j - 1) * rows.numel()
             if s.survival:
                 chance = chance.index_copy(0, rows, chance[rows] * alpha)
@@ -137,9 +147,13 @@ class Trainer:
         passed = time.perf_counter() - began
         return self.group.agree(passed) if self.settings.minutes is not None else passed
 
+    def share(self, passed: float) -> float:
+        """How much of the run is done."""
+        s = self.settings
+        return passed / (60 * s.minutes) if s.minutes is not None else self.progress.step / s.steps
+
     def rate(self, passed: float) -> float:
-        s, p = self.settings, self.progress
-        done = passed / (60 * s.minutes) if s.minutes is not None else p.step / s.steps
+        s, p, done = self.settings, self.progress, self.share(passed)
         decay = 1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / max(1 - s.hold, 1e-9))
         return min(1.0, (p.step + 1) / max(1, s.warmup)) * decay
 
@@ -163,6 +177,7 @@ class Trainer:
             if self.finished(passed):
                 break
             lr = s.lr * self.rate(passed)
+            self.bits = 4 if self.share(passed) >= s.four_bits_from else None
             loss, stat = self.loss(batch.to(self.device))
             (loss / s.accumulate).backward()
             losses, stats, count = losses + loss.detach(), stats + stat, count + 1
@@ -192,6 +207,12 @@ class Trainer:
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        if self.mean:
+            torch._foreach_lerp_(self.mean, [p.detach() for p in self.params.values()], 1 - self.settings.average)
+
+    def averaged(self) -> dict[str, Tensor]:
+        """The running average of the weights, by canonical name (with `settings.average`)."""
+        return dict(zip(self.params, self.mean, strict=True))
 
     def report(self, loss: Tensor, stats: Tensor, count: int, lr: float, seconds: float) -> None:
         self.group.mean_((loss, stats))  # so that all stop when one sees a loss that is not a number
@@ -228,6 +249,7 @@ class Trainer:
         if self.group.first:
             write(out / "checkpoint.pt", {
                 "net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers], "progress": asdict(self.progress),
+                "mean": self.mean,
             })  # fmt: skip
 
     def resume(self, out: Path) -> bool:
@@ -240,6 +262,7 @@ class Trainer:
             for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             self.progress = Progress(**kept["progress"])
+            self.mean = [m.to(self.device) for m in kept["mean"]]
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise OutriderError(
                 f"{path}: does not fit this run ({str(error).splitlines()[0]}): choose another --out or the same settings"

@@ -45,7 +45,7 @@ def test_rotation_and_its_gradient() -> None:
     """Catches: the period of the angles, the direction of the way back, gradients in another layout."""
     r = torch.Generator().manual_seed(2)
     x, up, angle = torch.randn(2, 5, 3, 8, generator=r), torch.randn(2, 3, 5, 8, generator=r), torch.randn(5, 1, 4, generator=r)
-    mine, theirs = x.to(DEVICE).requires_grad_(), x.clone().requires_grad_()
+    mine, theirs = x.clone().to(DEVICE).requires_grad_(), x.clone().requires_grad_()
     want = rotate(theirs, angle.cos(), angle.sin()).transpose(1, 2)
     got = Rotate.apply(mine, angle.cos()[:, 0].to(DEVICE), angle.sin()[:, 0].to(DEVICE)).transpose(1, 2)
     torch.testing.assert_close(got.cpu(), want)
