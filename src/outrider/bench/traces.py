@@ -26,24 +26,35 @@ def record(llm: Any, prompt: Prompt, temperature: float = 0.0, seed: int = 0, ti
     copies, matches = copy_runs(ids, answer)
     if llm.drafter is None:
         return Trace(prompt.id, prompt.category, "ngram", tuple(max(0, c) for c in copies), copies, matches, (), len(ids))
-    runs = []
+    runs, sure = [], []
     for position in range(len(answer)):
         left = len(answer) - position
-        runs.append(_first_run(llm, [*ids, *answer[:position]], min(left, MAX_DRAFT + 1), temperature, seed) if left > 1 else 0)
+        run, told = _first_cycle(llm, [*ids, *answer[:position]], min(left, MAX_DRAFT + 1), temperature, seed) if left > 1 else (0, None)
+        runs.append(run)
+        sure.append(tuple(round(p, 3) for p in told or ()))
         tick()
-    return Trace(prompt.id, prompt.category, llm.drafter.name, tuple(runs), copies, matches, (), len(ids))
+    known = tuple(sure) if any(sure) else ()
+    return Trace(prompt.id, prompt.category, llm.drafter.name, tuple(runs), copies, matches, known, len(ids))
 
 
-def _first_run(llm: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> int:
-    """Tokens accepted in the first cycle of a continuation."""
+def _first_cycle(llm: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> tuple[int, Sequence[float] | None]:
+    """Tokens accepted in the first cycle of a continuation, and the drafter's probability of each token of the draft."""
     params = SamplingParams(temperature=temperature, max_tokens=most, seed=seed)
+    heard: list[tuple[int, Sequence[float] | None]] = []
+    controller = llm.engine.controller
+    tell = controller.observe
+
+    def listen(id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
+        heard.append((accepted, confidence))
+        tell(id, drafter, drafted, accepted, confidence)
+
     stream = llm.stream(list(ids), params, draft_tokens=MAX_DRAFT, drafter=llm.drafter.name)
+    controller.observe = listen
     try:
-        for event in stream:
-            if event.tokens:
-                return sum(kind == "accepted" for kind in event.kinds)
-        return 0
+        next((event for event in stream if event.tokens), None)
+        return heard[0] if heard else (0, None)
     finally:
+        controller.observe = tell
         stream.close()
 
 

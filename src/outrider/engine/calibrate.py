@@ -27,9 +27,10 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
         return found  # a device of our own, and checking would capture graphs
     name = engine.drafter.name if engine.drafter is not None else None
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
+    whole = engine.host is not None and name in engine.by_host  # a draft runs within its cycle, and is timed there
     scratch = Scratch(engine)
     try:
-        if found is not None and agrees(found, scratch.run, name, contexts[0]):
+        if found is not None and agrees(found, scratch.run, name, contexts[0], whole=whole):
             return found
         table = measure(
             scratch.run,
@@ -38,6 +39,7 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
             contexts=contexts,
             budget_s=BUDGET_S,
             key=key,
+            whole=whole,
         )
     finally:
         scratch.close()
@@ -64,7 +66,8 @@ class Scratch:
 
     @torch.inference_mode()
     def run(self, part: str, batch: int, k: int, context: int) -> None:
-        """One verify pass, or one draft, to its end. Sequences that do not fit the cache stand on the scratch page."""
+        """One verify pass, or one draft (where cycles run as one call: one cycle with it), to its end. Sequences that do not fit
+        the cache stand on the scratch page."""
         engine, device = self.engine, self.engine.device
         if engine.graphs is not None and engine.graphs.broken is None:
             engine.graphs.probe("verify" if part == "verify" else "draft", batch, k, context)
@@ -81,6 +84,10 @@ class Scratch:
             sampling = SamplingBatch.build([SamplingParams()] * batch, [[0]] * batch, [[]] * batch, vocab, device, sorted(engine.eos))
             self.sampling[batch] = sampling
         last = torch.zeros_like(length)
+        if engine.host is not None and (part == "verify" or part in engine.by_host):
+            guess = [0] * k if part == "verify" else None
+            engine.host.run([(c.slot, 0, context, k, guess, 0.0, 0.0) for c in self.caches[:batch]], sampling, None)
+            return
         if part == "verify":
             x = CycleInput(Rows.of((k,) * batch, device), slots, last, length, sampling, engine.model.ops, context + k + 1)
             draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=device), torch.full_like(length, k))

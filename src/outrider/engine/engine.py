@@ -9,23 +9,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..cache.store import CacheSpec, KVStore, upload
 from ..config import EngineConfig, SpecConfig
 from ..spec.choose import SamplingBatch
-from ..spec.controller import Choice, Controller, SeqView
-from ..spec.drafter import DraftBatch, Drafter
+from ..spec.controller import PLAIN, Choice, Controller, SeqView
+from ..spec.drafter import Drafter
 from ..spec.mtp import MTPDrafter
 from ..spec.ngram import NgramIndex
 from ..types import MAX_DRAFT, Draft, OutriderError, RequestStats
 from .cycle import CycleInput, Rows, cut, cycle, forward, grammar_masks, logprobs, verify_coupled
 from .graphs import Flight, GraphRunner, plain
 from .metrics import Metrics
+from .propose import Proposer
 from .scheduler import Chunk, DecodeRow, Request, Scheduler, Seq
 from .text import Detokenizer, Tokenizer, overlap
 from .verify import verify_block_rows, verify_rejection_rows
@@ -104,10 +104,16 @@ class Engine:
         wanted = self.device.type == "cuda" if config.graphs is None else config.graphs
         if wanted and spec.verify == "coupled" and (drafter is None or isinstance(drafter, MTPDrafter)):
             self.graphs = GraphRunner(model, self.store, drafter, self.features)
+        self.proposer = Proposer(model, self.store, drafter, self.features, spec.verify != "coupled", self.metrics)
+        self.host: Any = None  # runs whole cycles in one call, where the ops can
+        if hasattr(ops, "host_cycle") and spec.verify == "coupled":
+            mtp = drafter.model if isinstance(drafter, MTPDrafter) else None
+            self.host = ops.host_cycle(model, mtp, self.store, self.features, self.taps)
+        self.by_host = (None, "ngram") + (("mtp",) if self.host is not None and self.host.drafter is not None else ())
         self._flight: Flight | None = None  # the cycle that was launched and not yet read
         self._landed = 0.0
         self._warned = 0  # how many of the controller's warnings were passed on
-        self._sampling: tuple[tuple[str, ...], SamplingBatch] | None = None
+        self._sampling: tuple[list[Request], SamplingBatch] | None = None
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
@@ -188,19 +194,27 @@ class Engine:
 
     def _choose_drafts(self, ready: list[Seq]) -> list[Choice]:
         """Drafter and K of each decoding sequence: the K that was asked for, else the controller's."""
-        choices: list[Choice] = []
-        open_views: list[SeqView] = []
-        for seq in ready:
-            offers, match = self._offers(seq)
-            fixed = seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
-            if fixed is None:
-                open_views.append(SeqView(seq.id, offers, match, seq.remaining, len(seq.tokens)))
-                choices.append(Choice(None, -1))
-            else:
-                name = next((n for n in self.controller.drafters if offers.get(n)), None)
-                choices.append(Choice(name, min(fixed, offers[name]) if name is not None else 0))
-        planned = iter(self.controller.plan(open_views) if open_views else ())
-        return [next(planned) if choice.k < 0 else choice for choice in choices]
+        asked = [self._asked(seq) for seq in ready]
+        undecided = [seq for seq, k in zip(ready, asked) if k is None]
+        if not undecided or self.controller.rests([seq.id for seq in undecided]):
+            planned = iter([PLAIN] * len(undecided))
+        else:
+            views = [SeqView(s.id, *self._offers(s), s.remaining, len(s.tokens)) for s in undecided]
+            planned = iter(self.controller.plan(views))
+        return [next(planned) if k is None else self._fixed(seq, k) for seq, k in zip(ready, asked)]
+
+    def _asked(self, seq: Seq) -> int | None:
+        """The K this request shall have; None: whatever is fastest."""
+        if not seq.request.drafter:
+            return 0
+        return seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
+
+    def _fixed(self, seq: Seq, k: int) -> Choice:
+        if k == 0:
+            return PLAIN
+        offers, _ = self._offers(seq)
+        name = next((n for n in self.controller.drafters if offers.get(n)), None)
+        return Choice(name, min(k, offers[name])) if name is not None else PLAIN
 
     def _offers(self, seq: Seq) -> tuple[dict[str, int], int]:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
@@ -212,9 +226,9 @@ class Engine:
             if self.drafter is not None and seq.has_features and not seq.drafter_off and asked in (True, self.drafter.name):
                 offers[self.drafter.name] = room
             if work.ngram is not None and self._by_ngram(seq):
-                guess, match = work.ngram.propose(room)
-                if guess:
-                    offers["ngram"] = len(guess)
+                match = work.ngram.match()
+                if match:
+                    offers["ngram"] = room
         return offers, match
 
     def _by_ngram(self, seq: Seq) -> bool:
@@ -255,7 +269,13 @@ class Engine:
             if self._flight is not None:
                 self._land()  # the rows were planned without knowing what it brings: plan anew
             elif rows:
-                self._decode_eager(rows)
+                sampling = self._sampling_batch([row.seq for row in rows])
+                if self.host is not None and sampling.bare and all(row.drafter in self.by_host for row in rows):
+                    self._decode_host(rows, sampling)
+                else:
+                    if self.graphs is not None:
+                        self.graphs.forget()
+                    self._decode_eager(rows, sampling)
             return
         flight = self.graphs.launch(rows, key, self.clock(), pure)
         for row in rows:
@@ -280,10 +300,23 @@ class Engine:
         if flight.pure:
             self.controller.observe_step(len(flight.rows), flight.key.k, flight.key.context, seconds, drafter)
 
-    def _decode_eager(self, rows: list[DecodeRow]) -> None:
+    def _decode_host(self, rows: list[DecodeRow], sampling: SamplingBatch) -> None:
+        """The cycle as one call of the library (ops.cpu.cycle): the same tokens as `_decode_eager` gives."""
         began = self.clock()
-        if self.graphs is not None:
-            self.graphs.forget()
+        asked = []
+        for row in rows:
+            tokens = row.seq.tokens
+            guess = row.seq.extra.ngram.propose(row.k)[0] if row.drafter == "ngram" else None
+            asked.append((row.seq.cache.slot, tokens[-1], len(tokens) - 1, row.k, guess, row.stop, row.drop))
+        told = self.host.run(asked, sampling, self._trust(rows))
+        now = self.clock()
+        for row, (k, tokens, sure) in zip(rows, told):
+            row.k = k
+            self._commit(row, tokens, now, None, sure)
+        self._observe_step(rows, began)
+
+    def _decode_eager(self, rows: list[DecodeRow], sampling: SamplingBatch) -> None:
+        began = self.clock()
         seqs = [r.seq for r in rows]
         as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=self.device)  # noqa: E731
         slots = as_long([s.cache.slot for s in seqs])
@@ -292,21 +325,22 @@ class Engine:
             slots=slots,
             last=as_long([s.tokens[-1] for s in seqs]),
             length=as_long([len(s.tokens) - 1 for s in seqs]),
-            sampling=self._sampling_batch(seqs),
+            sampling=sampling,
             ops=self.model.ops,
             max_context=max(len(s.tokens) + r.k for s, r in zip(seqs, rows)),
         )
         draft: Draft | None = None
-        if x.rows.k and self.device.type == "cpu":  # reading the lengths is free here: verify no more rows than were drafted
-            draft = self._propose(rows, x, x.rows.k)
-            rows = [replace(row, k=k) for row, k in zip(rows, draft.lengths.tolist())]
-            x.rows = Rows.of(tuple(r.k for r in rows), self.device)
-            draft = cut(draft, x.rows.k)
+        if x.rows.k:
+            draft = self.proposer.propose(rows, x, self._trust(rows))
+            if self.device.type == "cpu":  # reading the lengths is free here: verify no more rows than were drafted
+                for row, k in zip(rows, draft.lengths.tolist()):
+                    row.k = k
+                x.rows = Rows.of(tuple(r.k for r in rows), self.device)
+                draft = cut(draft, x.rows.k)
         if any(s.extra.matcher for s in seqs):
             matchers, ks = [s.extra.matcher for s in seqs], [r.k for r in rows]
             x.masks = lambda drafts: grammar_masks(matchers, ks, drafts, self.model.config.vocab_size)
-        propose = (lambda: draft if draft is not None else self._propose(rows, x, x.rows.k)) if x.rows.k else None
-        out = cycle(self.model, self.store, propose, self.verify, self.taps, x)
+        out = cycle(self.model, self.store, (lambda: draft) if draft is not None and x.rows.k else None, self.verify, self.taps, x)
         self.features.index_copy_(0, slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
@@ -317,86 +351,22 @@ class Engine:
         for i, row in enumerate(rows):
             by_drafter = sure[i] if sure is not None and row.drafter != "ngram" else None
             self._commit(row, tokens[i][: counts[i]], now, top[i] if top is not None else None, by_drafter)
+        self._observe_step(rows, began)
+
+    def _trust(self, rows: list[DecodeRow]) -> list[float] | None:
+        """Acceptance by the drafter's confidence, if a draft may end itself."""
+        if self.drafter is None or not any(row.stop or row.drop for row in rows):
+            return None
+        return self.controller.trust(self.drafter.name)
+
+    def _observe_step(self, rows: list[DecodeRow], began: float) -> None:
         drafter = next((r.drafter for r in rows if r.drafter), None)
-        self.controller.observe_step(len(rows), sum(r.k for r in rows) / len(rows), x.max_context, self.clock() - began, drafter)
-
-    # ---- drafting -------------------------------------------------------------------------------------------------
-    def _propose(self, rows: list[DecodeRow], x: CycleInput, k: int) -> Draft:
-        """Each sequence's guess from the drafter chosen for it; a drafter that fails costs its guess, never the answer."""
-        tokens = torch.zeros((len(rows), k), dtype=torch.int64, device=self.device)
-        lengths = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-        q: Tensor | None = None
-        confidence: Tensor | None = None
-        by_ngram = [i for i, r in enumerate(rows) if r.drafter == "ngram" and r.k]
-        for i in by_ngram:
-            guess, _ = rows[i].seq.extra.ngram.propose(rows[i].k)
-            if guess:
-                tokens[i, : len(guess)] = torch.tensor(guess, dtype=torch.int64, device=self.device)
-                lengths[i] = len(guess)
-        rest = [i for i, r in enumerate(rows) if r.drafter and r.drafter != "ngram" and r.k]
-        if rest and self.drafter is not None:
-            try:
-                draft = self._neural(rows, rest, x)
-                ok = ((draft.tokens >= 0) & (draft.tokens < self.model.config.vocab_size)).all(1)
-                if draft.tokens.shape != (len(rest), max(rows[i].k for i in rest)):
-                    raise ValueError(f"draft of shape {tuple(draft.tokens.shape)}")
-                if draft.q is not None and not bool(torch.isfinite(draft.q).all()):
-                    raise ValueError("probabilities are not finite")
-                if not bool(ok.all()):
-                    raise ValueError("token ids outside the vocabulary")
-            except Exception as error:
-                self._drafter_failed([rows[i].seq for i in rest], error)
-                return Draft(tokens, lengths)
-            at = torch.tensor(rest, device=self.device)
-            width = draft.tokens.shape[1]
-            tokens[at, :width] = draft.tokens
-            lengths[at] = torch.minimum(draft.lengths, x.rows.limit[at]).clamp(min=0)
-            if draft.q is not None:
-                q = torch.zeros((len(rows), k, draft.q.shape[-1]), dtype=draft.q.dtype, device=self.device)
-                q.scatter_(2, tokens[:, :, None], 1.0)  # the others are point masses
-                q[at, :width] = draft.q
-            if draft.confidence is not None:
-                confidence = torch.zeros((len(rows), k), device=self.device)
-                confidence[at, :width] = draft.confidence
-        return Draft(tokens, lengths, q, confidence)
-
-    def _neural(self, rows: list[DecodeRow], which: list[int], x: CycleInput) -> Draft:
-        assert self.drafter is not None
-        every = len(which) == len(rows)
-        pick = None if every else torch.tensor(which, device=self.device)
-        take = lambda t: t if pick is None else t[pick]  # noqa: E731
-        length, count = take(x.length), len(which)
-        seq_rows = torch.arange(count, device=self.device)
-        start = torch.arange(count + 1, dtype=torch.int32, device=self.device)
-        batch = DraftBatch(
-            ids=[rows[i].seq.id for i in which],
-            tokens=[rows[i].seq.tokens for i in which],
-            last=take(x.last),
-            length=length,
-            features=self.features[take(x.slots)],
-            kv=self.store.view(take(x.slots), length - 1, seq_rows, start, 1, x.max_context),
-            sampling=x.sampling if pick is None else x.sampling.select(pick),
-            sampled=self.spec.verify != "coupled",
-            ops=x.ops,
-            vocab=self.model.config.vocab_size,
-        )
-        if not batch.sampled and any(rows[i].stop or rows[i].drop for i in which):
-            batch.stop, batch.drop = [rows[i].stop for i in which], [rows[i].drop for i in which]
-            batch.trust = self.controller.trust(self.drafter.name)
-        return self.drafter.propose(batch, max(rows[i].k for i in which))
-
-    def _drafter_failed(self, seqs: list[Seq], error: Exception) -> None:
-        assert self.drafter is not None
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        log.warning("drafter %s switched off for %d request(s): %s", self.drafter.name, len(seqs), reason)
-        for seq in seqs:
-            seq.drafter_off = True
-            seq.stats.drafter_off = reason
-        self.metrics.drafter_failures += 1
+        width, context = sum(r.k for r in rows) / len(rows), max(len(r.seq.tokens) for r in rows)
+        self.controller.observe_step(len(rows), width, context, self.clock() - began, drafter)
 
     def _sampling_batch(self, seqs: list[Seq]) -> SamplingBatch:
         """Rebuilt only when the batch has changed: `commit` keeps it up to date in between."""
-        key = tuple(s.id for s in seqs)
+        key = [s.request for s in seqs]
         if self._sampling is None or self._sampling[0] != key:
             batch = SamplingBatch.build(
                 [s.request.params for s in seqs], [s.request.prompt for s in seqs], [s.tokens[s.prompt_len :] for s in seqs],

@@ -78,11 +78,11 @@ class Chunk:
     count: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class DecodeRow:
     seq: Seq
     drafter: str | None
-    k: int
+    k: int  # tokens to draft; once drafted: how many were
     stop: float = 0.0  # where the draft may end itself: see spec.controller.Choice
     drop: float = 0.0
 

@@ -97,6 +97,12 @@ class SamplingBatch:
     any_bad_words = property(lambda self: self.bad_words is not None)
     any_min_tokens = property(lambda self: self.min_tokens is not None)
 
+    @property
+    def bare(self) -> bool:
+        """Nobody asks for more than greedy or tempered choosing: no filter, history, mask or logprobs."""
+        parts = (self.penalties, self.bias, self.bad_words, self.stops, self.max_logprobs)
+        return not self.any_filter and not self.any_grammar and all(part is None for part in parts)
+
     # ---- building (host) ------------------------------------------------------------------------------------------
     @classmethod
     def build(

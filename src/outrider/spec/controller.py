@@ -118,7 +118,7 @@ class Controller:
         self._explored = 0.0  # of it, lost to probes
         self._mixed: float | None = None  # table seconds of the cycle under way, if its sequences draft differently
         self._phase = seed % PROBE_FIRST  # engines side by side do not probe in step
-        self._resting: tuple[str, ...] = ()  # the batch that decodes plainly, for `_rest` more steps of `_pause`
+        self._resting: list[str] = []  # the batch that decodes plainly, for `_rest` more steps of `_pause`
         self._rest = self._pause = 0
         self._histogram = [0] * (MAX_DRAFT + 1)
 
@@ -245,17 +245,21 @@ class Controller:
         seq.probing = True
         return choice
 
-    def _joint_or_rest(self, seqs: Sequence[SeqView]) -> list[Choice]:
+    def rests(self, ids: Sequence[str]) -> bool:
         """Planning a batch takes a few percent of a step: while plain decoding keeps winning for the same sequences, ask again
-        only every second, fourth, then eighth step."""
-        who = tuple(view.id for view in seqs)
-        if who == self._resting and self._rest > 0:
-            self._rest -= 1
-            return [PLAIN] * len(seqs)
+        only every second, fourth, then eighth step. True: these decode plainly now, without a plan."""
+        if self._rest == 0 or self._resting != ids:
+            return False
+        self._rest -= 1
+        self._mixed = None
+        return True
+
+    def _joint_or_rest(self, seqs: Sequence[SeqView]) -> list[Choice]:
         choices = self._joint(seqs)
         if any(c.k for c in choices):
-            self._resting, self._pause = (), 0
+            self._resting, self._rest, self._pause = [], 0, 0
         else:
+            who = [view.id for view in seqs]
             self._pause = min(REST, 2 * self._pause + 1) if who == self._resting else 1
             self._resting, self._rest = who, self._pause
         return choices

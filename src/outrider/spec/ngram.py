@@ -20,9 +20,11 @@ class NgramIndex:
         self._latest: tuple[dict[tuple[int, ...], int], ...] = tuple({} for _ in SIZES)
         self._earlier: tuple[list[int], ...] = tuple([] for _ in SIZES)  # [i]: where the n-gram that ends at i ended before; -1
         self._place, self._length = -1, 0  # the running match: tokens[_place] would come next, _length tokens agree
+        self._looked = False  # whether candidates were compared since the last token
         self.extend(tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
+        self._looked = False
         for token in tokens:
             if self._place >= 0 and self.tokens[self._place] == token:
                 self._place, self._length = self._place + 1, self._length + 1
@@ -38,10 +40,16 @@ class NgramIndex:
                 earlier.append(latest.get(gram, -1))
                 latest[gram] = end - 1
 
+    def match(self) -> int:
+        """How many tokens of the end were found again (0: no match). A match can be copied from for as long as one likes."""
+        if not self._looked:
+            self._match()
+            self._looked = True
+        return self._length if self._place >= 0 else 0
+
     def propose(self, k: int) -> tuple[list[int], int]:
-        """Up to k tokens that may follow, and how many tokens of the end agreed (0: no match, no tokens)."""
-        self._match()
-        if self._place < 0:
+        """k tokens that may follow, and how many tokens of the end agreed (0: no match, no tokens)."""
+        if not self.match():
             return [], 0
         known = self.tokens
         period = len(known) - self._place  # a copy that reaches the end goes round: the text repeats itself

@@ -76,6 +76,7 @@ class Replay:
 
 
 class Policy(Protocol):
+    def rests(self, ids: Sequence[str]) -> bool: ...
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]: ...
     def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None: ...
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None: ...
@@ -88,6 +89,9 @@ class Fixed:
 
     def __init__(self, drafter: str | None, k: int) -> None:
         self.drafter, self.k = drafter, k
+
+    def rests(self, ids: Sequence[str]) -> bool:
+        return False
 
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
         out = []
@@ -123,7 +127,7 @@ def replay(traces: Sequence[Trace], policy: Policy, cost: CostTable, batch: int 
             running[trace.id] = (trace, 0)
             out.seconds[trace.id], out.tokens[trace.id] = 0.0, len(trace.runs)
         views = [trace.view(position) for trace, position in running.values()]
-        choices = policy.plan(views)
+        choices = [PLAIN] * len(views) if policy.rests(list(running)) else policy.plan(views)
         context = sum(v.context for v in views) // len(views)
         sure = [_confidences(running[v.id], c) for v, c in zip(views, choices, strict=True)]
         ended = [_ended(c, f, policy) for c, f in zip(choices, sure, strict=True)]

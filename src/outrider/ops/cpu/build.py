@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "draft.h", "forward.h", "attend.h", "rows.h", "product.h", "pool.h", "vec.h")
+SOURCES = ("kernels.c", "cycle.h", "draft.h", "forward.h", "attend.h", "rows.h", "product.h", "pool.h", "vec.h")
 ISAS = ("avx512", "avx2", "generic")
 FLAGS = {
     "avx512": ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),

@@ -1,5 +1,5 @@
 /* The library: what Python calls. One translation unit; see build.py for the flags. */
-#include "draft.h"
+#include "cycle.h"
 
 int or_isa(void) {
 #if ISA_AVX512
@@ -11,7 +11,7 @@ int or_isa(void) {
 #endif
 }
 int or_sizes(int which) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft)};
+    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle)};
     return (int)sizes[which];
 }
 

@@ -70,6 +70,15 @@ class CDraft(Structure):
     ]  # fmt: skip
 
 
+class CCycle(Structure):
+    _fields_ = [
+        ("call", CCall), ("head", CWeight),
+        *[(name, c_void_p) for name in ("draft", "taps", "features", "z", "slot", "last", "length", "k", "given", "drafts", "confidence")],
+        *[(name, c_void_p) for name in ("temperature", "hot", "seed", "stop", "drop", "trust", "chosen", "accepted")],
+        *[(name, c_int32) for name in ("seqs", "most", "streams", "shift")], ("cap", c_float),
+    ]  # fmt: skip
+
+
 P, I, F, L = c_void_p, c_int, c_float, c_long
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "or_isa": (I, []),
@@ -91,6 +100,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "or_attend": (I, [P, P, P, P, L, P]),
     "or_forward": (I, [P, P]),
     "or_draft": (I, [P, P]),
+    "or_cycle": (I, [P, P]),
 }
 
 
@@ -100,7 +110,7 @@ def load(isa: str | None = None) -> Any:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft)]
+    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle)]
     assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "lib.py and the headers disagree"
     return lib
 

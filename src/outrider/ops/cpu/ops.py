@@ -170,6 +170,16 @@ class CpuOps(ReferenceOps):
 
         return compile_drafter(self, drafter) or drafter
 
+    def host_cycle(self, model: Any, drafter: Any, store: Any, features: Tensor, taps: tuple[int, ...]) -> Any:
+        """Whole decode cycles in one call (cycle.HostCycle) of a compiled model; None where it was not compiled. `drafter`: an MTP
+        drafter's model; one that was not compiled is left out."""
+        from .cycle import HostCycle
+        from .forward import CompiledDrafter, CompiledModel
+
+        if not isinstance(model, CompiledModel) or features.dtype != torch.float32:
+            return None
+        return HostCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, store, features, taps)
+
     # ---- attention ------------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         positions, rows, half = positions.contiguous(), positions.shape[0], inv_freq.shape[0]

@@ -1,0 +1,158 @@
+/* A whole decode cycle in one call: draft K, verify K + 1, choose, accept, keep what the next draft starts from.
+ * The same regions as or_draft, or_forward, or_logits and or_choose one after the other, so the answers are theirs to the bit; what
+ * is saved is the host's work between them, which runs on cold caches after 100 MB of weights have passed.
+ */
+#pragma once
+#include "draft.h"
+
+int or_forward(Team *team, const Call *call);
+int or_draft(Team *team, const Draft *draft);
+void or_logits(Team *team, const Weight *w, const float *x, int rows, float cap, float *out);
+
+typedef struct {
+    Call call;                     /* the target's stack; of its batch: page size, whole page tables by slot, the cache */
+    Weight head;
+    const Draft *draft;            /* the drafter's round (its batch: the cache alone), or NULL: guesses are given */
+    float *const *taps;            /* [streams] [rows, H] residual streams that the drafter wants beside the hidden state */
+    float *features;               /* [slots, (1 + streams)·H], by slot: in what drafts start from, out what the next will */
+    float *z;                      /* [rows, V] */
+    const int32_t *slot;           /* [B] */
+    const int64_t *last, *length;  /* [B] the newest token and its position */
+    int32_t *k;                    /* [B] in: most tokens to draft; out: as many as were verified */
+    const uint8_t *given;          /* [B] 1: drafts[b] holds k[b] guesses already */
+    int64_t *drafts;               /* [B, most] */
+    float *confidence;             /* [B, most] of what was drafted here */
+    const float *temperature;      /* [B]; 1 where cold */
+    const uint8_t *hot;            /* [B] */
+    const int64_t *seed;           /* [B] */
+    const double *stop, *drop, *trust; /* as in Draft */
+    int64_t *chosen;               /* [rows] the target's own tokens */
+    int32_t *accepted;             /* [B] */
+    int32_t seqs, most, streams, shift; /* shift: of the drafter's constant position */
+    float cap;                     /* of the logits; 0: none */
+} Cycle;
+
+typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; } VerdictJob;
+static void verdict_region(Team *team, int me, void *job) {
+    (void)me;
+    const VerdictJob *j = job;
+    const Cycle *c = j->c;
+    const int n = c->head.n;
+    int lo, hi;
+    while (team_next(team, j->rows, 1, &lo, &hi)) {
+        const int64_t b = j->row_seq[lo];
+        float *z = c->z + (long)lo * n;
+        if (c->hot[b]) for (int i = 0; i < n; i++) z[i] /= c->temperature[b];
+        c->chosen[lo] = choose_row(z, n, c->hot[b], c->seed[b], j->position[lo] + 1, NULL);
+    }
+}
+
+/* Page tables of the sequences `who` of a cycle, gathered: [count, width] for each group. */
+static void gather_tables(Batch *to, const Cycle *c, const int *who, int count, int width, int32_t *at) {
+    for (int g = 0; g < 2; g++) {
+        const int32_t *from = c->call.batch.tables[g];
+        if (!from) continue;
+        for (int i = 0; i < count; i++)
+            memcpy(at + (long)i * width, from + (long)c->slot[who ? who[i] : i] * c->call.batch.width[g], (size_t)width * 4);
+        to->tables[g] = at;
+        to->width[g] = width;
+        at += (long)count * width;
+    }
+}
+
+/* A draft of the sequences that have no guesses. */
+static int cycle_draft(Team *team, Cycle *c, int width) {
+    const int B = c->seqs, H = c->call.stack->hidden, wide = (1 + c->streams) * H;
+    int n = 0, steps = 0, who[B];
+    for (int b = 0; b < B; b++)
+        if (!c->given[b] && c->k[b] > 0) { who[n++] = b; if (c->k[b] > steps) steps = c->k[b]; }
+    if (!n) return 0;
+    Draft d = *c->draft;
+    const size_t floats = (size_t)n * (wide + 1 + steps), longs = (size_t)n * (6 + steps), doubles = 2 * (size_t)n;
+    char *room = malloc(floats * 4 + longs * 8 + doubles * 8 + (size_t)(n + 1 + 2 * n * width) * 4 + n), *at = room;
+    if (!room) return 1;
+    int64_t *last = (int64_t *)at, *seed = last + n, *guess = seed + n, *lengths = guess + n, *position = lengths + n, *row_seq = position + n,
+            *out = row_seq + n;
+    double *stop = (double *)(out + (size_t)n * steps), *drop = stop + n;
+    float *start = (float *)(drop + n), *taps = start + (size_t)n * H, *temperature = taps + (size_t)n * c->streams * H, *sure = temperature + n;
+    int32_t *row_start = (int32_t *)(sure + (size_t)n * steps), *tables = row_start + n + 1;
+    uint8_t *hot = (uint8_t *)(tables + 2 * (size_t)n * width);
+    for (int i = 0; i < n; i++) {
+        const int b = who[i];
+        const float *from = c->features + (long)c->slot[b] * wide;
+        last[i] = c->last[b]; seed[i] = c->seed[b]; hot[i] = c->hot[b]; temperature[i] = c->temperature[b];
+        guess[i] = c->length[b] + 1; position[i] = c->length[b] - 1; row_seq[i] = row_start[i] = i;
+        if (c->trust) { stop[i] = c->stop[b]; drop[i] = c->drop[b]; }
+        memcpy(start + (long)i * H, from, (size_t)H * 4);
+        for (int t = 0; t < c->streams; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * c->streams + t) * H);
+    }
+    row_start[n] = n;
+    Batch *v = &d.call.batch;
+    v->rows = v->seqs = n; v->rope_shift = c->shift;
+    v->positions = position; v->row_seq = row_seq; v->row_start = row_start;
+    gather_tables(v, c, who, n, width, tables);
+    d.steps = steps; d.last = last; d.start = start; d.taps = c->streams ? taps : NULL; d.temperature = temperature; d.hot = hot; d.seed = seed;
+    d.position = guess; d.out = out; d.confidence = sure; d.lengths = lengths;
+    d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
+    memset(sure, 0, (size_t)n * steps * 4); /* steps that do not run */
+    const int failed = or_draft(team, &d);
+    for (int i = 0; i < n && !failed; i++) {
+        const int b = who[i];
+        int k = lengths[i] < c->k[b] ? (int)lengths[i] : c->k[b];
+        for (int j = 0; j < k; j++) {
+            const int64_t token = out[(long)i * steps + j];
+            if (token < 0 || token >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
+            c->drafts[(long)b * c->most + j] = token;
+        }
+        memcpy(c->confidence + (long)b * c->most, sure + (long)i * steps, (size_t)steps * 4);
+        c->k[b] = k;
+    }
+    free(room);
+    return failed;
+}
+
+int or_cycle(Team *team, Cycle *c) {
+    const int B = c->seqs, H = c->call.stack->hidden;
+    int64_t deepest = 0, rows = 0;
+    for (int b = 0; b < B; b++) if (c->length[b] + c->k[b] > deepest) deepest = c->length[b] + c->k[b];
+    const int width = (int)(deepest / c->call.batch.page_size) + 1;
+    if (c->draft && cycle_draft(team, c, width)) return 1;
+    for (int b = 0; b < B; b++) rows += c->k[b] + 1;
+    char *room = malloc((size_t)rows * 3 * 8 + (size_t)(B + 1 + 2 * B * width) * 4);
+    if (!room) return 1;
+    int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows;
+    int32_t *row_start = (int32_t *)(row_seq + rows), *tables = row_start + B + 1;
+    int r = 0;
+    for (int b = 0; b < B; b++) {
+        row_start[b] = r;
+        for (int j = 0; j <= c->k[b]; j++, r++) {
+            ids[r] = j ? c->drafts[(long)b * c->most + j - 1] : c->last[b];
+            positions[r] = c->length[b] + j;
+            row_seq[r] = b;
+        }
+    }
+    row_start[B] = r;
+    Call call = c->call;
+    call.batch.rows = r; call.batch.seqs = B;
+    call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
+    gather_tables(&call.batch, c, NULL, B, width, tables);
+    const int failed = or_forward(team, &call);
+    if (!failed) {
+        or_logits(team, &c->head, call.hidden, r, c->cap, c->z);
+        VerdictJob job = {c, row_seq, positions, r};
+        team_begin(team);
+        team_run(team, verdict_region, &job);
+        team_end(team);
+        for (int b = 0; b < B; b++) {
+            int right = 0;
+            while (right < c->k[b] && c->drafts[(long)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
+            c->accepted[b] = right;
+            const long row = row_start[b] + right;
+            float *to = c->features + (long)c->slot[b] * (1 + c->streams) * H;
+            memcpy(to, call.hidden + row * H, (size_t)H * 4);
+            for (int t = 0; t < c->streams; t++) memcpy(to + (1 + t) * H, c->taps[t] + row * H, (size_t)H * 4);
+        }
+    }
+    free(room);
+    return failed;
+}

@@ -1,0 +1,117 @@
+"""A whole decode cycle of a compiled model in one call of the library (cycle.h): draft, verify, choose, accept.
+
+Between two passes over the weights every line of Python runs on cold caches. A cycle made of single tensor operations loses
+half a millisecond there plainly and more than one with a draft, of four to seven; this loses a tenth of that. It does what
+`engine.cycle` with `verify_coupled` does, to the bit, for requests that ask for nothing but greedy or tempered choosing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int32, c_int64, c_uint8, c_void_p
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...types import MAX_DRAFT
+from .forward import CompiledDrafter, CompiledModel
+from .lib import CCycle
+
+
+class Asked(NamedTuple):
+    """One sequence of a cycle."""
+
+    slot: int
+    last: int  # the newest token
+    length: int  # its position
+    k: int  # most tokens to draft
+    guess: Sequence[int] | None  # k tokens that were guessed elsewhere; None: the drafter's
+    stop: float = 0.0  # see spec.controller.Choice
+    drop: float = 0.0
+
+
+class Told(NamedTuple):
+    k: int  # tokens drafted and verified
+    tokens: list[int]  # emitted: those accepted and the target's next
+    confidence: list[float] | None  # of the drafter's tokens
+
+
+class HostCycle:
+    """`store`: a cache.store.KVStore. `features` [slots, H·(1 + taps)] float32: what a draft starts from, by slot; kept up to date."""
+
+    def __init__(self, model: CompiledModel, drafter: CompiledDrafter | None, store: Any, features: Tensor, taps: Sequence[int]):
+        ops, config = model.ops, model.config
+        self.ops, self.drafter, self.hidden, self.vocab = ops, drafter, config.hidden, config.vocab_size
+        self.layers, self.taps = len(config.layers), tuple(taps)
+        self.keep: list[Any] = [model, store, features]  # what the pointers show
+        pages = ops.pages(store)
+        c = self.c = CCycle(head=ops.c_weight(model.head), streams=len(taps), most=MAX_DRAFT, cap=config.softcap or 0.0)
+        c.features = features.data_ptr()
+        c.call.stack = ctypes.pointer(model.stack.c)
+        batch = c.call.batch
+        batch.page_size, batch.keys, batch.values, batch.kv_dtype = store.spec.page_size, pages.at_keys, pages.at_values, pages.dtype
+        for i, group in enumerate(("full", "sliding")):
+            table = store.tables.get(group)
+            if table is not None:
+                batch.tables[i], batch.width[i] = table.data_ptr(), table.shape[1]
+        if drafter is not None:
+            drafter.c.call.stack = ctypes.pointer(drafter.stack.c)
+            own = drafter.c.call.batch
+            own.page_size, own.keys, own.values, own.kv_dtype = batch.page_size, batch.keys, batch.values, batch.kv_dtype
+            c.draft, c.shift = ctypes.addressof(drafter.c), drafter.shift
+        most = features.shape[0]
+        self.slot, self.k, self.accepted = (c_int32 * most)(), (c_int32 * most)(), (c_int32 * most)()
+        self.last, self.length, self.drafts = (c_int64 * most)(), (c_int64 * most)(), (c_int64 * (most * MAX_DRAFT))()
+        self.given, self.confidence = (c_uint8 * most)(), (c_float * (most * MAX_DRAFT))()
+        self.stop, self.drop, self.trust = (c_double * most)(), (c_double * most)(), (c_double * 16)()
+        for name in ("slot", "k", "accepted", "last", "length", "drafts", "given", "confidence"):
+            setattr(c, name, ctypes.addressof(getattr(self, name)))
+        self.ref = ctypes.byref(c)
+        self.room = 0
+        self.sampling: Any = None
+
+    def _grow(self, rows: int) -> None:
+        self.room = rows = 1 << (rows - 1).bit_length()
+        hidden, z = torch.empty((rows, self.hidden)), torch.empty((rows, self.vocab))
+        streams = [torch.empty((rows, self.hidden)) for _ in self.taps]
+        self.chosen = (c_int64 * rows)()
+        self.tapped = (c_void_p * max(1, len(streams)))(*[s.data_ptr() for s in streams])
+        by_layer: list[int | None] = [None] * self.layers
+        for layer, stream in zip(self.taps, streams):
+            by_layer[layer] = stream.data_ptr()
+        self.by_layer = (c_void_p * self.layers)(*by_layer)
+        self.buffers = [hidden, z, streams]
+        c = self.c
+        c.call.hidden, c.z, c.chosen = hidden.data_ptr(), z.data_ptr(), ctypes.addressof(self.chosen)
+        c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
+
+    def run(self, asked: Sequence[Asked], sampling: Any, trust: Sequence[float] | None) -> list[Told]:
+        """`sampling`: the batch's temperature, hot and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
+        drafts may end themselves."""
+        c, size = self.c, len(asked)
+        slots, lasts, lengths, ks, guesses, stops, drops = zip(*asked)
+        self.slot[:size], self.last[:size], self.length[:size], self.k[:size] = slots, lasts, lengths, ks
+        if sum(ks) + size > self.room:
+            self._grow(sum(ks) + size)
+        if sampling is not self.sampling:
+            self.sampling = sampling
+            c.temperature, c.hot, c.seed = sampling.temperature.data_ptr(), sampling.hot.data_ptr(), sampling.seed.data_ptr()
+        for i, guess in enumerate(guesses):
+            self.given[i] = guess is not None
+            if guess is not None:
+                self.drafts[i * MAX_DRAFT : i * MAX_DRAFT + len(guess)] = guess
+        c.trust = None
+        if trust is not None:
+            self.stop[:size], self.drop[:size], self.trust[:] = stops, drops, trust
+            c.stop, c.drop, c.trust = map(ctypes.addressof, (self.stop, self.drop, self.trust))
+        c.seqs = size
+        if self.ops.lib.or_cycle(self.ops.team, self.ref):
+            raise MemoryError("scratch of a cycle")
+        out, row = [], 0
+        for i, (k, right, guess) in enumerate(zip(self.k[:size], self.accepted[:size], guesses)):
+            sure = self.confidence[i * MAX_DRAFT : i * MAX_DRAFT + ks[i]] if guess is None and ks[i] else None
+            out.append(Told(k, self.chosen[row : row + right + 1], sure))
+            row += k + 1
+        return out
