@@ -1,4 +1,4 @@
-# ruff: noqa: E501, B023
+# ruff: noqa: E501, B023, F821
 """The target's pass on this GPU: tiles and cuts for 1 to 17 rows, then whole plain and verify passes before and after, in one run.
 
     python benchmarks/gpu_target.py [--out FOLDER] [--sections tiles cuts models] [--sizes 31B E4B E2B 26B-A4B 12B] [--seconds 150]
@@ -28,7 +28,8 @@ from gpu_smoke import BEGAN, BF16, RESULTS, _fixed, graph_us, kernel_table, rand
 from outrider.bench.gpu import H200_BYTES_PER_S, SIZES, Rig
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
-from outrider.ops.triton import TritonOps, attention, linear, ops as ops_module
+from outrider.ops.triton import TritonOps, attention, linear
+from outrider.ops.triton import ops as ops_module
 from outrider.ops.triton.attention import Cut
 from outrider.ops.triton.linear import SHARED, Tile, skinny
 from outrider.types import AttnSpec
@@ -61,8 +62,12 @@ def one_row(n: int, k: int, gated: bool) -> list[Tile]:
     now = linear.choose_tile(n, k, gated, 2)
     tiles = {now}
     if gated:
-        tiles |= {replace(now, stages=s) for s in (now.stages - 1, now.stages + 1)} if now.slices == 1 else set()
-        return list(tiles)
+        tiles |= (
+            {Tile(32, 128, 1, 3), Tile(32, 128, 1, 4), Tile(64, 64, 1, 4), Tile(64, 128, 1, 2), Tile(64, 128, 1, 3)} if n > 4096 else set()
+        )
+        return sorted(tiles, key=lambda t: astuple(replace(t, many=None)))
+    if n >= 8192:
+        tiles |= {Tile(32, 128, 1, 6), Tile(64, 128, 1, 4), Tile(128, 64, 1, 5)}
     for bn, bk in ((32, 128), (16, 128), (64, 64)):
         for splits in (1, 2, 3, 4, 6, 8, 12):
             programs = triton.cdiv(n, bn) * splits
@@ -94,14 +99,14 @@ def many_rows(n: int, k: int, gated: bool, base: Tile) -> list[Tile]:
                     warps = 8 if bn * sides >= 128 and programs == 1 else 4
                     st = stages_for(32, bn * sides, bk, programs, span)
                     count = triton.cdiv(n, bn) * base.splits
-                    if 3 <= st and bn * sides <= 256 and count >= 60 * programs and (bk == 128 or bn >= 32) and not (bn == 16 and n > 8192):
+                    if st >= 3 and bn * sides <= 256 and count >= 60 * programs and (bk == 128 or bn >= 32) and not (bn == 16 and n > 8192):
                         out.append(replace(base, many=(bn, bk, st, warps)))
     kept: dict[Any, Tile] = {t.many: t for t in out}
     return list(kept.values())
 
 
-def tiles() -> None:
-    shapes = {s: where for s, where in weight_shapes().items() if "assistant" not in where}
+def tiles(drafters: bool) -> None:
+    shapes = {s: where for s, where in weight_shapes().items() if drafters or "assistant" not in where}
     ops = TritonOps("cuda")
     extra = lambda g, t: dict(gated=g, act="gelu_tanh" if g else "", pdl=True, tile=t)  # noqa: E731
 
@@ -123,7 +128,10 @@ def tiles() -> None:
 
     def weights(n: int, k: int, gated: bool) -> list[torch.Tensor]:
         size = n * k * 2 * (2 if gated else 1)
-        return [torch.empty((n * (2 if gated else 1), k), dtype=BF16, device="cuda").normal_(0, k**-0.5) for _ in range(max(2, min(24, int(400e6 // size))))]
+        return [
+            torch.empty((n * (2 if gated else 1), k), dtype=BF16, device="cuda").normal_(0, k**-0.5)
+            for _ in range(max(2, min(24, int(400e6 // size))))
+        ]
 
     def us(x: torch.Tensor, ws: list[torch.Tensor], gated: bool, tile: Tile) -> float:
         try:
@@ -163,7 +171,9 @@ def tiles() -> None:
         bad = [m for m in (1, 5, 9, 16) if not torch.equal(skinny(x[17 - m :], ws[0], ops.seen, **extra(gated, best)), full[17 - m :])]
         wrong += [(where, best, m) for m in bad]
         floor = n * k * (4 if gated else 2) / H200_BYTES_PER_S * 1e6
-        say(f"{where:20s} {n:6d}x{k:5d}{'g' if gated else ' '} {floor:6.1f} | {u_now:6.2f} {wide_now:6.2f} | {u1:6.2f} {u5:6.2f} {wide:6.2f}  {astuple(best)}")
+        say(
+            f"{where:20s} {n:6d}x{k:5d}{'g' if gated else ' '} {floor:6.1f} | {u_now:6.2f} {wide_now:6.2f} | {u1:6.2f} {u5:6.2f} {wide:6.2f}  {astuple(best)}"
+        )
         RESULTS.setdefault("tiles", []).append(
             dict(where=where, n=n, k=k, gated=gated, now=[u_now, wide_now], us=[u1, u5, wide], best=astuple(best),
                  all=[(round(a, 2), round(b, 2), round(c, 2), astuple(t)) for a, b, c, t in rows])
@@ -183,7 +193,9 @@ def kinds() -> dict[AttnSpec, str]:
     for size, name in SIZES.items():
         for layer in ModelConfig.from_hf(KNOWN[name]).layers:
             a = layer.attn
-            out.setdefault(AttnSpec(a.heads, a.kv_heads, a.head_dim, 0, True, window=a.window), f"{size} {'full' if a.window is None else 'sliding'}")
+            out.setdefault(
+                AttnSpec(a.heads, a.kv_heads, a.head_dim, 0, True, window=a.window), f"{size} {'full' if a.window is None else 'sliding'}"
+            )
     return out
 
 
@@ -224,7 +236,16 @@ def cuts() -> None:
                 for bq, w in queries(packed, cut, spec.head_dim):
                     c = replace(cut, queries=((999, bq, w),))
                     try:
-                        ranked.append(([graph_us(lambda i: attention.attend(qs[spec][r], spec, views[spec][r, ctx], True, c), 16, 3) for ctx in contexts], bq, w))
+                        ranked.append(
+                            (
+                                [
+                                    graph_us(lambda i: attention.attend(qs[spec][r], spec, views[spec][r, ctx], True, c), 16, 3)
+                                    for ctx in contexts
+                                ],
+                                bq,
+                                w,
+                            )
+                        )
                     except Exception as e:
                         say(f"  {label} {c}: {type(e).__name__}: {str(e)[:100]}")
                 if not ranked:
@@ -242,7 +263,9 @@ def cuts() -> None:
         say(f"{label:16s} now {astuple(now)[:5]} {' '.join(f'{u:6.2f}' for u in old)}")
         results.sort(key=lambda r: r[0])
         for _, cut, us in results[:3]:
-            say(f"{label:16s} {astuple(cut)[:5]} {' '.join(f'{us[r, 1024]:6.2f}' for r in rows_of)} | {' '.join(f'{us[r, 4096]:6.2f}' for r in rows_of)} | {cut.queries}")
+            say(
+                f"{label:16s} {astuple(cut)[:5]} {' '.join(f'{us[r, 1024]:6.2f}' for r in rows_of)} | {' '.join(f'{us[r, 4096]:6.2f}' for r in rows_of)} | {cut.queries}"
+            )
         best = results[0][1]
         FOUND["cuts"][spec.heads, spec.kv_heads, spec.head_dim, spec.window] = best
         bad = []
@@ -262,9 +285,13 @@ def cuts() -> None:
 # ---- models ---------------------------------------------------------------------------------------------------------------
 def use(found: bool, saved: tuple[Any, Any]) -> None:
     rule, cut_rule = saved
-    linear.choose_tile = (lambda n, k, g, b: (FOUND["tiles"].get((n, k, bool(g))) if b == 2 else None) or rule(n, k, g, b)) if found else rule
+    linear.choose_tile = (
+        (lambda n, k, g, b: (FOUND["tiles"].get((n, k, bool(g))) if b == 2 else None) or rule(n, k, g, b)) if found else rule
+    )
     attention.choose_cut = (
-        (lambda s, d: (FOUND["cuts"].get((s.heads, s.kv_heads, s.head_dim, s.window)) if d == BF16 else None) or cut_rule(s, d)) if found else cut_rule
+        (lambda s, d: (FOUND["cuts"].get((s.heads, s.kv_heads, s.head_dim, s.window)) if d == BF16 else None) or cut_rule(s, d))
+        if found
+        else cut_rule
     )
 
 
@@ -304,7 +331,15 @@ def models(sizes: list[str], out: Path) -> None:
             return rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: _fixed(last, k)).time(12, 3)
 
         best = (float("inf"), default, False)
-        plans = [(False, (0, 0)), (True, (0, 0)), (True, default), (True, (8 * mib, 4 * mib)), (True, (24 * mib, 16 * mib)), (True, (24 * mib, 0)), (True, (0, 12 * mib))]
+        plans = [
+            (False, (0, 0)),
+            (True, (0, 0)),
+            (True, default),
+            (True, (8 * mib, 4 * mib)),
+            (True, (24 * mib, 16 * mib)),
+            (True, (24 * mib, 0)),
+            (True, (0, 12 * mib)),
+        ]
         for found, soon in plans:
             use(found, saved)
             ops_module.SOON_ATTEND, ops_module.SOON_NORM = soon
@@ -317,7 +352,11 @@ def models(sizes: list[str], out: Path) -> None:
             ops_module.SOON_ATTEND, ops_module.SOON_NORM = soon
             times = {k: ms(k) for k in (0, 4, 8, 16)}
             row[title] = times
-            say(f"{size} {title:6s} AR {times[0]:.3f}, verify 5/9/17 rows", " ".join(f"{times[k]:.3f} (+{(times[k] / times[0] - 1) * 100:.1f} %)" for k in (4, 8, 16)), f"soon {soon[0] // mib}/{soon[1] // mib} MiB")
+            say(
+                f"{size} {title:6s} AR {times[0]:.3f}, verify 5/9/17 rows",
+                " ".join(f"{times[k]:.3f} (+{(times[k] / times[0] - 1) * 100:.1f} %)" for k in (4, 8, 16)),
+                f"soon {soon[0] // mib}/{soon[1] // mib} MiB",
+            )
         plain = rig.graph(seqs, 0, 1024, 1280)
         plain.graph.replay()
         first = plain.logits.clone()
@@ -346,6 +385,7 @@ def main() -> None:
     parser.add_argument("--out", default="runs/gpu_target")
     parser.add_argument("--sections", nargs="+", default=["tiles", "cuts", "models"])
     parser.add_argument("--sizes", nargs="+", default=["31B", "E4B", "E2B", "26B-A4B", "12B"])
+    parser.add_argument("--drafters", action="store_true", help="tiles for the drafters' shapes too")
     parser.add_argument("--seconds", type=float, default=150.0)
     args = parser.parse_args()
     out = Path(args.out)
@@ -353,7 +393,7 @@ def main() -> None:
     LIMIT[0] = args.seconds
     torch.manual_seed(0)
     say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
-    jobs = {"tiles": tiles, "cuts": cuts, "models": lambda: models(args.sizes, out)}
+    jobs = {"tiles": lambda: tiles(args.drafters), "cuts": cuts, "models": lambda: models(args.sizes, out)}
     for section in args.sections:
         say(f"== {section}")
         try:

@@ -120,7 +120,8 @@ def test_pair_and_per_layer(ops: TritonOps) -> None:
     x, w, v = rand(3, 72), rand(72, seed=1), rand(72, seed=2)
     for got, want in zip(ops.rms_norm_pair(x, w, v, 1e-6), REF.rms_norm_pair(x, w, v, 1e-6)):
         near(got, want)
-    ids, table, projected, gain = torch.tensor([5, 0, 9], device=DEVICE), rand(10, 4 * 24, seed=3), rand(3, 4 * 24, seed=4), rand(24, seed=5)
+    ids, table = torch.tensor([5, 0, 9], device=DEVICE), rand(10, 4 * 24, seed=3)
+    projected, gain = rand(3, 4 * 24, seed=4), rand(24, seed=5)
     near(ops.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6), REF.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6))
 
 

@@ -84,9 +84,7 @@ def _split_of(key, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, 
     return tl.where(key < NEAR, key // FINE, beyond)
 
 
-@triton.jit(
-    do_not_specialize=["slots", "table_stride", "soon_rows", "soon_lines", "soon_other"], do_not_specialize_on_alignment=INDEX
-)
+@triton.jit(do_not_specialize=["slots", "table_stride", "soon_rows", "soon_lines", "soon_other"], do_not_specialize_on_alignment=INDEX)
 def attend_kernel(
     q, keys, values, table, positions, row_start, out, part, part_ml,
     soon, soon_rows, soon_lines, soon_width, soon_other, table_stride, page_stride, scale, slots,
@@ -124,7 +122,7 @@ def attend_kernel(
         split_from, split_to = _range(slot, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
         key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
     key_to = tl.where(alive, key_to, 0)
-    if SPLIT:
+    if SPLIT:  # noqa: SIM102
         if PDL:  # noqa: SIM102
             # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
             if (tile == 0) & (key_from < key_to):

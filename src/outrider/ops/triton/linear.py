@@ -206,8 +206,9 @@ def skinny(
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
         BM=bm, BN=tile.bn, BK=tile.bk, SLICES=tile.slices, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None,
-        SOFTCAP=softcap is not None, EVEN=k % chunk == 0 and span % chunk == 0, SPLITS=splits, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
-        PDL=pdl, AHEAD=ahead if pdl and w.element_size() == 2 else 0, LATE=pdl and w.numel() * w.element_size() >= late,
+        SOFTCAP=softcap is not None, EVEN=k % chunk == 0 and span % chunk == 0, SPLITS=splits,
+        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", PDL=pdl,
+        AHEAD=ahead if pdl and w.element_size() == 2 else 0, LATE=pdl and w.numel() * w.element_size() >= late,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

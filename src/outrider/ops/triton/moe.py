@@ -157,7 +157,9 @@ class Beside:
     eps: float
 
 
-def experts(z: Tensor, x: Tensor, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str, pdl: bool, beside: Beside | None = None) -> Tensor:
+def experts(
+    z: Tensor, x: Tensor, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str, pdl: bool, beside: Beside | None = None
+) -> Tensor:
     """z [R, E] float32 router logits; x [R, H] -> [R, H]."""
     rows, hidden = x.shape
     count, inner, pairs = down.shape[0], down.shape[2], rows * top_k
