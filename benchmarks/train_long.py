@@ -20,12 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from train_common import BEGAN, DEVICE, DTYPE, bench_answers, brief, give, note, say
-from train_tune import HELDOUT, SCALES, answer, empty_cache
+from train_tune import HELDOUT, answer, drawn_states, empty_cache
 
 from outrider.train import run
-from outrider.train.clusters import cluster_means, likely_together
+from outrider.train.clusters import cluster_means, cluster_of, fit_centroids, likely_together
 from outrider.train.data import Sequences, load_folder
-from outrider.train.evaluate import Head, matches, states, summary
+from outrider.train.evaluate import Head, matches, summary
 from outrider.train.export import save_drafter
 from outrider.train.generate import Answering
 from outrider.train.losses import LossMix
@@ -39,6 +39,7 @@ CATEGORIES = {
 }  # fmt: skip
 SHARE_WARM = 0.15  # of the carried answers at T = 0.8 that are trained on
 EARLY = 64  # tokens of an answer that count as its beginning
+SCALES = (1.0, 1.06, 1.12, 1.2)  # the drafter's logits times this
 
 
 def seconds() -> float:
@@ -118,15 +119,18 @@ def held_out(target: run.Target, net: DraftNet, cold: Sequences, hot: Sequences,
             "acceptance_by_position": greedy["acceptance_by_position"]}  # fmt: skip
 
 
-@torch.no_grad()
-def recluster(target: run.Target, net: DraftNet, data: Sequences, count: int) -> None:
-    """Clusters of tokens that are likely in the same places; their centroids learn from their means in what follows."""
+def recluster(target: run.Target, net: DraftNet, data: Sequences, count: int, steps: int) -> None:
+    """Clusters of tokens that are likely in the same places; their centroids are fitted to drawn tokens before they learn along."""
     weights = {k: v.detach() for k, v in net.cast(DTYPE).items()}
     few = data.select(np.random.default_rng(3).permutation(len(data))[:count])
-    g, _ = states(target.model, net, weights, Head(target.model.head), few, 2)
-    order = likely_together(g, target.model.head, net.config.clusters)
-    net.weight("token_ordering").copy_(order)
-    net.weight("centroids").copy_(cluster_means(target.model.head, order, net.config.clusters))
+    g, token = drawn_states(target, net, weights, few, True)
+    clusters = net.config.clusters
+    order = likely_together(g[:: max(1, g.shape[0] // 300_000)], target.model.head, clusters)
+    means = cluster_means(target.model.head, order, clusters)
+    fitted = fit_centroids(g, cluster_of(order, clusters)[token], means, steps, 1e-2, 16384)
+    with torch.no_grad():
+        net.weight("token_ordering").copy_(order)
+        net.weight("centroids").copy_(fitted)
     say(f"vocabulary clustered anew from {g.shape[0]} states")
 
 
@@ -150,10 +154,12 @@ def long(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) ->
     say(f"training on {len(hot)} T = 1, {len(cold)} + {len(data.cold)} greedy, {len(data.warm)} T = 0.8: {mixed.answer_tokens} tokens")
     say(f"held out, before: {short(held_out(target, net, data.aside, hot_aside, None))}")
     if args.recluster:
-        recluster(target, net, hot, args.cluster_sequences)
+        recluster(target, net, hot, args.cluster_sequences, args.cluster_steps)
+        empty_cache()
+        say(f"held out, new clusters: {short(held_out(target, net, data.aside, hot_aside, None))}")
 
     settings = TrainSettings(
-        minutes=max(1.0, args.budget - args.reserve - seconds()) / 60, survival=0.7, loss=LossMix.parse(args.tune_loss),
+        minutes=max(1.0, args.budget - args.reserve - seconds()) / 60, survival=0.7, loss=LossMix.parse(args.hot_loss),
         greedy_loss=LossMix.parse(args.greedy_loss), lr=args.long_lr, warmup=100, hold=0.1, final=0.0, log_every=50, seed=11,
         cluster_pull=args.cluster_pull, four_bits_from=args.four_bits_from, average=0.995, eval_every=args.eval_every,
     )  # fmt: skip

@@ -33,7 +33,7 @@ from train_tune import tune
 
 from outrider.models.config import ModelConfig
 from outrider.train import run
-from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, recall_curve
+from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, likely_together, recall_curve
 from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch
 from outrider.train.evaluate import Head, states
 from outrider.train.generate import Answerer, Answering, answer_all
@@ -51,6 +51,7 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
     from outrider.train.capture import DenseOps, capture, causal_attention
     from outrider.train.head_kernel import head_terms
     from outrider.train.losses import Teacher, row_terms
+    from outrider.train.net import rotate
     from outrider.weights.load import dummy_weights
 
     g = torch.Generator(device=DEVICE).manual_seed(0)
@@ -72,6 +73,12 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
     i, j = torch.arange(60, 160, device=DEVICE)[:, None], torch.arange(160, device=DEVICE)[None]
     wrong = (causal_attention(q, k, v, 0.125) - sdpa(q, k, v, attn_mask=j <= i, scale=0.125)).abs().max()
     say(f"lower-right attention: off by {float(wrong):.2e}")
+    x, turned = q.transpose(1, 2).requires_grad_(), torch.rand(100, 1, 32, device=DEVICE, generator=g)
+    made, want_made = rotate(x, turned.cos(), turned.sin()), rotate(x.detach().cpu(), turned.cos().cpu(), turned.sin().cpu())
+    made.backward(made.detach())  # turning back what was turned gives x
+    assert x.grad is not None
+    off, back = (made.detach().cpu() - want_made).abs().max(), (x.grad - x).abs().max()
+    say(f"rotation: off by {float(off):.2e}, its gradient by {float(back):.2e}")
 
     shape = dict(
         model_type="llama", hidden_size=576, num_attention_heads=9, num_key_value_heads=3, num_hidden_layers=30, intermediate_size=1536,
@@ -101,7 +108,8 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
     data = Sequences.of(rows_, [len(p) for p in prompts], range(3000), [True] * 3000, 49152)
     target = run.Target(model, config, None, "dummy")  # type: ignore[arg-type]
     net = build_net(target, data, {})
-    trainer = Trainer(model, net, data, TrainSettings(steps=30, log_every=10), log=lambda row: say(json.dumps(row)))
+    settings = TrainSettings(steps=30, log_every=10, four_bits_from=0.5, average=0.9, greedy_loss=LossMix(0.5, 0.5, 0.5))
+    trainer = Trainer(model, net, data, settings, log=lambda row: say(json.dumps(row)))
     trainer.run()
     batch = make_batch(data, plan_epoch(data, 16384, 65536, 0, 0)[0], 5).to(DEVICE)
 
@@ -127,6 +135,8 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
 
     timed("update", whole_step)
     few = data.select(np.arange(300))
+    some = torch.randn(20000, 576, device=DEVICE, dtype=DTYPE, generator=g)
+    timed("clusters by use", lambda: likely_together(some, model.head, 1024), 1)
     timed("evaluation of 300 answers", lambda: score(target, net, few, None, 8), 1)
     say(f"memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 
@@ -388,6 +398,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--hot", type=int, default=46000, help="long: prompts answered at T = 1")
     p.add_argument("--cold", type=int, default=18000, help="long: prompts answered greedily")
     p.add_argument("--long-lr", type=float, default=1.5e-3)
+    p.add_argument("--hot-loss", default="soft=0.3,tv=1")
     p.add_argument("--greedy-loss", default="soft=0.5,tv=0.5,hard=0.5")
     p.add_argument("--cluster-pull", type=float, default=0.1)
     p.add_argument("--four-bits-from", type=float, default=0.5)

@@ -56,4 +56,5 @@ class Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, up: Tensor) -> Any:  # type: ignore[override]
-        return turn(up, *ctx.saved_tensors, -1.0), None, None  # a rotation's transpose turns back
+        cos, sin = ctx.saved_tensors
+        return turn(up, cos, sin, -1.0), None, None  # a rotation's transpose turns back

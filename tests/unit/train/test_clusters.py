@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.train.clusters import Recall, balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
+from outrider.train.clusters import (
+    Recall,
+    balanced_kmeans,
+    choose_top,
+    cluster_loss,
+    cluster_of,
+    fit_centroids,
+    likely_together,
+    recall_curve,
+)
 from outrider.types import OutriderError
 
 
@@ -70,3 +79,32 @@ def test_the_cheapest_good_top_is_chosen() -> None:
     assert choose_top(curve, 0.9999).top == 4  # the best of those allowed
     with pytest.raises(OutriderError, match="more clusters"):
         choose_top(curve[-1:], 0.9)
+
+
+def test_clusters_by_use_hold_more_of_a_draw() -> None:
+    """Catches: profiles of the wrong axis, bands that lose or repeat tokens. Tokens used together need not look alike."""
+    r = torch.Generator().manual_seed(0)
+    topics, vocab, clusters = 8, 128, 16
+    topic = torch.randint(topics, (vocab,), generator=r)
+    head = torch.cat((torch.randn(vocab, 24, generator=r), 3 * torch.nn.functional.one_hot(topic, topics).float()), 1)
+    g = torch.cat((torch.zeros(400, 24), 2 * torch.nn.functional.one_hot(torch.randint(topics, (400,), generator=r), topics).float()), 1)
+    q = (g @ head.T).softmax(-1)
+
+    def held(order: torch.Tensor) -> float:
+        return float(q[:, order].view(400, clusters, -1).sum(-1).topk(3).values.sum(-1).mean())
+
+    order = likely_together(g, head, clusters, bands=(2,), width=64)
+    assert torch.equal(order.sort().values, torch.arange(vocab))
+    assert held(order) > held(balanced_kmeans(head, clusters)[0]) + 0.02
+
+
+def test_a_pull_reaches_the_drafter() -> None:
+    g, c, label = torch.randn(5, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True), torch.tensor([0, 1, 2, 0, 1])
+    cluster_loss(g, c, label).backward()
+    assert g.grad is None and c.grad is not None
+    cluster_loss(g, c, label, 1.0).backward()
+    assert g.grad is not None
+    whole = g.grad.clone()
+    g.grad = None
+    cluster_loss(g, c, label, 0.25).backward()
+    torch.testing.assert_close(g.grad, 0.25 * whole)

@@ -36,3 +36,9 @@ def test_dear_drafts_mean_short_drafts() -> None:
     per = {k: 1 + sum(0.7**i for i in range(1, k + 1)) for k in range(1, 17)}
     ks = [best_k(per, cost) for cost in (0.0, 0.05, 0.2, 1.0)]
     assert ks == sorted(ks, reverse=True) and ks[0] > ks[-1] == 1
+
+
+def test_acceptance_given_the_drafts_before() -> None:
+    right = [np.array([2, 0, 0, 1, 0])]  # cycles: 2 accepted of 2; 1 of 2 (the end)
+    result = summary(right, ["a"], most=2, at=1)
+    assert result["acceptance_given_before"] == [1.0, 0.5]
