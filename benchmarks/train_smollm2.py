@@ -74,10 +74,10 @@ def selftest(args: argparse.Namespace, out: Path, keep: Path) -> None:
     wrong = (causal_attention(q, k, v, 0.125) - sdpa(q, k, v, attn_mask=j <= i, scale=0.125)).abs().max()
     say(f"lower-right attention: off by {float(wrong):.2e}")
     x, turned = q.transpose(1, 2).requires_grad_(), torch.rand(100, 1, 32, device=DEVICE, generator=g)
-    made, want_made = rotate(x, turned.cos(), turned.sin()), rotate(x.detach().cpu(), turned.cos().cpu(), turned.sin().cpu())
-    made.backward(made.detach())  # turning back what was turned gives x
+    spun, want_spun = rotate(x, turned.cos(), turned.sin()), rotate(x.detach().cpu(), turned.cos().cpu(), turned.sin().cpu())
+    spun.backward(spun.detach())  # turning back what was turned gives x
     assert x.grad is not None
-    off, back = (made.detach().cpu() - want_made).abs().max(), (x.grad - x).abs().max()
+    off, back = (spun.detach().cpu() - want_spun).abs().max(), (x.grad - x).abs().max()
     say(f"rotation: off by {float(off):.2e}, its gradient by {float(back):.2e}")
 
     shape = dict(

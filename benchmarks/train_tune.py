@@ -9,6 +9,7 @@ temperature of the drafter's own distribution is chosen on held-out answers, and
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import time
 from dataclasses import asdict, replace
@@ -37,6 +38,7 @@ SCALES = (0.9, 1.0, 1.1, 1.2)  # the drafter's logits times this
 
 
 def empty_cache() -> None:
+    gc.collect()
     if DEVICE.type == "cuda":
         torch.cuda.empty_cache()
 
