@@ -34,8 +34,16 @@ from outrider.types import SamplingParams
 LAYERS = {"E2B": 10, "E4B": 12, "12B": 6, "26B-A4B": 6, "31B": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "bf16": {}, "int8": dict(narrow=True), "bf16 16 warps": dict(warps=16), "int8 16 warps": dict(narrow=True, warps=16),
-    "bf16 half tiles": dict(elements=8192), "int8 half tiles": dict(narrow=True, elements=16384), "bf16 ahead 2": dict(ahead=2),
+    "bf16 half tiles": dict(elements=8192), "int8 half tiles": dict(narrow=True, elements=16384), "probe": dict(probe=512),
+    "probe int8": dict(narrow=True, probe=512),
 }  # fmt: skip
+TRIED = {  # each takes seconds to compile
+    "E2B": ("bf16", "int8", "bf16 16 warps", "probe"),
+    "31B": tuple(VARIANTS),
+    "12B": ("bf16", "int8"),
+    "E4B": ("bf16", "int8"),
+    "26B-A4B": ("bf16",),
+}
 RESULTS: dict[str, Any] = {}
 BEGAN = time.perf_counter()
 COLD = SamplingParams()
@@ -81,7 +89,12 @@ def parity(rig: Rig, fused: FusedDrafter, batch: DraftBatch, steps: int) -> dict
             there = torch.ones_like(at, dtype=torch.bool) if ids is None else (ids == token[:, None]).any(1)
             gap = (z.amax(1) - z.gather(1, at[:, None])[:, 0]) / z.std(1)
             short = max(short, float(torch.where(there, gap, 9.0).max()))
-    return {"short": round(short, 4), "same": f"{same}/{tokens.numel()}", "stable": bool(torch.equal(tokens, again)), "alarm": alarmed(fused)}
+    return {
+        "short": round(short, 4),
+        "same": round(same / tokens.numel(), 3),
+        "stable": bool(torch.equal(tokens, again)),
+        "alarm": alarmed(fused),
+    }
 
 
 class Clock:
@@ -149,9 +162,7 @@ def one_size(size: str, clock: Clock, deadline: float, out: Path) -> None:
         assert unsupported(model) is None, unsupported(model)
         seqs = rig.open(8, 4096, 128)
         began = time.perf_counter()
-        names = list(VARIANTS) if size in ("E2B", "31B") else ["bf16", "int8"]
-        made = {name: FusedDrafter(model, **VARIANTS[name]) for name in names}
-        made["probe"], made["probe int8"] = FusedDrafter(model, probe=512), FusedDrafter(model, narrow=True, probe=512)
+        made = {name: FusedDrafter(model, **VARIANTS[name]) for name in TRIED[size]}
         batch = batch_of(rig, seqs, 300, [COLD])
 
         def compile_one(fused: FusedDrafter) -> None:
@@ -170,24 +181,43 @@ def one_size(size: str, clock: Clock, deadline: float, out: Path) -> None:
         for name, limit in (("bf16", 0.05), ("int8", 0.3)):
             if name not in made:
                 continue
-            for n, context, params in ((1, 256, COLD), (1, 1024, COLD), (1, 4096, COLD), (2, 1024, COLD), (8, 1024, COLD), (1, 1024, WARM), (2, 300, WARM)):
+            for n, context, params in (
+                (1, 256, COLD),
+                (1, 1024, COLD),
+                (1, 4096, COLD),
+                (2, 1024, COLD),
+                (8, 1024, COLD),
+                (1, 1024, WARM),
+                (2, 300, WARM),
+            ):
                 got = parity(rig, made[name], batch_of(rig, seqs, context, [params] * n), 6)
-                good = got["short"] <= limit and got["stable"] and not got["alarm"]
-                row.setdefault("parity", []).append({"name": name, "batch": n, "context": context, "hot": params is WARM, "ok": good, **got})
-                say(f"  {'ok  ' if good else 'FAIL'} {size} {name} batch {n} context {context}{' with noise' if params is WARM else ''}: {got}")
+                least = (
+                    0.7 if name == "bf16" else 0.3
+                )  # near ties may fall otherwise, and a draft that leaves the other's path stays off it
+                good = got["short"] <= limit and got["same"] >= least and got["stable"] and not got["alarm"]
+                row.setdefault("parity", []).append(
+                    {"name": name, "batch": n, "context": context, "hot": params is WARM, "ok": good, **got}
+                )
+                say(
+                    f"  {'ok  ' if good else 'FAIL'} {size} {name} batch {n} context {context}{' with noise' if params is WARM else ''}: {got}"
+                )
         old = rig.drafter
         for context, k in ((1024, 4), (1024, 16), (256, 4), (4096, 4)):
             batch = batch_of(rig, seqs, context, [COLD])
             line = {"old": clock.us(lambda batch=batch, k=k: old.propose(batch, k)) / k}
             for name, fused in made.items():
-                if name.startswith("probe") or (context, k) != (1024, 16) and name not in ("bf16", "int8"):
+                if name.startswith("probe") or ((context, k) != (1024, 16) and name not in ("bf16", "int8")):
                     continue
                 if time.perf_counter() - BEGAN > deadline and name not in ("bf16", "int8"):
                     continue
                 new = MTPDrafter(fused, rig.model)
                 line[name] = clock.us(lambda new=new, batch=batch, k=k: new.propose(batch, k)) / k
             row[f"us a step, context {context}, K {k}"] = line
-            say(f"  {size} context {context} K {k}: us a step", {n: round(v, 1) for n, v in line.items()}, "ALARM" if any(alarmed(f) for f in made.values()) else "")
+            say(
+                f"  {size} context {context} K {k}: us a step",
+                {n: round(v, 1) for n, v in line.items()},
+                "ALARM" if any(alarmed(f) for f in made.values()) else "",
+            )
         batch2 = batch_of(rig, seqs, 1024, [COLD] * 2)
         line = {"old": clock.us(lambda: old.propose(batch2, 4)) / 4}
         for name in ("bf16", "int8"):
@@ -216,7 +246,10 @@ def cycles(size: str) -> None:
     try:
         seqs, old = rig.open(1, 1024, 128), rig.drafter
         row: dict[str, Any] = {"ar": rig.graph(seqs, 0, 1024, 1280).time()}
-        for name, drafter in (("old", old), *((n, MTPDrafter(FusedDrafter(old.model, **VARIANTS[n]), rig.model)) for n in ("bf16", "int8"))):
+        for name, drafter in (
+            ("old", old),
+            *((n, MTPDrafter(FusedDrafter(old.model, **VARIANTS[n]), rig.model)) for n in ("bf16", "int8")),
+        ):
             rig.drafter = drafter
             for k in (4, 8, 16):
                 row[f"{name} {k}"] = rig.graph(seqs, k, 1024, 1280).time() / row["ar"]
@@ -246,7 +279,13 @@ def main() -> None:
             RESULTS.setdefault("failed", []).append({"job": str(job[1][0]), "error": traceback.format_exc()})
         collect()
     (out / "draft.json").write_text(json.dumps(RESULTS, indent=1, default=str))
-    bad = [f"{s} {p['name']} {p['batch']}@{p['context']}" for s, r in RESULTS.items() if isinstance(r, dict) for p in r.get("parity", []) if not p["ok"]]
+    bad = [
+        f"{s} {p['name']} {p['batch']}@{p['context']}"
+        for s, r in RESULTS.items()
+        if isinstance(r, dict)
+        for p in r.get("parity", [])
+        if not p["ok"]
+    ]
     say("FAILED:" if bad or "failed" in RESULTS else "all checks passed", *bad, *(f["job"] for f in RESULTS.get("failed", [])))
 
 

@@ -17,9 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .draft_kernel import (
-    attend_phase, best_token, cluster_phase, down_phase, gate_phase, head_phase, out_phase, pre_phase, q_phase, sync,
-)  # fmt: skip
+from .draft_kernel import attend_phase, best_token, cluster_phase, down_phase, gate_phase, head_phase, out_phase, pre_phase, q_phase, sync
 
 LOG2E = 1.4426950408889634
 SPINS = 1 << 22  # a second or two: a program that never comes must not hang the device
@@ -117,13 +115,13 @@ def round_kernel(
         tick = base + (step - from_step) * END
         if first == 0:
             spins = pre_phase(
-                w, ws, table, features, feature_stride, newest, out, scratch, ids, step, steps, batch, table_scale, tick, spins, counter, probe,
-                H, HB, R, BK, 0, MG, BV, STRIDE, Q8, G, SYNC, PROBE,
+                w, ws, table, features, feature_stride, newest, out, scratch, ids, step, steps, batch, table_scale, tick, spins, counter,
+                probe, H, HB, R, BK, 0, MG, BV, STRIDE, Q8, G, SYNC, PROBE,
             )  # fmt: skip
         spins = layer_run(
             w + RUN_A, ws + ROWS_A, norms + H, keys_a, values_a, tables_a, stride_a, page_stride_a, positions, cos_a, sin_a, scratch,
-            batch, tick, first, last, spins, counter, probe, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A, SCALE_A, S_A, KEYS_A,
-            PAGE, ELEMENTS, ACTIVATION, CUTS, 0, X0, X1, Q, P, ML, YP, ACT, Y, EPS, STRIDE, Q8, G, SYNC, PROBE,
+            batch, tick, first, last, spins, counter, probe, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A, SCALE_A, S_A,
+            KEYS_A, PAGE, ELEMENTS, ACTIVATION, CUTS, 0, X0, X1, Q, P, ML, YP, ACT, Y, EPS, STRIDE, Q8, G, SYNC, PROBE,
         )  # fmt: skip
         if COUNT_B > 0:
             spins = layer_run(
@@ -151,7 +149,8 @@ def round_kernel(
                 spins = cluster_phase(
                     head, head_s, cluster_ids, last_norms, norms, scratch, ids, temperature, hot, seed, position, step, batch,
                     tick + HEAD + 1, spins, counter, probe, H, CLUSTERS, SIZE, TOP, CLUSTERS // CUTS if CLUSTERS >= CUTS else 1,
-                    512 if CLUSTERS > 512 else CLUSTERS, 2 * BN_HEAD if 2 * BN_HEAD < SIZE else SIZE, X1, Y, C, BV, EPS, STRIDE, Q8, G, SYNC, PROBE,
+                    512 if CLUSTERS > 512 else CLUSTERS, 2 * BN_HEAD if 2 * BN_HEAD < SIZE else SIZE, X1, Y, C, BV, EPS, STRIDE, Q8, G,
+                    SYNC, PROBE,
                 )  # fmt: skip
     if last > END:
         tick = base + (to_step - from_step) * END
@@ -247,7 +246,9 @@ class FusedDrafter:
         heads, splits = max(r.spec.heads for r in self.runs), max(r.spec.heads * r.splits for r in self.runs)
         wide = max(r.spec.heads * r.spec.head_dim for r in self.runs)
         parts = max(r.spec.heads * r.splits * r.spec.head_dim for r in self.runs)
-        sizes = dict(X=h, X0=h, X1=h, MG=h, Q=wide, P=parts, ML=2 * splits, YP=heads * h, ACT=inter, Y=h, C=max(16, config.clusters), BV=256)
+        sizes = dict(
+            X=h, X0=h, X1=h, MG=h, Q=wide, P=parts, ML=2 * splits, YP=heads * h, ACT=inter, Y=h, C=max(16, config.clusters), BV=256,
+        )  # fmt: skip
         at, offsets = 0, {}
         for name, size in sizes.items():
             offsets[name] = at
@@ -260,8 +261,9 @@ class FusedDrafter:
         self.probe = torch.zeros((programs, max(1, probe), 2), dtype=torch.int64, device=device)
         self.constants: dict[str, Any] = dict(
             H=h, HB=config.backbone_hidden, INTER=inter, VOCAB=config.vocab_size, CLUSTERS=config.clusters, TOP=config.cluster_top,
-            ELEMENTS=max(2 * h, elements or (32768 if narrow else 16384)), AHEAD=ahead, NORMS=self.norm_stride, ACTIVATION=config.activation,
-            EPS=config.norm_eps, CUTS=cuts, STRIDE=at, Q8=narrow, G=programs, SYNC=self.sync, PROBE=probe, SPINS=SPINS, **offsets,
+            ELEMENTS=max(2 * h, elements or (32768 if narrow else 16384)), AHEAD=ahead, NORMS=self.norm_stride,
+            ACTIVATION=config.activation, EPS=config.norm_eps, CUTS=cuts, STRIDE=at, Q8=narrow, G=programs,
+            SYNC=self.sync, PROBE=probe, SPINS=SPINS, **offsets,
         )  # fmt: skip
         for name, run in zip("AB", [*self.runs, *self.runs]):
             s = run.spec
@@ -305,7 +307,7 @@ class FusedDrafter:
                 replace(b, qkv=layers[4 * i], out=layers[4 * i + 1], gate_up=layers[4 * i + 2], down=layers[4 * i + 3])
                 for i, b in enumerate(drafter.blocks)
             ]
-        head = drafter.head.reshape(-1, h)
+        head: Tensor = drafter.head.reshape(-1, h)
         self.head, self.head_factors = narrowed(head) if narrow else (head, self.factors)
         self.cluster_ids = drafter.cluster_ids.to(torch.int32).contiguous() if config.clusters else self.factors
         dim = max(b.spec.head_dim for b in drafter.blocks)
@@ -344,8 +346,8 @@ class FusedDrafter:
         def launch(from_step: int, to_step: int, first: int, end: int) -> None:
             round_kernel[(self.programs,)](
                 self.flat, self.factors, self.norms, self.head, self.head_factors, self.cluster_ids, self.target.table, features, last, out,
-                self.scratch, self.ids, self.counter, self.epochs, self.probe, *parts, kv.positions, temperature, hot.view(torch.uint8), seed,
-                position, self.table_scale, features.stride(0), *strides, *pages, size, steps, from_step, to_step, first, end,
+                self.scratch, self.ids, self.counter, self.epochs, self.probe, *parts, kv.positions, temperature, hot.view(torch.uint8),
+                seed, position, self.table_scale, features.stride(0), *strides, *pages, size, steps, from_step, to_step, first, end,
                 PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
             )  # fmt: skip
 

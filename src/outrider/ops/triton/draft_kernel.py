@@ -235,9 +235,9 @@ def span(position, split, S: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexp
 
 @triton.jit
 def attend_phase(
-    keys, values, tables, table_stride, page_stride, positions, cos, sin, q_norm, s0, batch, tick, spins, counter, probe, SCALE: tl.constexpr,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr, BN: tl.constexpr,
-    PAGE: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr, EPS: tl.constexpr,
+    keys, values, tables, table_stride, page_stride, positions, cos, sin, q_norm, s0, batch, tick, spins, counter, probe,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one K/V head over one split of the keys a unit."""
@@ -334,7 +334,7 @@ def out_phase(
     for u in range(pid, UNITS * batch, G):
         b, head, row = u // UNITS, u % UNITS // TILES, u % TILES * R
         s = s0 + b * STRIDE
-        lo, hi, each = span(tl.load(positions + b).to(tl.int32), 0, S, WINDOW, KEYS)
+        lo, _, each = span(tl.load(positions + b).to(tl.int32), 0, S, WINDOW, KEYS)
         used = tl.cdiv(tl.load(positions + b).to(tl.int32) + 1 - lo, each)
         i = tl.arange(0, SP)
         ml = s + ML + head * S * 2
@@ -363,8 +363,8 @@ def out_phase(
 @triton.jit
 def gate_phase(
     w, ws, norms, s0, batch, tick, spins, counter, probe,
-    H: tl.constexpr, HEADS: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, CH: tl.constexpr, ACTIVATION: tl.constexpr,
-    X0: tl.constexpr, X1: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, HEADS: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, BN: tl.constexpr, CH: tl.constexpr,
+    ACTIVATION: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, Q8: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """x1 = x0 + norm(sum of the out product); act(gate · norm(x1)) * (up · norm(x1))."""
@@ -482,8 +482,8 @@ def head_phase(
 @triton.jit
 def cluster_phase(
     head, head_s, cluster_ids, norms, final_norm, s0, ids, temperature, hot, seed, position, step, batch, tick, spins, counter, probe,
-    H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr, BN: tl.constexpr,
-    X1: tl.constexpr, Y: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr,
+    BN: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, Q8: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """Every program looks which of its SOME clusters are among the TOP best (as many as are beaten by fewer than TOP), and
