@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..models.config import ModelConfig
+from ..ops.cpu.memory import Arena
 from ..types import GroupName, KVView
 from .pages import Group, OutOfPages, SeqPages
 from .prefix import PrefixCache
@@ -59,13 +60,14 @@ class KVStore:
                 bound = -(-(window + spec.chunk) // ps) + 2  # pages a sequence can hold at once
                 per_slot = min(per_slot + spec.slots, spec.slots * bound * 2)  # twice: room for shared prefixes
             self.groups[name] = Group(per_slot + 1, ps, window)
+        arena = Arena() if self.device.type == "cpu" else None  # fresh pages are zero; huge ones spare a walk of the page table each 4 KiB
+        zeros = lambda shape, dtype: arena.empty(shape, dtype) if arena else torch.zeros(shape, dtype=dtype, device=self.device)  # noqa: E731
         self.keys: list[Tensor | None] = [None] * len(config.layers)
         self.values: list[Tensor | None] = [None] * len(config.layers)
         for i in config.kv_layers:
             attn = config.layers[i].attn
             shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, attn.head_dim)
-            self.keys[i] = torch.zeros(shape, dtype=dtype, device=self.device)
-            self.values[i] = torch.zeros(shape, dtype=dtype, device=self.device)
+            self.keys[i], self.values[i] = zeros(shape, dtype), zeros(shape, dtype)
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
         # One row more than slots: it stays on the scratch page, for rows that fill up a batch.
         self.tables: dict[GroupName, Tensor] = {

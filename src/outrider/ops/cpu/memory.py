@@ -35,7 +35,7 @@ class Arena:
             return torch.empty(shape, dtype=dtype)
         if self.block is None or self.at + size > self.end:
             length = -(-(size + HUGE) // BLOCK) * BLOCK
-            self.block = torch.frombuffer(mmap.mmap(-1, length), dtype=torch.uint8)
+            self.block = torch.frombuffer(mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
             address = self.block.data_ptr()
             self.at, self.end = -address % HUGE, length
             advise(address, length)
