@@ -13,7 +13,35 @@ from ..types import MAX_DRAFT
 GLOBAL_WEIGHT = 4.0  # how many observations the card's prior is worth
 GLOBAL_KEEP = 0.995  # forgetting, per observation of a position
 BINS = 16  # of drafter confidence
+SURE_AFTER = 64  # judged confidences before a draft may end by them, where no card says how they are to be taken
 MOST = 0.99  # no estimate above: a certain success would hide the cost of being wrong
+CARD_WEIGHT = 24.0  # judged tokens a bin of the card's trust is worth
+KEEP_CYCLES = 0.995  # forgetting, per cycle that drafted
+
+
+class Yield:
+    """What drafts that end themselves bring: means over cycles of tokens emitted, tokens verified and tokens drafted,
+    exponentially weighted. Lengths and not seconds are kept: what they cost is the table's to say, and it may change its mind."""
+
+    __slots__ = ("cycles", "drafted", "made", "verified")
+
+    def __init__(self, made: float = 0.0, verified: float = 0.0, drafted: float = 0.0, cycles: float = 0.0) -> None:
+        self.made, self.verified, self.drafted, self.cycles = made * cycles, verified * cycles, drafted * cycles, cycles
+
+    def add(self, made: int, verified: int, drafted: int, keep: float) -> None:
+        self.made = self.made * keep + made
+        self.verified = self.verified * keep + verified
+        self.drafted = self.drafted * keep + drafted
+        self.cycles = self.cycles * keep + 1.0
+
+    def beside(self, prior: Yield, weight: float) -> tuple[float, float, float]:
+        """The means, the prior counted like `weight` cycles."""
+        share, cycles = weight / prior.cycles, self.cycles + weight
+        return (
+            (self.made + share * prior.made) / cycles,
+            (self.verified + share * prior.verified) / cycles,
+            (self.drafted + share * prior.drafted) / cycles,
+        )
 
 
 class Arm:
@@ -56,21 +84,24 @@ class Arm:
 class Source:
     """What all requests taught about one source of drafts: a drafter, or the n-gram drafter at one range of match lengths."""
 
-    __slots__ = ("a", "accepted", "arm", "bins", "judged", "length", "next", "prior", "stale", "sure", "trust", "went")
+    __slots__ = ("a", "accepted", "arm", "bins", "calibrated", "fill", "judged", "prior", "stale", "sure", "trust", "worth")
 
-    def __init__(self, prior: Sequence[float]) -> None:
+    def __init__(self, prior: Sequence[float], trust: Sequence[float] | None = None) -> None:
+        """`trust`: the card's acceptance by confidence, in 16 equal bins."""
         self.arm = Arm()
         self.prior = [min(MOST, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
         self.a = list(self.prior)
         self.judged = 0  # drafts whose first position was judged
         self.accepted = 0
         self.stale = 0
-        self.went: Arm | None = None  # how often a draft that ends by confidence goes on to position j
-        self.length: list[float] | None = None  # expected tokens drafted by K; None: K, none has ended early
         self.bins = [[0.0, 0.0] for _ in range(BINS)]  # accepted and judged by confidence
-        self.trust = [(i + 0.5) / BINS for i in range(BINS)]
+        self.calibrated = trust is not None
+        self.trust = list(trust) if trust is not None else [(i + 0.5) / BINS for i in range(BINS)]
+        if trust is not None:
+            self.bins = [[CARD_WEIGHT * t, CARD_WEIGHT] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
-        self.next = 1.0  # acceptance of a drafted token, whatever its position
+        self.fill = 1.0  # share of the tokens asked for that are verified: less where drafts end themselves
+        self.worth: Yield | None = None  # of drafts that end themselves; None: there were none
 
     def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
         self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, GLOBAL_KEEP)
@@ -83,10 +114,8 @@ class Source:
                 cell[0] = cell[0] * GLOBAL_KEEP + (j < accepted)
                 cell[1] = cell[1] * GLOBAL_KEEP + 1.0
                 self.sure += 1
-            if self.went is None and drafted < planned:
-                self.went = Arm()
-            if self.went is not None:
-                self.went.add(planned, drafted, GLOBAL_KEEP)
+            self.fill += (1.0 - GLOBAL_KEEP) * 4.0 * (drafted / planned - self.fill)
+            self.calibrated = self.calibrated or self.sure >= SURE_AFTER
         if self.judged < 64 or self.stale >= 16:
             self.refresh()
 
@@ -95,9 +124,3 @@ class Source:
         self.a = [max(0.005, a) for a in self.arm.estimate(self.prior, GLOBAL_WEIGHT)]
         if self.sure:
             self.trust = [(good + 4.0 * (i + 0.5) / BINS) / (seen + 4.0) for i, (good, seen) in enumerate(self.bins)]
-            self.next = (sum(good for good, _ in self.bins) + 1.0) / (sum(seen for _, seen in self.bins) + 1.0)
-        if self.went is not None:
-            self.length, path = [0.0], 1.0
-            for q in self.went.estimate([0.95] * MAX_DRAFT, 2.0):
-                path *= q
-                self.length.append(self.length[-1] + path)

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..types import MAX_DRAFT, OutriderError
-from .acceptance import BINS, Arm, Source
+from .acceptance import BINS, KEEP_CYCLES, Arm, Source, Yield
 from .cost import CostTable
 
 DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no model card says better; the last one goes on
@@ -30,15 +30,17 @@ DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no model card says b
 NGRAM_PRIOR = ((0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.88, 0.9), (0.95, 0.97))
 REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over all requests is worth
 REQUEST_KEEP = 0.97
-RISK, RISK_RATE = 2.0, 0.015  # plain steps a request may lose to drafting: at once, and more for each token emitted
-BATCH_MARGIN = 0.08  # the same for a batch: its costs are known less well, and every row of it pays for a wrong guess
+RISK, RISK_RATE = 1.0, 0.02  # plain steps a request may lose to drafting: at once, and more for each token emitted
+BATCH_MARGIN = 0.04  # the same for a batch: its costs are known less well, and every row of it pays for a wrong guess
 REST = 7  # most steps a batch goes unplanned
 MARGIN = 0.01  # predicted gain below which plain decoding is kept
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
 EXPLORE = 0.008  # share of all time that probing may cost
 PROBE_FIRST, PROBE_LAST = 8, 512  # cycles between probes: doubles while they fail
 BROKEN_AFTER, BROKEN_BELOW = 12, 0.02  # first positions judged, and the acceptance under which a drafter is called broken
-SURE_AFTER = 64  # judged confidences before a draft may end by them
+YIELD_WEIGHT = 6.0  # how many cycles of this request the yield over all requests is worth
+NEXT = 0.7  # chance of a token that is not drafted yet, given that all before it are right
+SURE = 0.96  # chance of a token in a stretch that the drafter is sure of: how far a draft that ends itself may reach
 
 
 class SeqView(NamedTuple):
@@ -70,11 +72,13 @@ Array = NDArray[np.float64]
 class _Seq:
     __slots__ = (
         "arms", "bank", "curve", "expected", "fixed", "interval", "key", "last", "plain", "planned", "probing", "step", "tokens", "wait",
+        "yields",
     )  # fmt: skip
 
     def __init__(self, wait: int) -> None:
         self.arms: dict[tuple[str, int], Arm] = {}
         self.expected: dict[tuple[str, int], list[float]] = {}  # E(0..16), dropped when something is observed
+        self.yields: dict[str, Yield] = {}  # of drafts that end themselves
         self.last = PLAIN
         self.bank = 0.0  # plain steps won (or lost) by drafting in this request
         self.tokens = 0
@@ -100,7 +104,9 @@ class Controller:
         max_draft: int = MAX_DRAFT,
         fixed: int | None = None,
         seed: int = 0,
+        trust: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
+        """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, as its card has them."""
         if not 0 <= max_draft <= MAX_DRAFT:
             raise OutriderError(f"max_draft must be in 0..{MAX_DRAFT}, got {max_draft}")
         if fixed is not None and not 0 <= fixed <= MAX_DRAFT:
@@ -109,14 +115,18 @@ class Controller:
             if not values or any(not 0.0 <= v <= 1.0 for v in values):
                 raise OutriderError(f"prior acceptance of drafter {name!r} must be numbers in [0, 1], one a position")
         self.cost, self.drafters, self.max_draft, self.fixed = cost, drafters, max_draft, fixed
-        self._prior = dict(prior or {})
+        for name, values in (trust or {}).items():
+            if len(values) != BINS or any(not 0.0 <= v <= 1.0 for v in values):
+                raise OutriderError(f"trust of drafter {name!r} must be {BINS} numbers in [0, 1]")
+        self._prior, self._trust = dict(prior or {}), dict(trust or {})
+        self._reaches: dict[tuple[str, int, int], tuple[Sequence[float], int]] = {}
         self._shared: dict[tuple[str, int], Source] = {}
         self._seqs: dict[str, _Seq] = {}
         self._warnings: list[str] = []
         self._told: set[str] = set()
         self._time = 0.0  # all cycles so far, in table seconds
         self._explored = 0.0  # of it, lost to probes
-        self._mixed: float | None = None  # table seconds of the cycle under way, if its sequences draft differently
+        self._cycle: list[tuple[str | None, int, int]] = []  # what became of the cycle under way: drafter, verified, drafted
         self._phase = seed % PROBE_FIRST  # engines side by side do not probe in step
         self._resting: list[str] = []  # the batch that decodes plainly, for `_rest` more steps of `_pause`
         self._rest = self._pause = 0
@@ -124,15 +134,11 @@ class Controller:
 
     # ---- before a cycle ----------------------------------------------------------------------------------------------
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
-        self._mixed = None
         if len(seqs) == 1 and self.fixed is None and seqs[0].fixed is None:
             return [self._single(seqs[0])]
         ours = [view for view in seqs if view.fixed is None and self.fixed is None]
         planned = iter(self._joint_or_rest(ours) if ours else ())
-        choices = [next(planned) if view.fixed is None and self.fixed is None else self._fixed(view) for view in seqs]
-        if len({(c.drafter, c.k) for c in choices}) > 1:
-            self._mixed = self._seconds(choices, sum(v.context for v in seqs) // len(seqs))
-        return choices
+        return [next(planned) if view.fixed is None and self.fixed is None else self._fixed(view) for view in seqs]
 
     def _fixed(self, view: SeqView) -> Choice:
         asked = view.fixed if view.fixed is not None else self.fixed
@@ -149,54 +155,83 @@ class Controller:
         curve = self.cost.curve(None, 1, view.context)
         plain = curve[0]
         base = 1.0 / plain
-        best, best_rate, kept_rate = PLAIN, base * (1.0 + MARGIN), base if seq.last.k == 0 else 0.0
+        best, best_rate = PLAIN, base * (1.0 + MARGIN)
+        kept, kept_rate = seq.last, base if seq.last.k == 0 else 0.0
         least: Choice | None = None  # the drafting that loses least: what a probe would try
         least_rate = 0.0
         for name in self.drafters:
             cap, expected, shared = self._offer(view, seq, name)
             if cap <= 0:
                 continue
-            times = self._times(name, 1, view.context, shared)
-            limit = self._risk(seq, times, plain, cap)
-            top, top_rate = 0, 0.0
-            for k in range(1, cap + 1):
-                rate = expected[k] / times[k]
-                if rate > top_rate:
-                    top, top_rate = k, rate
-                    if k <= limit and rate > best_rate:
-                        best, best_rate = Choice(name, k), rate
+            times = self.cost.curve(name, 1, view.context)
+            if shared.calibrated:  # the draft ends itself: what counts is what such drafts have brought
+                top = self._risk(seq, times, plain, min(cap, self._reach(name, 1, view.context)))
+                top_rate = self._yield(seq, name, shared, expected, times)
+                if top > 0 and top_rate > best_rate:
+                    best, best_rate = Choice(name, top), top_rate
+                if top > 0 and name == seq.last.drafter:
+                    kept, kept_rate = Choice(name, top), top_rate
+            else:
+                limit = self._risk(seq, times, plain, cap)
+                top, top_rate = 0, 0.0
+                for k in range(1, cap + 1):
+                    rate = expected[k] / times[k]
+                    if rate > top_rate:
+                        top, top_rate = k, rate
+                        if k <= limit and rate > best_rate:
+                            best, best_rate = Choice(name, k), rate
+                if name == seq.last.drafter and seq.last.k <= limit:
+                    kept_rate = expected[seq.last.k] / times[seq.last.k]
             if top_rate > least_rate:
-                least, least_rate = Choice(name, 1 if top_rate < base else top), top_rate
-            if name == seq.last.drafter and seq.last.k <= limit:
-                kept_rate = expected[seq.last.k] / times[seq.last.k]
-        if kept_rate >= best_rate * (1.0 - HYSTERESIS) and (seq.last.k == 0 or kept_rate > base):
-            best = seq.last
+                least, least_rate = Choice(name, 1 if top_rate < base else max(1, top)), top_rate
+        if kept_rate >= best_rate * (1.0 - HYSTERESIS) and (kept.k == 0 or kept_rate > base):
+            best = kept
         seq.last = best
         if best.k > 0:
             seq.interval = seq.wait = PROBE_FIRST
-            best = self._ending(best, view, best_rate)
-        elif least is not None:
+            best = self._ending(best, view.context, 1, best_rate)
+        elif least is not None:  # a probe is judged whole: what was dropped would teach nothing
             best = self._maybe_probe(seq, least, self.cost.curve(least.drafter, 1, view.context)[least.k] - plain)
         self._note(view, seq, best, plain, self.cost.curve(best.drafter, 1, view.context), plain)
         return best
 
-    def _times(self, name: str, size: int, context: int, shared: Source) -> Sequence[float]:
-        """Seconds of a cycle by K, drafts ended by confidence counted at their expected length."""
+    def _reach(self, name: str, size: int, context: int) -> int:
+        """How far a draft that ends itself may go: the best K in a stretch that the drafter is sure of."""
         curve = self.cost.curve(name, size, context)
-        if shared.length is None:
-            return curve
-        lost = self.cost.draft(name, size, 1)  # the token that ended the draft was drafted too
-        return [lost + curve[int(n)] + (n - int(n)) * (curve[min(int(n) + 1, MAX_DRAFT)] - curve[int(n)]) for n in shared.length]
+        known = self._reaches.get((name, size, context >> 7))
+        if known is not None and known[0] is curve:
+            return known[1]
+        made, path, rates = 1.0, 1.0, [0.0]
+        for k in range(1, MAX_DRAFT + 1):
+            path *= SURE
+            made += path
+            rates.append(made / curve[k])
+        best = max(range(1, MAX_DRAFT + 1), key=rates.__getitem__)
+        self._reaches[name, size, context >> 7] = (curve, best)
+        return best
 
-    def _ending(self, choice: Choice, view: SeqView, rate: float) -> Choice:
+    def _yield(self, seq: _Seq, name: str, shared: Source, expected: Sequence[float], times: Sequence[float]) -> float:
+        """Tokens a second that drafts which end themselves bring in this request."""
+        if shared.worth is None:  # nothing drafted yet: what the best fixed K would bring by the card
+            k = max(range(1, len(expected)), key=lambda j: expected[j] / times[j])
+            shared.worth = Yield(expected[k], k, k, YIELD_WEIGHT)
+        mine = seq.yields.get(name)
+        if mine is None:
+            mine = seq.yields[name] = Yield()
+        made, verified, drafted = mine.beside(shared.worth, YIELD_WEIGHT)
+        at = min(int(verified), MAX_DRAFT - 1)
+        seconds = times[at] + (verified - at) * (times[at + 1] - times[at])
+        return made / (seconds + (drafted - verified) * (self.cost.draft(name, 1, 2) - self.cost.draft(name, 1, 1)))
+
+    def _ending(self, choice: Choice, context: int, size: int, rate: float) -> Choice:
         """Where a confident drafter should end: a further token must be worth, at this rate, the time it adds."""
-        assert choice.drafter is not None
-        shared = self._shared[choice.drafter, _bucket(view.match_len) if choice.drafter == "ngram" else 0]
-        if shared.sure < SURE_AFTER:
+        shared = self._shared.get((choice.drafter or "", 0))
+        if choice.drafter is None or choice.drafter == "ngram" or shared is None or not shared.calibrated:
             return choice
-        verify, whole = self.cost.curve(None, 1, view.context), self.cost.curve(choice.drafter, 1, view.context)
-        row, token = (verify[choice.k] - verify[0]) / choice.k, (whole[choice.k] - whole[0]) / choice.k
-        return Choice(choice.drafter, choice.k, rate * token / shared.next, rate * row)
+        k = max(2, self._reach(choice.drafter, size, context))
+        verify, whole = self.cost.curve(None, size, context), self.cost.curve(choice.drafter, size, context)
+        row, token = (verify[k] - verify[0]) / k / size, (whole[k] - whole[1]) / (k - 1) / size
+        return Choice(choice.drafter, choice.k, min(0.95, rate * token / NEXT), min(0.8, rate * row))  # what is sure is always tried
 
     def _offer(self, view: SeqView, seq: _Seq, name: str) -> tuple[int, list[float], Source]:
         """How many tokens this drafter may offer, E(0..16), and what is known of it."""
@@ -204,7 +239,7 @@ class Controller:
         key = (name, _bucket(view.match_len) if name == "ngram" else 0)
         shared = self._shared.get(key)
         if shared is None:
-            shared = self._shared[key] = Source(self._prior_of(*key))
+            shared = self._shared[key] = Source(self._prior_of(*key), self._trust.get(name))
         if cap <= 0:
             return 0, [], shared
         expected = seq.expected.get(key)
@@ -216,7 +251,7 @@ class Controller:
                 path *= a
                 expected.append(expected[-1] + path)
             seq.expected[key] = expected
-        if shared.judged < 8 and not self.cost.free(name):  # an unproven drafter earns its length
+        if shared.judged < 8 and not self.cost.free(name) and name not in self._trust:  # an unproven drafter earns its length
             cap = min(cap, 2 + shared.accepted)
         return cap, expected, shared
 
@@ -251,7 +286,6 @@ class Controller:
         if self._rest == 0 or self._resting != ids:
             return False
         self._rest -= 1
-        self._mixed = None
         return True
 
     def _joint_or_rest(self, seqs: Sequence[SeqView]) -> list[Choice]:
@@ -279,35 +313,37 @@ class Controller:
                 row, owner = [1.0], None
                 for name in self.drafters:
                     if name == runs or self.cost.free(name):
-                        cap, expected, shared = self._offer(view, seq, name)
-                        times = self._times(name, size, context, shared)
+                        cap, expected, _ = self._offer(view, seq, name)
+                        times = self.cost.curve(name, size, context)
                         cap = min(cap, self._risk(seq, times, float(verify[0]), cap)) if cap else 0
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else 1.02):
                             row, owner = expected[: cap + 1], name
                 rows.append(row + [0.0] * (MAX_DRAFT + 1 - len(row)))  # 0 tokens: never chosen
                 owners.append(owner)
-            if runs is not None and runs not in owners:
+            if (runs is not None and runs not in owners) or not any(owners):
                 continue
-            rate, ks = self._widths(np.asarray(rows), np.asarray([o == runs for o in owners]), verify, runs, size)
+            rate, ks = self._widths(np.asarray(rows), np.asarray([o == runs for o in owners]), verify, runs)
             if rate > best[0]:
                 best = (rate, [Choice(o, k) if k and o else PLAIN for o, k in zip(owners, ks, strict=True)])
-        return self._settle(seqs, states, best[1], context, float(verify[0]))
+        choices = [self._ending(choice, context, size, best[0]) for choice in best[1]]
+        return self._settle(seqs, states, choices, context, float(verify[0]))
 
-    def _widths(self, tokens: Array, dear: Array, verify: Array, runs: str | None, size: int) -> tuple[float, list[int]]:
+    def _widths(self, tokens: Array, dear: Array, verify: Array, runs: str | None) -> tuple[float, list[int]]:
         """`tokens` [B, 17]: E by K. Returns the best rate and its K for each sequence."""
-        steps = np.arange(MAX_DRAFT + 1)
-        drafting = np.zeros(MAX_DRAFT + 1)
+        size, steps = len(tokens), np.arange(MAX_DRAFT + 1)
+        drafting, fill = np.zeros(MAX_DRAFT + 1), np.ones((size, 1))
         if runs is not None:
-            drafting = np.asarray([self.cost.draft(runs, max(1, int(dear.sum())), k) for k in range(MAX_DRAFT + 1)])
+            fill[dear] = self._shared[runs, 0].fill
+            drafting = np.asarray(self.cost.draft_curve(runs, max(1, int(dear.sum()))))
         rate, ks = 0.0, [0] * size
         worth = size / verify[0]
         for _ in range(2):
             price = worth * (verify[-1] - verify[0]) / MAX_DRAFT / size if self.cost.ragged else 0.0
-            net = np.where(tokens > 0.0, tokens - price * steps, -1.0)
+            net = np.where(tokens > 0.0, tokens - price * steps * fill, -1.0)
             top = np.maximum.accumulate(net, axis=1)
             chosen = np.maximum.accumulate(np.where(net >= top, steps, 0), axis=1)  # [B, 17]: K by widest K allowed
             made = np.take_along_axis(tokens, chosen, axis=1).sum(axis=0)  # [17]
-            width = chosen.mean(axis=0) if self.cost.ragged else chosen.max(axis=0)
+            width = (chosen * fill).mean(axis=0) if self.cost.ragged else chosen.max(axis=0)
             depth = np.where(dear[:, None], chosen, 0).max(axis=0)
             rates = made / (np.interp(width, steps, verify) + drafting[depth])
             at = int(rates.argmax())
@@ -329,19 +365,18 @@ class Controller:
                         break
                 if choices[i].k:
                     break  # one probe a cycle: its neighbours pay for it too
-        seconds = self._seconds(choices, context)
+        seconds = self._seconds([(c.drafter, c.k, c.k) for c in choices], context)
         for view, seq, choice in zip(seqs, states, choices, strict=True):
             self._note(view, seq, choice, plain / size, [seconds], plain)
         return choices
 
-    def _seconds(self, choices: Sequence[Choice], context: int) -> float:
-        """Of one cycle in which each sequence does as chosen."""
-        size = len(choices)
-        width = sum(c.k for c in choices) / size if self.cost.ragged else max(c.k for c in choices)
-        seconds = self.cost.verify(size, width, context)
-        for name in {c.drafter for c in choices if c.k and c.drafter}:
+    def _seconds(self, cycle: Sequence[tuple[str | None, int, int]], context: int) -> float:
+        """Of one cycle: each sequence's drafter, tokens verified and tokens drafted."""
+        size, ks = len(cycle), [k for _, k, _ in cycle]
+        seconds = self.cost.verify(size, sum(ks) / size if self.cost.ragged else max(ks), context)
+        for name in {name for name, _, steps in cycle if steps and name}:
             if not self.cost.free(name):
-                users = [c.k for c in choices if c.drafter == name]
+                users = [steps for n, _, steps in cycle if n == name]
                 seconds += self.cost.draft(name, len(users), max(users))
         return seconds
 
@@ -358,13 +393,17 @@ class Controller:
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}")
         self._histogram[drafted] += 1
+        self._cycle.append((drafter, drafted, drafted if confidence is None else len(confidence)))
         seq = self._seqs.get(id)
         if seq is None:  # never planned here: its K was chosen elsewhere
             return
         seq.tokens += accepted + 1
         if drafter is None or seq.fixed or (drafted == 0 and confidence is None):
             return
-        gain = accepted + 1 - seq.curve[min(drafted, len(seq.curve) - 1)] / seq.step
+        seconds = seq.curve[min(drafted, len(seq.curve) - 1)]
+        if confidence is not None and len(confidence) > drafted and len(seq.curve) > 1:  # the token that ended it was drafted too
+            seconds += self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)
+        gain = accepted + 1 - seconds / seq.step
         seq.bank += gain
         if seq.probing:
             # the whole batch waits for a probe; only this sequence gains by it
@@ -373,7 +412,12 @@ class Controller:
         key = seq.key if seq.key[0] == drafter else (drafter, 0)
         shared = self._shared.get(key)
         if shared is None:
-            shared = self._shared[key] = Source(self._prior_of(*key))
+            shared = self._shared[key] = Source(self._prior_of(*key), self._trust.get(drafter))
+        if shared.worth is not None:
+            steps = drafted if confidence is None else len(confidence)
+            shared.worth.add(accepted + 1, drafted, steps, KEEP_CYCLES)
+            if drafter in seq.yields:
+                seq.yields[drafter].add(accepted + 1, drafted, steps, REQUEST_KEEP)
         planned = max(seq.planned, drafted)
         shared.add(planned, drafted, accepted, confidence)
         arm = seq.arms.get(key)
@@ -396,7 +440,12 @@ class Controller:
 
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
         """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
-        self.cost.observe(batch, k, context, seconds, drafter, self._mixed)
+        cycle, self._cycle, mixed = self._cycle, [], None
+        if len(cycle) == batch and len(set(cycle)) > 1:
+            mixed = self._seconds(cycle, context)
+        elif batch == 1 and drafter is not None and cycle and cycle[0][2] > cycle[0][1]:
+            seconds -= self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)  # a token that was dropped again
+        self.cost.observe(batch, k, context, seconds, drafter, mixed)
 
     def trust(self, drafter: str) -> list[float]:
         """Acceptance by confidence, in 16 equal bins: index with int(confidence · 16), at most 15."""

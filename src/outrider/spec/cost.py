@@ -88,6 +88,7 @@ class CostTable:
         self._batches = sorted({b for b, _ in verify})
         self._factor: dict[tuple[str, int], Curve] = {}  # (drafter or "", batch knot) -> correction of a whole cycle by K
         self._cache: dict[tuple[str | None, int, int], Curve] = {}
+        self._drafts: dict[tuple[str, int], Curve] = {}
         self._last: tuple[str, int, int] | None = None
         self._pending = 0
 
@@ -106,7 +107,7 @@ class CostTable:
         return _at(self.curve(None, batch, context), k)
 
     def draft(self, drafter: str, batch: int, k: int) -> float:
-        return self._draft_curve(drafter, batch)[k]
+        return self.draft_curve(drafter, batch)[k]
 
     def curve(self, drafter: str | None, batch: int, context: int) -> Curve:
         """Seconds of a whole cycle by K: draft and verify. Relative to the moment of measuring: `drift` is left out,
@@ -128,7 +129,7 @@ class CostTable:
         curve = [a + w * (b - a) for a, b in zip(low, high, strict=True)]
         plain = curve[0]
         if drafter is not None and drafter in self._draft:
-            curve = [v + d for v, d in zip(curve, self._draft_curve(drafter, batch), strict=True)]
+            curve = [v + d for v, d in zip(curve, self.draft_curve(drafter, batch), strict=True)]
             curve[0] = plain
         factor = self._factor.get(("" if drafter is None or drafter not in self._draft else drafter, self._knot(batch)))
         base = self._factor.get(("", self._knot(batch)))
@@ -144,12 +145,15 @@ class CostTable:
         low, high = self._verify[batch, lo], self._verify[batch, hi]
         return [max(a + w * (b - a), a if w > 0 else 0.0) for a, b in zip(low, high, strict=True)]
 
-    def _draft_curve(self, drafter: str, batch: int) -> Curve:
-        curves = self._draft.get(drafter)
-        if curves is None:
-            return [0.0] * WIDTH
-        lo, hi, w = _bracket(sorted(curves), batch)
-        return [max(0.0, a + w * (b - a)) for a, b in zip(curves[lo], curves[hi], strict=True)]
+    def draft_curve(self, drafter: str, batch: int) -> Curve:
+        """Seconds of a draft alone, by K. Cached; treat as read-only."""
+        found = self._drafts.get((drafter, batch))
+        if found is None:
+            curves = self._draft.get(drafter) or {1: [0.0] * WIDTH}
+            lo, hi, w = _bracket(sorted(curves), batch)
+            found = [max(0.0, a + w * (b - a)) for a, b in zip(curves[lo], curves[hi], strict=True)]
+            self._drafts[drafter, batch] = found
+        return found
 
     def _knot(self, batch: int) -> int:
         return min(self._batches, key=lambda b: abs(math.log(b / batch)))
@@ -182,12 +186,13 @@ class CostTable:
             self._cache.clear()
 
     def _correct(self, name: str, knot: int, cell: int, log_gain: float) -> None:
-        """Move one cell, and its neighbours half as far: nearby widths are wrong in the same direction."""
+        """Move one cell; narrower ones by half as much a step, and all wider ones as far: what was wrong here is taken to be
+        wrong there too until they are seen, or one that looks too dear would never be tried again."""
         name = "" if cell == 0 else name
         factor = self._factor.setdefault((name, knot), [1.0] * WIDTH)
-        for k, share in ((cell, 1.0), (cell - 1, 0.5), (cell + 1, 0.5)):
-            if 0 <= k < WIDTH and (k > 0) == (cell > 0):  # plain decoding is a kind of its own
-                factor[k] = min(4.0, max(0.25, factor[k] * math.exp(log_gain * share)))
+        for k in range(1, WIDTH) if cell else (0,):  # plain decoding is a kind of its own
+            share = 1.0 if k >= cell else 0.5 ** (cell - k)
+            factor[k] = min(4.0, max(0.25, factor[k] * math.exp(log_gain * share)))
 
     # ---- keeping ---------------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:

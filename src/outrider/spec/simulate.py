@@ -134,11 +134,11 @@ def replay(traces: Sequence[Trace], policy: Policy, cost: CostTable, batch: int 
         choices = [choice for choice, _ in ended]
         seconds, width, main = cycle_cost(choices, cost, context, [steps for _, steps in ended])
         out.cycles += 1
-        for view, choice, confidence in zip(views, choices, sure, strict=True):
+        for view, (choice, steps), confidence in zip(views, ended, sure, strict=True):
             trace, position = running[view.id]
             k = choice.k
             accepted = min(k, max(0, trace.run(choice.drafter, position)), view.remaining - 1) if choice.drafter and k else 0
-            policy.observe(view.id, choice.drafter, k, accepted, confidence)
+            policy.observe(view.id, choice.drafter, k, accepted, None if confidence is None else confidence[:steps])
             out.drafted, out.accepted = out.drafted + k, out.accepted + accepted
             out.seconds[view.id] += seconds / len(views)
             position += accepted + 1

@@ -133,7 +133,8 @@ def test_confidence_ends_drafts_once_it_is_calibrated():
     for i in range(120):
         choice = controller.plan([view()])[0]
         right = min(choice.k, i % 4)
-        controller.observe("a", choice.drafter, choice.k, right, [0.95] * right + [0.1] * (choice.k - right))
+        drafted = min(choice.k, right) if choice.drop else choice.k  # ends before the token it is not sure of
+        controller.observe("a", choice.drafter, drafted, right, ([0.95] * right + [0.1] * choice.k)[: min(choice.k, drafted + 1)])
     choice = controller.plan([view()])[0]
     trust = controller.trust("mtp")
     assert 0.0 < choice.drop < choice.stop < 1.0 and trust[15] > 0.8 > 0.2 > trust[1]

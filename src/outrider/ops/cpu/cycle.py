@@ -111,7 +111,11 @@ class HostCycle:
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
         for i, (k, right, guess) in enumerate(zip(self.k[:size], self.accepted[:size], guesses)):
-            sure = self.confidence[i * MAX_DRAFT : i * MAX_DRAFT + ks[i]] if guess is None and ks[i] else None
+            sure = None
+            if guess is None and ks[i]:
+                sure = self.confidence[i * MAX_DRAFT : i * MAX_DRAFT + min(ks[i], k + 1)]  # with the token that ended the draft, if it
+                if sure[-1] == 0.0:  # was drafted
+                    sure.pop()
             out.append(Told(k, self.chosen[row : row + right + 1], sure))
             row += k + 1
         return out
