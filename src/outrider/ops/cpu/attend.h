@@ -104,170 +104,183 @@ INLINE int padded(int dim) { return (dim + LANES - 1) & ~(LANES - 1); }
 INLINE size_t part_floats(const Spec *s) { return (size_t)padded(s->dim) + LANES; } /* maximum, sum, (pad), weighted values */
 INLINE size_t attend_scratch(int dim) { return ((size_t)MAX_QUERIES * CHUNK + (size_t)LANES * padded(dim)) * sizeof(float); }
 
-/* Where sixteen keys (or values) from position j0 begin, in elements. Outside first..last stands a neighbour that is
- * finite: its weight is 0. */
-INLINE void tile_rows(const Spec *s, int dim, const Batch *b, int seq, int head, int64_t j0, int64_t first, int64_t last, long *row) {
-    const int together = b->page_size % LANES == 0; /* a tile never straddles pages */
-    const long start = together ? kv_offset(s, b, seq, j0, head) : 0;
-    for (int i = 0; i < LANES; i++) {
-        int64_t j = j0 + i < first ? first : j0 + i <= last ? j0 + i : last;
-        row[i] = together ? start + (j - j0) * dim : kv_offset(s, b, seq, j, head);
-    }
-}
 INLINE vf load_piece(const void *base, long row, int d, int dim, int dtype) { /* sixteen of a row's values from d, zeros past its end */
     if (d + LANES <= dim) return vf_any(base, row + d, dtype);
     float t[LANES] = {0};
     for (int i = d; i < dim; i++) t[i - d] = one_any(base, row + i, dtype);
     return vf_load(t);
 }
-/* Ask for the sixteen rows of a later tile: the cache is larger than the caches, its pages lie anywhere. */
-INLINE void fetch_tile(const Spec *s, int dim, const Batch *b, int seq, int head, const void *base, int64_t j0, int dtype) {
-    if (b->page_size % LANES) return;
-    const int item = dtype == DT_F32 ? 4 : 2;
-    const char *p = (const char *)base + kv_offset(s, b, seq, j0, head) * item;
-    for (int i = 0; i < LANES * dim * item; i += 64) __builtin_prefetch(p + i);
-}
-
+#if ISA_AVX512
+enum { SCORED = 8, MIXED = 6, DIRECT = 1 }; /* queries whose sums fit the registers; DIRECT: widening while loading is free */
+#else
+enum { SCORED = 2, MIXED = 2, DIRECT = 0 };
+#endif
 /* scores of 16 keys for Q queries: keys are [dim][16] of any type */
 INLINE void score_keys(int Q, const float *const *x, const void *keys, long at, int dtype, int dim, vf scale, float *const *out) {
-    vf even[4], odd[4];
-    for (int i = 0; i < Q; i++) even[i] = odd[i] = vf_set(0.0f);
+    vf even[SCORED], odd[SCORED];
+    UNROLL for (int i = 0; i < Q; i++) even[i] = odd[i] = vf_set(0.0f);
     for (int d = 0; d < dim; d += 2) {
-        vf k0 = vf_any(keys, at + (long)d * LANES, dtype), k1 = vf_any(keys, at + (long)(d + 1) * LANES, dtype);
-        for (int i = 0; i < Q; i++) {
+        const vf k0 = vf_any(keys, at + (long)d * LANES, dtype), k1 = vf_any(keys, at + (long)(d + 1) * LANES, dtype);
+        UNROLL for (int i = 0; i < Q; i++) {
             even[i] = vf_fma(vf_set(x[i][d]), k0, even[i]);
             odd[i] = vf_fma(vf_set(x[i][d + 1]), k1, odd[i]);
         }
     }
-    for (int i = 0; i < Q; i++) vf_store(out[i], vf_mul(vf_add(even[i], odd[i]), scale));
+    UNROLL for (int i = 0; i < Q; i++) vf_store(out[i], vf_mul(vf_add(even[i], odd[i]), scale));
 }
 INLINE void score_some(int count, const float *const *x, const void *keys, long at, int dtype, int dim, vf scale, float *const *out) {
-    if (count == 4) score_keys(4, x, keys, at, dtype, dim, scale, out);
-    else if (count == 3) score_keys(3, x, keys, at, dtype, dim, scale, out);
-    else if (count == 2) score_keys(2, x, keys, at, dtype, dim, scale, out);
-    else if (count == 1) score_keys(1, x, keys, at, dtype, dim, scale, out);
-}
+    switch (count) {
 #if ISA_AVX512
-#define MIX 4 /* queries whose sums fit the registers */
-#else
-#define MIX 2
+    case 8: score_keys(8, x, keys, at, dtype, dim, scale, out); break;
+    case 7: score_keys(7, x, keys, at, dtype, dim, scale, out); break;
+    case 6: score_keys(6, x, keys, at, dtype, dim, scale, out); break;
+    case 5: score_keys(5, x, keys, at, dtype, dim, scale, out); break;
+    case 4: score_keys(4, x, keys, at, dtype, dim, scale, out); break;
+    case 3: score_keys(3, x, keys, at, dtype, dim, scale, out); break;
 #endif
-/* out += Σ weight·value over 16 values, in ascending order, for Q queries: tile is [16][wide] */
-INLINE void mix_values(int Q, const float *const *w, const float *tile, int wide, float *const *out) {
-    int d = 0;
-    for (; d + 64 <= wide; d += 64) {
-        vf a[4][4];
-        for (int i = 0; i < Q; i++) for (int c = 0; c < 4; c++) a[i][c] = vf_load(out[i] + d + 16 * c);
-        for (int k = 0; k < LANES; k++) {
-            const float *v = tile + (long)k * wide + d;
-            const vf v0 = vf_load(v), v1 = vf_load(v + 16), v2 = vf_load(v + 32), v3 = vf_load(v + 48);
-            for (int i = 0; i < Q; i++) {
-                const vf e = vf_set(w[i][k]);
-                a[i][0] = vf_fma(e, v0, a[i][0]);
-                a[i][1] = vf_fma(e, v1, a[i][1]);
-                a[i][2] = vf_fma(e, v2, a[i][2]);
-                a[i][3] = vf_fma(e, v3, a[i][3]);
-            }
-        }
-        for (int i = 0; i < Q; i++) for (int c = 0; c < 4; c++) vf_store(out[i] + d + 16 * c, a[i][c]);
+    case 2: score_keys(2, x, keys, at, dtype, dim, scale, out); break;
+    case 1: score_keys(1, x, keys, at, dtype, dim, scale, out); break;
     }
-    for (; d < wide; d += LANES)
-        for (int i = 0; i < Q; i++) {
-            vf a = vf_load(out[i] + d);
-            for (int k = 0; k < LANES; k++) a = vf_fma(vf_set(w[i][k]), vf_load(tile + (long)k * wide + d), a);
-            vf_store(out[i] + d, a);
+}
+/* out[i] (+)= sum of weight times value over keys k0..k1-1 of a chunk, ascending, for Q queries and 16C columns from d.
+ * row[t]: where the values of the chunk's tile t begin. */
+INLINE void mix_columns(int Q, int C, const float *const *w, const void *values, const long *row, int dim, int dtype, int d, int k0, int k1,
+                        float *const *out, int more) {
+    vf a[MIXED][4];
+    UNROLL for (int i = 0; i < Q; i++)
+        UNROLL for (int c = 0; c < C; c++) a[i][c] = more ? vf_load(out[i] + d + LANES * c) : vf_set(0.0f);
+    for (int k = k0; k < k1;) {
+        const int stop = (k | (LANES - 1)) + 1 < k1 ? (k | (LANES - 1)) + 1 : k1;
+        long at = row[k / LANES] + (long)(k % LANES) * dim + d;
+        for (; k < stop; k++, at += dim) {
+            vf v[4];
+            UNROLL for (int c = 0; c < C; c++) v[c] = vf_any(values, at + LANES * c, dtype);
+            UNROLL for (int i = 0; i < Q; i++)
+                UNROLL for (int c = 0; c < C; c++) a[i][c] = vf_fma(vf_set(w[i][k]), v[c], a[i][c]);
         }
+    }
+    UNROLL for (int i = 0; i < Q; i++)
+        UNROLL for (int c = 0; c < C; c++) vf_store(out[i] + d + LANES * c, a[i][c]);
+}
+INLINE void mix_values(int Q, const float *const *w, const void *values, const long *row, int dim, int dtype, int k0, int k1,
+                       float *const *out, int more) {
+    int d = 0;
+    for (; d + 64 <= dim; d += 64) mix_columns(Q, 4, w, values, row, dim, dtype, d, k0, k1, out, more);
+    for (; d < dim; d += LANES) mix_columns(Q, 1, w, values, row, dim, dtype, d, k0, k1, out, more);
+}
+INLINE void mix_some(int count, const float *const *w, const void *values, const long *row, int dim, int dtype, int k0, int k1,
+                     float *const *out, int more) {
+    switch (count) {
+#if ISA_AVX512
+    case 6: mix_values(6, w, values, row, dim, dtype, k0, k1, out, more); break;
+    case 5: mix_values(5, w, values, row, dim, dtype, k0, k1, out, more); break;
+    case 4: mix_values(4, w, values, row, dim, dtype, k0, k1, out, more); break;
+    case 3: mix_values(3, w, values, row, dim, dtype, k0, k1, out, more); break;
+#endif
+    case 2: mix_values(2, w, values, row, dim, dtype, k0, k1, out, more); break;
+    case 1: mix_values(1, w, values, row, dim, dtype, k0, k1, out, more); break;
+    }
+}
+INLINE int even_share(int count, int most) { /* the size of equal pieces of at most `most` */
+    const int pieces = (count + most - 1) / most;
+    return (count + pieces - 1) / pieces;
+}
+
+INLINE void fetch_tile(const void *base, long at, int dim, int dtype) { /* sixteen rows */
+    const int item = dtype == DT_F32 ? 4 : 2;
+    for (int i = 0; i < LANES * dim * item; i += 64) __builtin_prefetch((const char *)base + at * item + i, 0, 2);
 }
 
 /* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head: part[query][maximum, sum, values]. */
 INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
                          long ldq, float *part, long part_step, float *scratch) {
-    const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim);
+    const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim), base = chunk * CHUNK;
     const void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
     float *scores = scratch, *tile = scratch + (long)MAX_QUERIES * CHUNK;
-    int64_t lo[MAX_QUERIES], hi[MAX_QUERIES], from = INT64_MAX, to = -1; /* visible keys of each query within the chunk */
-    for (int i = 0; i < nq; i++) {
-        int64_t at = b->positions[r.row + (q0 + i) % r.count];
-        lo[i] = first_key(s, at); hi[i] = at;
-        if (lo[i] < (int64_t)chunk * CHUNK) lo[i] = (int64_t)chunk * CHUNK;
-        if (hi[i] > (int64_t)chunk * CHUNK + CHUNK - 1) hi[i] = (int64_t)chunk * CHUNK + CHUNK - 1;
+    const float *x[MAX_QUERIES];
+    int lo[MAX_QUERIES], hi[MAX_QUERIES], from = CHUNK, to = -1; /* visible keys of each query within the chunk */
+    for (int i = 0, row = q0 % r.count, h = q0 / r.count; i < nq; i++) {
+        const int64_t last = b->positions[r.row + row] - base, first = first_key(s, b->positions[r.row + row]) - base;
+        lo[i] = first > 0 ? (int)(first < CHUNK ? first : CHUNK) : 0;
+        hi[i] = last < CHUNK - 1 ? (int)(last < -1 ? -1 : last) : CHUNK - 1;
         if (lo[i] <= hi[i]) { from = lo[i] < from ? lo[i] : from; to = hi[i] > to ? hi[i] : to; }
+        x[i] = q + (long)(r.row + row) * ldq + (long)(head * per + h) * dim;
+        if (++row == r.count) row = 0, h++;
     }
-    const vf none = vf_set(-INFINITY), scale = vf_set(s->scale);
-    long row[LANES];
-    if (to >= 0) fetch_tile(s, dim, b, r.seq, head, keys, from & ~15L, dtype);
-    if ((from & ~15L) + LANES <= to) fetch_tile(s, dim, b, r.seq, head, keys, (from & ~15L) + LANES, dtype);
-    for (int64_t j0 = from & ~15L; j0 <= to; j0 += LANES) {
-        tile_rows(s, dim, b, r.seq, head, j0, from, to, row);
-        if (j0 + 2 * LANES <= to) fetch_tile(s, dim, b, r.seq, head, keys, j0 + 2 * LANES, dtype);
-        fetch_tile(s, dim, b, r.seq, head, values, j0, dtype);
-        const long at = kv_offset(s, b, r.seq, j0, head);
-        const int direct = tiled(b) && nq <= 4; /* for so few queries a tile is not worth writing down */
-        if (!tiled(b))
-            for (int d = 0; d < dim; d++) for (int i = 0; i < LANES; i++) tile[d * LANES + i] = one_any(keys, row[i] + d, dtype);
-        else if (!direct)
-            for (int d = 0; d < dim; d++) vf_store(tile + d * LANES, vf_any(keys, at + (long)d * LANES, dtype));
-        const int c = (int)(j0 % CHUNK);
-        const float *x[4];
-        float *out[4];
-        int have = 0, of[4];
-        for (int i = 0; i <= nq; i++) {
-            if (i < nq) {
-                if (j0 + LANES <= lo[i] || j0 > hi[i]) { vf_store(scores + (long)i * CHUNK + c, none); continue; }
-                x[have] = q + (long)(r.row + (q0 + i) % r.count) * ldq + (long)(head * per + (q0 + i) / r.count) * dim;
-                out[have] = scores + (long)i * CHUNK + c;
-                of[have++] = i;
-                if (have < 4) continue;
+    static const float steps[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vf none = vf_set(-INFINITY), scale = vf_set(s->scale), lane = vf_load(steps);
+    const int whole = tiled(b), direct = whole && (DIRECT || nq <= SCORED), each = even_share(nq, SCORED);
+    long at[CHUNK / LANES]; /* where tiles begin, in elements */
+    for (int c = from & -LANES; whole && c <= to; c += LANES) at[c / LANES] = kv_offset(s, b, r.seq, base + c, head);
+    for (int c = from & -LANES; c <= to; c += LANES) {
+        if (whole) { /* the cache is larger than the caches, its pages lie anywhere */
+            fetch_tile(keys, at[(c + 3 * LANES <= to ? c + 3 * LANES : c) / LANES], dim, dtype);
+            fetch_tile(values, at[c / LANES], dim, dtype);
+        }
+        if (!whole) {
+            for (int i = 0; i < LANES; i++) { /* outside from..to stands a neighbour that is finite: its weight is 0 */
+                const long row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
+                for (int d = 0; d < dim; d++) tile[d * LANES + i] = one_any(keys, row + d, dtype);
             }
-            if (direct) score_some(have, x, keys, at, dtype, dim, scale, out);
-            else score_some(have, x, tile, 0, DT_F32, dim, scale, out);
-            for (int j = 0; j < have; j++)
-                if (j0 < lo[of[j]] || j0 + LANES - 1 > hi[of[j]])
-                    for (int k = 0; k < LANES; k++)
-                        if (j0 + k < lo[of[j]] || j0 + k > hi[of[j]]) out[j][k] = -INFINITY;
-            have = 0;
+        } else if (!direct) {
+            for (int d = 0; d < dim; d++) vf_store(tile + d * LANES, vf_any(keys, at[c / LANES] + (long)d * LANES, dtype));
+        }
+        for (int i = 0; i < nq; i += each) {
+            const int count = nq - i < each ? nq - i : each;
+            float *out[SCORED];
+            for (int j = 0; j < count; j++) out[j] = scores + (long)(i + j) * CHUNK + c;
+            if (direct) score_some(count, x + i, keys, at[c / LANES], dtype, dim, scale, out);
+            else score_some(count, x + i, tile, 0, DT_F32, dim, scale, out);
         }
     }
+    /* maxima of all queries first, then all exponentials: each query's chain of dependent steps runs beside the next one's */
     for (int i = 0; i < nq; i++) {
-        float *p = part + (long)i * part_step;
-        for (int d = 0; d < wide + LANES; d += LANES) vf_store(p + d, vf_set(0.0f));
-        if (lo[i] > hi[i]) { p[0] = -INFINITY; continue; }
-        float *z = scores + (long)i * CHUNK;
-        vf top = none, sum = vf_set(0.0f);
-        const int first = (int)((lo[i] & ~15L) % CHUNK), last = (int)(hi[i] % CHUNK);
+        float *p = part + (long)i * part_step, *z = scores + (long)i * CHUNK;
+        p[0] = -INFINITY;
+        if (lo[i] > hi[i]) continue;
+        vf top = none;
+        const int first = lo[i] & -LANES, last = hi[i] & -LANES;
+        if (lo[i] > first) vf_store(z + first, vf_pick_lt(lane, vf_set((float)(lo[i] - first)), none, vf_load(z + first)));
+        /* keys out of sight, perhaps of slots never written */
+        if (hi[i] < last + LANES - 1) vf_store(z + last, vf_pick_lt(lane, vf_set((float)(hi[i] - last + 1)), vf_load(z + last), none));
         for (int c = first; c <= last; c += LANES) top = vf_max(top, vf_load(z + c));
         p[0] = vf_hmax(top);
-        top = vf_set(p[0]);
+    }
+    for (int i = 0; i < nq; i++) {
+        float *p = part + (long)i * part_step, *z = scores + (long)i * CHUNK;
+        const vf top = vf_set(p[0]);
+        vf sum = vf_set(0.0f);
+        const int first = lo[i] & -LANES, last = hi[i] & -LANES;
+        for (int c = from & -LANES; c < first; c += LANES) vf_store(z + c, vf_set(0.0f));
         for (int c = first; c <= last; c += LANES) {
-            vf e = vf_exp(vf_sub(vf_load(z + c), top));
+            const vf e = vf_exp(vf_sub(vf_load(z + c), top));
             sum = vf_add(sum, e);
             vf_store(z + c, e);
         }
+        for (int c = last + LANES; c <= to; c += LANES) vf_store(z + c, vf_set(0.0f));
         p[1] = vf_sum(sum);
     }
-    for (int64_t j0 = from & ~15L; j0 <= to; j0 += LANES) {
-        tile_rows(s, dim, b, r.seq, head, j0, from, to, row);
-        for (int i = 0; i < LANES; i++)
-            for (int d = 0; d < wide; d += LANES) vf_store(tile + (long)i * wide + d, load_piece(values, row[i], d, dim, dtype));
-        const int c = (int)(j0 % CHUNK);
-        const float *w[MIX];
-        float *out[MIX];
-        int have = 0;
-        for (int i = 0; i <= nq; i++) {
-            if (i < nq) {
-                if (j0 + LANES <= lo[i] || j0 > hi[i]) continue;
-                w[have] = scores + (long)i * CHUNK + c;
-                out[have++] = part + (long)i * part_step + LANES;
-                if (have < MIX) continue;
-            }
-#if MIX == 4
-            if (have == 4) mix_values(4, w, tile, wide, out);
-            else if (have == 3) mix_values(3, w, tile, wide, out);
-#endif
-            if (have == 2) mix_values(2, w, tile, wide, out);
-            else if (have == 1) mix_values(1, w, tile, wide, out);
-            have = 0;
+    const int together = even_share(nq, MIXED), rows = whole && dim % LANES == 0; /* rows: values are read where they lie */
+    for (int c = from & -LANES; !rows && c <= to; c += LANES) {
+        for (int i = 0; i < LANES; i++) {
+            const long row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
+            for (int d = 0; d < wide; d += LANES) vf_store(tile + (long)i * wide + d, load_piece(values, row, d, dim, dtype));
         }
+        for (int i = 0; i < nq; i += together) {
+            const int count = nq - i < together ? nq - i : together;
+            const float *w[MIXED];
+            float *out[MIXED];
+            const long zero = 0;
+            for (int j = 0; j < count; j++) w[j] = scores + (long)(i + j) * CHUNK + c, out[j] = part + (long)(i + j) * part_step + LANES;
+            mix_some(count, w, tile, &zero, wide, DT_F32, 0, LANES, out, c > (from & -LANES));
+        }
+    }
+    for (int i = 0; i < nq && (rows || to < 0); i += together) {
+        const int count = nq - i < together ? nq - i : together;
+        const float *w[MIXED];
+        float *out[MIXED];
+        for (int j = 0; j < count; j++) w[j] = scores + (long)(i + j) * CHUNK, out[j] = part + (long)(i + j) * part_step + LANES;
+        mix_some(count, w, values, at, wide, dtype, from, to + 1, out, 0);
     }
 }
 static void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q, long ldq,

@@ -71,6 +71,7 @@ INLINE void acts_row(const Acts *a, long r) { /* quantise row r of x */
 }
 
 /* ---- one group of 16 outputs for MT rows: tile[m][16] ---- */
+INLINE int32_t word(const int8_t *p) { int32_t x; memcpy(&x, p, 4); return x; }
 #if ISA_AVX512
 INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, int MT, float *tile) {
     const int kb = w->k / 32, has_min = kind == W_Q4M || kind == W_Q8M, small = kind == W_Q4M || kind == W_Q4;
@@ -81,7 +82,7 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
     const size_t ahead = (size_t)kb * (small ? 256 : 512), ahead_scale = (size_t)kb * (has_min ? 64 : 32);
     const __m512i low = _mm512_set1_epi8(15), flip = _mm512_set1_epi8((char)0x80);
     vf acc[TILE_ROWS];
-    for (int m = 0; m < MT; m++) acc[m] = vf_set(0.0f);
+    UNROLL for (int m = 0; m < MT; m++) acc[m] = vf_set(0.0f);
     for (int b = 0; b < kb; b++) {
         __m512i v[8];
         if (small) {
@@ -101,20 +102,27 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
         const vf d = vf_half(scale);
         const vf lift = has_min ? vf_half(scale + 16) : d;
         scale += has_min ? 32 : 16;
-        if (MT > 1) { /* one row keeps up with memory; more rows compute while the next group arrives */
-            for (int j = 0; j < (small ? 4 : 8); j++) __builtin_prefetch(data + ahead + 64 * j - (small ? 256 : 512));
-            __builtin_prefetch((const char *)scale + ahead_scale);
+        if (MT > 1) { /* one row keeps up with memory; more rows compute while the next group arrives in the second-level cache:
+                         the first level has too few places for lines under way */
+            UNROLL for (int j = 0; j < (small ? 4 : 8); j++) __builtin_prefetch(data + ahead + 64 * j - (small ? 256 : 512), 0, 2);
+            __builtin_prefetch((const char *)scale + ahead_scale, 0, 2);
         }
-        for (int m = 0; m < MT; m++) {
-            const int32_t *x = (const int32_t *)(q + (size_t)m * a->k + 32 * b);
-            const Blk *s = blk + (size_t)m * kb + b;
-            __m512i dot = kind == W_Q8 ? _mm512_set1_epi32(s->i) : kind == W_Q4 ? _mm512_set1_epi32(s->i >> 4) : _mm512_setzero_si512();
-            for (int j = 0; j < 8; j++) dot = _mm512_dpbusd_epi32(dot, v[j], _mm512_set1_epi32(x[j]));
-            acc[m] = vf_fma(vf_mul(_mm512_cvtepi32_ps(dot), vf_set(s->d)), d, acc[m]);
-            if (has_min) acc[m] = vf_fma(lift, vf_set(s->s), acc[m]);
+        const int8_t *x = q + 32 * (size_t)b;
+        const Blk *s = blk + b;
+        __m512i dot[TILE_ROWS]; /* steps outside, rows inside: chains of dependent sums, one a row, run side by side */
+        UNROLL for (int m = 0; m < MT; m++) {
+            const int32_t zero = s[(size_t)m * kb].i;
+            dot[m] = _mm512_set1_epi32(kind == W_Q8 ? zero : kind == W_Q4 ? zero >> 4 : 0);
+        }
+        UNROLL for (int j = 0; j < 8; j++)
+            UNROLL for (int m = 0; m < MT; m++)
+                dot[m] = _mm512_dpbusd_epi32(dot[m], v[j], _mm512_set1_epi32(word(x + (size_t)m * a->k + 4 * j)));
+        UNROLL for (int m = 0; m < MT; m++) {
+            acc[m] = vf_fma(vf_mul(_mm512_cvtepi32_ps(dot[m]), vf_set(s[(size_t)m * kb].d)), d, acc[m]);
+            if (has_min) acc[m] = vf_fma(lift, vf_set(s[(size_t)m * kb].s), acc[m]);
         }
     }
-    for (int m = 0; m < MT; m++) vf_store(tile + LANES * m, acc[m]);
+    UNROLL for (int m = 0; m < MT; m++) vf_store(tile + LANES * m, acc[m]);
 }
 
 #elif ISA_AVX2

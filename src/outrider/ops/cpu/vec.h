@@ -19,6 +19,7 @@
 
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16") /* before a loop of known, short length: sums in arrays then stay in registers */
 
 enum { DT_F32 = 0, DT_F16 = 1, DT_BF16 = 2 };
 
