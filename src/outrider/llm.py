@@ -11,6 +11,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,12 +24,14 @@ from .engine.engine import Engine, Event, Request
 from .engine.text import Tokenizer
 from .models import build, build_drafter
 from .models.pairing import fits
+from .spec import card as cards
 from .spec.controller import Controller
 from .spec.cost import CostKey, CostTable, machine_name
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import OutriderError, RequestStats, SamplingParams
 from .weights import hub, load_drafter, load_target
+from .weights.files import fingerprint
 
 log = logging.getLogger("outrider")
 Messages = Sequence[Mapping[str, Any]]
@@ -82,7 +85,9 @@ class LLM:
         guesser, names, note = pick_drafter(model, drafter, target, chosen, place, kind, load_format, seed)
         say(note)
         runner = chosen.compile(target) if hasattr(chosen, "compile") else target
-        controller = Controller(CostTable(), names)
+        card = guesser.card if isinstance(guesser, MTPDrafter) else None
+        prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
+        controller = Controller(CostTable(), names, prior, trust=trust)
         made = Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind))
         if spec.draft_tokens is None and names:
             where = getattr(getattr(guesser, "model", None), "config", None)
@@ -231,4 +236,7 @@ def _load_drafter(
     drafter = build_drafter(config, weights, ops, target)  # type: ignore[arg-type]
     if hasattr(ops, "compile_drafter"):
         drafter = ops.compile_drafter(drafter)
-    return MTPDrafter(drafter, target), ("mtp", "ngram"), f"drafter: mtp {where} ({note})"
+    made = MTPDrafter(drafter, target)
+    if load_format == "auto":
+        made.card = cards.read(Path(files.path), fingerprint(files))
+    return made, ("mtp", "ngram"), f"drafter: mtp {where} ({note})"

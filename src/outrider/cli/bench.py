@@ -39,6 +39,7 @@ def bench(
     history: Annotated[Path | None, typer.Option(help="Append the summary to a file in this folder (benchmarks/history).")] = None,
     record_traces: Annotated[Path | None, typer.Option(help="Instead of timing: record a trace of every answer into this file.")] = None,
     simulate: Annotated[Path | None, typer.Option(help="Instead of timing: replay these traces at this machine's costs.")] = None,
+    card: Annotated[Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")] = None,
     seed: common.Seed = 0,
     as_json: common.AsJson = False,
     verify: common.VerifyBy = "coupled",
@@ -57,6 +58,9 @@ def bench(
     options = {"verify": verify, "device": device, "dtype": dtype, "ops": ops, "threads": threads, "quantize": quantize, "seed": seed}
     if simulate is not None:
         _simulate(model, _list(drafters)[0], simulate, options, as_json)
+        return
+    if card is not None:
+        _card(model, _list(drafters)[0], card)
         return
     ks, temperatures, batches = _ks(draft_tokens), _numbers(temperature, float, "temperature"), _numbers(batch, int, "batch")
     if repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
@@ -181,18 +185,16 @@ def _record(model: str, drafter: str, prompts: list[Any], path: Path, temperatur
 
 def _simulate(model: str, drafter: str, path: Path, options: dict[str, Any], as_json: bool) -> None:
     """By category, each with a controller that has seen nothing, and over all."""
-    from ..spec.controller import Controller
-    from ..spec.cost import CostTable
     from ..spec.simulate import compare, read_traces
 
     traces = list(read_traces(path))
-    cost = common.load_llm(model, as_json, drafter=drafter, **options).engine.controller.cost
+    controller = common.load_llm(model, as_json, drafter=drafter, **options).engine.controller
     table = Table("category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt")
     found = {}
     for category in ["all", *dict.fromkeys(t.category for t in traces)]:
         chosen = [t for t in traces if category in ("all", t.category)]
         names = tuple(dict.fromkeys([*(t.drafter for t in chosen), "ngram"]))
-        one = found[category] = compare(chosen, cost, Controller(CostTable.from_json(cost.to_json()), names))
+        one = found[category] = compare(chosen, controller.cost, controller.fresh(names))
         table.add_row(
             category, str(len(chosen)), f"{one.speedup:.2f}x", f"{one.of_static:.1%}", f"{one.of_clairvoyant:.1%}",
             f"{one.best_fixed[0]} K={one.best_fixed[1]}", f"{one.of_best_fixed:.1%}", f"{one.worst[1]:.3f}x {one.worst[0]}",
@@ -201,6 +203,22 @@ def _simulate(model: str, drafter: str, path: Path, options: dict[str, Any], as_
         print(json.dumps({name: asdict(one) for name, one in found.items()}))
     else:
         Console(width=max(out.width, 120), highlight=False).print(table)
+
+
+def _card(model: str, drafter: str, path: Path) -> None:
+    from ..spec import card
+    from ..spec.simulate import read_traces
+    from ..weights import hub
+    from ..weights.files import fingerprint
+
+    where: str | None = drafter
+    if drafter == "auto":
+        where, why = hub.auto_drafter(model)
+        if where is None:
+            raise OutriderError(why)
+    files = hub.resolve(str(where), kind="drafter")
+    made = card.measure(read_traces(path), fingerprint(files))
+    out.print(f"{card.write(Path(files.path), made)}: {made.judged} tokens judged")
 
 
 def _accelerator(device: str | None) -> str | None:

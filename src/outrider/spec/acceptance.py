@@ -13,7 +13,7 @@ from ..types import MAX_DRAFT
 GLOBAL_WEIGHT = 4.0  # how many observations the card's prior is worth
 GLOBAL_KEEP = 0.995  # forgetting, per observation of a position
 BINS = 16  # of drafter confidence
-SURE_AFTER = 64  # judged confidences before a draft may end by them, where no card says how they are to be taken
+SURE_AFTER = 16  # judged confidences before a draft may end by them, where no card says how they are to be taken
 MOST = 0.99  # no estimate above: a certain success would hide the cost of being wrong
 CARD_WEIGHT = 24.0  # judged tokens a bin of the card's trust is worth
 KEEP_CYCLES = 0.995  # forgetting, per cycle that drafted

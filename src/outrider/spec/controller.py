@@ -132,6 +132,11 @@ class Controller:
         self._rest = self._pause = 0
         self._histogram = [0] * (MAX_DRAFT + 1)
 
+    def fresh(self, drafters: tuple[str, ...]) -> Controller:
+        """One that has seen nothing, with the same priors and a copy of the costs."""
+        cost = CostTable.from_json(self.cost.to_json())
+        return Controller(cost, drafters, self._prior, self.max_draft, self.fixed, trust=self._trust)
+
     # ---- before a cycle ----------------------------------------------------------------------------------------------
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
         if len(seqs) == 1 and self.fixed is None and seqs[0].fixed is None:

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 
 from ..types import Draft
+from .card import Card
 from .drafter import DraftBatch
 
 
 class MTPDrafter:
     name = "mtp"
+    card: Card | None = None  # how often it is right, as its folder says
 
     def __init__(self, model: Any, target: Any):
         self.model, self.target = model, target

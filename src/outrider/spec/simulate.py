@@ -14,6 +14,7 @@ Two oracles, both unreachable: `static` knows each prompt's best drafter and fix
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import random
@@ -307,7 +308,9 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
 
 
 def read_traces(path: Path) -> Iterator[Trace]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    data = path.read_bytes()
+    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    for number, line in enumerate(text.splitlines(), 1):
         try:
             raw = json.loads(line)
             yield Trace(

@@ -1,9 +1,15 @@
 """Replaying traces: the books are exact, and the controller keeps its promises on made-up drafters."""
 
+import random
+from pathlib import Path
+
 import pytest
 
+from outrider.spec.card import measure as measure_card
+from outrider.spec.card import read as read_card
+from outrider.spec.card import write as write_card
 from outrider.spec.controller import Controller
-from outrider.spec.cost import CostTable
+from outrider.spec.cost import WIDTH, CostTable
 from outrider.spec.simulate import (
     Fixed,
     Trace,
@@ -106,3 +112,61 @@ def test_traces_are_kept_and_read(tmp_path):
         list(read_traces(tmp_path / "bad.jsonl"))
     with pytest.raises(OutriderError, match="entries"):
         Trace("t", "c", "mtp", (1, 2), ngram=(1,))
+
+
+RECORDED = Path(__file__).parents[2] / "data" / "smollm2_traces.jsonl.gz"  # the quick suite, SmolLM2-135M with the first shipped drafter
+MEASURED = (3.15, 3.55, 4.05, 4.65, 5.15, 5.95, 6.65, 7.55, 8.75)  # ms: two CPU cores, 1..9 rows
+
+
+def measured(first: float = 0.55, further: float = 0.3) -> CostTable:
+    rows = [*MEASURED, *(MEASURED[-1] + 0.95 * (k + 1) for k in range(WIDTH - len(MEASURED)))]
+    draft = [0.0, *(first + further * k for k in range(WIDTH - 1))]
+    return CostTable({(1, 256): [t / 1e3 for t in rows]}, {"mtp": {1: [t / 1e3 for t in draft]}})
+
+
+def test_recorded_answers_against_the_oracle_and_every_fixed_k():
+    """A real drafter with its confidences. The card comes from one half of the prompts, and is held against the other."""
+    traces, cost = list(read_traces(RECORDED)), measured()
+    for half in (0, 1):
+        card = measure_card([t for i, t in enumerate(traces) if i % 2 != half], "")
+        judged = [t for i, t in enumerate(traces) if i % 2 == half]
+        ours = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust})
+        found = compare(judged, cost, ours, noise=0.03)
+        assert found.of_static >= 0.98 and found.of_best_fixed >= 1.03 and found.speedup > 1.4
+        assert found.worst[1] >= 0.97
+    card = measure_card(traces[::2], "")
+    ours = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust})
+    spent = replay(traces, ours, cost, noise=0.03).seconds
+    for category in {t.category for t in traces}:
+        mine = [t for t in traces if t.category == category]
+        best = min(sum(fixed_seconds(t, "mtp", k, cost) for t in mine) for k in range(9))
+        assert best / sum(spent[t.id] for t in mine) >= 0.97, category
+
+
+def test_without_a_card_it_learns_the_same():
+    traces, cost = list(read_traces(RECORDED)), measured()
+    found = compare(traces, cost, fresh(cost), noise=0.03)
+    assert found.of_static >= 0.95 and found.of_best_fixed >= 1.0
+
+
+def test_a_card_that_praises_a_broken_drafter_costs_less_than_three_percent():
+    traces, cost = list(read_traces(RECORDED)), measured()
+    card = measure_card(traces, "")
+    sure = random.Random(3)
+    lies = [
+        Trace(t.id, t.category, t.drafter, t.runs, confidence=tuple(tuple(sure.random() ** 3 for _ in range(16)) for _ in t.runs))
+        for t in broken(20, 5)
+    ]
+    controller = Controller(CostTable.from_json(cost.to_json()), ("mtp", "ngram"), {"mtp": card.accepted}, trust={"mtp": card.trust})
+    found = compare(lies, cost, controller, noise=0.03)
+    assert found.speedup >= 0.98 and found.worst[1] >= 0.97 and len(controller.warnings) == 1
+
+
+def test_a_card_belongs_to_its_weights(tmp_path):
+    card = measure_card(synthetic(3, 1, confident=True), "these")
+    write_card(tmp_path, card)
+    assert read_card(tmp_path, "these") == card and read_card(tmp_path, "others") is None
+    (tmp_path / "acceptance.json").write_text('{"weights": "these", "accepted": [2.0], "trust": [0.5], "judged": 1}')
+    assert read_card(tmp_path, "these") is None and read_card(tmp_path / "nowhere", "these") is None
+    with pytest.raises(OutriderError, match="no drafts"):
+        measure_card([], "")

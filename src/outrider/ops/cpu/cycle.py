@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT
 from .forward import CompiledDrafter, CompiledModel
-from .lib import CCycle
+from .lib import CCall, CCycle, CDraft
 
 
 class Asked(NamedTuple):
@@ -45,8 +45,8 @@ class HostCycle:
         ops, config = model.ops, model.config
         self.ops, self.drafter, self.hidden, self.vocab = ops, drafter, config.hidden, config.vocab_size
         self.layers, self.taps = len(config.layers), tuple(taps)
-        self.keep: list[Any] = [model, store, features]  # what the pointers show
-        pages = ops.pages(store)
+        self.keep: list[Any] = [model, drafter, store, features, ops.pages(store)]  # what the pointers show
+        pages = self.keep[-1]
         c = self.c = CCycle(head=ops.c_weight(model.head), streams=len(taps), most=MAX_DRAFT, cap=config.softcap or 0.0)
         c.features = features.data_ptr()
         c.call.stack = ctypes.pointer(model.stack.c)
@@ -57,10 +57,9 @@ class HostCycle:
             if table is not None:
                 batch.tables[i], batch.width[i] = table.data_ptr(), table.shape[1]
         if drafter is not None:
-            drafter.c.call.stack = ctypes.pointer(drafter.stack.c)
-            own = drafter.c.call.batch
-            own.page_size, own.keys, own.values, own.kv_dtype = batch.page_size, batch.keys, batch.values, batch.kv_dtype
-            c.draft, c.shift = ctypes.addressof(drafter.c), drafter.shift
+            own = self.draft = CDraft.from_buffer_copy(drafter.c)  # a copy: this one reads this cache
+            own.call = CCall(ctypes.pointer(drafter.stack.c), c.call.batch)
+            c.draft, c.shift = ctypes.addressof(own), drafter.shift
         most = features.shape[0]
         self.slot, self.k, self.accepted = (c_int32 * most)(), (c_int32 * most)(), (c_int32 * most)()
         self.last, self.length, self.drafts = (c_int64 * most)(), (c_int64 * most)(), (c_int64 * (most * MAX_DRAFT))()

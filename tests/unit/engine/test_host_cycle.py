@@ -1,0 +1,86 @@
+"""A cycle in one call of the library is the cycle made of single operations: the same tokens, features and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tests.engines import request, run
+
+from outrider.config import EngineConfig, SpecConfig
+from outrider.engine.engine import Engine
+from outrider.models import build, build_drafter
+from outrider.models.config import ModelConfig
+from outrider.ops.cpu.ops import CpuOps
+from outrider.spec.controller import Controller
+from outrider.spec.cost import CostTable
+from outrider.spec.mtp import MTPDrafter
+from outrider.train import design
+from outrider.weights.load import dummy_weights
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "model_type": "llama", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 32, "eos_token_id": 1,
+    },
+    "sliding": {
+        "model_type": "gemma3_text", "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "intermediate_size": 96, "head_dim": 32, "sliding_window": 24, "sliding_window_pattern": 3,
+        "eos_token_id": 1,
+    },
+}  # fmt: skip
+PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
+
+
+def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0) -> tuple[Engine, Engine]:
+    """The same model and drafter; the second without the one call."""
+    ops = CpuOps(threads=2)
+    config = ModelConfig.from_hf(SHAPES[shape])
+    model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
+    own = design.plain(config, reads=(0, 2), intermediate=64, taps=taps, clusters=clusters, cluster_top=3 if clusters else 0)
+    drafter = ops.compile_drafter(build_drafter(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
+    settings = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)
+    made = []
+    for _ in range(2):
+        controller = Controller(CostTable(), ("mtp", "ngram"))
+        made.append(Engine(model, None, settings, SpecConfig(None), MTPDrafter(drafter, model), controller, torch.float16))
+    assert made[0].host is not None
+    made[1].host = None
+    return made[0], made[1]
+
+
+@pytest.mark.parametrize(("shape", "taps"), [("llama", ()), ("llama", (0, 1)), ("sliding", (1,))])
+@pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "T0.9"])
+def test_one_call_is_the_single_operations(shape: str, taps: tuple[int, ...], params: dict[str, Any]) -> None:
+    """Sequences that draft differently side by side: by the drafter, by a match, not at all; some end before others."""
+    one, many = engines(shape, taps)
+    asked = [
+        request("a", PROMPT, k=3, drafter="mtp", **params),
+        request("b", PROMPT[2:], k=5, drafter="ngram", **params),
+        request("c", PROMPT[4:], drafter=False, **params),
+        request("d", PROMPT[1:], k=1, **{**params, "max_tokens": 9}),
+    ]
+    assert run(one, asked) == run(many, asked)
+    assert one.metrics.drafted == many.metrics.drafted > 0 and one.metrics.accepted == many.metrics.accepted
+    assert one.metrics.accepted_by_position == many.metrics.accepted_by_position
+    assert torch.equal(one.features, many.features)
+
+
+def test_what_the_call_cannot_do_goes_the_other_way() -> None:
+    """Filters, penalties, logprobs: beside and after plain requests, with the same tokens as ever."""
+    one, many = engines("llama")
+    ran = []
+    host_run = one.host.run
+    one.host.run = lambda *args: (ran.append(len(args[0])), host_run(*args))[1]
+    special = [request("p", PROMPT, k=2, repetition_penalty=1.3), request("l", PROMPT, k=2, logprobs=1, temperature=0.7, top_k=5)]
+    assert run(one, special) == run(many, special) and not ran
+    mixed = [request("x", PROMPT, k=2), request("y", PROMPT[3:], k=2, top_p=0.8, temperature=1.0, max_tokens=6)]
+    assert run(one, mixed) == run(many, mixed) and set(ran) == {1}, "one call once the other request has ended"
+
+
+def test_a_damaged_drafter_s_ids_never_reach_the_target() -> None:
+    one, many = engines("llama", clusters=8)
+    want = run(many, [request("a", PROMPT, drafter=False)])
+    one.host.drafter.cluster_ids += 1000
+    assert run(one, [request("a", PROMPT, k=4)]) == want and one.metrics.drafted == 0
