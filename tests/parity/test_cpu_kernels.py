@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.ops.cpu.build import ISAS, NEEDS, cpu_flags
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
+from outrider.ops.cpu.lib import W_DENSE, W_Q4M, W_Q8
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import PackedWeight
 from outrider.ops.reference import ReferenceOps, gumbel
@@ -171,7 +173,6 @@ class OneLayer:
     """What build_kv wants of a config."""
 
     def __init__(self, spec: AttnSpec):
-        from dataclasses import replace
         from types import SimpleNamespace
 
         self.layers = [SimpleNamespace(attn=replace(spec, writes=True))]
@@ -353,6 +354,15 @@ def ended(confidence: list[float], stop: float, drop: float, trust: list[float])
         if path < stop:
             return j + 1, j + 1
     return len(confidence), len(confidence)
+
+
+def test_a_drafter_trained_for_four_bits_gets_them(ops: CpuOps) -> None:
+    """Its layers only, and only where 8 were asked for: what chooses the token keeps 8."""
+    config = replace(drafter_configs()["own_taps_clusters"][1], weight_bits=4)
+    for asked, layers, head in (("int8", W_Q4M, W_Q8), ("int4", W_Q4M, W_Q4M), (None, W_DENSE, W_DENSE)):
+        weights = dummy_weights(config, "cpu", torch.float32, ops, asked)
+        kinds = {name: ops.c_weight(weights[name]).kind for name in ("layers.0.qkv", "layers.0.down", "pre", "centroids")}
+        assert set(list(kinds.values())[:3]) == {layers} and set(list(kinds.values())[3:]) == {head}, asked
 
 
 def test_rows_in_another_order(ops: CpuOps) -> None:

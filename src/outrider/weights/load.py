@@ -89,7 +89,7 @@ def load(
             entries = [source.entries[s] for s in plan.sources]
             weight = pack(plan, entries, ops)  # quantised files stay as they are; `quantize` is for dense ones
             if weight is None:
-                weight = finish(plan, dense(plan, entries, device, dtype, source.plus_one_done), ops, quantize)
+                weight = finish(plan, dense(plan, entries, device, dtype, source.plus_one_done), ops, held(config, name, quantize))
             weights[name] = weight
             advance(sum(e.nbytes for e in entries))
     return weights
@@ -132,6 +132,13 @@ def pack(plan: TensorPlan, entries: list[Entry], ops: Any) -> Weight | None:
     for entry in entries:
         entry.file.release(entry.start, entry.nbytes)
     return weight
+
+
+def held(config: Config, name: str, quantize: str | None) -> str | None:
+    """A drafter that was trained for it holds its layers in 4 bits where 8 were asked for; its head keeps 8."""
+    if quantize == "int8" and isinstance(config, DrafterConfig) and config.weight_bits == 4 and name not in ("embed", "centroids"):
+        return "int4"
+    return quantize
 
 
 def finish(plan: TensorPlan, tensor: Tensor, ops: Any, quantize: str | None) -> Weight:
@@ -195,5 +202,5 @@ def dummy_weights(
             tensor.fill_(1.0)
         else:  # small biases: they would drown the embedding
             tensor.normal_(0.0, 0.002 if plan.role == "bias" else 0.02, generator=generator)
-        weights[name] = finish(plan, tensor, ops, quantize)
+        weights[name] = finish(plan, tensor, ops, held(config, name, quantize))
     return weights
