@@ -35,7 +35,7 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
         table = measure(
             scratch.run,
             drafters=(name,) if name is not None else (),
-            batches=[b for b in (1, 4, 16) if b <= engine.config.max_batch],
+            batches=[b for b in (1, 2, 4, 8, 16) if b <= engine.config.max_batch],
             contexts=contexts,
             budget_s=BUDGET_S,
             key=key,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,7 +172,9 @@ class Engine:
         lag = self.graphs is not None and all(self._can_lag(s) for s in self.scheduler.running)
         if not lag:
             self._land()
-        for seq in self.scheduler.running:  # what is in flight may end it, or fill its context: wait and see
+        for seq in (
+            self.scheduler.running if self.graphs is not None else ()
+        ):  # what is in flight may end it, or fill its context: wait and see
             seq.hold = seq.ahead > 0 and (seq.remaining <= 1 or len(seq.tokens) + seq.ahead >= self.max_context)
         plan = self.scheduler.plan(self._choose_drafts)
         for chunk in plan.prefill:
@@ -181,9 +183,10 @@ class Engine:
             self.metrics.prefill_seconds += self.clock() - began
         self._decode(plan.decode, lag, not plan.prefill)
         events, self._events = self._events, []
-        for warning in self.controller.warnings[self._warned :]:
-            log.warning(warning)
-            self._warned += 1
+        if len(self.controller.warnings) > self._warned:
+            for warning in self.controller.warnings[self._warned :]:
+                log.warning(warning)
+            self._warned = len(self.controller.warnings)
         m = self.metrics
         m.steps += 1
         m.step_seconds += self.clock() - began
@@ -196,11 +199,14 @@ class Engine:
         """Drafter and K of each decoding sequence: the K that was asked for, else the controller's."""
         asked = [self._asked(seq) for seq in ready]
         undecided = [seq for seq, k in zip(ready, asked) if k is None]
-        if not undecided or self.controller.rests([seq.id for seq in undecided]):
-            planned = iter([PLAIN] * len(undecided))
-        else:
-            views = [SeqView(s.id, *self._offers(s), s.remaining, len(s.tokens)) for s in undecided]
-            planned = iter(self.controller.plan(views))
+        planned: Iterator[Choice] = iter(())
+        if undecided:
+            again = self.controller.again([seq.id for seq in undecided])
+            if again is not None:
+                planned = (c if c.k <= self._room(s) else PLAIN for c, s in zip(again, undecided))
+            else:
+                views = [SeqView(s.id, *self._offers(s), s.remaining, len(s.tokens)) for s in undecided]
+                planned = iter(self.controller.plan(views))
         return [next(planned) if k is None else self._fixed(seq, k) for seq, k in zip(ready, asked)]
 
     def _asked(self, seq: Seq) -> int | None:
@@ -220,7 +226,7 @@ class Engine:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
         offers: dict[str, int] = {}
         work: Working = seq.extra
-        room = min(seq.remaining - 1 - (seq.ahead > 0), self.max_context - len(seq.tokens) - seq.ahead - 1, MAX_DRAFT)
+        room = self._room(seq)
         match, asked = 0, seq.request.drafter
         if asked and room > 0:
             if self.drafter is not None and seq.has_features and not seq.drafter_off and asked in (True, self.drafter.name):
@@ -230,6 +236,10 @@ class Engine:
                 if match:
                     offers["ngram"] = room
         return offers, match
+
+    def _room(self, seq: Seq) -> int:
+        """Most tokens a draft may have: what may be emitted and what the context holds."""
+        return min(seq.remaining - 1 - (seq.ahead > 0), self.max_context - len(seq.tokens) - seq.ahead - 1, MAX_DRAFT)
 
     def _by_ngram(self, seq: Seq) -> bool:
         """May the n-gram index guess? It needs the newest tokens on the host: beside a drafter that runs inside the graph, one
@@ -307,7 +317,8 @@ class Engine:
         for row in rows:
             tokens = row.seq.tokens
             guess = row.seq.extra.ngram.propose(row.k)[0] if row.drafter == "ngram" else None
-            asked.append((row.seq.cache.slot, tokens[-1], len(tokens) - 1, row.k, guess, row.stop, row.drop))
+            k = row.k if guess is None else len(guess)
+            asked.append((row.seq.cache.slot, tokens[-1], len(tokens) - 1, k, guess, row.stop, row.drop))
         told = self.host.run(asked, sampling, self._trust(rows))
         now = self.clock()
         for row, (k, tokens, sure) in zip(rows, told):

@@ -118,7 +118,7 @@ class Scheduler:
 
     def plan(self, choose: Callable[[list[Seq]], list[Choice]]) -> StepPlan:
         """`choose` gives drafter and K for each decoding sequence."""
-        plan = StepPlan()
+        plan, before = StepPlan(), self.preemptions
         self._admit()
         ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.hold]
         for seq, (drafter, k, stop, drop) in zip(ready, choose(ready) if ready else []):
@@ -126,10 +126,8 @@ class Scheduler:
                 continue  # pre-empted by an older one in this very step
             if self._reserve(seq, len(seq.tokens) + seq.ahead + k):
                 plan.decode.append(DecodeRow(seq, drafter if k else None, k, stop, drop))
-        plan.decode = [row for row in plan.decode if row.seq.cache is not None]
-
         budget = self.chunk + self.chunk // 4  # short prompts ride along with a long one instead of waiting for all of it
-        for seq in list(self.running):
+        for seq in list(self.running) if len(ready) < len(self.running) else ():
             if seq.cache is None:
                 continue
             chunk = self._next_chunk(seq)
@@ -140,9 +138,10 @@ class Scheduler:
                 budget -= chunk.count
             if budget <= 0:
                 break
-        live = {id(s) for s in self.running}
-        plan.prefill = [c for c in plan.prefill if id(c.seq) in live]
-        plan.decode = [r for r in plan.decode if id(r.seq) in live]
+        if self.preemptions != before:
+            live = {id(s) for s in self.running}
+            plan.prefill = [c for c in plan.prefill if id(c.seq) in live]
+            plan.decode = [r for r in plan.decode if id(r.seq) in live]
         return plan
 
     def _admit(self) -> None:

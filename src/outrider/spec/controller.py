@@ -31,8 +31,11 @@ NGRAM_PRIOR = ((0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.
 REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over all requests is worth
 REQUEST_KEEP = 0.97
 RISK, RISK_RATE = 1.0, 0.02  # plain steps a request may lose to drafting: at once, and more for each token emitted
-BATCH_MARGIN = 0.04  # the same for a batch: its costs are known less well, and every row of it pays for a wrong guess
-REST = 7  # most steps a batch goes unplanned
+BATCH_MARGIN = (
+    0.02,
+    0.006,
+)  # the same for a batch, and more for each sequence: its costs are known less well, and every row of it pays for a wrong guess
+REST, HOLD = 7, 2  # most steps a batch goes unplanned: while it decodes plainly, and while it drafts
 MARGIN = 0.01  # predicted gain below which plain decoding is kept
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
 EXPLORE = 0.008  # share of all time that probing may cost
@@ -128,8 +131,9 @@ class Controller:
         self._explored = 0.0  # of it, lost to probes
         self._cycle: list[tuple[str | None, int, int]] = []  # what became of the cycle under way: drafter, verified, drafted
         self._phase = seed % PROBE_FIRST  # engines side by side do not probe in step
-        self._resting: list[str] = []  # the batch that decodes plainly, for `_rest` more steps of `_pause`
+        self._resting: list[str] = []  # the batch whose plan `_held` holds for `_rest` more steps
         self._rest = self._pause = 0
+        self._held: list[Choice] = []
         self._histogram = [0] * (MAX_DRAFT + 1)
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
@@ -285,22 +289,23 @@ class Controller:
         seq.probing = True
         return choice
 
-    def rests(self, ids: Sequence[str]) -> bool:
-        """Planning a batch takes a few percent of a step: while plain decoding keeps winning for the same sequences, ask again
-        only every second, fourth, then eighth step. True: these decode plainly now, without a plan."""
+    def again(self, ids: Sequence[str]) -> list[Choice] | None:
+        """Planning a batch takes a few percent of a step, so a plan holds for some steps: two where it drafts; where the same sequences
+        go on decoding plainly one, three, then seven. None: it is time to plan. A choice of more tokens than are left is void."""
         if self._rest == 0 or self._resting != ids:
-            return False
+            return None
         self._rest -= 1
-        return True
+        return self._held
 
     def _joint_or_rest(self, seqs: Sequence[SeqView]) -> list[Choice]:
-        choices = self._joint(seqs)
-        if any(c.k for c in choices):
-            self._resting, self._rest, self._pause = [], 0, 0
+        choices, who = self._joint(seqs), [view.id for view in seqs]
+        if any(self._seqs[id].probing for id in who):
+            self._rest = self._pause = 0
+        elif any(c.k for c in choices):
+            self._rest, self._pause = HOLD, 0
         else:
-            who = [view.id for view in seqs]
-            self._pause = min(REST, 2 * self._pause + 1) if who == self._resting else 1
-            self._resting, self._rest = who, self._pause
+            self._rest = self._pause = min(REST, 2 * self._pause + 1) if who == self._resting else 1
+        self._resting, self._held = who, choices
         return choices
 
     def _joint(self, seqs: Sequence[SeqView]) -> list[Choice]:
@@ -309,7 +314,7 @@ class Controller:
         size, context = len(seqs), sum(v.context for v in seqs) // len(seqs)
         verify = np.asarray(self.cost.curve(None, size, context))
         states = [self._seq(view.id) for view in seqs]
-        best: tuple[float, list[Choice]] = (size / verify[0] * (1.0 + BATCH_MARGIN), [PLAIN] * size)
+        best: tuple[float, list[Choice]] = (size / verify[0] * (1.0 + BATCH_MARGIN[0] + BATCH_MARGIN[1] * size), [PLAIN] * size)
         dear = [name for name in self.drafters if not self.cost.free(name)]
         for runs in [*dear, None]:  # at most one drafter that takes time runs in a cycle; free ones always may
             rows: list[list[float]] = []
@@ -446,7 +451,7 @@ class Controller:
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
         """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
         cycle, self._cycle, mixed = self._cycle, [], None
-        if len(cycle) == batch and len(set(cycle)) > 1:
+        if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self._seconds(cycle, context)
         elif batch == 1 and drafter is not None and cycle and cycle[0][2] > cycle[0][1]:
             seconds -= self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)  # a token that was dropped again

@@ -77,7 +77,7 @@ class Replay:
 
 
 class Policy(Protocol):
-    def rests(self, ids: Sequence[str]) -> bool: ...
+    def again(self, ids: Sequence[str]) -> list[Choice] | None: ...
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]: ...
     def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None: ...
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None: ...
@@ -91,8 +91,8 @@ class Fixed:
     def __init__(self, drafter: str | None, k: int) -> None:
         self.drafter, self.k = drafter, k
 
-    def rests(self, ids: Sequence[str]) -> bool:
-        return False
+    def again(self, ids: Sequence[str]) -> list[Choice] | None:
+        return None
 
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
         out = []
@@ -128,7 +128,8 @@ def replay(traces: Sequence[Trace], policy: Policy, cost: CostTable, batch: int 
             running[trace.id] = (trace, 0)
             out.seconds[trace.id], out.tokens[trace.id] = 0.0, len(trace.runs)
         views = [trace.view(position) for trace, position in running.values()]
-        choices = [PLAIN] * len(views) if policy.rests(list(running)) else policy.plan(views)
+        again = policy.again(list(running))
+        choices = policy.plan(views) if again is None else [_held(c, v) for c, v in zip(again, views, strict=True)]
         context = sum(v.context for v in views) // len(views)
         sure = [_confidences(running[v.id], c) for v, c in zip(views, choices, strict=True)]
         ended = [_ended(c, f, policy) for c, f in zip(choices, sure, strict=True)]
@@ -151,6 +152,11 @@ def replay(traces: Sequence[Trace], policy: Policy, cost: CostTable, batch: int 
         told = seconds * max(0.5, rng.gauss(1.0, noise)) if noise else seconds
         policy.observe_step(len(views), width, context, told, main)
     return out
+
+
+def _held(choice: Choice, view: SeqView) -> Choice:
+    """A choice of some cycles ago, as far as it can still be done."""
+    return choice if choice.k < view.remaining and choice.drafter in view.drafter_available else PLAIN
 
 
 def _confidences(at: tuple[Trace, int], choice: Choice) -> tuple[float, ...] | None:

@@ -65,8 +65,9 @@ class HostCycle:
         self.last, self.length, self.drafts = (c_int64 * most)(), (c_int64 * most)(), (c_int64 * (most * MAX_DRAFT))()
         self.given, self.confidence = (c_uint8 * most)(), (c_float * (most * MAX_DRAFT))()
         self.stop, self.drop, self.trust = (c_double * most)(), (c_double * most)(), (c_double * 16)()
-        for name in ("slot", "k", "accepted", "last", "length", "drafts", "given", "confidence"):
+        for name in ("slot", "k", "accepted", "last", "length", "drafts", "given", "confidence", "stop", "drop"):
             setattr(c, name, ctypes.addressof(getattr(self, name)))
+        self.at_trust = ctypes.addressof(self.trust)
         self.ref = ctypes.byref(c)
         self.room = 0
         self.sampling: Any = None
@@ -90,29 +91,30 @@ class HostCycle:
         """`sampling`: the batch's temperature, hot and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
         drafts may end themselves."""
         c, size = self.c, len(asked)
-        slots, lasts, lengths, ks, guesses, stops, drops = zip(*asked)
-        self.slot[:size], self.last[:size], self.length[:size], self.k[:size] = slots, lasts, lengths, ks
-        if sum(ks) + size > self.room:
-            self._grow(sum(ks) + size)
+        rows = size
+        for i, (slot, last, length, k, guess, stop, drop) in enumerate(asked):
+            self.slot[i], self.last[i], self.length[i], self.k[i], self.given[i] = slot, last, length, k, guess is not None
+            self.stop[i], self.drop[i] = stop, drop
+            if guess is not None:
+                self.drafts[i * MAX_DRAFT : i * MAX_DRAFT + k] = guess
+            rows += k
+        if rows > self.room:
+            self._grow(rows)
         if sampling is not self.sampling:
             self.sampling = sampling
             c.temperature, c.hot, c.seed = sampling.temperature.data_ptr(), sampling.hot.data_ptr(), sampling.seed.data_ptr()
-        for i, guess in enumerate(guesses):
-            self.given[i] = guess is not None
-            if guess is not None:
-                self.drafts[i * MAX_DRAFT : i * MAX_DRAFT + len(guess)] = guess
         c.trust = None
         if trust is not None:
-            self.stop[:size], self.drop[:size], self.trust[:] = stops, drops, trust
-            c.stop, c.drop, c.trust = map(ctypes.addressof, (self.stop, self.drop, self.trust))
+            self.trust[:] = trust
+            c.trust = self.at_trust
         c.seqs = size
         if self.ops.lib.or_cycle(self.ops.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
-        for i, (k, right, guess) in enumerate(zip(self.k[:size], self.accepted[:size], guesses)):
-            sure = None
-            if guess is None and ks[i]:
-                sure = self.confidence[i * MAX_DRAFT : i * MAX_DRAFT + min(ks[i], k + 1)]  # with the token that ended the draft, if it
+        for i, (k, right) in enumerate(zip(self.k[:size], self.accepted[:size])):
+            sure, most, guess = None, asked[i][3], asked[i][4]
+            if guess is None and most:
+                sure = self.confidence[i * MAX_DRAFT : i * MAX_DRAFT + min(most, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted
                     sure.pop()
             out.append(Told(k, self.chosen[row : row + right + 1], sure))
