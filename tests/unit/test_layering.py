@@ -16,7 +16,7 @@ ALLOWED = {
     "ops": set(),
     "models": {"ops"},
     "weights": {"models.config", "ops"},
-    "cache": {"models.config"},
+    "cache": {"models.config", "ops.cpu.memory"},
     "spec": {"cache.store", "models", "weights", "ops"},
     "engine": {"spec", "cache", "models", "ops"},
     "llm": {"engine", "spec", "cache", "models", "weights", "ops"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from itertools import groupby
 from math import prod
 from pathlib import Path
@@ -27,9 +28,14 @@ def inspect(
     drafter: Annotated[str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")] = None,
     context: Annotated[int, typer.Option(help="The length at which passes are compared.")] = 1024,
     bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
+    quality: Annotated[bool, typer.Option("--quality", help="Load it and measure what rounding costs, on the CPU.")] = False,
+    quantize: common.Quantize = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are needed."""
+    """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are needed.
+
+    --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in float32, and
+    prints both perplexities on a short text and how far the logits are apart."""
     if context < 1:
         raise OutriderError(f"--context must be at least 1, got {context}")
     if bits is not None and not 0 < bits <= 64:
@@ -45,10 +51,21 @@ def inspect(
     data = {"model": model, **report(config, helper, size, helper_size, context)}
     if data["drafter"] is not None:
         data["drafter"] = {"name": drafter, **data["drafter"]}
+    if quality or quantize is not None:
+        data["rounding"] = rounding(model, quantize)
     if as_json:
         print(json.dumps(data))
     else:
         show(data)
+
+
+def rounding(model: str, quantize: str | None) -> dict[str, Any]:
+    from ..bench.rounding import measure
+
+    if quantize not in (None, "int8", "int4"):
+        raise OutriderError(f"--quantize takes int8 or int4, got {quantize!r}")
+    found = measure(model, quantize)
+    return {"held": quantize or "as stored", "line": found.line(), **asdict(found)}
 
 
 def read(name: str, kind: str) -> tuple[dict[str, Any], float]:
@@ -94,6 +111,8 @@ def show(data: dict[str, Any]) -> None:
         facts.add_row("drafter", f"{drafter['name']} {verdict}")
         facts.add_row("", f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
                       f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}")  # fmt: skip
+    if "rounding" in data:
+        facts.add_row("rounding", f"{data['rounding']['held']}: {data['rounding']['line']}")
     out.print(facts)
 
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")  # narrow enough for 80 columns

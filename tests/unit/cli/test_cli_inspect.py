@@ -68,3 +68,15 @@ def test_unknown_model_type(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
     with pytest.raises(OutriderError, match="unknown model_type 'mamba'"):
         call(str(tmp_path))
+
+
+def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    """Both perplexities, and how far the logits are apart: four bits must cost more than eight, and eight nearly nothing."""
+    folder = tiny.write_target("llama", tmp_path / "t")  # 32 columns: one block
+    found = {mode: json.loads(call(str(folder), "--quantize", mode, "--json"))["rounding"] for mode in ("int8", "int4")}
+    assert 0 < found["int8"]["logit_error"] < 0.05 < found["int4"]["logit_error"] < 0.5
+    assert abs(found["int8"]["perplexity"] / found["int8"]["float32"] - 1) < 0.05
+    assert found["int4"]["float32"] == found["int8"]["float32"] and found["int8"]["same_best"] > 0.9
+    assert "perplexity" in call(str(folder), "--quantize", "int8") and "rounding" not in call(str(folder))
+    with pytest.raises(OutriderError, match="int8 or int4"):
+        call(str(folder), "--quantize", "int3")

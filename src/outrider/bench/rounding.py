@@ -1,0 +1,102 @@
+"""What holding a model's weights in few bits costs: perplexity and logit error against float32 on a short text.
+
+The text is teacher-forced through the model as the CPU kernels hold it (`--quantize`, or a GGUF file's own formats) and
+through the torch reference with every weight in float32, one after the other, so that only one of them is in memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import exp
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import ops as ops_module
+from ..cache.store import CacheSpec, KVStore
+from ..engine.text import Tokenizer
+from ..models import build
+from ..types import OutriderError
+from ..weights import load_target
+
+MOST = 512  # tokens of the sample
+SAMPLE = """\
+The harbour was quiet when the ferry left. Most of the passengers had gone below, where it was warm, and only a few stayed on deck to
+watch the lights of the town grow small. A woman in a grey coat leaned on the rail and counted the lamps along the pier: eleven, one of
+them broken since the storm in March. She had lived here for nine years, and in that time the price of bread had doubled, the school had
+closed, and the old cinema had become a warehouse for bicycles. None of this was remarkable; it had happened in every town on the coast.
+
+How does a heat pump work? It moves heat instead of making it. A fluid with a low boiling point evaporates in the coils outside and takes up
+energy even from cold air; a compressor then raises its pressure, and with the pressure its temperature; inside the house it condenses again
+and gives the heat away. Because one unit of electricity moves three or four units of heat, the machine costs less to run than a boiler, as
+long as the difference between the two temperatures stays small.
+
+def median(values):
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    if len(ordered) % 2:
+        return ordered[middle]
+    return (ordered[middle - 1] + ordered[middle]) / 2
+
+In 1854 a doctor in London marked every death from cholera on a map of the streets and saw that they lay around a single water pump. The
+handle was taken off, and the epidemic, which was already fading, ended. The map convinced few people at the time. Today it is shown in
+the first lecture of nearly every course on statistics, usually without the awkward detail that the number of deaths had been falling
+for days.
+"""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    tokens: int
+    perplexity: float
+    float32: float  # its perplexity
+    logit_error: float  # root mean square over that of the float32 logits' spread around each row's mean
+    same_best: float  # share of positions with the same most likely token
+
+    @property
+    def change(self) -> float:
+        return self.perplexity / self.float32 - 1
+
+    def line(self) -> str:
+        return (
+            f"perplexity {self.perplexity:.3f}, in float32 {self.float32:.3f} ({100 * self.change:+.2f} %); "
+            f"logit error {100 * self.logit_error:.2f} %; same best token at {100 * self.same_best:.1f} % of {self.tokens} positions"
+        )
+
+
+def measure(model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE) -> Rounding:
+    held = ops_module.choose("cpu", "cpu", threads)
+    exact = ops_module.choose("cpu", "reference")
+    rounded, ids = forced(model, held, quantize, text)
+    logits, _ = forced(model, exact, None, text)
+    targets = ids[1:, None]
+    perplexity = [exp(-float(torch.log_softmax(z, -1).gather(1, targets).double().mean())) for z in (rounded, logits)]
+    spread = logits - logits.mean(-1, keepdim=True)
+    return Rounding(
+        len(targets), perplexity[0], perplexity[1], float((rounded - logits).norm() / spread.norm()),
+        float((rounded.argmax(-1) == logits.argmax(-1)).float().mean()),
+    )  # fmt: skip
+
+
+def forced(model: str, ops: Any, quantize: str | None, text: str) -> tuple[Tensor, Tensor]:
+    """Logits [T - 1, V] that the text's tokens [T] were predicted with."""
+    config, weights, files = load_target(model, "cpu", torch.float32, ops, quantize)
+    ids = torch.tensor(Tokenizer.load(files).encode(text, bos=True)[: min(MOST, config.max_context)])
+    if len(ids) < 2:
+        raise OutriderError("a text of at least two tokens is needed to measure perplexity")
+    net = build(config, weights, ops)
+    runner: Any = ops.compile(net) if hasattr(ops, "compile") else net
+    rows = len(ids) - 1
+    store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32), "cpu")
+    seq, _ = store.open(ids.tolist(), 32, reuse=False)
+    store.reserve(seq, rows)
+    out = []
+    for lo in range(0, rows, 64):
+        n = min(64, rows - lo)
+        view = store.view(
+            torch.tensor([seq.slot]), torch.arange(lo, lo + n), torch.zeros(n, dtype=torch.int64),
+            torch.tensor([0, n], dtype=torch.int32), n, lo + n,
+        )  # fmt: skip
+        out.append(runner.logits(runner.forward(ids[lo : lo + n], view)))
+    return torch.cat(out), ids
