@@ -67,7 +67,6 @@ class Gemma4(TextModel):
         for i, block in enumerate(self.blocks):
             qkv = ops.linear(h, block.qkv)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
-            ops.soon(block.gate_up, gated=True)
             y = ops.linear(ops.attend(q, block.spec, kv), block.out)
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
 
@@ -75,8 +74,6 @@ class Gemma4(TextModel):
             if self.experts is not None and moe is not None:
                 y = mix_experts(ops, self.experts[i], x, y, moe.top_k, act, eps)
 
-            if i + 1 < len(self.blocks):
-                ops.soon(self.blocks[i + 1].qkv)
             if ple is None:
                 x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
             else:

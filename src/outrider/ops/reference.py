@@ -46,9 +46,6 @@ class ReferenceOps:
         """Rows of a matrix in another order, held as they were: a head by clusters."""
         return weight[order]
 
-    def soon(self, w: Weight, gated: bool = False) -> None:
-        """A hint: the next `attend` or `residual_norm` may fetch this matrix for a product that follows it."""
-
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
         """[R] -> [R, H]. The factor is rounded to the table's dtype first, as the checkpoints were trained."""

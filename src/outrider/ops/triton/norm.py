@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import FETCHERS, Soon, activate, fetch, gdc_launch_dependents, gdc_wait, start
+from .common import activate, start
 
 
 def width_warps(width: int) -> tuple[int, int]:
@@ -95,19 +95,13 @@ def per_layer_inputs(ids: Tensor, table: Tensor, projected: Tensor, scale: float
     return out
 
 
-@triton.jit(do_not_specialize=["rows", "soon_rows", "soon_lines", "soon_other"])
+@triton.jit
 def residual_norm_kernel(
-    x, y, post_w, scale, next_w, x_out, h_out, soon, rows, soon_rows, soon_lines, soon_width, soon_other, n, eps,
-    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr,
+    x, y, post_w, scale, next_w, x_out, h_out, n, eps,
+    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    if SOON:  # noqa: SIM102
-        if row >= rows:
-            gdc_launch_dependents()
-            gdc_wait()  # until then somebody else needs the memory
-            fetch(soon, soon_rows, soon_lines, soon_width, soon_other, tl.program_id(0) - rows, tl.num_programs(0) - rows)
-            return
     ok = i < n
     kind = x_out.dtype.element_ty
     if POST:
@@ -132,19 +126,17 @@ def residual_norm_kernel(
 
 
 def residual_norm(
-    x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool,
-    soon: Soon | None = None,
+    x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, width = x.shape
     x, y = x.contiguous(), y.contiguous()
     x_out = torch.empty_like(x)
     h_out = x_out if next_w is None else torch.empty_like(x)
     block, warps = width_warps(width)
-    residual_norm_kernel[(rows + (FETCHERS if soon else 0),)](
+    residual_norm_kernel[(rows,)](
         x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w, x_out, h_out,
-        soon.weight if soon else x, rows, soon.rows if soon else 0, soon.lines if soon else 0, soon.weight.shape[1] if soon else 0,
-        soon.other if soon else 0, width, eps,
-        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, BLOCK=block, SOON=soon is not None, PDL=pdl,
+        width, eps,
+        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, BLOCK=block, PDL=pdl,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return x_out, h_out

@@ -9,11 +9,8 @@ from torch import Tensor
 from ...types import AttnSpec, KVView
 from ..reference import ReferenceOps, Weight
 from . import attention, choose, moe, norm, rope
-from .common import Soon
 from .linear import MAX_ROWS, skinny
 
-SOON_ATTEND = 16 << 20  # bytes of later weights that attention fetches into L2: it reads little itself
-SOON_NORM = 8 << 20  # the same for a norm
 COUNTERS = 1 << 16  # tiles of the largest split product: (rows / 16) * (columns / 16)
 
 
@@ -25,14 +22,6 @@ class TritonOps(ReferenceOps):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
         self.pdl = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
         self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
-        self.coming: tuple[Weight, bool] | None = None
-
-    def soon(self, w: Weight, gated: bool = False) -> None:
-        self.coming = (w, gated)
-
-    def fetched(self, budget: int) -> Soon | None:
-        coming, self.coming = self.coming, None
-        return Soon.of(*coming, budget) if coming is not None and self.pdl else None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
@@ -66,7 +55,7 @@ class TritonOps(ReferenceOps):
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return norm.residual_norm(x, y, post_w, scale, next_w, eps, self.pdl, self.fetched(SOON_NORM))
+        return norm.residual_norm(x, y, post_w, scale, next_w, eps, self.pdl)
 
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return norm.act_mul(x, y, act, self.pdl)
@@ -86,7 +75,7 @@ class TritonOps(ReferenceOps):
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
-        return attention.attend(q, spec, kv, self.pdl, soon=self.fetched(SOON_ATTEND))
+        return attention.attend(q, spec, kv, self.pdl)
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(
