@@ -24,6 +24,7 @@ import torch
 
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.models import build
+from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
 from outrider.types import KVView
 from outrider.weights.load import load_target
@@ -61,7 +62,7 @@ class Ours:
         self.ops = CpuOps(threads, isa)
         self.config, weights, _ = load_target(path, ops=self.ops)
         self.model = self.ops.compile(build(self.config, weights, self.ops))
-        isa_name = ("generic", "AVX2", "AVX-512")[self.ops.lib.or_isa()]
+        isa_name = ("generic", "AVX2", "AVX-512", "AVX-512 with bfloat16")[self.ops.lib.or_isa()]
         print(f"{self.ops.threads} threads, {isa_name}, loaded in {time.perf_counter() - began:.2f} s")
         packed = sum(w.nbytes if hasattr(w, "nbytes") else w.numel() * w.element_size() for w in weights.values())
         print(f"weights in memory: {packed / 1e6:.0f} MB")
@@ -126,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--isa", choices=("avx512", "avx2", "generic"))
+    parser.add_argument("--isa", choices=ISAS)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-peer", action="store_true")

@@ -5,11 +5,13 @@
  * rows are computed together or on how the work is split, so a row's answer is bitwise its own.
  *
  * Where pages hold whole tiles of 16 slots (`tiled`), the keys of a tile lie transposed, [dim][16], in the tile's place:
- * sixteen scores then advance together without shuffling. Values keep their rows. Only this file knows.
+ * sixteen scores then advance together without shuffling. Values keep their rows. Where the processor multiplies pairs of
+ * bfloat16 (`paired`) a tile holds keys as [dim / 2][16][2] and values as [8][dim][2]. Only this file knows.
  */
 #pragma once
 #include "pool.h"
 #include "rows.h"
+#include "score.h"
 
 #define CHUNK 128
 #define MAX_QUERIES 32 /* of one unit of work: rows × query heads that share a K/V head */
@@ -36,6 +38,14 @@ INLINE long kv_offset(const Spec *s, const Batch *b, int seq, int64_t position, 
 
 INLINE int tiled(const Batch *b) { return b->page_size % LANES == 0; }
 
+INLINE int paired(const Spec *s, const Batch *b) {
+#if ISA_BF16
+    return b->kv_dtype == DT_BF16 && tiled(b) && s->dim % LANES == 0;
+#else
+    return 0;
+#endif
+}
+
 INLINE void store_kv(const float *x, int dim, void *base, long at, int dtype) {
     int i = 0;
     for (; i + LANES <= dim; i += LANES) vf_store_any(base, at + i, vf_load(x + i), dtype);
@@ -57,7 +67,15 @@ static void store_key(const Spec *s, const Batch *b, const float *x, int64_t pos
     }
     uint16_t half[1024];
     store_kv(x, s->dim, half, 0, b->kv_dtype);
-    for (int d = 0; d < s->dim; d++) ((uint16_t *)base)[at + (long)d * LANES] = half[d];
+    if (paired(s, b)) for (int d = 0; d < s->dim; d += 2) memcpy((uint16_t *)base + at + lane + (long)d * LANES, half + d, 4);
+    else for (int d = 0; d < s->dim; d++) ((uint16_t *)base)[at + (long)d * LANES] = half[d];
+}
+static void store_value(const Spec *s, const Batch *b, const float *x, int64_t position, long at) {
+    void *base = b->values[s->kv_layer];
+    if (!paired(s, b)) { store_kv(x, s->dim, base, at, b->kv_dtype); return; }
+    uint16_t half[1024], *to = (uint16_t *)base + at + (position & 1) - (position & 1) * s->dim;
+    store_kv(x, s->dim, half, 0, b->kv_dtype);
+    for (int d = 0; d < s->dim; d++) to[2 * d] = half[d];
 }
 
 /* Head `h` of a row's fused projection (q heads, then k, then v): q is rotated in place, k and v go to the cache. */
@@ -70,7 +88,7 @@ static void rope_write_head(const Spec *s, const Batch *b, int row, int h, float
     const long at = kv_offset(s, b, (int)b->row_seq[row], b->positions[row], kv);
     if (is_v || s->k_eq_v) {
         if (s->norm_v) norm_row(x, s->dim, NULL, s->eps, v);
-        store_kv(s->norm_v ? v : x, s->dim, b->values[s->kv_layer], at, b->kv_dtype);
+        store_value(s, b, s->norm_v ? v : x, b->positions[row], at);
     }
     if (!is_v) {
         rope_head(x, s->dim, k_norm, k_norm != NULL, s->eps, cos, sin, k);
@@ -102,84 +120,13 @@ INLINE void block_chunks(const Spec *s, const Batch *b, RowBlock r, int *lo, int
 
 INLINE int padded(int dim) { return (dim + LANES - 1) & ~(LANES - 1); }
 INLINE size_t part_floats(const Spec *s) { return (size_t)padded(s->dim) + LANES; } /* maximum, sum, (pad), weighted values */
-INLINE size_t attend_scratch(int dim) { return ((size_t)MAX_QUERIES * CHUNK + (size_t)LANES * padded(dim)) * sizeof(float); }
+INLINE size_t attend_scratch(int dim) { return (size_t)(MAX_QUERIES * CHUNK + LANES * padded(dim)) * sizeof(float); } /* scores, a tile */
 
 INLINE vf load_piece(const void *base, long row, int d, int dim, int dtype) { /* sixteen of a row's values from d, zeros past its end */
     if (d + LANES <= dim) return vf_any(base, row + d, dtype);
     float t[LANES] = {0};
     for (int i = d; i < dim; i++) t[i - d] = one_any(base, row + i, dtype);
     return vf_load(t);
-}
-#if ISA_AVX512
-enum { SCORED = 8, MIXED = 6, DIRECT = 1 }; /* queries whose sums fit the registers; DIRECT: widening while loading is free */
-#else
-enum { SCORED = 2, MIXED = 2, DIRECT = 0 };
-#endif
-/* scores of 16 keys for Q queries: keys are [dim][16] of any type */
-INLINE void score_keys(int Q, const float *const *x, const void *keys, long at, int dtype, int dim, vf scale, float *const *out) {
-    vf even[SCORED], odd[SCORED];
-    UNROLL for (int i = 0; i < Q; i++) even[i] = odd[i] = vf_set(0.0f);
-    for (int d = 0; d < dim; d += 2) {
-        const vf k0 = vf_any(keys, at + (long)d * LANES, dtype), k1 = vf_any(keys, at + (long)(d + 1) * LANES, dtype);
-        UNROLL for (int i = 0; i < Q; i++) {
-            even[i] = vf_fma(vf_set(x[i][d]), k0, even[i]);
-            odd[i] = vf_fma(vf_set(x[i][d + 1]), k1, odd[i]);
-        }
-    }
-    UNROLL for (int i = 0; i < Q; i++) vf_store(out[i], vf_mul(vf_add(even[i], odd[i]), scale));
-}
-INLINE void score_some(int count, const float *const *x, const void *keys, long at, int dtype, int dim, vf scale, float *const *out) {
-    switch (count) {
-#if ISA_AVX512
-    case 8: score_keys(8, x, keys, at, dtype, dim, scale, out); break;
-    case 7: score_keys(7, x, keys, at, dtype, dim, scale, out); break;
-    case 6: score_keys(6, x, keys, at, dtype, dim, scale, out); break;
-    case 5: score_keys(5, x, keys, at, dtype, dim, scale, out); break;
-    case 4: score_keys(4, x, keys, at, dtype, dim, scale, out); break;
-    case 3: score_keys(3, x, keys, at, dtype, dim, scale, out); break;
-#endif
-    case 2: score_keys(2, x, keys, at, dtype, dim, scale, out); break;
-    case 1: score_keys(1, x, keys, at, dtype, dim, scale, out); break;
-    }
-}
-/* out[i] (+)= sum of weight times value over keys k0..k1-1 of a chunk, ascending, for Q queries and 16C columns from d.
- * row[t]: where the values of the chunk's tile t begin. */
-INLINE void mix_columns(int Q, int C, const float *const *w, const void *values, const long *row, int dim, int dtype, int d, int k0, int k1,
-                        float *const *out, int more) {
-    vf a[MIXED][4];
-    UNROLL for (int i = 0; i < Q; i++)
-        UNROLL for (int c = 0; c < C; c++) a[i][c] = more ? vf_load(out[i] + d + LANES * c) : vf_set(0.0f);
-    for (int k = k0; k < k1;) {
-        const int stop = (k | (LANES - 1)) + 1 < k1 ? (k | (LANES - 1)) + 1 : k1;
-        long at = row[k / LANES] + (long)(k % LANES) * dim + d;
-        for (; k < stop; k++, at += dim) {
-            vf v[4];
-            UNROLL for (int c = 0; c < C; c++) v[c] = vf_any(values, at + LANES * c, dtype);
-            UNROLL for (int i = 0; i < Q; i++)
-                UNROLL for (int c = 0; c < C; c++) a[i][c] = vf_fma(vf_set(w[i][k]), v[c], a[i][c]);
-        }
-    }
-    UNROLL for (int i = 0; i < Q; i++)
-        UNROLL for (int c = 0; c < C; c++) vf_store(out[i] + d + LANES * c, a[i][c]);
-}
-INLINE void mix_values(int Q, const float *const *w, const void *values, const long *row, int dim, int dtype, int k0, int k1,
-                       float *const *out, int more) {
-    int d = 0;
-    for (; d + 64 <= dim; d += 64) mix_columns(Q, 4, w, values, row, dim, dtype, d, k0, k1, out, more);
-    for (; d < dim; d += LANES) mix_columns(Q, 1, w, values, row, dim, dtype, d, k0, k1, out, more);
-}
-INLINE void mix_some(int count, const float *const *w, const void *values, const long *row, int dim, int dtype, int k0, int k1,
-                     float *const *out, int more) {
-    switch (count) {
-#if ISA_AVX512
-    case 6: mix_values(6, w, values, row, dim, dtype, k0, k1, out, more); break;
-    case 5: mix_values(5, w, values, row, dim, dtype, k0, k1, out, more); break;
-    case 4: mix_values(4, w, values, row, dim, dtype, k0, k1, out, more); break;
-    case 3: mix_values(3, w, values, row, dim, dtype, k0, k1, out, more); break;
-#endif
-    case 2: mix_values(2, w, values, row, dim, dtype, k0, k1, out, more); break;
-    case 1: mix_values(1, w, values, row, dim, dtype, k0, k1, out, more); break;
-    }
 }
 INLINE int even_share(int count, int most) { /* the size of equal pieces of at most `most` */
     const int pieces = (count + most - 1) / most;
@@ -192,7 +139,7 @@ INLINE void fetch_tile(const void *base, long at, int dim, int dtype) { /* sixte
 }
 
 /* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head: part[query][maximum, sum, values]. */
-INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
+INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
                          long ldq, float *part, long part_step, float *scratch) {
     const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim), base = chunk * CHUNK;
     const void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
@@ -212,6 +159,14 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
     const int whole = tiled(b), direct = whole && (DIRECT || nq <= SCORED), each = even_share(nq, SCORED);
     long at[CHUNK / LANES]; /* where tiles begin, in elements */
     for (int c = from & -LANES; whole && c <= to; c += LANES) at[c / LANES] = kv_offset(s, b, r.seq, base + c, head);
+#if ISA_BF16
+    const uint32_t *xs[MAX_QUERIES]; /* queries as pairs, in the room of `tile` */
+    for (int i = 0; pairs && i < nq; i++) {
+        uint16_t *half = (uint16_t *)tile + (long)i * dim;
+        for (int d = 0; d < dim; d += LANES) vf_store_bf16(half + d, vf_load(x[i] + d));
+        xs[i] = (const uint32_t *)half;
+    }
+#endif
     for (int c = from & -LANES; c <= to; c += LANES) {
         if (whole) { /* the cache is larger than the caches, its pages lie anywhere */
             fetch_tile(keys, at[(c + 3 * LANES <= to ? c + 3 * LANES : c) / LANES], dim, dtype);
@@ -229,6 +184,9 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
             const int count = nq - i < each ? nq - i : each;
             float *out[SCORED];
             for (int j = 0; j < count; j++) out[j] = scores + (long)(i + j) * CHUNK + c;
+#if ISA_BF16
+            if (pairs) { score_some_pairs(count, xs + i, (const uint32_t *)keys + at[c / LANES] / 2, dim, scale, out); continue; }
+#endif
             if (direct) score_some(count, x + i, keys, at[c / LANES], dtype, dim, scale, out);
             else score_some(count, x + i, tile, 0, DT_F32, dim, scale, out);
         }
@@ -251,13 +209,19 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
         const vf top = vf_set(p[0]);
         vf sum = vf_set(0.0f);
         const int first = lo[i] & -LANES, last = hi[i] & -LANES;
-        for (int c = from & -LANES; c < first; c += LANES) vf_store(z + c, vf_set(0.0f));
+        for (int c = from & -LANES; c < first; c += LANES) vf_store_any(z, c, vf_set(0.0f), pairs ? DT_BF16 : DT_F32);
         for (int c = first; c <= last; c += LANES) {
-            const vf e = vf_exp(vf_sub(vf_load(z + c), top));
+            vf e = vf_exp(vf_sub(vf_load(z + c), top));
+#if ISA_BF16
+            if (pairs) { /* what is added up is what is multiplied */
+                vf_store_bf16((uint16_t *)z + c, e);
+                e = vf_bf16((uint16_t *)z + c);
+            }
+#endif
             sum = vf_add(sum, e);
-            vf_store(z + c, e);
+            if (!pairs) vf_store(z + c, e);
         }
-        for (int c = last + LANES; c <= to; c += LANES) vf_store(z + c, vf_set(0.0f));
+        for (int c = last + LANES; c <= to; c += LANES) vf_store_any(z, c, vf_set(0.0f), pairs ? DT_BF16 : DT_F32);
         p[1] = vf_sum(sum);
     }
     const int together = even_share(nq, MIXED), rows = whole && dim % LANES == 0; /* rows: values are read where they lie */
@@ -280,16 +244,26 @@ INLINE void attend_typed(int dtype, int dim, const Spec *s, const Batch *b, RowB
         const float *w[MIXED];
         float *out[MIXED];
         for (int j = 0; j < count; j++) w[j] = scores + (long)(i + j) * CHUNK, out[j] = part + (long)(i + j) * part_step + LANES;
+#if ISA_BF16
+        if (pairs) {
+            mix_some_pairs(count, (const uint32_t *const *)w, values, at, dim, from / 2, to / 2 + (to >= 0), from & 1 ? 0xffff0000u : ~0u,
+                           to & 1 ? ~0u : 0xffffu, out);
+            continue;
+        }
+#endif
         mix_some(count, w, values, at, wide, dtype, from, to + 1, out, 0);
     }
 }
 static void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q, long ldq,
                          float *part, long part_step, float *scratch) {
 #define ARGS s, b, r, head, q0, q1, chunk, q, ldq, part, part_step, scratch
-    if (b->kv_dtype == DT_F16 && s->dim == 64) attend_typed(DT_F16, 64, ARGS); /* the small models' shape: loops of known length */
-    else if (b->kv_dtype == DT_F16) attend_typed(DT_F16, s->dim, ARGS);
-    else if (b->kv_dtype == DT_F32) attend_typed(DT_F32, s->dim, ARGS);
-    else attend_typed(DT_BF16, s->dim, ARGS);
+    if (paired(s, b)) {
+        if (s->dim == 64) attend_typed(DT_BF16, 64, 1, ARGS);
+        else attend_typed(DT_BF16, s->dim, 1, ARGS);
+    } else if (b->kv_dtype == DT_F16 && s->dim == 64) attend_typed(DT_F16, 64, 0, ARGS);
+    else if (b->kv_dtype == DT_F16) attend_typed(DT_F16, s->dim, 0, ARGS);
+    else if (b->kv_dtype == DT_F32) attend_typed(DT_F32, s->dim, 0, ARGS);
+    else attend_typed(DT_BF16, s->dim, 0, ARGS);
 #undef ARGS
 }
 

@@ -15,14 +15,17 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "cycle.h", "draft.h", "forward.h", "attend.h", "rows.h", "product.h", "pool.h", "vec.h")
-ISAS = ("avx512", "avx2", "generic")
+SOURCES = ("kernels.c", "cycle.h", "draft.h", "forward.h", "attend.h", "score.h", "rows.h", "product.h", "pool.h", "vec.h")
+ISAS = ("avx512bf16", "avx512", "avx2", "generic")
+AVX512 = ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
 FLAGS = {
-    "avx512": ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
+    "avx512bf16": (*AVX512, "-mavx512bf16"),
+    "avx512": AVX512,
     "avx2": ("-O3", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
     "generic": ("-O2", "-ftree-vectorize"),  # -O3 takes half a minute over 64-byte vectors and is no faster
 }
 NEEDS: dict[str, set[str]] = {
+    "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "f16c", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "f16c", "fma"},
     "avx2": {"avx2", "fma", "f16c"},
     "generic": set(),
@@ -64,8 +67,16 @@ def compiler() -> str:
 
 
 def library(isa: str | None = None) -> Path:
-    """The path of the built library."""
-    isa = isa or best_isa()
+    """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet."""
+    for candidate in [isa] if isa else ISAS[ISAS.index(best_isa()) :]:
+        try:
+            return build(candidate)
+        except BuildError as error:
+            failed = error
+    raise failed
+
+
+def build(isa: str) -> Path:
     digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, platform.machine())).encode())
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())

@@ -2,7 +2,9 @@
 #include "cycle.h"
 
 int or_isa(void) {
-#if ISA_AVX512
+#if ISA_BF16
+    return 3;
+#elif ISA_AVX512
     return 2;
 #elif ISA_AVX2
     return 1;

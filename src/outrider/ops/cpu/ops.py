@@ -24,6 +24,7 @@ from .memory import Arena, advise
 from .packing import PackedWeight
 
 Weight = Any
+BF16 = 3  # or_isa()
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -66,8 +67,8 @@ class CpuOps(ReferenceOps):
         self._pages: tuple[Any, Pages] | None = None
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Half the memory to read, and the processor converts while loading."""
-        return torch.float16
+        """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies pairs of them."""
+        return torch.bfloat16 if self.lib.or_isa() == BF16 else torch.float16
 
     # ---- weights --------------------------------------------------------------------------------------------------
     def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
