@@ -26,7 +26,7 @@ from .models import build, build_drafter
 from .models.pairing import fits
 from .spec import card as cards
 from .spec.controller import Controller
-from .spec.cost import CostKey, CostTable, machine_name
+from .spec.cost import FORMAT, CostKey, CostTable, machine_name
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import OutriderError, RequestStats, SamplingParams
@@ -80,6 +80,8 @@ class LLM:
         if chosen.name == "cpu":
             torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
         config, weights, text = load_target(model, place, kind, chosen, quantize, load_format, seed)  # type: ignore[arg-type]
+        if quantize is not None and load_format == "auto":
+            say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
         target = build(config, weights, chosen)
         tokenizer = Tokenizer.load(text) if load_format != "dummy" else None
         guesser, names, note = pick_drafter(model, drafter, target, chosen, place, kind, load_format, seed)
@@ -94,7 +96,7 @@ class LLM:
             key = CostKey(
                 machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
                 f"{model} {kind} {chosen.name} {quantize} {note} {where and where.target_hash} batch {made.config.max_batch}",
-                __version__,
+                f"{__version__} {FORMAT} {Path(chosen.lib._name).stem if chosen.name == 'cpu' else ''}",  # other kernels, other times
             )
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
             controller.cost = calibrate(made, key, hub.cache_dir() / "costs" / f"{digest}.json")

@@ -112,6 +112,7 @@ class Engine:
         self.by_host = (None, "ngram") + (("mtp",) if self.host is not None and self.host.drafter is not None else ())
         self._flight: Flight | None = None  # the cycle that was launched and not yet read
         self._landed = 0.0
+        self._timed: list[Seq] = []  # the batch whose last cycle was timed
         self._warned = 0  # how many of the controller's warnings were passed on
         self._sampling: tuple[list[Request], SamplingBatch] | None = None
         self._seqs: dict[str, Seq] = {}
@@ -360,7 +361,7 @@ class Engine:
         top = logprobs(asked, x.rows, out.logits, tokens) if any(n is not None for n in asked) else None
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         for i, row in enumerate(rows):
-            by_drafter = sure[i] if sure is not None and row.drafter != "ngram" else None
+            by_drafter = sure[i][: row.k + 1] if sure is not None and row.drafter not in (None, "ngram") else None
             self._commit(row, tokens[i][: counts[i]], now, top[i] if top is not None else None, by_drafter)
         self._observe_step(rows, began)
 
@@ -371,8 +372,12 @@ class Engine:
         return self.controller.trust(self.drafter.name)
 
     def _observe_step(self, rows: list[DecodeRow], began: float) -> None:
+        """Tell what the cycle took; not of the first of a batch, which finds caches cold and buffers untouched."""
+        before, self._timed = self._timed, [row.seq for row in rows]
+        if before != self._timed:
+            return
         drafter = next((r.drafter for r in rows if r.drafter), None)
-        width, context = sum(r.k for r in rows) / len(rows), max(len(r.seq.tokens) for r in rows)
+        width, context = sum(r.k for r in rows) / len(rows), sum(len(r.seq.tokens) for r in rows) // len(rows)
         self.controller.observe_step(len(rows), width, context, self.clock() - began, drafter)
 
     def _sampling_batch(self, seqs: list[Seq]) -> SamplingBatch:

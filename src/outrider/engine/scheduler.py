@@ -37,7 +37,7 @@ class Request:
     drafter: bool | str = True  # False: plain decoding; a name: only that drafter
 
 
-@dataclass
+@dataclass(eq=False)
 class Seq:
     """A request on its way. `tokens` are prompt and answer; K/V of `computed` of them is committed."""
 

@@ -84,7 +84,7 @@ class Arm:
 class Source:
     """What all requests taught about one source of drafts: a drafter, or the n-gram drafter at one range of match lengths."""
 
-    __slots__ = ("a", "accepted", "arm", "bins", "calibrated", "fill", "judged", "prior", "stale", "sure", "trust", "worth")
+    __slots__ = ("a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "judged", "prior", "stale", "sure", "trust", "worth")
 
     def __init__(self, prior: Sequence[float], trust: Sequence[float] | None = None) -> None:
         """`trust`: the card's acceptance by confidence, in 16 equal bins."""
@@ -95,7 +95,7 @@ class Source:
         self.accepted = 0
         self.stale = 0
         self.bins = [[0.0, 0.0] for _ in range(BINS)]  # accepted and judged by confidence
-        self.calibrated = trust is not None
+        self.carded = self.calibrated = trust is not None
         self.trust = list(trust) if trust is not None else [(i + 0.5) / BINS for i in range(BINS)]
         if trust is not None:
             self.bins = [[CARD_WEIGHT * t, CARD_WEIGHT] for t in trust]
@@ -116,7 +116,7 @@ class Source:
                 self.sure += 1
             self.fill += (1.0 - GLOBAL_KEEP) * 4.0 * (drafted / planned - self.fill)
             self.calibrated = self.calibrated or self.sure >= SURE_AFTER
-        if self.judged < 64 or self.stale >= 16:
+        if self.stale >= 16 or (self.judged < 64 and not self.carded):
             self.refresh()
 
     def refresh(self) -> None:

@@ -30,7 +30,7 @@ DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no model card says b
 NGRAM_PRIOR = ((0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.88, 0.9), (0.95, 0.97))
 REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over all requests is worth
 REQUEST_KEEP = 0.97
-RISK, RISK_RATE = 1.0, 0.02  # plain steps a request may lose to drafting: at once, and more for each token emitted
+RISK, RISK_RATE = 1.0, 0.04  # plain steps a request may lose to drafting: at once, and more for each token emitted
 BATCH_MARGIN = (
     0.02,
     0.006,
@@ -41,7 +41,7 @@ HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
 EXPLORE = 0.008  # share of all time that probing may cost
 PROBE_FIRST, PROBE_LAST = 8, 512  # cycles between probes: doubles while they fail
 BROKEN_AFTER, BROKEN_BELOW = 12, 0.02  # first positions judged, and the acceptance under which a drafter is called broken
-YIELD_WEIGHT = 6.0  # how many cycles of this request the yield over all requests is worth
+YIELD_WEIGHT = 10.0  # how many cycles of this request the yield over all requests is worth
 NEXT = 0.7  # chance of a token that is not drafted yet, given that all before it are right
 SURE = 0.96  # chance of a token in a stretch that the drafter is sure of: how far a draft that ends itself may reach
 
@@ -169,19 +169,19 @@ class Controller:
         least: Choice | None = None  # the drafting that loses least: what a probe would try
         least_rate = 0.0
         for name in self.drafters:
-            cap, expected, shared = self._offer(view, seq, name)
+            cap, key, shared = self._offer(view, name)
             if cap <= 0:
                 continue
             times = self.cost.curve(name, 1, view.context)
             if shared.calibrated:  # the draft ends itself: what counts is what such drafts have brought
                 top = self._risk(seq, times, plain, min(cap, self._reach(name, 1, view.context)))
-                top_rate = self._yield(seq, name, shared, expected, times)
+                top_rate = self._yield(seq, name, shared, times)
                 if top > 0 and top_rate > best_rate:
                     best, best_rate = Choice(name, top), top_rate
                 if top > 0 and name == seq.last.drafter:
                     kept, kept_rate = Choice(name, top), top_rate
             else:
-                limit = self._risk(seq, times, plain, cap)
+                limit, expected = self._risk(seq, times, plain, cap), self._expected(seq, key, shared)
                 top, top_rate = 0, 0.0
                 for k in range(1, cap + 1):
                     rate = expected[k] / times[k]
@@ -219,9 +219,10 @@ class Controller:
         self._reaches[name, size, context >> 7] = (curve, best)
         return best
 
-    def _yield(self, seq: _Seq, name: str, shared: Source, expected: Sequence[float], times: Sequence[float]) -> float:
+    def _yield(self, seq: _Seq, name: str, shared: Source, times: Sequence[float]) -> float:
         """Tokens a second that drafts which end themselves bring in this request."""
         if shared.worth is None:  # nothing drafted yet: what the best fixed K would bring by the card
+            expected = self._expected(seq, (name, 0), shared)
             k = max(range(1, len(expected)), key=lambda j: expected[j] / times[j])
             shared.worth = Yield(expected[k], k, k, YIELD_WEIGHT)
         mine = seq.yields.get(name)
@@ -242,15 +243,19 @@ class Controller:
         row, token = (verify[k] - verify[0]) / k / size, (whole[k] - whole[1]) / (k - 1) / size
         return Choice(choice.drafter, choice.k, min(0.95, rate * token / NEXT), min(0.8, rate * row))  # what is sure is always tried
 
-    def _offer(self, view: SeqView, seq: _Seq, name: str) -> tuple[int, list[float], Source]:
-        """How many tokens this drafter may offer, E(0..16), and what is known of it."""
+    def _offer(self, view: SeqView, name: str) -> tuple[int, tuple[str, int], Source]:
+        """How many tokens this drafter may offer, whose statistics count, and what is known of it."""
         cap = min(view.drafter_available.get(name, 0), self.max_draft, view.remaining - 1)
         key = (name, _bucket(view.match_len) if name == "ngram" else 0)
         shared = self._shared.get(key)
         if shared is None:
             shared = self._shared[key] = Source(self._prior_of(*key), self._trust.get(name))
-        if cap <= 0:
-            return 0, [], shared
+        if shared.judged < 8 and not self.cost.free(name) and name not in self._trust:  # an unproven drafter earns its length
+            cap = min(cap, 2 + shared.accepted)
+        return cap, key, shared
+
+    def _expected(self, seq: _Seq, key: tuple[str, int], shared: Source) -> list[float]:
+        """E(0..16): tokens of a cycle by K."""
         expected = seq.expected.get(key)
         if expected is None:
             arm = seq.arms.get(key)
@@ -260,9 +265,7 @@ class Controller:
                 path *= a
                 expected.append(expected[-1] + path)
             seq.expected[key] = expected
-        if shared.judged < 8 and not self.cost.free(name) and name not in self._trust:  # an unproven drafter earns its length
-            cap = min(cap, 2 + shared.accepted)
-        return cap, expected, shared
+        return expected
 
     def _prior_of(self, name: str, bucket: int) -> Sequence[float]:
         if name in self._prior:
@@ -323,9 +326,11 @@ class Controller:
                 row, owner = [1.0], None
                 for name in self.drafters:
                     if name == runs or self.cost.free(name):
-                        cap, expected, _ = self._offer(view, seq, name)
-                        times = self.cost.curve(name, size, context)
-                        cap = min(cap, self._risk(seq, times, float(verify[0]), cap)) if cap else 0
+                        cap, key, shared = self._offer(view, name)
+                        if cap <= 0:
+                            continue
+                        expected, times = self._expected(seq, key, shared), self.cost.curve(name, size, context)
+                        cap = self._risk(seq, times, float(verify[0]), cap)
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else 1.02):
                             row, owner = expected[: cap + 1], name
                 rows.append(row + [0.0] * (MAX_DRAFT + 1 - len(row)))  # 0 tokens: never chosen
@@ -368,8 +373,7 @@ class Controller:
         if not any(c.k for c in choices):
             for i, (view, seq) in enumerate(zip(seqs, states, strict=True)):
                 for name in self.drafters:
-                    cap, _, _ = self._offer(view, seq, name)
-                    if cap > 0:
+                    if self._offer(view, name)[0] > 0:
                         loss = self.cost.curve(name, size, context)[1] - plain
                         choices[i] = self._maybe_probe(seq, Choice(name, 1), loss)
                         break
@@ -450,7 +454,7 @@ class Controller:
 
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
         """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
-        cycle, self._cycle, mixed = self._cycle, [], None
+        cycle, self._cycle, mixed = self._cycle[-batch:], [], None
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self._seconds(cycle, context)
         elif batch == 1 and drafter is not None and cycle and cycle[0][2] > cycle[0][1]:

@@ -96,7 +96,7 @@ class HostCycle:
             self.slot[i], self.last[i], self.length[i], self.k[i], self.given[i] = slot, last, length, k, guess is not None
             self.stop[i], self.drop[i] = stop, drop
             if guess is not None:
-                self.drafts[i * MAX_DRAFT : i * MAX_DRAFT + k] = guess
+                self.drafts[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
             rows += k
         if rows > self.room:
             self._grow(rows)
@@ -105,7 +105,7 @@ class HostCycle:
             c.temperature, c.hot, c.seed = sampling.temperature.data_ptr(), sampling.hot.data_ptr(), sampling.seed.data_ptr()
         c.trust = None
         if trust is not None:
-            self.trust[:] = trust
+            self.trust[:] = list(trust)
             c.trust = self.at_trust
         c.seqs = size
         if self.ops.lib.or_cycle(self.ops.team, self.ref):
