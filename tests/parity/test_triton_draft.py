@@ -57,38 +57,28 @@ def batch_of(rig: Rig, params: list[SamplingParams], lengths: list[int]) -> Draf
     return DraftBatch([""] * n, [[]] * n, last, length, features, kv, sampling, False, rig.ops, 256)
 
 
-@pytest.mark.parametrize("clustered", [False, True])
 @torch.inference_mode()
-def test_round(clustered: bool) -> None:
-    """Two sequences of unlike length (one beyond the window, one with fewer keys than splits), greedy and with noise; more units
-    than programs. A state that is not fed back, or a stale scratch, gives other tokens from the second step on."""
-    rig = rig_of(clustered)
+def test_round() -> None:
+    """Two sequences of unlike length (one beyond the window, one with fewer keys than splits), greedy and with noise; windowed
+    layers cut the keys, the full one walks over several blocks. A state that is not fed back, or a stale scratch, gives other
+    tokens from the second step on."""
+    rig = rig_of(True)
     assert rig.drafter is not None and unsupported(rig.drafter.model) is None
     batch = batch_of(rig, [SamplingParams(), SamplingParams(temperature=0.9, seed=7)], [61, 9])
     want = rig.drafter.propose(batch, 3).tokens
     assert len(set(want.flatten().tolist())) > 3
-    size: dict[str, Any] = {} if CUDA else dict(programs=5, elements=256)
+    size: dict[str, Any] = {} if CUDA else dict(programs=5, splits=(2, 1))
     fused = FusedDrafter(rig.drafter.model, **size)
     drafter = MTPDrafter(fused, rig.model)
-    assert torch.equal(drafter.propose(batch, 3).tokens, want)
+    draft = drafter.propose(batch, 3)
+    assert torch.equal(draft.tokens, want) and draft.lengths.tolist() == [3, 3]
+    fused.scratch.fill_(float("nan"))  # every phase writes what the next ones read
     assert torch.equal(drafter.propose(batch, 3).tokens, want), "a second round finds what the first left"
     fused.most = 1
     assert torch.equal(drafter.propose(batch, 3).tokens, want), "beyond `most` sequences: step by step"
     assert int(fused.counter[64]) == 0
 
 
-@torch.inference_mode()
-def test_narrow() -> None:
-    """int8 with a factor a row: the guesses are those of the rounded weights."""
+def test_unsupported() -> None:
     rig = rig_of(False)
-    assert rig.drafter is not None
-    batch = batch_of(rig, [SamplingParams()], [40])
-    fused = FusedDrafter(rig.drafter.model, narrow=True, **({} if CUDA else dict(programs=5, elements=256)))
-    tokens = MTPDrafter(fused, rig.model).propose(batch, 2).tokens[0]
-    state = rig.drafter.model.start(batch.kv, batch.features)
-    token, hidden = batch.last, batch.features
-    for j in range(2):
-        g, hidden = rig.drafter.model.step(rig.model.embed(token), hidden, state)
-        _, z = rig.drafter.model.candidates(g)
-        assert float(z.max() - z[0, tokens[j]]) < 0.1 * float(z.std()), "the guess is not among the best"
-        token = tokens[j : j + 1]
+    assert rig.drafter is not None and "clustered" in str(unsupported(rig.drafter.model))

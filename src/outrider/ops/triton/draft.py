@@ -1,9 +1,8 @@
-"""Gemma 4's drafters on a GPU: `FusedDrafter` runs a whole round in one launch (draft_kernel.py says how).
+"""Gemma 4's small clustered drafters on a GPU: `FusedDrafter` runs a whole round in one launch (draft_kernel.py says how).
 
 The layers' matrices are copied once into one flat tensor in the order of use, so that layers of one shape are a loop; the
 drafter's own weights become views of it. The product of `pre`'s second half with `post` is taken once: the fed-back state
-then never leaves the drafter's width. With `narrow` matrices and head are int8, one factor a row: a draft need not be exact.
-Batches beyond `most` sequences go step by step through the drafter itself.
+then never leaves the drafter's width. Batches beyond `most` sequences go step by step through the drafter itself.
 """
 
 from __future__ import annotations
@@ -15,165 +14,163 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
-from ...types import AttnSpec, KVView
-from .draft_kernel import attend_phase, best_token, cluster_phase, down_phase, gate_phase, head_phase, out_phase, pre_phase, q_phase, sync
+from ...types import MAX_DRAFT, AttnSpec, KVView
+from .draft_kernel import (
+    angles,
+    attend_phase,
+    best_token,
+    down_phase,
+    fetch,
+    gate_phase,
+    head_phase,
+    out_phase,
+    pre_phase,
+    q_phase,
+    rank_phase,
+    score_phase,
+    sync,
+)
 
 LOG2E = 1.4426950408889634
 SPINS = 1 << 22  # a second or two: a program that never comes must not hang the device
 CUTS = 128  # units of work a phase: what divides every shape, and nearly all processors of an H100 or H200
+BLOCK = 4096  # elements of a block of keys: two blocks of keys and of values lie in registers
 
 
 @triton.jit
 def layer_run(
-    w, ws, norms, keys, values, tables, table_stride, page_stride, positions, cos, sin, s0,
+    w, norms, keys, values, tables, table_stride, page_stride, positions, s0,
     batch, tick, first, last, spins, counter, probe, FIRST_LAYER: tl.constexpr, COUNT: tl.constexpr, NORMS: tl.constexpr,
     H: tl.constexpr, INTER: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, PAGE: tl.constexpr, ELEMENTS: tl.constexpr, ACTIVATION: tl.constexpr,
-    CUTS: tl.constexpr, X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
-    YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr,
-    EPS: tl.constexpr, STRIDE: tl.constexpr, Q8: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    SCALE: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr, CUTS: tl.constexpr,
+    X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
+    YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, EPS: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """COUNT layers of one shape over the same K/V. Phases are numbered from 1 + 5 · FIRST_LAYER."""
     WIDE: tl.constexpr = HEADS * D
-    R_Q: tl.constexpr = WIDE // CUTS if WIDE >= CUTS else 1
-    R_OUT: tl.constexpr = H * HEADS // CUTS if H * HEADS >= CUTS else 1
-    R_GATE: tl.constexpr = INTER // CUTS if INTER >= CUTS else 1
-    R_DOWN: tl.constexpr = H // CUTS if H >= CUTS else 1
-    BN_Q: tl.constexpr = ELEMENTS // H if ELEMENTS // H < R_Q else R_Q
-    BN_OUT: tl.constexpr = ELEMENTS // D if ELEMENTS // D < R_OUT else R_OUT
-    BN_GATE: tl.constexpr = ELEMENTS // H // 2 if ELEMENTS // H // 2 < R_GATE else R_GATE
-    BK: tl.constexpr = ELEMENTS // R_DOWN if ELEMENTS // R_DOWN < INTER else INTER
-    CH: tl.constexpr = 8192 // H if 8192 // H < HEADS else HEADS
+    COLS: tl.constexpr = 128 if D > 128 else D
     for i in range(COUNT):
         layer = FIRST_LAYER + i
         phase = 1 + 5 * layer
         wl = w + i * (2 * WIDE * H + 3 * INTER * H)
-        sl = ws + i * (WIDE + H + 2 * INTER + H)
         nl = norms + layer * NORMS
         if (phase >= first) & (phase < last):
             spins = q_phase(
-                wl, sl, nl, norms + tl.maximum(layer - 1, 0) * NORMS, s0, layer == 0, batch, tick + phase, spins, counter, probe,
-                H, WIDE, R_Q, BN_Q, X, X0, X1, Y, Q, EPS, STRIDE, Q8, G, SYNC, PROBE,
+                wl, nl, norms + tl.maximum(layer - 1, 0) * NORMS, s0, layer == 0, batch, tick + phase, spins, counter, probe,
+                H, WIDE, WIDE // CUTS, X, X0, X1, Y, Q, EPS, STRIDE, G, FLAGS, SYNC, PROBE,
             )  # fmt: skip
         if (phase + 1 >= first) & (phase + 1 < last):
             spins = attend_phase(
-                keys, values, tables, table_stride, page_stride, positions, cos, sin, nl + 4 * H + 16, s0, batch, tick + phase + 1, spins,
-                counter, probe, SCALE, HEADS, KV_HEADS, D, WINDOW, S, KEYS, PAGE, Q, P, ML, EPS, STRIDE, G, SYNC, PROBE,
+                keys, values, tables, table_stride, page_stride, positions, nl + 4 * H + 16, s0, batch, tick + phase + 1, spins,
+                counter, probe, SCALE, HEADS, KV_HEADS, D, WINDOW, S, BN, PAGE, A, Q, P, ML, EPS, STRIDE, G, FLAGS, SYNC, PROBE,
             )  # fmt: skip
         if (phase + 2 >= first) & (phase + 2 < last):
             spins = out_phase(
-                wl + WIDE * H, sl + WIDE, s0, positions, batch, tick + phase + 2, spins, counter, probe,
-                H, HEADS, D, WINDOW, S, KEYS, R_OUT, BN_OUT, P, ML, YP, STRIDE, Q8, G, SYNC, PROBE,
+                wl + WIDE * H, s0, batch, tick + phase + 2, spins, counter, probe,
+                H, HEADS, D, S, COLS, CUTS, P, ML, YP, STRIDE, G, FLAGS, SYNC, PROBE,
             )  # fmt: skip
         if (phase + 3 >= first) & (phase + 3 < last):
             spins = gate_phase(
-                wl + 2 * WIDE * H, sl + WIDE + H, nl, s0, batch, tick + phase + 3, spins, counter, probe,
-                H, HEADS, INTER, R_GATE, BN_GATE, CH, ACTIVATION, X0, X1, YP, ACT, EPS, STRIDE, Q8, G, SYNC, PROBE,
+                wl + 2 * WIDE * H, nl, s0, batch, tick + phase + 3, spins, counter, probe,
+                H, WIDE // COLS, INTER, INTER // CUTS, ACTIVATION, X0, X1, YP, ACT, EPS, STRIDE, G, FLAGS, SYNC, PROBE,
             )  # fmt: skip
         if (phase + 4 >= first) & (phase + 4 < last):
             spins = down_phase(
-                wl + 2 * WIDE * H + 2 * INTER * H, sl + WIDE + H + 2 * INTER, s0, batch, tick + phase + 4, spins, counter, probe,
-                H, INTER, R_DOWN, BK, ACT, Y, STRIDE, Q8, G, SYNC, PROBE,
+                wl + 2 * WIDE * H + 2 * INTER * H, s0, batch, tick + phase + 4, spins, counter, probe,
+                H, INTER, H // CUTS, ACT, Y, STRIDE, G, FLAGS, SYNC, PROBE,
             )  # fmt: skip
     return spins
 
 
 @triton.jit(
-    do_not_specialize=["batch", "from_step", "to_step", "first", "last", "steps", "feature_stride", "stride_a", "stride_b"],
+    do_not_specialize=["batch", "from_step", "to_step", "first", "last", "steps", "feature_stride", "stride_a", "stride_b", "turn"],
     do_not_specialize_on_alignment=["newest", "positions", "tables_a", "tables_b", "out", "temperature", "hot", "seed", "position"],
 )
 def round_kernel(
-    w, ws, norms, head, head_s, cluster_ids, table, features, newest, out, scratch, ids, counter, epochs, probe,
-    keys_a, values_a, tables_a, cos_a, sin_a, keys_b, values_b, tables_b, cos_b, sin_b, positions, temperature, hot, seed, position,
-    table_scale, feature_stride, stride_a, stride_b, page_stride_a, page_stride_b, batch, steps, from_step, to_step, first, last,
-    H: tl.constexpr, HB: tl.constexpr, INTER: tl.constexpr, VOCAB: tl.constexpr, CLUSTERS: tl.constexpr, TOP: tl.constexpr,
+    w, norms, head, cluster_ids, table, features, newest, out, scratch, best, counter, epochs, probe,
+    keys_a, values_a, tables_a, freqs_a, keys_b, values_b, tables_b, freqs_b, positions, temperature, hot, seed, position,
+    table_scale, feature_stride, stride_a, stride_b, page_stride_a, page_stride_b, turn, batch, steps, from_step, to_step, first, last,
+    H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, INTER: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr,
+    TOP: tl.constexpr, PIECES: tl.constexpr,
     COUNT_A: tl.constexpr, HEADS_A: tl.constexpr, KV_A: tl.constexpr, D_A: tl.constexpr, WINDOW_A: tl.constexpr, SCALE_A: tl.constexpr,
-    S_A: tl.constexpr, KEYS_A: tl.constexpr,
+    S_A: tl.constexpr, BN_A: tl.constexpr,
     COUNT_B: tl.constexpr, HEADS_B: tl.constexpr, KV_B: tl.constexpr, D_B: tl.constexpr, WINDOW_B: tl.constexpr, SCALE_B: tl.constexpr,
-    S_B: tl.constexpr, KEYS_B: tl.constexpr,
-    ELEMENTS: tl.constexpr, AHEAD: tl.constexpr, NORMS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr,
-    CUTS: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, MG: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
-    YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, C: tl.constexpr, BV: tl.constexpr, STRIDE: tl.constexpr,
-    Q8: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr, SPINS: tl.constexpr,
+    S_B: tl.constexpr, BN_B: tl.constexpr,
+    NORMS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr, CUTS: tl.constexpr, SLAB: tl.constexpr,
+    X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, MG: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
+    ML: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, GN: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr, SPINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """Phases first..last-1 of steps from_step..to_step-1: 0 input, five a layer, head, clusters; at the end the last token."""
+    """Phases first..last-1 of steps from_step..to_step-1: 0 input, five a layer, head, rank, score; at the end the last token.
+    turn: what a position must be added to for the rotation."""
     pid = tl.program_id(0)
     LAYERS: tl.constexpr = COUNT_A + COUNT_B
     HEAD: tl.constexpr = 1 + 5 * LAYERS
-    END: tl.constexpr = HEAD + (2 if CLUSTERS > 0 else 1)  # phases a step; also the number of the one that hands out the last token
-    R: tl.constexpr = H // CUTS if H >= CUTS else 1
-    BK: tl.constexpr = ELEMENTS // R if ELEMENTS // R < 2048 else 2048
-    RUN_A: tl.constexpr = 2 * H * HB + H * H + CLUSTERS * H  # where the first run's matrices begin
-    ROWS_A: tl.constexpr = 3 * H + CLUSTERS
+    END: tl.constexpr = HEAD + 3  # phases a step; also the number of the one that hands out the last token
+    MIX: tl.constexpr = 2 * H * HB
+    RUN_A: tl.constexpr = MIX + H * H + CLUSTERS * H  # where the first run's matrices begin
     RUN_B: tl.constexpr = RUN_A + COUNT_A * (2 * HEADS_A * D_A * H + 3 * INTER * H)
-    ROWS_B: tl.constexpr = ROWS_A + COUNT_A * (HEADS_A * D_A + 2 * H + 2 * INTER)
-    BN_HEAD: tl.constexpr = ELEMENTS // H
+    for i in tl.static_range(4):  # all weights on their way into L2: the target's have driven them out
+        fetch(w + (pid * 4 + i) * SLAB, SLAB, SYNC)
+    if PDL:
+        gdc_wait()
     base = tl.load(epochs + pid)
     spins = tl.full((), SPINS, tl.int32)
+    if (from_step == 0) & (first == 0):
+        b = G - 1 - pid  # the last programs have least to do
+        if b < batch:
+            at = tl.load(positions + b) + turn
+            angles(scratch + b * STRIDE + A, at, freqs_a, D_A // 2)
+            if COUNT_B > 0:
+                angles(scratch + b * STRIDE + A + D_A, at, freqs_b, D_B // 2)
     for step in range(from_step, to_step):
         tick = base + (step - from_step) * END
         if first == 0:
             spins = pre_phase(
-                w, ws, table, features, feature_stride, newest, out, scratch, ids, step, steps, batch, table_scale, tick, spins, counter,
-                probe, H, HB, R, BK, 0, MG, BV, STRIDE, Q8, G, SYNC, PROBE,
+                w, table, features, feature_stride, newest, out, scratch, best, step, steps, batch, table_scale, tick, spins, counter,
+                probe, H, HB, HBP, H // CUTS, X, MG, STRIDE, G, FLAGS, SYNC, PROBE,
             )  # fmt: skip
         spins = layer_run(
-            w + RUN_A, ws + ROWS_A, norms + H, keys_a, values_a, tables_a, stride_a, page_stride_a, positions, cos_a, sin_a, scratch,
+            w + RUN_A, norms + H, keys_a, values_a, tables_a, stride_a, page_stride_a, positions, scratch,
             batch, tick, first, last, spins, counter, probe, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A, SCALE_A, S_A,
-            KEYS_A, PAGE, ELEMENTS, ACTIVATION, CUTS, 0, X0, X1, Q, P, ML, YP, ACT, Y, EPS, STRIDE, Q8, G, SYNC, PROBE,
+            BN_A, PAGE, ACTIVATION, CUTS, X, X0, X1, A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, FLAGS, SYNC, PROBE,
         )  # fmt: skip
         if COUNT_B > 0:
             spins = layer_run(
-                w + RUN_B, ws + ROWS_B, norms + H, keys_b, values_b, tables_b, stride_b, page_stride_b, positions, cos_b, sin_b, scratch,
+                w + RUN_B, norms + H, keys_b, values_b, tables_b, stride_b, page_stride_b, positions, scratch,
                 batch, tick, first, last, spins, counter, probe, COUNT_A, COUNT_B, NORMS, H, INTER, HEADS_B, KV_B, D_B, WINDOW_B, SCALE_B,
-                S_B, KEYS_B, PAGE, ELEMENTS, ACTIVATION, CUTS, 0, X0, X1, Q, P, ML, YP, ACT, Y, EPS, STRIDE, Q8, G, SYNC, PROBE,
+                S_B, BN_B, PAGE, ACTIVATION, CUTS, X, X0, X1, A + D_A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, FLAGS, SYNC, PROBE,
             )  # fmt: skip
-        last_norms = norms + H + (LAYERS - 1) * NORMS
         if (first <= HEAD) & (last > HEAD):
-            if CLUSTERS > 0:
-                spins = head_phase(
-                    w + 2 * H * HB, ws + 2 * H, w + 2 * H * HB + H * H, ws + 3 * H, last_norms, norms, scratch, ids, temperature, hot, seed,
-                    position, step, batch, tick + HEAD, spins, counter, probe,
-                    H, CLUSTERS, R, CLUSTERS // CUTS if CLUSTERS >= CUTS else 1, 1, True, X1, Y, MG, C, BV, EPS, STRIDE, Q8, G, SYNC, PROBE,
-                )  # fmt: skip
-            else:
-                spins = head_phase(
-                    w + 2 * H * HB, ws + 2 * H, head, head_s, last_norms, norms, scratch, ids, temperature, hot, seed,
-                    position, step, batch, tick + HEAD, spins, counter, probe,
-                    H, VOCAB, R, BN_HEAD, AHEAD, False, X1, Y, MG, C, BV, EPS, STRIDE, Q8, G, SYNC, PROBE,
-                )  # fmt: skip
-        if CLUSTERS > 0:  # noqa: SIM102
-            if (first <= HEAD + 1) & (last > HEAD + 1):
-                SIZE: tl.constexpr = VOCAB // CLUSTERS
-                spins = cluster_phase(
-                    head, head_s, cluster_ids, last_norms, norms, scratch, ids, temperature, hot, seed, position, step, batch,
-                    tick + HEAD + 1, spins, counter, probe, H, CLUSTERS, SIZE, TOP, CLUSTERS // CUTS if CLUSTERS >= CUTS else 1,
-                    512 if CLUSTERS > 512 else CLUSTERS, 2 * BN_HEAD if 2 * BN_HEAD < SIZE else SIZE, X1, Y, C, BV, EPS, STRIDE, Q8, G,
-                    SYNC, PROBE,
-                )  # fmt: skip
+            R_HEAD: tl.constexpr = CLUSTERS // CUTS if CLUSTERS > H else H // CUTS
+            spins = head_phase(
+                w + MIX, w + MIX + H * H, norms + H + (LAYERS - 1) * NORMS, norms, scratch, batch, tick + HEAD, spins, counter, probe,
+                H, CLUSTERS, R_HEAD, X1, Y, MG, GN, C, EPS, STRIDE, G, FLAGS, SYNC, PROBE,
+            )  # fmt: skip
+        if (first <= HEAD + 1) & (last > HEAD + 1):
+            spins = rank_phase(
+                head, scratch, batch, tick + HEAD + 1, spins, counter, probe,
+                H, CLUSTERS, SIZE, TOP, CLUSTERS // CUTS, C, L, STRIDE, G, FLAGS, SYNC, PROBE,
+            )  # fmt: skip
+        if (first <= HEAD + 2) & (last > HEAD + 2):
+            spins = score_phase(
+                head, cluster_ids, table, scratch, best, temperature, hot, seed, position, step, batch, tick + HEAD + 2, spins, counter,
+                probe, H, HB, SIZE, TOP, PIECES, GN, L, STRIDE, G, FLAGS, SYNC, PROBE,
+            )  # fmt: skip
     if last > END:
         tick = base + (to_step - from_step) * END
-        spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+        spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
         for b in range(pid, batch, G):
-            tl.store(out + b * steps + to_step - 1, best_token(scratch + b * STRIDE, ids + b * 256, BV, G).to(tl.int64))
+            tl.store(out + b * steps + to_step - 1, best_token(best + b * 256, G).to(tl.int64))
         if SYNC:
             tl.store(epochs + pid, tick + 1)
 
 
 # ---- packing ------------------------------------------------------------------------------------------------------------------
-def narrowed(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """int8 [N, K] and one float32 factor a row, in pieces: no float32 copy of a whole head."""
-    out = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
-    factors = torch.empty(dense.shape[0], dtype=torch.float32, device=dense.device)
-    for piece in range(0, dense.shape[0], 32768):
-        x = dense[piece : piece + 32768].float()
-        factor = x.abs().amax(1).clamp_min(1e-30) / 127.0
-        out[piece : piece + 32768] = (x / factor[:, None]).round().to(torch.int8)
-        factors[piece : piece + 32768] = factor
-    return out, factors
-
-
 @dataclass(frozen=True)
 class Run:
     """Layers of one shape over the same K/V."""
@@ -181,8 +178,6 @@ class Run:
     spec: AttnSpec
     rope: int
     count: int
-    splits: int
-    keys: int  # a block
 
 
 def power(n: int) -> bool:
@@ -192,10 +187,7 @@ def power(n: int) -> bool:
 def runs_of(blocks: list[Any]) -> list[Run]:
     out: list[Run] = []
     for block in blocks:
-        s = block.spec
-        splits = max(1, min(64, CUTS // s.kv_heads))
-        keys = 32 if s.head_dim > 256 else 16 if s.kv_heads <= 2 else 64
-        run = Run(s, block.rope, 1, splits, keys)
+        run = Run(block.spec, block.rope, 1)
         if out and replace(out[-1], count=1) == run:
             out[-1] = replace(out[-1], count=out[-1].count + 1)
         else:
@@ -204,20 +196,19 @@ def runs_of(blocks: list[Any]) -> list[Run]:
 
 
 def unsupported(drafter: Any) -> str | None:
-    """Why a round of this drafter can't run in one launch."""
+    """Why a round of this drafter can't run in one launch, or should not."""
     config = drafter.config
-    if not config.gemma:
-        return "not one of Gemma 4's"
+    if not config.gemma or not config.clusters:
+        return "not one of Gemma 4's with a clustered head"
     inter = {block.down.shape[1] for block in drafter.blocks}
     specs = [block.spec for block in drafter.blocks]
     if len(inter) > 1 or len(runs_of(drafter.blocks)) > 2:
         return "more than two kinds of layers"
-    size = config.vocab_size // config.clusters if config.clusters else config.vocab_size
-    numbers = [config.hidden, *inter, *(s.heads * s.head_dim for s in specs), *(s.heads for s in specs), size]
-    if not all(power(n) for n in numbers) or any(not power(s.head_dim) or s.head_dim < 32 or s.heads // s.kv_heads > 16 for s in specs):
+    if config.hidden > 512 or max(inter) > 4096:
+        return "too wide: its weights are worth more than the steps between them"
+    numbers = [config.hidden, *inter, *(n for s in specs for n in (s.heads, s.head_dim)), config.clusters, config.vocab_size // config.clusters]
+    if not all(power(n) for n in numbers) or any(s.head_dim < 32 for s in specs):
         return "sizes that are no powers of two"
-    if config.clusters and (not power(config.clusters) or config.clusters > CUTS * 32 or config.hidden < 16):
-        return "an odd number of clusters"
     weights = [drafter.pre, drafter.post, drafter.head, *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))]
     return None if all(isinstance(m, Tensor) for m in weights) else "packed weights"
 
@@ -226,90 +217,82 @@ class FusedDrafter:
     """Gemma4Assistant's own methods, and `draft` for a whole round."""
 
     def __init__(
-        self, drafter: Any, narrow: bool = False, most: int = 2, programs: int | None = None, warps: int = 8, ahead: int = 6,
-        elements: int | None = None, probe: int = 0,
+        self, drafter: Any, most: int = 4, programs: int | None = None, warps: int = 8, splits: tuple[int, int] = (16, 32),
+        flags: bool = False, probe: int = 0,
     ):  # fmt: skip
-        """most: sequences that share a launch; programs: None takes one a processor; ahead: tiles of the head fetched early;
-        elements: of a tile; probe: ticks whose clocks are kept."""
+        """most: sequences that share a launch; programs: None takes one a processor; splits: of the keys of a windowed and of a
+        full layer; flags: programs meet at a word each instead of at a counter; probe: ticks whose clocks are kept."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates, self.full_logits = drafter.start, drafter.step, drafter.candidates, drafter.full_logits
-        self.most, self.warps, self.narrow = most, warps, narrow
+        self.most, self.warps = most, warps
         self.runs = runs_of(drafter.blocks)
         self.sync = device.type in ("cuda", "meta")
+        self.pdl = self.sync and bool(self.ops.pdl)
         if programs is None:
             programs = min(256, torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else CUTS + 4
-        self.programs, self.probe_ticks = programs, probe
+        self.programs = programs
         cuts = min(CUTS, 1 << (programs.bit_length() - 1))  # no phase may have more units a sequence than there are programs
-        self._pack(narrow)
-        h, inter = config.hidden, drafter.blocks[0].down.shape[1]
-        heads, splits = max(r.spec.heads for r in self.runs), max(r.spec.heads * r.splits for r in self.runs)
+        self._pack()
+        h, inter, size = config.hidden, drafter.blocks[0].down.shape[1], config.vocab_size // config.clusters
+        cut = [splits[0] if r.spec.window else splits[1] for r in self.runs]
         wide = max(r.spec.heads * r.spec.head_dim for r in self.runs)
-        parts = max(r.spec.heads * r.splits * r.spec.head_dim for r in self.runs)
         sizes = dict(
-            X=h, X0=h, X1=h, MG=h, Q=wide, P=parts, ML=2 * splits, YP=heads * h, ACT=inter, Y=h, C=max(16, config.clusters), BV=256,
+            X=h, X0=h, X1=h, MG=h, A=sum(r.spec.head_dim for r in self.runs), Q=wide,
+            P=max(r.spec.heads * n * r.spec.head_dim for r, n in zip(self.runs, cut)), ML=max(2 * r.spec.heads * n for r, n in zip(self.runs, cut)),
+            YP=max(r.spec.heads * r.spec.head_dim // min(128, r.spec.head_dim) for r in self.runs) * h, ACT=inter, Y=h, GN=h,
+            C=config.clusters, L=config.cluster_top,
         )  # fmt: skip
         at, offsets = 0, {}
-        for name, size in sizes.items():
+        for name, count in sizes.items():
             offsets[name] = at
-            at += -(-size // 64) * 64
-        del offsets["X"]  # it is 0
+            at += -(-count // 64) * 64
         self.scratch = torch.zeros((most, at), dtype=torch.float32, device=device)
-        self.ids = torch.zeros((most, 256), dtype=torch.int32, device=device)
-        self.counter = torch.zeros(256, dtype=torch.int32, device=device)  # [0] arrivals; [64] set when a program was missed
+        self.best = torch.zeros((most, 256), dtype=torch.int64, device=device)
+        self.counter = torch.zeros(512, dtype=torch.int32, device=device)  # [0] arrivals; [64] set when one was missed; [128:] flags
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
         self.probe = torch.zeros((programs, max(1, probe), 2), dtype=torch.int64, device=device)
+        self.lengths = torch.arange(MAX_DRAFT + 1, device=device)[:, None].repeat(1, most)  # [steps, B], all `steps`
+        pieces = 1 << max(0, (cuts // config.cluster_top).bit_length() - 1)
         self.constants: dict[str, Any] = dict(
-            H=h, HB=config.backbone_hidden, INTER=inter, VOCAB=config.vocab_size, CLUSTERS=config.clusters, TOP=config.cluster_top,
-            ELEMENTS=max(2 * h, elements or (32768 if narrow else 16384)), AHEAD=ahead, NORMS=self.norm_stride,
-            ACTIVATION=config.activation, EPS=config.norm_eps, CUTS=cuts, STRIDE=at, Q8=narrow, G=programs,
-            SYNC=self.sync, PROBE=probe, SPINS=SPINS, **offsets,
+            H=h, HB=config.backbone_hidden, HBP=triton.next_power_of_2(config.backbone_hidden), INTER=inter, CLUSTERS=config.clusters,
+            SIZE=size, TOP=config.cluster_top, PIECES=min(pieces, size), NORMS=self.norm_stride, ACTIVATION=config.activation,
+            EPS=config.norm_eps, CUTS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at, G=programs, FLAGS=flags,
+            SYNC=self.sync, PROBE=probe, SPINS=SPINS, PDL=self.pdl, **offsets,
         )  # fmt: skip
-        for name, run in zip("AB", [*self.runs, *self.runs]):
+        for name, run, n in zip("AB", [*self.runs, *self.runs], [*cut, *cut]):
             s = run.spec
             self.constants |= {
                 f"COUNT_{name}": run.count, f"HEADS_{name}": s.heads, f"KV_{name}": s.kv_heads, f"D_{name}": s.head_dim,
-                f"WINDOW_{name}": s.window or 0, f"SCALE_{name}": s.scale * LOG2E, f"S_{name}": run.splits, f"KEYS_{name}": run.keys,
+                f"WINDOW_{name}": s.window or 0, f"SCALE_{name}": s.scale * LOG2E, f"S_{name}": n,
+                f"BN_{name}": max(1, min(16, BLOCK // s.head_dim)),
             }  # fmt: skip
         if len(self.runs) == 1:
             self.constants["COUNT_B"] = 0
-        self.phases = 1 + 5 * len(drafter.blocks) + (2 if config.clusters else 1)
+        self.phases = 1 + 5 * len(drafter.blocks) + 3
         self.table_scale = float(torch.tensor(self.target.config.embed_scale, dtype=drafter.dtype))
 
-    def _pack(self, narrow: bool) -> None:
+    def _pack(self) -> None:
         drafter, config = self.drafter, self.config
         h, wide = config.hidden, config.backbone_hidden
         pre_hidden = drafter.pre[:, wide:]
         mix = (pre_hidden.float() @ drafter.post.float()).to(drafter.dtype)
-        matrices = [drafter.pre[:, :wide], pre_hidden, mix]
-        if config.clusters:
-            matrices.append(drafter.centroids)
+        matrices = [drafter.pre[:, :wide], pre_hidden, mix, drafter.centroids]
         for b in drafter.blocks:
             matrices += [b.qkv, b.out, b.gate_up, b.down]
-        total, rows = sum(m.numel() for m in matrices), sum(m.shape[0] for m in matrices)
-        self.flat = torch.empty(total, dtype=torch.int8 if narrow else drafter.dtype, device=drafter.device)
-        self.factors = torch.ones(rows, dtype=torch.float32, device=drafter.device)
-        at = row = 0
-        views = []
+        self.flat = torch.empty(sum(m.numel() for m in matrices), dtype=drafter.dtype, device=drafter.device)
+        at, views = 0, []
         for m in matrices:
-            view = self.flat[at : at + m.numel()].view(m.shape)
-            if narrow:
-                small, factor = narrowed(m)
-                view.copy_(small)
-                self.factors[row : row + m.shape[0]] = factor
-            else:
-                view.copy_(m)
-            views.append(view)
-            at, row = at + m.numel(), row + m.shape[0]
-        if not narrow:
-            layers = views[-4 * len(drafter.blocks) :]
-            drafter.blocks = [
-                replace(b, qkv=layers[4 * i], out=layers[4 * i + 1], gate_up=layers[4 * i + 2], down=layers[4 * i + 3])
-                for i, b in enumerate(drafter.blocks)
-            ]
-        head: Tensor = drafter.head.reshape(-1, h)
-        self.head, self.head_factors = narrowed(head) if narrow else (head, self.factors)
-        self.cluster_ids = drafter.cluster_ids.to(torch.int32).contiguous() if config.clusters else self.factors
+            views.append(self.flat[at : at + m.numel()].view(m.shape))
+            views[-1].copy_(m)
+            at += m.numel()
+        layers = views[-4 * len(drafter.blocks) :]
+        drafter.blocks = [
+            replace(b, qkv=layers[4 * i], out=layers[4 * i + 1], gate_up=layers[4 * i + 2], down=layers[4 * i + 3])
+            for i, b in enumerate(drafter.blocks)
+        ]
+        self.head = drafter.head.reshape(-1, h)
+        self.cluster_ids = drafter.cluster_ids.to(torch.int32).contiguous()
         dim = max(b.spec.head_dim for b in drafter.blocks)
         self.norm_stride = 4 * h + 16 + dim
         norms = torch.zeros(h + self.norm_stride * len(drafter.blocks), dtype=torch.float32, device=drafter.device)
@@ -328,10 +311,8 @@ class FusedDrafter:
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = last.shape[0]
-        lengths = torch.full_like(last, steps)
         if size > self.most:
-            return self._by_steps(last, features, kv, steps, temperature, hot, seed, position), None, lengths
-        state = self.drafter.start(kv, features)
+            return self._by_steps(last, features, kv, steps, temperature, hot, seed, position), None, torch.full_like(last, steps)
         out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
         parts: list[Any] = []
         strides, pages = [], []
@@ -339,16 +320,17 @@ class FusedDrafter:
             keys, values = kv.keys[run.spec.kv_layer], kv.values[run.spec.kv_layer]
             assert keys is not None and values is not None
             table = kv.tables[run.spec.group]
-            parts += [keys, values, table, *state.angles[run.rope]]
+            parts += [keys, values, table, self.drafter.inv_freqs[run.rope]]
             strides.append(table.stride(0))
             pages.append(keys.stride(0))
 
         def launch(from_step: int, to_step: int, first: int, end: int) -> None:
             round_kernel[(self.programs,)](
-                self.flat, self.factors, self.norms, self.head, self.head_factors, self.cluster_ids, self.target.table, features, last, out,
-                self.scratch, self.ids, self.counter, self.epochs, self.probe, *parts, kv.positions, temperature, hot.view(torch.uint8),
-                seed, position, self.table_scale, features.stride(0), *strides, *pages, size, steps, from_step, to_step, first, end,
-                PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
+                self.flat, self.norms, self.head, self.cluster_ids, self.target.table, features, last, out,
+                self.scratch, self.best, self.counter, self.epochs, self.probe, *parts, kv.positions, temperature, hot.view(torch.uint8),
+                seed, position, self.table_scale, features.stride(0), *strides, *pages, 2 - self.config.position_offset, size, steps,
+                from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
+                **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip
 
         if self.sync:
@@ -358,7 +340,7 @@ class FusedDrafter:
                 for phase in range(self.phases):
                     launch(step, step + 1, phase, phase + 1)
             launch(steps, steps, self.phases, self.phases + 1)
-        return out, None, lengths
+        return out, None, self.lengths[steps, :size]
 
     def _by_steps(
         self, token: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor
