@@ -77,6 +77,7 @@ BULK = tl.constexpr("""{
     mov.u32 $0, 0;
 }""")
 CLOCK = tl.constexpr("mov.u64 $0, %clock64;")
+STORE = tl.constexpr("st.global.f32 [$1], $2; mov.u32 $0, 0;")
 
 
 @triton.jit
@@ -130,10 +131,20 @@ def spread(ptr, R: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def keep(ptr, x, ok, R: tl.constexpr, K: tl.constexpr):
-    """Store one of the equal rows of x."""
-    r = tl.arange(0, R)[:, None]
-    tl.store(ptr + r * 0 + tl.arange(0, K)[None, :], x, mask=(r < tl.where(ok, 1, 0)) & (tl.arange(0, K) >= 0)[None, :])
+def keep(ptr, x, R: tl.constexpr, K: tl.constexpr):
+    """Store one of the equal rows of x; one program does, after what the others wait for."""
+    if tl.program_id(0) == 0:
+        r = tl.arange(0, R)[:, None]
+        tl.store(ptr + r * 0 + tl.arange(0, K)[None, :], x, mask=(r < 1) & (tl.arange(0, K) >= 0)[None, :])
+
+
+@triton.jit
+def put(ptrs, y, SYNC: tl.constexpr):
+    """Store a sum from where it lies, by every thread that has it: tl.store would first move it through shared memory."""
+    if SYNC:
+        tl.inline_asm_elementwise(STORE, "=r,l,f", [ptrs.to(tl.int64, bitcast=True), y], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        tl.store(ptrs, y)
 
 
 @triton.jit
@@ -206,7 +217,7 @@ def pre_phase(
                 more = tl.sum(tile_of(w + H * HB, row, HB, R, HBP).to(tl.float32) * state[None, :], 1)
             at = table + token.to(tl.int64) * HB + (tl.arange(0, R) * 0)[:, None] + k[None, :]
             e = tl.load(at, mask=(r >= 0)[:, None] & (k < HB)[None, :], other=0.0).to(tl.float32) * table_scale
-            tl.store(s + X + r, tl.sum(tile.to(tl.float32) * e, 1) + more)
+            put(s + X + r, tl.sum(tile.to(tl.float32) * e, 1) + more, SYNC)
     return spins
 
 
@@ -232,20 +243,21 @@ def q_phase(
                 x1 = spread(s + X1, R, H)
             x = spread(s + tl.where(first, X, Y), R, H)
             x = tl.where(first, x, (x1 + normed(x, post, EPS, H)) * factor)
-            keep(s + X0, x, pid == 0, R, H)
-            x = normed(x, weight, EPS, H)
-            tl.store(s + Q + row + tl.arange(0, R), tl.sum(tile.to(tl.float32) * x, 1))
+            put(s + Q + row + tl.arange(0, R), tl.sum(tile.to(tl.float32) * normed(x, weight, EPS, H), 1), SYNC)
+            keep(s + X0, x, R, H)
     return spins
 
 
 @triton.jit
 def block_at(keys, values, pages, kv, first, hi, page_stride, PAGE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr):
-    """Keys and values [BN, D] from position `first`; zeros from `hi` on."""
+    """Keys and values from position `first`, each as two halves [BN, D / 2]; zeros from `hi` on."""
+    HALF: tl.constexpr = D // 2
     key = first + tl.arange(0, BN)
-    live = key < hi
-    page = tl.load(pages + key // PAGE, mask=live, other=0).to(tl.int64)
-    at = (page * page_stride + (kv * PAGE + key % PAGE) * D)[:, None] + tl.arange(0, D)[None, :]
-    return tl.load(keys + at, mask=live[:, None], other=0.0), tl.load(values + at, mask=live[:, None], other=0.0)
+    live = (key < hi)[:, None]
+    page = tl.load(pages + key // PAGE, mask=key < hi, other=0).to(tl.int64)
+    at = (page * page_stride + (kv * PAGE + key % PAGE) * D)[:, None] + tl.arange(0, HALF)[None, :]
+    ka, kb = tl.load(keys + at, mask=live, other=0.0), tl.load(keys + at + HALF, mask=live, other=0.0)
+    return ka, kb, tl.load(values + at, mask=live, other=0.0), tl.load(values + at + HALF, mask=live, other=0.0)
 
 
 @triton.jit
@@ -259,64 +271,61 @@ def span(position, split, S: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexp
 
 
 @triton.jit
-def rotation(a, q_norm, SCALE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr):
-    """What a query is multiplied with, and the half across from it: rope, norm weight and scale in one. a: cosines, sines."""
-    HALF: tl.constexpr = D // 2
-    d, rows = tl.arange(0, D)[None, :], (tl.arange(0, BN) * 0)[:, None]
-    own = tl.load(q_norm + d + rows) * tl.load(a + d % HALF + rows) * SCALE
-    other = tl.load(q_norm + (d + HALF) % D + rows) * tl.load(a + HALF + d % HALF + rows) * SCALE
-    return own, tl.where(d < HALF, -other, other)
-
-
-@triton.jit
 def attend_phase(
     keys, values, tables, table_stride, page_stride, positions, q_norm, s0, batch, tick, spins, counter, probe,
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
     BN: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one head over one split of the keys a unit. K/V stands since before the round: two blocks come before the wait."""
+    """Attention of one head over one split of the keys a unit. K/V stands since before the round: two blocks come before the
+    wait, rows of which a warp keeps to itself until all are done."""
     pid = tl.program_id(0)
+    HALF: tl.constexpr = D // 2
     GROUP: tl.constexpr = HEADS // KV_HEADS
     UNITS: tl.constexpr = HEADS * S
-    i, d = tl.arange(0, BN), tl.arange(0, D)
+    i, d = tl.arange(0, BN), tl.arange(0, HALF)
     b, head = tl.minimum(pid // UNITS, batch - 1), pid % UNITS // S
     lo, hi = span(tl.load(positions + b).to(tl.int32), pid % S, S, WINDOW, BN)
     hi = tl.where(pid < UNITS * batch, hi, 0)
     pages = tables + b * table_stride
-    k0, v0 = block_at(keys, values, pages, head // GROUP, lo, hi, page_stride, PAGE, D, BN)
-    k1, v1 = block_at(keys, values, pages, head // GROUP, lo + BN, hi, page_stride, PAGE, D, BN)
-    own, other = rotation(s0 + b * STRIDE + A, q_norm, SCALE, D, BN)
+    ka, kb, va, vb = block_at(keys, values, pages, head // GROUP, lo, hi, page_stride, PAGE, D, BN)
+    ka2, kb2, va2, vb2 = block_at(keys, values, pages, head // GROUP, lo + BN, hi, page_stride, PAGE, D, BN)
+    wa, wb = spread(q_norm, BN, HALF) * SCALE, spread(q_norm + HALF, BN, HALF) * SCALE
+    cos, sin = spread(s0 + b * STRIDE + A, BN, HALF), spread(s0 + b * STRIDE + A + HALF, BN, HALF)
     spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
     for u in range(pid, UNITS * batch, G):
         if u != pid:
             b, head = u // UNITS, u % UNITS // S
             lo, hi = span(tl.load(positions + b).to(tl.int32), u % S, S, WINDOW, BN)
             pages = tables + b * table_stride
-            k0, v0 = block_at(keys, values, pages, head // GROUP, lo, hi, page_stride, PAGE, D, BN)
-            k1, v1 = block_at(keys, values, pages, head // GROUP, lo + BN, hi, page_stride, PAGE, D, BN)
-            own, other = rotation(s0 + b * STRIDE + A, q_norm, SCALE, D, BN)
+            ka, kb, va, vb = block_at(keys, values, pages, head // GROUP, lo, hi, page_stride, PAGE, D, BN)
+            ka2, kb2, va2, vb2 = block_at(keys, values, pages, head // GROUP, lo + BN, hi, page_stride, PAGE, D, BN)
+            cos, sin = spread(s0 + b * STRIDE + A, BN, HALF), spread(s0 + b * STRIDE + A + HALF, BN, HALF)
         s = s0 + b * STRIDE
-        q = spread(s + Q + head * D, BN, D)
-        across = tl.load(s + Q + head * D + (i * 0)[:, None] + ((d + D // 2) % D)[None, :])
-        q = (q * own + across * other) * tl.rsqrt(tl.sum(q * q, 1) / D + EPS)[:, None]
-        top = tl.full((BN,), float("-inf"), dtype=tl.float32)  # a softmax of its own for every row of the blocks
+        qa, qb = spread(s + Q + head * D, BN, HALF), spread(s + Q + head * D + HALF, BN, HALF)
+        inv = tl.rsqrt((tl.sum(qa * qa, 1) + tl.sum(qb * qb, 1)) / D + EPS)[:, None]
+        qa, qb = qa * wa * inv, qb * wb * inv
+        ra, rb = qa * cos - qb * sin, qb * cos + qa * sin
+        top = tl.full((BN,), float("-inf"), dtype=tl.float32)
         mass = tl.zeros((BN,), dtype=tl.float32)
-        acc = tl.zeros((BN, D), dtype=tl.float32)
+        acc_a, acc_b = tl.zeros((BN, HALF), dtype=tl.float32), tl.zeros((BN, HALF), dtype=tl.float32)
         for start in range(lo, hi, BN):
-            z = tl.where(start + i < hi, tl.sum(k0.to(tl.float32) * q, 1), float("-inf"))  # in powers of two
+            z = tl.sum(ka.to(tl.float32) * ra + kb.to(tl.float32) * rb, 1)  # in powers of two
+            z = tl.where(start + i < hi, z, float("-inf"))
             new = tl.maximum(top, z)
             base = tl.where(new == float("-inf"), 0.0, new)
             p, fade = tl.exp2(z - base), tl.exp2(top - base)
-            acc = acc * fade[:, None] + p[:, None] * v0.to(tl.float32)
+            acc_a = acc_a * fade[:, None] + p[:, None] * va.to(tl.float32)
+            acc_b = acc_b * fade[:, None] + p[:, None] * vb.to(tl.float32)
             mass = mass * fade + p
             top = new
-            k0, v0 = k1, v1
-            k1, v1 = block_at(keys, values, pages, head // GROUP, start + 2 * BN, hi, page_stride, PAGE, D, BN)
+            ka, kb, va, vb = ka2, kb2, va2, vb2
+            ka2, kb2, va2, vb2 = block_at(keys, values, pages, head // GROUP, start + 2 * BN, hi, page_stride, PAGE, D, BN)
         most = tl.max(top, 0)  # -inf: a split without keys
         share = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
         to = u % UNITS
-        tl.store(s + P + to * D + d, tl.sum(acc * share[:, None], 0))
+        tl.store(s + P + to * D + d, tl.sum(acc_a * share[:, None], 0))
+        tl.store(s + P + to * D + HALF + d, tl.sum(acc_b * share[:, None], 0))
         tl.store(s + ML + to * 2, most)
         tl.store(s + ML + to * 2 + 1, tl.sum(mass * share, 0))
     return spins
@@ -347,7 +356,7 @@ def out_phase(
             part = tl.load(s + P + (head * S + i)[:, None] * D + column + c[None, :])
             share = tl.exp2(m - tl.max(m, 0))
             x = tl.sum(share[:, None] * part, 0) / tl.sum(share * mass, 0)
-            tl.store(s + YP + group * H + row + r, tl.sum(tile.to(tl.float32) * x[None, :], 1))
+            put(s + YP + group * H + row + r, tl.sum(tile.to(tl.float32) * x[None, :], 1), SYNC)
     return spins
 
 
@@ -374,10 +383,10 @@ def gate_phase(
             y = tl.sum(tl.load(s + YP + i[:, None] * H + h[None, :]), 0)
             y = y * tl.rsqrt(tl.sum(y * y, 0) / H + EPS)
             x = x0 + y[None, :] * post
-            keep(s + X1, x, pid == 0, R, H)
-            x = normed(x, weight, EPS, H)
-            a = activate(tl.sum(gate.to(tl.float32) * x, 1), ACTIVATION) * tl.sum(up.to(tl.float32) * x, 1)
-            tl.store(s + ACT + row + tl.arange(0, R), a)
+            n = normed(x, weight, EPS, H)
+            a = activate(tl.sum(gate.to(tl.float32) * n, 1), ACTIVATION) * tl.sum(up.to(tl.float32) * n, 1)
+            put(s + ACT + row + tl.arange(0, R), a, SYNC)
+            keep(s + X1, x, R, H)
     return spins
 
 
@@ -395,7 +404,7 @@ def down_phase(
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
-            tl.store(s + Y + row + tl.arange(0, R), tl.sum(tile.to(tl.float32) * spread(s + ACT, R, INTER), 1))
+            put(s + Y + row + tl.arange(0, R), tl.sum(tile.to(tl.float32) * spread(s + ACT, R, INTER), 1), SYNC)
     return spins
 
 
@@ -419,10 +428,11 @@ def head_phase(
             if b > 0:
                 x1 = spread(s + X1, R, H)
             x = normed((x1 + normed(spread(s + Y, R, H), post, EPS, H)) * factor, weight, EPS, H)
-            keep(s + GN, x, pid == 0, R, H)
-            tl.store(s + C + row + r, tl.sum(tile.to(tl.float32) * x, 1), mask=row + r < CLUSTERS)
+            if row < CLUSTERS:
+                put(s + C + row + r, tl.sum(tile.to(tl.float32) * x, 1), SYNC)
             if row < H:
-                tl.store(s + MG + row + r, tl.sum(mixer.to(tl.float32) * x, 1))
+                put(s + MG + row + r, tl.sum(mixer.to(tl.float32) * x, 1), SYNC)
+            keep(s + GN, x, R, H)
     return spins
 
 
