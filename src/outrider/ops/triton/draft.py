@@ -206,7 +206,8 @@ def unsupported(drafter: Any) -> str | None:
         return "more than two kinds of layers"
     if config.hidden > 512 or max(inter) > 4096:
         return "too wide: its weights are worth more than the steps between them"
-    numbers = [config.hidden, *inter, *(n for s in specs for n in (s.heads, s.head_dim)), config.clusters, config.vocab_size // config.clusters]
+    size = config.vocab_size // config.clusters
+    numbers = [config.hidden, *inter, *(n for s in specs for n in (s.heads, s.head_dim)), config.clusters, size]
     if not all(power(n) for n in numbers) or any(s.head_dim < 32 for s in specs):
         return "sizes that are no powers of two"
     weights = [drafter.pre, drafter.post, drafter.head, *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))]
@@ -218,17 +219,18 @@ class FusedDrafter:
 
     def __init__(
         self, drafter: Any, most: int = 4, programs: int | None = None, warps: int = 8, splits: tuple[int, int] = (16, 32),
-        flags: bool = False, probe: int = 0,
+        flags: bool = False, pdl: bool = False, probe: int = 0,
     ):  # fmt: skip
         """most: sequences that share a launch; programs: None takes one a processor; splits: of the keys of a windowed and of a
-        full layer; flags: programs meet at a word each instead of at a counter; probe: ticks whose clocks are kept."""
+        full layer; flags: programs meet at a word each instead of at a counter; pdl: programmatic dependent launch; probe: ticks
+        whose clocks are kept."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates, self.full_logits = drafter.start, drafter.step, drafter.candidates, drafter.full_logits
         self.most, self.warps = most, warps
         self.runs = runs_of(drafter.blocks)
         self.sync = device.type in ("cuda", "meta")
-        self.pdl = self.sync and bool(self.ops.pdl)
+        self.pdl = self.sync and pdl
         if programs is None:
             programs = min(256, torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else CUTS + 4
         self.programs = programs
@@ -237,9 +239,10 @@ class FusedDrafter:
         h, inter, size = config.hidden, drafter.blocks[0].down.shape[1], config.vocab_size // config.clusters
         cut = [splits[0] if r.spec.window else splits[1] for r in self.runs]
         wide = max(r.spec.heads * r.spec.head_dim for r in self.runs)
+        parts = [(r.spec.heads * n, r.spec.head_dim) for r, n in zip(self.runs, cut)]
         sizes = dict(
             X=h, X0=h, X1=h, MG=h, A=sum(r.spec.head_dim for r in self.runs), Q=wide,
-            P=max(r.spec.heads * n * r.spec.head_dim for r, n in zip(self.runs, cut)), ML=max(2 * r.spec.heads * n for r, n in zip(self.runs, cut)),
+            P=max(n * d for n, d in parts), ML=max(2 * n for n, _ in parts),
             YP=max(r.spec.heads * r.spec.head_dim // min(128, r.spec.head_dim) for r in self.runs) * h, ACT=inter, Y=h, GN=h,
             C=config.clusters, L=config.cluster_top,
         )  # fmt: skip
@@ -304,6 +307,17 @@ class FusedDrafter:
             line[4 * h : 4 * h + 1] = b.scalar
             line[4 * h + 16 : 4 * h + 16 + b.spec.head_dim] = b.q_norm
         self.norms = norms
+
+    @property
+    def states(self) -> Tensor:
+        """float32 [most, h]: what the head was given in the last step of the last round."""
+        at = self.constants["GN"]
+        return self.scratch[:, at : at + self.config.hidden]
+
+    @property
+    def alarmed(self) -> bool:
+        """A round ended because a program was missing: its guesses are worthless. Waits for the device."""
+        return bool(int(self.counter[64]))
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,

@@ -1,0 +1,99 @@
+"""Draft rounds with dummy weights held against a float32 drafter: are the guesses of a fast path those of the plain arithmetic?
+
+The float32 drafter follows the guesses of the path under test, so one near tie that falls otherwise does not spoil what comes
+after it. `short` is how far a guess lies below the best score, in standard deviations of the scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..models.gemma4_assistant import Gemma4Assistant
+from ..ops.reference import ReferenceOps
+from ..spec.choose import SamplingBatch
+from ..spec.drafter import DraftBatch
+from ..types import SamplingParams
+from .gpu import Rig
+
+LOST = 9.0  # `short` of a guess that is not among the candidates
+
+
+def gentle(rig: Rig) -> None:
+    """Norms that differ from one, and attention scores as moderate as trained weights keep them: with norms of one a softmax
+    picks a single key, and which one is up to rounding. Before anything packs the weights; after the cache was filled."""
+    rng = torch.Generator(device=rig.device).manual_seed(9)
+    for name, w in rig.drafter_weights.items():
+        if isinstance(w, Tensor) and w.is_floating_point() and w.dim() < 2:
+            noise = torch.randn(w.shape, generator=rng, device=w.device, dtype=torch.float32)
+            w.fill_(0.25 if name.endswith("q_norm") else 1.0).mul_(1.0 + 0.1 * noise)
+    for keys in rig.store.keys:
+        if keys is not None:
+            keys.mul_(0.25)
+
+
+def float32_drafter(rig: Rig) -> Gemma4Assistant:
+    """The rig's drafter in float32 with the plain ops."""
+    assert rig.drafter is not None
+    weights = {name: w.float() if w.is_floating_point() else w for name, w in rig.drafter_weights.items()}
+    return Gemma4Assistant(rig.drafter.model.config, weights, ReferenceOps(), rig.model)
+
+
+def batch_of(rig: Rig, seqs: list[Any], context: int, params: list[SamplingParams]) -> DraftBatch:
+    n, device = len(params), rig.device
+    slots = torch.tensor([s.slot for s in seqs[:n]], device=device)
+    length = torch.full((n,), context, dtype=torch.int64, device=device)
+    each, start = torch.arange(n, device=device), torch.arange(n + 1, dtype=torch.int32, device=device)
+    kv = rig.store.view(slots, length - 1, each, start, 1, context + 64)
+    rng = torch.Generator(device=device).manual_seed(context + n)
+    features = torch.randn((n, rig.config.hidden), device=device, generator=rng).to(rig.model.dtype)
+    sampling = SamplingBatch.build(params, [[]] * n, [[]] * n, rig.config.vocab_size, device)
+    last = (each * 7919 + 11) % rig.config.vocab_size
+    return DraftBatch([""] * n, [[]] * n, last, length, features, kv, sampling, False, rig.ops, rig.config.vocab_size)
+
+
+@dataclass(frozen=True)
+class Followed:
+    short: float  # the worst guess; 0 with noise, where scores cannot be told from noise
+    same: float  # share of guesses that are the float32 drafter's own
+    g: Tensor  # float32 [B, h]: what the head was given in the last step
+
+    def error(self, g: Tensor) -> float:
+        """Relative error of another path's g, the worst row."""
+        return float(((g.float() - self.g).norm(dim=1) / self.g.norm(dim=1)).max())
+
+
+def follow(reference: Gemma4Assistant, rig: Rig, batch: DraftBatch, tokens: Tensor) -> Followed:
+    """tokens: int64 [B, K], guesses of the path under test."""
+    state = reference.start(batch.kv)
+    token, hidden, short, same = batch.last, batch.features.float(), 0.0, 0
+    g = hidden
+    for j in range(tokens.shape[1]):
+        g, hidden = reference.step(rig.model.embed(token).float(), hidden, state)
+        ids, z = reference.candidates(g)
+        own = batch.sampling.guess(z, batch.length + 1 + j, reference.ops, ids)
+        token = tokens[:, j]
+        same += int((own == token).sum())
+        if not batch.sampling.any_hot:
+            at = token if ids is None else (ids == token[:, None]).int().argmax(1)
+            there = torch.ones_like(token, dtype=torch.bool) if ids is None else (ids == token[:, None]).any(1)
+            gap = (z.amax(1) - z.gather(1, at[:, None])[:, 0]) / z.std(1)
+            short = max(short, float(torch.where(there, gap, LOST).max()))
+    return Followed(round(short, 4), round(same / tokens.numel(), 3), g)
+
+
+@torch.inference_mode()
+def plain_round(model: Any, rig: Rig, batch: DraftBatch, steps: int) -> tuple[Tensor, Tensor]:
+    """Guesses [B, steps] of a drafter's own steps, and the last g."""
+    state = model.start(batch.kv, batch.features)
+    token, hidden, out = batch.last, batch.features, []
+    g = hidden
+    for j in range(steps):
+        g, hidden = model.step(rig.model.embed(token), hidden, state)
+        ids, z = model.candidates(g)
+        token = batch.sampling.guess(z, batch.length + 1 + j, rig.ops, ids)
+        out.append(token)
+    return torch.stack(out, 1), g
