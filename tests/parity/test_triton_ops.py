@@ -54,12 +54,12 @@ def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -
     near(ops.linear(x, w, bias), REF.linear(x, w, bias))
 
 
-@pytest.mark.parametrize("splits,slices", [(2, 1), (3, 1), (1, 4), (2, 4)])
+@pytest.mark.parametrize("splits,slices", [(2, 1), (3, 1), (1, 4), (2, 4), (1, 0), (3, 0)])
 def test_linear_split(ops: TritonOps, splits: int, slices: int) -> None:
     """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call."""
     x, w = rand(18, 160), rand(48, 160, seed=1)
     for _ in range(2):
-        near(skinny(x, w, ops.seen, tile=Tile(16, 32 // slices, splits, 2, slices=slices)), REF.linear(x, w))
+        near(skinny(x, w, ops.seen, tile=Tile(16, 32 // max(1, slices), splits, 2, slices=slices)), REF.linear(x, w))
         assert int(ops.seen.abs().sum()) == 0
 
 
@@ -74,7 +74,8 @@ def test_gated(ops: TritonOps, act: str) -> None:
     """Gate and up swapped, or read from the wrong rows; the activation's tails."""
     x, w = rand(3, 64, scale=3.0), rand(96, 64, seed=1)
     near(ops.gated_linear(x, w, act), REF.gated_linear(x, w, act))
-    near(skinny(x, w, ops.seen, gated=True, act=act, tile=Tile(16, 16, 1, 2, slices=4)), REF.gated_linear(x, w, act))
+    for slices in (4, 0):
+        near(skinny(x, w, ops.seen, gated=True, act=act, tile=Tile(16, 16, 1, 2, slices=slices)), REF.gated_linear(x, w, act))
     y = rand(3, 4, 48, seed=2)[:, 1]
     near(ops.linear_act_mul(x, w[:48], y, act), REF.linear_act_mul(x, w[:48], y, act))
     near(ops.act_mul(x[:, :48], y, act), REF.act_mul(x[:, :48], y, act))
@@ -201,6 +202,18 @@ def test_attend_long() -> None:
     for spans in ([(127, 1)], [(126, 4)], [(510, 3)], [(1200, 2)]):
         kv = cache(spec, spans, 16)
         q = rand(kv.positions.shape[0], 128, seed=4)
+        near(attend(q, spec, kv, False, cut), REF.attend(q, spec, kv))
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("slices", [0, 1])
+def test_attend_turned_and_in_one_block(window: int | None, slices: int) -> None:
+    """Keys on the long side; a split that is a single block; the borders of splits."""
+    cut = Cut(32, 32, slices=slices, near=128, mid=64, far=512, coarse=128, queries=((4, 16, 4), (99, 32, 4)))
+    spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=0.5)
+    for spans in ([(127, 1)], [(126, 4)], [(223, 9), (511, 3)]):
+        kv = cache(spec, spans, 16)
+        q = rand(kv.positions.shape[0], 96, seed=4)
         near(attend(q, spec, kv, False, cut), REF.attend(q, spec, kv))
 
 

@@ -33,7 +33,7 @@ class Cut:
     fine: int = 64  # keys a split
     warps: int = 4
     stages: int = 2
-    slices: int = 4  # of the head: 1, or one a warp
+    slices: int = 4  # of the head: 1, or one a warp; 0: turned, keys on the long side of the matrix instruction (bn >= 64)
     # Full layers: splits of `fine` keys up to `near`, of `mid` up to `far`, then of `coarse`. Short contexts need many
     # programs; long ones have them anyway, and the partial results must stay bounded.
     near: int = 1024
@@ -90,6 +90,58 @@ def _split_of(key, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, 
     return tl.where(key < NEAR, key // FINE, beyond)
 
 
+@triton.jit
+def _keys(
+    keys, values, page, page_stride, kv_head, k, live, d,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
+    """A block of keys [BN, DP] (sliced: [SLICES, BN, DP / SLICES]) and its values [BN, DP]."""
+    key = k + tl.arange(0, BN)
+    at = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
+    ok = live[:, None] & (d < D)[None, :]
+    if SLICES > 1:
+        DS: tl.constexpr = DP // SLICES
+        ds = (tl.arange(0, SLICES) * DS)[:, None, None] + tl.arange(0, DS)[None, None, :]
+        kt = tl.load(keys + at[None, :, None] + ds, mask=live[None, :, None] & (ds < D), other=0.0)
+    else:
+        kt = tl.load(keys + at[:, None] + d[None, :], mask=ok, other=0.0)
+    return kt, tl.load(values + at[:, None] + d[None, :], mask=ok, other=0.0)
+
+
+@triton.jit
+def _block(
+    query, kt, vt, k, live, at, ones, acc, total, top, scale,
+    BN: tl.constexpr, WINDOW: tl.constexpr, SLICES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Take a block of keys into the running sums."""
+    key = k + tl.arange(0, BN)
+    if SLICES == 0:  # turned: keys, then the head, on the long side of the matrix instruction
+        s = tl.dot(kt, tl.trans(query), input_precision=PREC) * scale  # [BN, BQ]
+        seen = (key[:, None] <= at[None, :]) & live[:, None]
+        if WINDOW > 0:
+            seen = seen & (key[:, None] > at[None, :] - WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 0))
+        ref = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - ref[None, :]).to(vt.dtype)
+        fade = tl.exp2(top - ref)[None, :]
+        return tl.dot(tl.trans(vt), p, acc * fade, input_precision=PREC), tl.dot(ones, p, total * fade, input_precision=PREC), new
+    else:
+        if SLICES > 1:
+            s = tl.sum(tl.dot(query, tl.permute(kt, (0, 2, 1)), input_precision=PREC), 0) * scale  # [BQ, BN]
+        else:
+            s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
+        seen = (key[None, :] <= at[:, None]) & live[None, :]
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > at[:, None] - WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        ref = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2(s - ref[:, None]).to(vt.dtype)
+        fade = tl.exp2(top - ref)[:, None]
+        return tl.dot(p, vt, acc * fade, input_precision=PREC), tl.dot(p, ones, total * fade, input_precision=PREC), new
+
+
 @triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
 def attend_kernel(
     q, keys, values, table, positions, row_start, out, part, part_ml,
@@ -97,7 +149,7 @@ def attend_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    PREC: tl.constexpr, PDL: tl.constexpr,
+    LONE: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     slot, b = tl.program_id(0), tl.program_id(2)
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
@@ -139,7 +191,7 @@ def attend_kernel(
     if key_from < key_to:
         d = tl.arange(0, DP)
         d_ok = d < D
-        DS: tl.constexpr = DP // SLICES
+        DS: tl.constexpr = DP // max(1, SLICES)
         if SLICES > 1:
             ds = (tl.arange(0, SLICES) * DS)[:, None, None] + tl.arange(0, DS)[None, None, :]
             from_q = q + (row * (HEADS * D) + head * D)[None, :, None] + ds
@@ -148,39 +200,41 @@ def attend_kernel(
             from_q = q + (row * (HEADS * D) + head * D)[:, None] + d[None, :]
             query = tl.load(from_q, mask=ok[:, None] & d_ok[None, :], other=0.0)
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
-        # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
-        WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
-        total = tl.zeros((BQ, WIDE), dtype=tl.float32)
-        acc = tl.zeros((BQ, DP), dtype=tl.float32)
-        ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
-        for k in range(key_from, key_to, BN):
-            key = k + tl.arange(0, BN)
-            live = key < key_to
-            if not SPLIT:
-                page = tl.load(table + b * table_stride + key // PAGE, mask=live, other=0)
-            at_key = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
-            if SPLIT:  # of the next block, ahead of time
-                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-            if SLICES > 1:
-                kt = tl.load(keys + at_key[None, :, None] + ds, mask=live[None, :, None] & (ds < D), other=0.0)
-                vt = tl.load(values + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
-                s = tl.sum(tl.dot(query, tl.permute(kt, (0, 2, 1)), input_precision=PREC), 0) * scale
-            else:
-                kt = tl.load(keys + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
-                vt = tl.load(values + at_key[:, None] + d[None, :], mask=live[:, None] & d_ok[None, :], other=0.0)
-                s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
-            seen = (key[None, :] <= at[:, None]) & live[None, :]
-            if WINDOW > 0:
-                seen = seen & (key[None, :] > at[:, None] - WINDOW)
-            s = tl.where(seen, s, float("-inf"))
-            new = tl.maximum(top, tl.max(s, 1))
-            ref = tl.where(new == float("-inf"), 0.0, new)
-            p = tl.exp2(s - ref[:, None]).to(vt.dtype)
-            fade = tl.exp2(top - ref)[:, None]
-            acc = tl.dot(p, vt, acc * fade, input_precision=PREC)
-            total = tl.dot(p, ones, total * fade, input_precision=PREC)
-            top = new
-        mass = tl.max(total, 1)  # all columns are equal
+        if SLICES == 0:
+            WIDE: tl.constexpr = 64
+            total = tl.zeros((WIDE, BQ), dtype=tl.float32)
+            acc = tl.zeros((DP, BQ), dtype=tl.float32)
+            ones = tl.full((WIDE, BN), 1.0, dtype=values.dtype.element_ty)
+        else:
+            # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
+            WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
+            total = tl.zeros((BQ, WIDE), dtype=tl.float32)
+            acc = tl.zeros((BQ, DP), dtype=tl.float32)
+            ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
+        if LONE:
+            live = key_from + tl.arange(0, BN) < key_to
+            kt, vt = _keys(keys, values, page, page_stride, kv_head, key_from, live, d, D, DP, PAGE, BN, SLICES)
+            acc, total, top = _block(
+                query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, SLICES, PREC
+            )  # fmt: skip
+        else:
+            for k in range(key_from, key_to, BN):
+                key = k + tl.arange(0, BN)
+                live = key < key_to
+                if not SPLIT:
+                    page = tl.load(table + b * table_stride + key // PAGE, mask=live, other=0)
+                here = page
+                if SPLIT:  # of the next block, ahead of time
+                    page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, k, live, d, D, DP, PAGE, BN, SLICES)
+                acc, total, top = _block(
+                    query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, SLICES, PREC
+                )  # fmt: skip
+        if SLICES == 0:
+            mass = tl.max(total, 0)  # all rows are equal
+            acc = tl.trans(acc)
+        else:
+            mass = tl.max(total, 1)  # all columns are equal
         if SPLIT:
             to = (row * HEADS + head) * slots + slot
             tl.store(part + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & d_ok[None, :])
@@ -215,20 +269,20 @@ def combine_kernel(
     d = tl.program_id(2) * BD + tl.arange(0, BD)
     d_ok = d < D
     i = tl.arange(0, SB)
-    top = tl.full((SB,), float("-inf"), dtype=tl.float32)
-    for s in range(lo, hi, SB):
-        top = tl.maximum(top, tl.load(part_ml + (base + s + i) * 2, mask=s + i < hi, other=float("-inf")))
-    best = tl.max(top, 0)
-    mass = tl.zeros((SB,), dtype=tl.float32)
-    acc = tl.zeros((SB, BD), dtype=tl.float32)
-    for s in range(lo, hi, SB):
+    top, mass = float("-inf"), 0.0
+    acc = tl.zeros((BD,), dtype=tl.float32)
+    for s in range(lo, hi, SB):  # nearly always once: everything is asked for together
         ok = s + i < hi
-        weight = tl.exp2(tl.load(part_ml + (base + s + i) * 2, mask=ok, other=float("-inf")) - best)
-        mass += weight * tl.load(part_ml + (base + s + i) * 2 + 1, mask=ok, other=0.0)
+        m = tl.load(part_ml + (base + s + i) * 2, mask=ok, other=float("-inf"))
+        total = tl.load(part_ml + (base + s + i) * 2 + 1, mask=ok, other=0.0)
         o = tl.load(part + (base + s + i)[:, None] * D + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
-        acc += weight[:, None] * o
-    mixed = tl.sum(acc, 0) / tl.sum(mass, 0)
-    tl.store(out + (row * HEADS + head) * D + d, mixed.to(out.dtype.element_ty), mask=d_ok)
+        best = tl.maximum(top, tl.max(m, 0))
+        fade = tl.exp2(top - best)
+        weight = tl.exp2(m - best)
+        mass = mass * fade + tl.sum(weight * total, 0)
+        acc = acc * fade + tl.sum(weight[:, None] * o, 0)
+        top = best
+    tl.store(out + (row * HEADS + head) * D + d, (acc / mass).to(out.dtype.element_ty), mask=d_ok)
 
 
 def split_count(spec: AttnSpec, kv: KVView, cut: Cut) -> int:
@@ -266,11 +320,14 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=bq, BN=cut.bn if split or wide else 64 if dim <= 256 else 32,
         SLICES=cut.slices if split else 1, SPLIT=split, PREC="tf32x3" if wide else "tf32",
+        LONE=split and spec.window is not None and cut.fine == cut.bn,
         num_warps=warps if split or padded <= 128 else 8, num_stages=cut.stages if split else 2, **same,
     )  # fmt: skip
     if split:
-        piece = min(padded, 64)
+        # A warp reads 16 splits of 128 columns: all of them are under way at once, and little is exchanged between threads.
+        block = 64 if (cut.near if spec.window is None else spec.window - 1) // cut.fine >= 31 else 32
+        piece = min(padded, 128)
         combine_kernel[(rows, spec.heads, triton.cdiv(dim, piece))](
-            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots, BD=piece, SB=64, num_warps=4, **same
+            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots, BD=piece, SB=block, num_warps=block // 16, **same
         )
     return out

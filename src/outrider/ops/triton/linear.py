@@ -3,8 +3,8 @@
 The order of the sum over the inner dimension is fixed by (N, K) alone. A chunk of it is cut into `slices` of `bk` columns,
 one a warp: a chain of dependent matrix instructions (16 columns, some 30 ns each) is what a short product waits for, and
 so the warps of a program share the chain instead of each walking all of it. A slice's steps are added in order, the slices
-at the end; `splits` spans are added in order by the program that finishes last. Only the rows of a tile (16, 32, 64) follow
-from the number of rows, and a matrix instruction treats its rows independently.
+at the end; `splits` spans are added in order by the program that finishes last. Only the rows of a tile (16, 32, 64, turned
+128) follow from the number of rows, and a matrix instruction treats its rows independently.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def linear_kernel(
             if GATED:
                 prefetch(w + N.to(tl.int64) * K + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
         gdc_wait()
-    if SLICES > 1:
+    if SLICES == 0:
+        acc, up = _turned(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, GATED, EVEN, PREC)
+    elif SLICES > 1:
         acc, up = _sliced(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, SLICES, GATED, EVEN, PREC)
     else:
         acc, up = _whole(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, GATED, EVEN, PREC)
@@ -143,6 +145,40 @@ def _whole(
 
 
 @triton.jit
+def _turned(
+    x, w, rows, w_row, k_from, k_to, M, N, K, x_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """w · xᵀ: 64 rows of w are one instruction of a group of warps, which reads both sides from shared memory; the rows of x are its
+    short side, from 16 to 128 without a change in how any of them is added up."""
+    ks = tl.arange(0, BK)
+    x_ptr = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
+    w_ptr = w + w_row[:, None] + ks[None, :]
+    u_ptr = w_ptr
+    if GATED:
+        u_ptr = w_ptr + N.to(tl.int64) * K
+    row_ok = rows[:, None] < M
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    up = tl.zeros((BN, BM), dtype=tl.float32)
+    for k in range(k_from, k_to, BK):
+        if EVEN:
+            a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
+            b = tl.load(w_ptr + k)
+        else:
+            k_ok = ks[None, :] < k_to - k
+            a = tl.load(x_ptr + k, mask=row_ok & k_ok, other=0.0)
+            b = tl.load(w_ptr + k, mask=k_ok, other=0.0)
+        acc = tl.dot(b, tl.trans(a), acc, input_precision=PREC)
+        if GATED:
+            if EVEN:
+                c = tl.load(u_ptr + k)
+            else:
+                c = tl.load(u_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
+            up = tl.dot(c, tl.trans(a), up, input_precision=PREC)
+    return tl.trans(acc), tl.trans(up)
+
+
+@triton.jit
 def _finish(
     acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -167,11 +203,14 @@ def _finish(
 def for_rows(tile: Tile, n: int, rows: int, gated: bool) -> tuple[int, Tile]:
     """Rows of a tile, and the cut that fits them: the order of sums stays as it is (unsliced, bk has no part in it). Two warps
     at 64 rows keep the compiler on the same matrix instruction as at 16 and 32."""
-    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or tile.slices else 128
     sides, bn, bk, warps = 2 if gated else 1, tile.bn, tile.bk, tile.warps
     if bm == 32 and tile.many:
         bn, bk, stages, warps = tile.many
         return bm, replace(tile, bn=bn, bk=bk, stages=stages, warps=warps)
+    if tile.slices == 0:
+        room = SHARED // ((bm + bn * sides) * bk * 2)
+        return bm, replace(tile, stages=max(2, min(tile.stages, room)), warps=8 if bn * sides * bm > 16384 else warps)
     if bm == 32:
         bn = max(bn, 64 // sides if n >= 64 * 264 else 32 // sides)
     if bm == 64:
@@ -194,11 +233,11 @@ def skinny(
         x = x.contiguous()
     tile = tile or choose_tile(n, k, gated, w.element_size())
     ahead, late = AHEAD_LINES if ahead is None else ahead, LATE_BYTES if late is None else late
-    chunk = tile.bk * tile.slices
+    chunk = tile.bk * max(1, tile.slices)
     span = triton.cdiv(triton.cdiv(k, tile.splits), chunk) * chunk
     splits = triton.cdiv(k, span)
     bm, tile = for_rows(tile, n, rows, gated)
-    chunk = tile.bk * tile.slices
+    chunk = tile.bk * max(1, tile.slices)
     out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
     part = torch.empty((grid[0] * grid[1] * splits, bm, tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out

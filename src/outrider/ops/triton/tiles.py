@@ -17,7 +17,7 @@ class Tile:
     splits: int
     stages: int
     warps: int = 4
-    slices: int = 1  # 1, or one a warp
+    slices: int = 1  # 1, or one a warp; 0: turned, the weights' rows on the long side of the matrix instruction
     many: tuple[int, int, int, int] | None = None  # (bn, bk, stages, warps) at 17..32 rows; bk as above where sliced. None: by rule
 
 
