@@ -35,7 +35,8 @@ BATCH_MARGIN = (
     0.02,
     0.006,
 )  # the same for a batch, and more for each sequence: its costs are known less well, and every row of it pays for a wrong guess
-REST, HOLD = 7, 2  # most steps a batch goes unplanned: while it decodes plainly, and while it drafts
+REST, HOLD = 15, 2  # most steps a batch goes unplanned: while it decodes plainly, and while it drafts
+PLANNING = 2e-4  # seconds a step that planning a batch takes while it drafts
 MARGIN = 0.01  # predicted gain below which plain decoding is kept
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
 EXPLORE = 0.008  # share of all time that probing may cost
@@ -294,7 +295,7 @@ class Controller:
 
     def again(self, ids: Sequence[str]) -> list[Choice] | None:
         """Planning a batch takes a few percent of a step, so a plan holds for some steps: two where it drafts; where the same sequences
-        go on decoding plainly one, three, then seven. None: it is time to plan. A choice of more tokens than are left is void."""
+        go on decoding plainly one, three, seven, then fifteen. None: it is time to plan. A choice of more tokens than are left is void."""
         if self._rest == 0 or self._resting != ids:
             return None
         self._rest -= 1
@@ -360,7 +361,7 @@ class Controller:
             made = np.take_along_axis(tokens, chosen, axis=1).sum(axis=0)  # [17]
             width = (chosen * fill).mean(axis=0) if self.cost.ragged else chosen.max(axis=0)
             depth = np.where(dear[:, None], chosen, 0).max(axis=0)
-            rates = made / (np.interp(width, steps, verify) + drafting[depth])
+            rates = made / (np.interp(width, steps, verify) + drafting[depth] + PLANNING)
             at = int(rates.argmax())
             if rates[at] > rate:
                 rate, ks = float(rates[at]), [int(k) for k in chosen[:, at]]
