@@ -1,0 +1,251 @@
+"""Gemma 4's larger drafters on a GPU: `SteppedDrafter` runs a round as some 27 short kernels a step (draft_steps_kernel.py).
+
+A step of the plain drafter is 47 kernels over a gigabyte of weights (31B): here norms, rotation, embedding and residual are the
+beginning of the product that needs them, scores never leave the head's kernel, and with `narrow` every matrix is int8 with one
+factor a row: a draft need not be exact, and half the bytes are half the time. The product of `pre`'s second half with `post` is
+taken once, so that the fed-back state stays in the drafter's width. Batches beyond `most` go through the drafter itself.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ...types import AttnSpec, KVView
+from . import draft_steps_kernel as kernels
+
+LOG2E = 1.4426950408889634
+MOST = 8  # sequences that share a step: every one more costs arithmetic, not memory
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """How each product is cut. Tiles live in registers: rows times columns over 32 · warps threads."""
+
+    q: tuple[int, int] = (16, 4)  # rows, warps
+    gate: tuple[int, int] = (16, 8)
+    out: tuple[int, int, int] = (16384, 1, 4)  # elements, parts of the sum (more where a row has more), warps
+    down: tuple[int, int, int] = (16384, 1, 4)
+    pre: tuple[int, int] = (16, 4)
+    head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs a processor
+    units: int = 256  # programs of attention: K/V heads times splits
+    warps: int = 8  # of attention
+    early: bool = True  # the next kernel is let in before this one waits
+    chunk: int = 1024  # columns of the input a program
+
+
+WIDE = Cuts(q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4))  # bfloat16: twice the bytes
+NARROW = Cuts()
+
+
+def power(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def unsupported(drafter: Any) -> str | None:
+    """Why this drafter must take the plain steps."""
+    config = drafter.config
+    if not config.gemma or config.clusters or config.taps:
+        return "not one of Gemma 4's larger drafters"
+    weights = [drafter.pre, drafter.post, drafter.head, *(m for b in drafter.blocks for m in (b.qkv, b.out, b.gate_up, b.down))]
+    if not all(isinstance(m, Tensor) for m in weights):
+        return "packed weights"
+    specs = [b.spec for b in drafter.blocks]
+    numbers = [config.hidden, config.vocab_size, *(b.down.shape[1] for b in drafter.blocks), *(s.heads * s.head_dim for s in specs)]
+    if not all(power(n) for n in numbers) or any(not power(s.head_dim) or s.head_dim < 32 or s.heads // s.kv_heads > 16 for s in specs):
+        return "sizes that are no powers of two"
+    return None
+
+
+def tile_for(k: int, h: int, cut: tuple[int, int, int]) -> tuple[int, int, int]:
+    """Rows, parts and warps for a product over k columns."""
+    elements, parts, warps = cut
+    parts = max(parts, k // elements)
+    return min(h, elements * parts // k), parts, warps
+
+
+def rounded(dense: Tensor) -> tuple[Tensor, Tensor]:
+    """int8 [N, K] as words [N, K / 4], and one float32 factor a row, in pieces: no float32 copy of a whole head."""
+    out = torch.empty(dense.shape, dtype=torch.int8, device=dense.device)
+    factors = torch.empty(dense.shape[0], dtype=torch.float32, device=dense.device)
+    for piece in range(0, dense.shape[0], 32768):
+        x = dense[piece : piece + 32768].float()
+        factor = x.abs().amax(1).clamp_min(1e-30) / 127.0
+        out[piece : piece + 32768] = (x / factor[:, None]).round().to(torch.int8)
+        factors[piece : piece + 32768] = factor
+    return out.view(torch.int32), factors
+
+
+class SteppedDrafter:
+    """Gemma4Assistant's own methods, and `draft` for a whole round."""
+
+    def __init__(
+        self, drafter: Any, narrow: bool = True, most: int = MOST, cuts: Cuts | None = None, pdl: bool = False,
+        processors: int | None = None,
+    ):  # fmt: skip
+        """pdl: as TritonOps; processors: None asks the device."""
+        config, device = drafter.config, drafter.device
+        self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
+        self.start, self.step, self.candidates, self.full_logits = drafter.start, drafter.step, drafter.candidates, drafter.full_logits
+        self.narrow, self.most = narrow, most
+        if processors is None:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+        self.processors = processors
+        asm = device.type != "cpu"  # the interpreter knows no instructions
+        self.how: dict[str, Any] = dict(Q8=narrow, ASM=asm)
+        self.table_scale = float(torch.tensor(self.target.config.embed_scale, dtype=drafter.dtype))
+        cuts = cuts or (NARROW if narrow else WIDE)
+        self._pack(cuts.chunk)
+        self._cut(cuts, pdl)
+
+    def _cut(self, cuts: Cuts, pdl: bool) -> None:
+        self.cuts = cuts
+        self.programs = min(self.processors * cuts.head[2], self.config.vocab_size // cuts.head[0])
+        self.launch: dict[str, Any] = dict(PDL=pdl, EARLY=cuts.early, num_stages=1, **({"launch_pdl": True} if pdl else {}))
+        self._allocate()
+
+    def recut(self, cuts: Cuts, pdl: bool) -> SteppedDrafter:
+        """The same weights cut otherwise (chunks stay): for benchmarks."""
+        other = copy(self)
+        other._cut(replace(cuts, chunk=self.cuts.chunk), pdl)
+        return other
+
+    def _pack(self, chunk: int) -> None:
+        drafter, h, wide = self.drafter, self.config.hidden, self.config.backbone_hidden
+        self.chunks = triton.cdiv(wide, chunk)
+        pre = torch.zeros((2 * self.chunks + 1, h, chunk), dtype=drafter.dtype, device=drafter.device)
+        for i in range(self.chunks):
+            left, right = i * chunk, min((i + 1) * chunk, wide)
+            pre[i, :, : right - left] = drafter.pre[:, left:right]
+            pre[self.chunks + i, :, : right - left] = drafter.pre[:, wide + left : wide + right]
+        pre[-1, :, :h] = (drafter.pre[:, wide:].float() @ drafter.post.float()).to(drafter.dtype)
+        ones = torch.ones(max(2 * b.down.shape[1] for b in drafter.blocks) + pre.shape[0] * h, dtype=torch.float32, device=drafter.device)
+
+        def made(dense: Tensor) -> tuple[Tensor, Tensor]:
+            return rounded(dense) if self.narrow else (dense.contiguous(), ones)
+
+        self.pre = made(pre.view(-1, chunk))
+        self.layers = [tuple(made(m) for m in (b.qkv, b.out, b.gate_up, b.down)) for b in drafter.blocks]
+        self.head = rounded(drafter.head) if self.narrow else (drafter.head, drafter.head)
+
+    def _splits(self, spec: AttnSpec) -> tuple[int, int]:
+        """Splits of the keys, and keys a block: enough programs for every processor, and a block that fits their registers."""
+        splits = max(1, min(64, self.cuts.units // spec.kv_heads))
+        return splits, 16 if spec.kv_heads <= 2 else 32 if spec.head_dim > 256 or splits > 16 else 64
+
+    def _allocate(self) -> None:
+        drafter, h, n = self.drafter, self.config.hidden, self.most
+        specs = [b.spec for b in drafter.blocks]
+        wide, inter = max(s.heads * s.head_dim for s in specs), max(b.down.shape[1] for b in drafter.blocks)
+        self.down_parts = tile_for(inter, h, self.cuts.down)[1]
+        parts = max(self.down_parts, tile_for(wide, h, self.cuts.out)[1])
+
+        def floats(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.float32, device=drafter.device)
+
+        self.before, self.between, self.y = floats(n, h), floats(n, h), floats(n, parts, h)  # the stream before attention, before the MLP
+        self.inputs, self.q = floats(n, 2 * self.chunks, h), floats(n, wide)
+        self.part = floats(n, max(s.heads * self._splits(s)[0] * s.head_dim for s in specs))
+        self.ml = floats(n, max(s.heads * self._splits(s)[0] for s in specs), 2)
+        self.g, self.best = floats(n, h), floats(n, self.programs)
+        self.mixed, self.act, self.kept = (self._words(floats(n, size)) for size in (wide, inter, h))
+        self.ids = torch.zeros((n, self.programs), dtype=torch.int32, device=drafter.device)
+
+    def _words(self, x: Tensor) -> Tensor:
+        return x.view(torch.int32) if self.narrow else x
+
+    def draft(
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        end: Any = None,
+    ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
+        """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
+        size = last.shape[0]
+        lengths = torch.full_like(last, steps)
+        if size > self.most:
+            return self._by_steps(last, features, kv, steps, temperature, hot, seed, position), None, lengths
+        out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
+        state = self.drafter.start(kv, features)
+        noise = (temperature, hot.view(torch.uint8), seed, position)
+        for step in range(steps):
+            self._pre(last, features, out, step, size)
+            for i in range(len(self.layers)):
+                self._layer(i, state, step == 0, size)
+            self._head(noise, step, size)
+        space = triton.next_power_of_2(self.programs)
+        kernels.finish_kernel[(size,)](self.best, self.ids, out, steps, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch)
+        return out, None, lengths
+
+    def _pre(self, last: Tensor, features: Tensor, out: Tensor, step: int, size: int) -> None:
+        h, (rows, warps) = self.config.hidden, self.cuts.pre
+        kernels.pre_kernel[(h // rows, 2 * self.chunks if step == 0 else self.chunks + 1)](
+            *self.pre, self.target.table, features, self.g, last, self.best, self.ids, out, self.inputs, self.table_scale,
+            features.stride(0), step, out.shape[1], size,
+            H=h, HB=self.config.backbone_hidden, KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0,
+            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how, **self.launch,
+        )  # fmt: skip
+
+    def _layer(self, i: int, state: Any, first: bool, size: int) -> None:
+        cuts, h, eps, kv = self.cuts, self.config.hidden, self.config.norm_eps, state.kv
+        block, ahead = self.drafter.blocks[i], self.drafter.blocks[max(0, i - 1)]
+        qkv, out, gate_up, down = self.layers[i]
+        spec: AttnSpec = block.spec
+        wide, inter = spec.heads * spec.head_dim, block.down.shape[1]
+        chunks = 0 if i else 2 * self.chunks if first else self.chunks + 1
+        kernels.rows_kernel[(wide // cuts.q[0],)](
+            *qkv, self.between if i else self.inputs, self.y, ahead.post_mlp_norm, ahead.scalar, block.attn_norm, self.before, self.q, size,
+            h if i else 2 * self.chunks * h, H=h, N=wide, BN=cuts.q[0], GATED=False, ACTIVATION="", CHUNKS=chunks, PARTS=self.down_parts,
+            SCALED=True, EPS=eps, num_warps=cuts.q[1], **self.how, **self.launch,
+        )  # fmt: skip
+        keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
+        splits, block_keys = self._splits(spec)
+        same = dict(HEADS=spec.heads, D=spec.head_dim, WINDOW=spec.window or 0, S=splits, BN=block_keys, **self.launch)
+        kernels.attend_kernel[(spec.kv_heads * splits, size)](
+            self.q, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml,
+            table.stride(0), keys.stride(0), SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps,
+            num_warps=cuts.warps, **same,
+        )  # fmt: skip
+        piece = min(64, spec.head_dim)
+        kernels.combine_kernel[(spec.heads, spec.head_dim // piece, size)](
+            self.part, self.ml, kv.positions, self.mixed, BD=piece, Q8=self.narrow, num_warps=4, **same
+        )
+        rows, parts, warps = tile_for(wide, h, cuts.out)
+        kernels.wide_kernel[(h // rows, parts)](
+            *out, self.mixed, self.y, size, H=h, K=wide, BN=rows, PARTS=parts, num_warps=warps, **self.how, **self.launch
+        )
+        kernels.rows_kernel[(inter // cuts.gate[0],)](
+            *gate_up, self.before, self.y, block.post_attn_norm, block.scalar, block.mlp_norm, self.between, self.act, size, h,
+            H=h, N=inter, BN=cuts.gate[0], GATED=True, ACTIVATION=self.config.activation, CHUNKS=0, PARTS=parts, SCALED=False, EPS=eps,
+            num_warps=cuts.gate[1], **self.how, **self.launch,
+        )  # fmt: skip
+        rows, parts, warps = tile_for(inter, h, cuts.down)
+        kernels.wide_kernel[(h // rows, parts)](
+            *down, self.act, self.y, size, H=h, K=inter, BN=rows, PARTS=parts, num_warps=warps, **self.how, **self.launch
+        )
+
+    def _head(self, noise: tuple[Tensor, ...], step: int, size: int) -> None:
+        h, block, (rows, warps, _) = self.config.hidden, self.drafter.blocks[-1], self.cuts.head
+        kernels.final_kernel[(size,)](
+            self.between, self.y, block.post_mlp_norm, block.scalar, block.next_norm, self.g, self.kept,
+            H=h, PARTS=self.down_parts, EPS=self.config.norm_eps, Q8=self.narrow, num_warps=4, **self.launch,
+        )  # fmt: skip
+        kernels.head_kernel[(self.programs,)](
+            *self.head, self.kept, self.best, self.ids, *noise, step, size, H=h, V=self.config.vocab_size, BN=rows,
+            B=triton.next_power_of_2(size), PROGRAMS=self.programs, num_warps=warps, **self.how, **self.launch,
+        )  # fmt: skip
+
+    def _by_steps(
+        self, token: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor
+    ) -> Tensor:
+        state = self.drafter.start(kv, features)
+        hidden, guesses = features[:, : self.config.backbone_hidden], []
+        for j in range(steps):
+            g, hidden = self.drafter.step(self.target.embed(token), hidden, state)
+            _, logits = self.drafter.candidates(g)
+            token = self.ops.gumbel_argmax(torch.where(hot, 1.0 / temperature, 1.0)[:, None] * logits, seed, position + j, None, hot)
+            guesses.append(token)
+        return torch.stack(guesses, 1)

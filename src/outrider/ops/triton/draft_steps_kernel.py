@@ -1,0 +1,421 @@
+"""Kernels of a large drafter's step (draft_steps.py): each is one short pass over a weight matrix for a few rows.
+
+A program loads its whole tile of weights into registers before it waits for the kernel ahead: with several programs a
+processor, and the next kernel's programs let in early, the memory has something to do while sums and norms are made. The
+stream is only H wide, so every program makes the norm it needs for itself.
+
+Weights are bfloat16, or int8 with one factor a row, seen as words of four. Activations between kernels are float32, or with
+int8 weights 16 bits with one factor for every 16 of them: a word of four high bytes, a word of four low ones, so that the
+product is two instructions a word. A row of K such values takes K words: K/4 high, K/4 low, K/16 factors.
+Nothing here can change an answer: no row invariance, only the same bits for the same input.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .choose import mix32
+from .common import activate, gdc_launch_dependents, gdc_wait, prefetch
+
+MADE = tl.constexpr("dp4a.s32.s32 $0, $1, $2, 0;\nshl.b32 $0, $0, 8;\ndp4a.s32.s32 $0, $1, $3, $0;")
+STEP = tl.constexpr(32512.0)  # 127 * 256: a high byte never leaves -127..127
+
+
+@triton.jit
+def begin(PDL: tl.constexpr, EARLY: tl.constexpr):
+    """EARLY: the next kernel may load its weights while this one still waits."""
+    if PDL:
+        if EARLY:
+            gdc_launch_dependents()
+        gdc_wait()
+        if not EARLY:
+            gdc_launch_dependents()
+
+
+@triton.jit
+def tile_of(w, rows, first, K: tl.constexpr, KC: tl.constexpr, Q8: tl.constexpr):
+    """Columns first .. first + KC of some rows: [BN, KC / 16, 4] words, or [BN, KC]."""
+    if Q8:
+        k = first // 4 + tl.arange(0, KC // 4)
+        words = tl.load(w + rows[:, None] * (K // 4) + k[None, :], eviction_policy="evict_first")  # flat: lanes side by side
+        return tl.reshape(words, (rows.shape[0], KC // 16, 4))
+    else:
+        return tl.load(w + rows[:, None] * K + (first + tl.arange(0, KC))[None, :], eviction_policy="evict_first")
+
+
+@triton.jit
+def narrowed(x, K: tl.constexpr):
+    """float32 [K] -> high [K / 16, 4], low [K / 16, 4], factors [K / 16]."""
+    x = tl.reshape(x, (K // 16, 4, 4))
+    factor = tl.maximum(tl.max(tl.max(tl.abs(x), 2), 1), 1e-30) * (1.0 / STEP)
+    i = tl.floor(x * (1.0 / factor)[:, None, None] + 0.5).to(tl.int32)
+    high = (i + 128) >> 8
+    low = i - (high << 8)
+    shift = (tl.arange(0, 4) * 8)[None, None, :]
+    return tl.sum((high & 255) << shift, 2), tl.sum((low & 255) << shift, 2), factor
+
+
+@triton.jit
+def keep(to, x, first, K: tl.constexpr, KC: tl.constexpr, Q8: tl.constexpr):
+    """Columns first .. first + KC of a row of K activations, for `taken` to read."""
+    if Q8:
+        high, low, factor = narrowed(x, KC)
+        at = to + first // 4 + (tl.arange(0, KC // 16) * 4)[:, None] + tl.arange(0, 4)[None, :]
+        tl.store(at, high)
+        tl.store(at + K // 4, low)
+        tl.store(to + K // 2 + first // 16 + tl.arange(0, KC // 16), factor.to(tl.int32, bitcast=True))
+    else:
+        tl.store(to + first + tl.arange(0, KC), x)
+
+
+@triton.jit
+def taken(of, first, K: tl.constexpr, KC: tl.constexpr, Q8: tl.constexpr):
+    """(high, low, factors), or three times the float32 values."""
+    if Q8:
+        at = of + first // 4 + tl.arange(0, KC // 4)
+        factor = tl.load(of + K // 2 + first // 16 + tl.arange(0, KC // 16)).to(tl.float32, bitcast=True)
+        return tl.reshape(tl.load(at), (KC // 16, 4)), tl.reshape(tl.load(at + K // 4), (KC // 16, 4)), factor
+    else:
+        x = tl.load(of + first + tl.arange(0, KC))
+        return x, x, x
+
+
+@triton.jit
+def byte(x, i: tl.constexpr):
+    return (x << (24 - 8 * i)) >> 24
+
+
+@triton.jit
+def times(tile, high, low, factor, Q8: tl.constexpr, ASM: tl.constexpr):
+    """tile · x: [BN] float32. ASM: the processor's product of four bytes; without it (the interpreter) spelt out."""
+    if Q8:
+        a, b = high[None, :, :], low[None, :, :]
+        if ASM:
+            z = tl.inline_asm_elementwise(MADE, "=&r,r,r,r", [tile, a, b], dtype=tl.int32, is_pure=True, pack=1)
+        else:
+            z = byte(tile, 0) * (byte(a, 0) * 256 + byte(b, 0)) + byte(tile, 1) * (byte(a, 1) * 256 + byte(b, 1))
+            z += byte(tile, 2) * (byte(a, 2) * 256 + byte(b, 2)) + byte(tile, 3) * (byte(a, 3) * 256 + byte(b, 3))
+        return tl.sum(tl.sum(z, 2).to(tl.float32) * factor[None, :], 1)
+    else:
+        return tl.sum(tile.to(tl.float32) * high[None, :], 1)
+
+
+@triton.jit
+def normed(x, w, EPS: tl.constexpr, H: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 0) / H + EPS) * w
+
+
+@triton.jit
+def stream_of(base, y, post, factor, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr, H: tl.constexpr):
+    """The sum of CHUNKS rows at base, or (base + norm(sum of PARTS rows at y)) * factor."""
+    h = tl.arange(0, H)
+    x = tl.load(base + h)
+    if CHUNKS > 0:
+        for i in tl.static_range(1, CHUNKS):
+            x += tl.load(base + i * H + h)
+    else:
+        z = tl.load(y + h)
+        for i in tl.static_range(1, PARTS):
+            z += tl.load(y + i * H + h)
+        x += normed(z, post, EPS, H)
+        if SCALED:
+            x *= tl.load(factor)
+    return x
+
+
+@triton.jit
+def best_token(best, ids, PROGRAMS: tl.constexpr, SPACE: tl.constexpr):
+    """The best guess of all programs of the head; the lower id on ties."""
+    i = tl.arange(0, SPACE)
+    value = tl.load(best + i, mask=i < PROGRAMS, other=float("-inf"))
+    token = tl.load(ids + i, mask=i < PROGRAMS, other=0)
+    return tl.min(tl.where(value == tl.max(value, 0), token, 0x7FFFFFFF), 0)
+
+
+@triton.jit
+def noisy(z, token, temperature, seed, position):
+    """z / temperature plus the target's own noise (choose.py)."""
+    key = mix32((seed & 0xFFFFFFFF).to(tl.uint32) ^ mix32(((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)))
+    key = mix32(key ^ mix32(((position + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)))
+    bits = mix32(key ^ mix32(((token.to(tl.int64) + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
+    return z / temperature - tl.log(tl.where(u < 1.0 / 1024.0, series, -tl.log(1.0 - u)))
+
+
+# ---- kernels ------------------------------------------------------------------------------------------------------------------
+@triton.jit(do_not_specialize=["step", "steps", "batch", "feature_stride"], do_not_specialize_on_alignment=["last", "out"])
+def pre_kernel(
+    w, ws, table, features, g, last, best, ids, out, parts, table_scale, feature_stride, step, steps, batch,
+    H: tl.constexpr, HB: tl.constexpr, KC: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr, FIRST: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPACE: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One chunk of the sum over the input [embedding of the newest token; state fed back] a program, left apart in `parts`
+    [B, 2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST), and the product
+    of `pre`'s second half with `post`, which takes g itself. The newest token is what the head's programs left."""
+    c = tl.program_id(1)
+    which = c if FIRST else tl.where(c < CHUNKS, c, 2 * CHUNKS)
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    tile = tile_of(w, which * H + rows, 0, KC, KC, Q8)
+    factor = tl.load(ws + which * H + rows)
+    begin(PDL, EARLY)
+    k = tl.arange(0, KC)
+    for b in range(batch):
+        if FIRST:
+            token = tl.load(last + b).to(tl.int32)
+        else:
+            token = best_token(best + b * PROGRAMS, ids + b * PROGRAMS, PROGRAMS, SPACE)
+            if (tl.program_id(0) == 0) & (c == 0):
+                tl.store(out + b * steps + step - 1, token.to(tl.int64))
+        if c < CHUNKS:
+            at = c * KC + k
+            x = tl.load(table + token.to(tl.int64) * HB + at, mask=at < HB, other=0.0).to(tl.float32) * table_scale
+        elif FIRST:
+            at = (c - CHUNKS) * KC + k
+            x = tl.load(features + b * feature_stride + at, mask=at < HB, other=0.0).to(tl.float32)
+        else:
+            x = tl.load(g + b * H + k, mask=k < H, other=0.0)
+        if Q8:
+            high, low, scale = narrowed(x, KC)
+            y = times(tile, high, low, scale, Q8, ASM) * factor
+        else:
+            y = times(tile, x, x, x, Q8, ASM)
+        tl.store(parts + (b * 2 * CHUNKS + c) * H + rows, y)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def rows_kernel(
+    w, ws, base, y, post, factor, norm, stream, out, batch, base_stride,
+    H: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr,
+    PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr,
+    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """w [N, H] (GATED: [2N, H]) times norm(x), x the stream as `stream_of` makes it and as `stream` keeps it."""
+    pid = tl.program_id(0)
+    rows = pid * BN + tl.arange(0, BN)
+    h = tl.arange(0, H)
+    tile = tile_of(w, rows, 0, H, H, Q8)
+    scale = tl.load(ws + rows)
+    up, up_scale = tile, scale
+    if GATED:
+        up = tile_of(w, N + rows, 0, H, H, Q8)
+        up_scale = tl.load(ws + N + rows)
+    after, weight = tl.load(post + h), tl.load(norm + h)
+    begin(PDL, EARLY)
+    for b in range(batch):
+        x = stream_of(base + b * base_stride, y + b * PARTS * H, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
+        if pid == 0:
+            tl.store(stream + b * H + h, x)
+        x = normed(x, weight, EPS, H)
+        if Q8:
+            high, low, each = narrowed(x, H)
+            z = times(tile, high, low, each, Q8, ASM) * scale
+            if GATED:
+                z = activate(z, ACTIVATION) * (times(up, high, low, each, Q8, ASM) * up_scale)
+        else:
+            z = times(tile, x, x, x, Q8, ASM)
+            if GATED:
+                z = activate(z, ACTIVATION) * times(up, x, x, x, Q8, ASM)
+        if GATED:
+            keep(out + b * N, z, pid * BN, N, BN, Q8)
+        else:
+            tl.store(out + b * N + rows, z)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def wide_kernel(
+    w, ws, x, y, batch, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """w [H, K] times x, the sum over K in PARTS left apart: y [B, PARTS, H]."""
+    KC: tl.constexpr = K // PARTS
+    part = tl.program_id(1)
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    tile = tile_of(w, rows, part * KC, K, KC, Q8)
+    scale = tl.load(ws + rows)
+    begin(PDL, EARLY)
+    for b in range(batch):
+        high, low, each = taken(x + b * K, part * KC, K, KC, Q8)
+        z = times(tile, high, low, each, Q8, ASM)
+        if Q8:
+            z = z * scale
+        tl.store(y + (b * PARTS + part) * H + rows, z)
+
+
+@triton.jit
+def span(position, split, S: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexpr):
+    """The keys [from, to) of a split, and how many keys a split has."""
+    first = position * 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0)
+    each = tl.cdiv(tl.cdiv(position + 1 - first, S), BN) * BN
+    return first + split * each, tl.minimum(first + (split + 1) * each, position + 1), each
+
+
+@triton.jit
+def block_at(kv, pages, first, end, page_stride, PAGE: tl.constexpr, D: tl.constexpr, BN: tl.constexpr):
+    """Where BN keys from `first` lie (elements), and which of them are before `end`."""
+    key = first + tl.arange(0, BN)
+    live = key < end
+    page = tl.load(pages + key // PAGE, mask=live, other=0).to(tl.int64)
+    return (page * page_stride + (kv * PAGE + key % PAGE) * D)[:, None], live[:, None]
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "positions"])
+def attend_kernel(
+    q, keys, values, table, positions, cos, sin, q_norm, part, ml, table_stride, page_stride,
+    SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The heads of one K/V head over one split of the keys a program; K/V stands since before the round."""
+    kv, split, b = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS, tl.program_id(1)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    HALF: tl.constexpr = D // 2
+    d, half, g = tl.arange(0, D)[None, :], tl.arange(0, HALF)[None, :], tl.arange(0, 16)
+    pages = table + b * table_stride
+    lo, hi, _ = span(tl.load(positions + b).to(tl.int32), split, S, WINDOW, BN)
+    at, live = block_at(kv, pages, lo, hi, page_stride, PAGE, D, BN)
+    ka = tl.load(keys + at + half, mask=live, other=0.0)
+    kb = tl.load(keys + at + HALF + half, mask=live, other=0.0)
+    v = tl.load(values + at + d, mask=live, other=0.0)
+    wa, wb = tl.load(q_norm + half), tl.load(q_norm + HALF + half)
+    if PDL:
+        for start in range(lo + BN, hi, BN):
+            line = block_at(kv, pages, start, hi, page_stride, PAGE, D, BN)[0] + (tl.arange(0, D // 64) * 64)[None, :]
+            prefetch(keys + line)
+            prefetch(values + line)
+    begin(PDL, EARLY)
+    if lo < hi:
+        head = kv * GROUP + g
+        mine = (g < GROUP)[:, None]
+        from_q = q + b * HEADS * D + head[:, None] * D + half
+        qa = tl.load(from_q, mask=mine, other=0.0)
+        qb = tl.load(from_q + HALF, mask=mine, other=0.0)
+        c, sn = tl.load(cos + b * HALF + half), tl.load(sin + b * HALF + half)
+        inv = (tl.rsqrt((tl.sum(qa * qa, 1) + tl.sum(qb * qb, 1)) / D + EPS) * SCALE)[:, None]
+        qa, qb = qa * inv * wa, qb * inv * wb
+        ra, rb = (qa * c - qb * sn).to(ka.dtype), (qb * c + qa * sn).to(ka.dtype)
+        top = tl.full((16,), float("-inf"), dtype=tl.float32)
+        mass = tl.zeros((16,), dtype=tl.float32)
+        acc = tl.zeros((16, D), dtype=tl.float32)
+        for start in range(lo, hi, BN):
+            z = tl.dot(ra, tl.trans(ka)) + tl.dot(rb, tl.trans(kb))  # [16, BN], in powers of two
+            z = tl.where((start + tl.arange(0, BN) < hi)[None, :], z, float("-inf"))
+            new = tl.maximum(top, tl.max(z, 1))
+            p = tl.exp2(z - new[:, None])
+            fade = tl.exp2(top - new)
+            acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
+            mass = mass * fade + tl.sum(p, 1)
+            top = new
+            if start + BN < hi:
+                at, live = block_at(kv, pages, start + BN, hi, page_stride, PAGE, D, BN)
+                ka = tl.load(keys + at + half, mask=live, other=0.0)
+                kb = tl.load(keys + at + HALF + half, mask=live, other=0.0)
+                v = tl.load(values + at + d, mask=live, other=0.0)
+        to = (b * HEADS + head) * S + split
+        tl.store(part + to[:, None] * D + d, acc, mask=mine)
+        tl.store(ml + to * 2, top, mask=g < GROUP)
+        tl.store(ml + to * 2 + 1, mass, mask=g < GROUP)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def combine_kernel(
+    part, ml, positions, out, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
+    BN: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """A piece of one head of one sequence a program."""
+    head, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + b).to(tl.int32)
+    lo, _, each = span(position, 0, S, WINDOW, BN)
+    used = tl.cdiv(position + 1 - lo, each)
+    begin(PDL, EARLY)
+    i = tl.arange(0, S)
+    base = (b * HEADS + head) * S + i
+    m = tl.load(ml + base * 2, mask=i < used, other=float("-inf"))
+    mass = tl.load(ml + base * 2 + 1, mask=i < used, other=0.0)
+    d = piece * BD + tl.arange(0, BD)
+    x = tl.load(part + base[:, None] * D + d[None, :], mask=(i < used)[:, None], other=0.0)
+    share = tl.exp2(m - tl.max(m, 0))
+    x = tl.sum(x * share[:, None], 0) / tl.sum(mass * share, 0)
+    keep(out + b * HEADS * D, x, head * D + piece * BD, HEADS * D, BD, Q8)
+
+
+@triton.jit
+def final_kernel(
+    base, y, post, factor, norm, g, kept, H: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, Q8: tl.constexpr,
+    PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """g = norm(the last layer's stream), also as the head takes it."""
+    b = tl.program_id(0)
+    h = tl.arange(0, H)
+    after, weight = tl.load(post + h), tl.load(norm + h)
+    begin(PDL, EARLY)
+    x = normed(stream_of(base + b * H, y + b * PARTS * H, after, factor, 0, PARTS, True, EPS, H), weight, EPS, H)
+    tl.store(g + b * H + h, x)
+    keep(kept + b * H, x, 0, H, H, Q8)
+
+
+@triton.jit(do_not_specialize=["step", "batch"], do_not_specialize_on_alignment=["temperature", "hot", "seed", "position"])
+def head_kernel(
+    w, ws, kept, best, ids, temperature, hot, seed, position, step, batch,
+    H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, PROGRAMS: tl.constexpr,
+    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Scores of every PROGRAMS-th tile of tokens a program, and the best of them for each of B sequences (batch are real)."""
+    pid = tl.program_id(0)
+    n = tl.arange(0, BN)
+    tile = tile_of(w, pid * BN + n, 0, H, H, Q8)
+    scale = tl.load(ws + pid * BN + n)
+    begin(PDL, EARLY)
+    high, low, each = taken(kept, 0, H, H, Q8)
+    warm, heat, key, at = tl.load(hot) != 0, tl.load(temperature), tl.load(seed), tl.load(position) + step
+    if B > 1:
+        tops = tl.full((B, BN), float("-inf"), dtype=tl.float32)
+        tokens = tl.zeros((B, BN), dtype=tl.int32)
+    else:
+        tops = tl.full((BN,), float("-inf"), dtype=tl.float32)
+        tokens = tl.zeros((BN,), dtype=tl.int32)
+    for t in range(pid, V // BN, PROGRAMS):
+        # The tile after this one is under way; past the end it is one row that is at hand.
+        row = (t + PROGRAMS) * BN + n
+        row = tl.where(row < V, row, t * BN)
+        ahead = tile_of(w, row, 0, H, H, Q8)
+        next_scale = tl.load(ws + row)
+        for b in tl.static_range(B):
+            if B > 1:
+                who = tl.minimum(b, batch - 1)
+                high, low, each = taken(kept + who * H, 0, H, H, Q8)
+                warm, heat, key = tl.load(hot + who) != 0, tl.load(temperature + who), tl.load(seed + who)
+                at = tl.load(position + who) + step
+            z = times(tile, high, low, each, Q8, ASM)
+            if Q8:
+                z = z * scale
+            if warm:
+                z = noisy(z, t * BN + n, heat, key, at)
+            if B > 1:
+                better = (tl.arange(0, B) == b)[:, None] & (z[None, :] > tops)
+                tokens = tl.where(better, (t * BN + n)[None, :], tokens)
+                tops = tl.where(better, z[None, :], tops)
+            else:
+                tokens = tl.where(z > tops, t * BN + n, tokens)
+                tops = tl.maximum(tops, z)
+        tile, scale = ahead, next_scale
+    if B > 1:
+        each_b = tl.arange(0, B)
+        most = tl.max(tops, 1)
+        tl.store(best + each_b * PROGRAMS + pid, most, mask=each_b < batch)
+        first = tl.min(tl.where(tops == most[:, None], tokens, 0x7FFFFFFF), 1)
+        tl.store(ids + each_b * PROGRAMS + pid, first, mask=each_b < batch)
+    else:
+        most = tl.max(tops, 0)
+        tl.store(best + pid, most)
+        tl.store(ids + pid, tl.min(tl.where(tops == most, tokens, 0x7FFFFFFF), 0))
+
+
+@triton.jit(do_not_specialize=["steps"], do_not_specialize_on_alignment=["out"])
+def finish_kernel(best, ids, out, steps, PROGRAMS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr):
+    """The last token of a round."""
+    b = tl.program_id(0)
+    begin(PDL, EARLY)
+    tl.store(out + b * steps + steps - 1, best_token(best + b * PROGRAMS, ids + b * PROGRAMS, PROGRAMS, SPACE).to(tl.int64))
