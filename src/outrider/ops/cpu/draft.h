@@ -10,6 +10,10 @@ typedef struct { const Weight *head; int clusters, top, size; } Clusters; /* hea
 static void best_clusters(const float *z, int clusters, int top, int64_t *best) {
     int have = 0;
     for (int c = 0; c < clusters; c++) {
+        if (have == top && c % LANES == 0 && c + LANES <= clusters && !vf_any_ge(vf_load(z + c), vf_set(z[best[top - 1]]))) {
+            c += LANES - 1; /* none of sixteen is good enough */
+            continue;
+        }
         if (have == top && !(z[c] > z[best[top - 1]])) continue;
         int at = have < top ? have++ : top - 1;
         for (; at > 0 && z[c] > z[best[at - 1]]; at--) best[at] = best[at - 1];
@@ -113,14 +117,14 @@ static void draft_region(Team *team, int me, void *job) {
         for (int b = lo; b < hi; b++) {
             float *z = d->z + b * n;
             int64_t *ids = NULL;
-            if (r->clusters) {
+            const int64_t *best = d->best + (long)b * r->top;
+            if (r->clusters && r->hot[b]) { /* noise goes by token */
                 ids = d->ids + b * n;
-                for (int t = 0; t < r->top; t++)
-                    memcpy(ids + (long)t * r->size, r->cluster_ids + d->best[(long)b * r->top + t] * r->size, (size_t)r->size * 8);
+                for (int t = 0; t < r->top; t++) memcpy(ids + (long)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
             }
             if (r->hot[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
             const int64_t at = choose_row(z, (int)n, r->hot[b], r->seed[b], r->position[b] + k, ids);
-            r->out[(long)b * r->steps + k] = ids ? ids[at] : at;
+            r->out[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
             const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
             if (r->trust && d->live[b]) d->live[b] = goes_on(r, b, k, sure, d->path + b);
         }

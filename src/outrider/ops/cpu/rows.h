@@ -121,7 +121,9 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
     top = vf_hmax(best);
     for (int i = whole; i < n; i++) if (z[i] > top) top = z[i];
     if (!hot) {
-        for (int i = 0; i < n; i++) if (z[i] == top) return i;
+        int i = 0;
+        while (i < whole && !vf_any_ge(vf_load(z + i), vf_set(top))) i += LANES;
+        for (; i < n; i++) if (z[i] == top) return i;
         return 0;
     }
     uint32_t key = mix32((uint32_t)seed ^ mix32((uint32_t)((uint64_t)seed >> 32)));
