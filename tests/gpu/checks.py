@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from outrider.bench import gpu_peer
+from outrider.bench import gpu_peer, rounds
 from outrider.bench.gpu import SIZES, Rig, collect, plain_run, shallow, speculative_run
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
@@ -26,6 +26,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
+from outrider.spec.mtp import MTPDrafter
 from outrider.types import SamplingParams
 from outrider.weights.load import kept_dtype
 from outrider.weights.names import tensor_plan
@@ -203,6 +204,44 @@ def warm_up() -> str:
     return f"{time.perf_counter() - began:.1f} s" + (f"; failed: {failed}" if failed else "")
 
 
+# ---- drafting ----------------------------------------------------------------------------------------------------------------
+@torch.inference_mode()
+def draft_rounds(size: str) -> str:
+    """Whole rounds of a compiled drafter against a float32 one that follows its guesses: batches that share a launch and those
+    that do not, greedy and with noise, twice; the state it hands its head is as close as bfloat16 allows."""
+    p = HERE
+    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + 64)
+    try:
+        seqs = rig.open(8, p.context, 32)
+        rounds.gentle(rig)
+        assert rig.drafter is not None
+        reference = rounds.float32_drafter(rig)
+        fast = rig.ops.compile_drafter(rig.drafter.model) if p.gpu else rig.drafter.model
+        assert fast is not rig.drafter.model or not p.gpu, f"{size}: the ops have no rounds for it"
+        drafter, worst, same = MTPDrafter(fast, rig.model), 0.0, []
+        for batch, context, hot in (
+            (1, p.context, False),
+            (1, 30, False),
+            (2, p.context, True),
+            (4, p.context - 9, False),
+            (8, p.context, False),
+        ):
+            x = rounds.batch_of(rig, seqs, context, [SamplingParams(temperature=0.8, seed=5) if hot else SamplingParams()] * batch)
+            tokens = drafter.propose(x, 5).tokens
+            assert torch.equal(tokens, drafter.propose(x, 5).tokens), f"{size}, {batch} at {context}: a second round guesses otherwise"
+            seen = rounds.follow(reference, rig, x, tokens)
+            assert seen.short <= 0.1, f"{size}, {batch} at {context}: a guess {seen.short} standard deviations below the best"
+            same.append(seen.same)
+            if p.gpu and batch <= fast.most:
+                first = rounds.follow(reference, rig, x, drafter.propose(x, 1).tokens)
+                worst = max(worst, first.error(fast.states[:batch]))
+                assert worst <= 1e-2 and not fast.alarmed, f"{size}, {batch} at {context}: relative error {worst:.1e}, alarm {fast.alarmed}"
+        assert min(same) >= 0.5, f"{size}: few guesses are those of the float32 drafter: {same}"
+        return f"relative error {worst:.1e}; guesses alike {min(same):.2f}..{max(same):.2f}"
+    finally:
+        rig.free()
+
+
 # ---- memory ------------------------------------------------------------------------------------------------------------------
 @torch.inference_mode()
 def memory() -> str:
@@ -277,7 +316,7 @@ def drive(engine: Engine, jobs: list[tuple[int, Request]]) -> dict[str, list[int
 def engine_tokens(size: str = "E2B") -> str:
     """Graphs one cycle behind, eager cycles, and plain decoding alone: the same tokens, whoever joins and leaves."""
     p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64)
+    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True)
     try:
         jobs = requests(rig.config.vocab_size)
         plain: dict[str, list[int]] = {}
@@ -306,7 +345,7 @@ def engine_tokens(size: str = "E2B") -> str:
 def one_launch(size: str = "E2B", cycles: int = 12) -> str:
     """A decode cycle of the engine is one graph launch: no kernel launch, no synchronisation but waiting for the cycle before."""
     p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64)
+    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True)
     try:
         engine = engine_of(size, True, rig, ("mtp",))
         for i in range(2):
@@ -373,6 +412,8 @@ def all_checks() -> list[tuple[str, Callable[[], str]]]:
     """In the order that finds most, soonest."""
     checks: list[tuple[str, Callable[[], str]]] = [("warm-up", warm_up), ("one launch a cycle", one_launch)]
     checks.append(("engine tokens", engine_tokens))
+    for size in ("E2B", "E4B"):
+        checks.append((f"draft rounds {size}", lambda size=size: draft_rounds(size)))  # type: ignore[misc]
     for size in LAYERS:
         checks.append((f"equality {size}", lambda size=size: equality(size)))  # type: ignore[misc]
     for kind in ("bfloat16", "float32"):

@@ -104,10 +104,10 @@ class Rig:
     def __init__(
         self, raw: Mapping[str, Any], drafter: Mapping[str, Any] | None, ops: Any, device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None, seed: int = 0,
-        page_size: int = 16, chunk: int = 1024, weights: dict[str, Any] | None = None,
+        page_size: int = 16, chunk: int = 1024, weights: dict[str, Any] | None = None, compiled: bool = False,
     ):  # fmt: skip
         """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all; weights: given
-        ones instead of dummies."""
+        ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the ops can."""
         self.raw, self.ops, self.device = raw, ops, torch.device(device)
         self.config = ModelConfig.from_hf(raw)
         self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, seed)
@@ -117,7 +117,10 @@ class Rig:
         if drafter is not None:
             config = DrafterConfig.from_hf(drafter)
             self.drafter_weights = dummy_weights(config, self.device, dtype, ops, None, seed + 1)
-            self.drafter = MTPDrafter(Gemma4Assistant(config, self.drafter_weights, ops, self.model), self.model)
+            assistant: Any = Gemma4Assistant(config, self.drafter_weights, ops, self.model)
+            if compiled and hasattr(ops, "compile_drafter"):
+                assistant = ops.compile_drafter(assistant)
+            self.drafter = MTPDrafter(assistant, self.model)
         self.page_size, self.chunk = page_size, chunk
         self.pool: Any = Pool(self.device)
         self.resize(slots, context, tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -94,6 +96,12 @@ class TritonOps(ReferenceOps):
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(self, g: Tensor, centroids: Weight, rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
         return choose.cluster_scores(self.logits(g, centroids, None), g, rows, top, self.pdl)
+
+    def compile_drafter(self, drafter: Any) -> Any:
+        """A stand-in with the drafter's own methods whose rounds take few launches, where there is one: Hopper on."""
+        from . import draft  # here: it needs the drafter's side of the package
+
+        return draft.FusedDrafter(drafter, pdl=True) if self.pdl and draft.unsupported(drafter) is None else drafter
 
     def argmax(self, z: Tensor) -> Tensor:
         return choose.argmax(z, self.pdl)
