@@ -96,7 +96,8 @@ def evaluate_drafter(
     began = time.perf_counter()
     data, seeds = answers(target, listed, max_new=max_new, temperature=temperature, chat=chat, slots=slots, drafter=drafter)
     say(f"{len(data)} answers, {data.answer_tokens} tokens, {time.perf_counter() - began:.0f} s")
-    weights = {k: v.detach() for k, v in net.cast(dtype).items()}
+    bits = net.config.weight_bits if device.startswith("cpu") else None  # as the engine holds it there
+    weights = {k: v.detach() for k, v in net.cast(dtype, bits).items()}
     full, clustered = heads(net, target, weights, temperature or 1.0)
     head = full if full_head or clustered is None else clustered
     anchors = 16384 if device.startswith("cuda") else 1024  # small batches end when their last draft fails
