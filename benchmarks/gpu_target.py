@@ -1,11 +1,11 @@
 # ruff: noqa: E501, B023, F821
 """The target's pass on this GPU: tiles and cuts for 1 to 17 rows, then whole plain and verify passes before and after, in one run.
 
-    python benchmarks/gpu_target.py [--out FOLDER] [--sections tiles cuts models] [--sizes 31B E4B E2B 26B-A4B 12B] [--seconds 150]
+    python benchmarks/gpu_target.py [--out FOLDER] [--sections tiles cuts models] [--sizes 31B 12B E2B E4B 26B-A4B] [--seconds 80] [--old]
 
-tiles: for every weight shape the best cut at one row, and for each the best wide one at 17 rows that adds in the same order. cuts:
-the same for attention at 1, 5, 9 and 17 rows. Whatever is chosen must give a row the same bits in any company. models: plain and
-verify passes with the tables of tiles.py and with what was found here, with and without fetching weights ahead.
+tiles: for every weight shape the best cut at one row, and for each the best wide one at 17 rows that adds in the same order: the one
+in tiles.py against turned ones (--old: unturned ones too). cuts: the same for attention at 1, 5, 9 and 17 rows. Whatever is chosen
+must give a row the same bits in any company. models: plain and verify passes with the tables as they are and with what was found here.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from outrider.bench.gpu import H200_BYTES_PER_S, SIZES, Rig
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
 from outrider.ops.triton import TritonOps, attention, linear
-from outrider.ops.triton import ops as ops_module
 from outrider.ops.triton.attention import Cut
 from outrider.ops.triton.linear import SHARED, Tile, skinny
 from outrider.types import AttnSpec
 
 Shape = tuple[int, int, bool]
 LAYERS = {"E2B": 10, "E4B": 12, "12B": 6, "26B-A4B": 6, "31B": 6}
-LIMIT = [150.0]
+LIMIT = [80.0]
+OLD = [False]
 
 
 def late() -> bool:
@@ -57,10 +57,26 @@ def stages_for(rows: int, columns: int, chunk: int, programs: int, k: int) -> in
     return max(2, min(8, SHARED // programs // ((rows + columns) * chunk * 2) + 1, triton.cdiv(k, chunk) + 1))
 
 
-def one_row(n: int, k: int, gated: bool) -> list[Tile]:
-    """What came out best before, and other numbers of spans around it now that adding them is cheaper."""
+def turned(n: int, k: int, gated: bool) -> list[Tile]:
+    """64 or 128 rows of weights a program; as many spans as fill the multiprocessors."""
+    out, sides = [], 2 if gated else 1
+    for bn, bk in ((64, 64), (64, 128), (128, 64)):
+        for splits in (1,) if gated else (1, 2, 3, 4, 6, 8):
+            programs = triton.cdiv(n, bn) * splits
+            if k >= splits * 256 and (84 <= programs <= 450 or (splits == 1 and programs > 450)) and (bn == 64 or n >= 8192):
+                each = 1 if programs <= 132 else 2
+                stages = min(8, SHARED // each // ((16 + bn * sides) * bk * 2), triton.cdiv(k, splits * bk))
+                if stages >= 2:
+                    out.append(Tile(bn, bk, splits, stages, 4, 0))
+    return out
+
+
+def one_row(n: int, k: int, gated: bool, old: bool) -> list[Tile]:
+    """What came out best before, turned tiles, and with `old` other numbers of spans."""
     now = linear.choose_tile(n, k, gated, 2)
-    tiles = {now}
+    tiles = {now, *turned(n, k, gated)}
+    if not old:
+        return sorted(tiles, key=lambda t: astuple(replace(t, many=None)))
     if gated:
         tiles |= (
             {Tile(32, 128, 1, 3), Tile(32, 128, 1, 4), Tile(64, 64, 1, 4), Tile(64, 128, 1, 2), Tile(64, 128, 1, 3)} if n > 4096 else set()
@@ -86,7 +102,15 @@ def many_rows(n: int, k: int, gated: bool, base: Tile) -> list[Tile]:
     """Other cuts of the same sum for 17..32 rows: unsliced all but the spans is free, sliced only the width."""
     sides, out = 2 if gated else 1, [base]
     span = triton.cdiv(k, base.splits)
-    if base.slices > 1:
+    if base.slices == 0:
+        for bn, bk in ((64, 64), (64, 128), (128, 64), (128, 128)):
+            for programs in (1, 2):
+                st = min(8, SHARED // programs // ((32 + bn * sides) * bk * 2), triton.cdiv(span, bk))
+                if st >= 2 and triton.cdiv(n, bn) * base.splits >= 60 * programs:
+                    out.append(replace(base, many=(bn, bk, st, 8 if bn * sides > 128 else 4)))
+    elif base.many is not None and not OLD[0]:
+        pass
+    elif base.slices > 1:
         for bn in (16, 32, 64):
             for programs in (1, 2, 3):
                 st = stages_for(32, bn * sides, base.bk * base.slices, programs, span)
@@ -114,7 +138,7 @@ def tiles(drafters: bool) -> None:
         wanted: dict[Any, Any] = {}
         for rows, n, k, gated, tile in jobs:
             bm, cut = linear.for_rows(tile, n, rows, gated)
-            chunk, first = cut.bk * cut.slices, tile.bk * tile.slices
+            chunk, first = cut.bk * max(1, cut.slices), tile.bk * max(1, tile.slices)
             span = triton.cdiv(triton.cdiv(k, tile.splits), first) * first
             even, big = k % chunk == 0 and span % chunk == 0, n * k * (4 if gated else 2) >= linear.LATE_BYTES
             wanted.setdefault((bm, replace(cut, splits=triton.cdiv(k, span), many=None), gated, even, big), (rows, n, k, gated, tile))
@@ -140,17 +164,18 @@ def tiles(drafters: bool) -> None:
             say(f"  {tile}: {type(e).__name__}: {str(e)[:100]}")
             return float("inf")
 
-    compile_all([(1, *s, t) for s in shapes for t in one_row(*s)])
+    compile_all([(1, *s, t) for s in shapes for t in one_row(*s, OLD[0])])
     first: dict[Shape, list[tuple[float, Tile]]] = {}
     for shape in shapes:
         ws = weights(*shape)
         x = rand(1, shape[1])
-        ranked = sorted(((us(x, ws, shape[2], t), t) for t in one_row(*shape)), key=lambda r: r[0])
+        ranked = sorted(((us(x, ws, shape[2], t), t) for t in one_row(*shape, OLD[0])), key=lambda r: r[0])
         now = next(r for r in ranked if r[1] == linear.choose_tile(*shape, 2))
-        first[shape] = [r for r in ranked if r[0] <= ranked[0][0] * 1.03][:2]
+        first[shape] = [r for r in ranked if r[0] <= ranked[0][0] * 1.04][:3]
         first[shape] += [now] if now not in first[shape] else []
         del ws
     compile_all([(17, *s, m) for s in shapes for _, t in first[s] for m in many_rows(*s, t)])
+    compile_all([(r, *s, t) for s in shapes for _, t in first[s][:1] for r in (40, 72)])
     found: dict[Shape, Tile] = {}
     wrong: list[Any] = []
     say("shape, floor us | table: 1 row, 17 rows | chosen: 1, 5, 17 rows, tile (bn, bk, splits, stages, warps, slices; many)")
@@ -167,15 +192,23 @@ def tiles(drafters: bool) -> None:
         _, u1, wide, best = min(rows, key=lambda r: r[0])
         u5 = us(x[:5], ws, gated, best)
         found[shape] = best
-        full = skinny(x, ws[0], ops.seen, **extra(gated, best))
-        bad = [m for m in (1, 5, 9, 16) if not torch.equal(skinny(x[17 - m :], ws[0], ops.seen, **extra(gated, best)), full[17 - m :])]
-        wrong += [(where, best, m) for m in bad]
+        tall = rand(136, k)
+        u72 = [us(tall[:72], ws, gated, t) for t in (now, best)] if n < 100000 else [0.0, 0.0]
+        full = skinny(tall, ws[0], ops.seen, **extra(gated, best))
+        bad = [
+            m
+            for m in (1, 5, 9, 16, 17, 40, 72)
+            if not torch.equal(skinny(tall[136 - m :], ws[0], ops.seen, **extra(gated, best)), full[136 - m :])
+        ]
+        if bad:  # said below, and not used
+            wrong += [(where, astuple(best), m) for m in bad]
+            found[shape] = now
         floor = n * k * (4 if gated else 2) / H200_BYTES_PER_S * 1e6
         say(
-            f"{where:20s} {n:6d}x{k:5d}{'g' if gated else ' '} {floor:6.1f} | {u_now:6.2f} {wide_now:6.2f} | {u1:6.2f} {u5:6.2f} {wide:6.2f}  {astuple(best)}"
+            f"{where:20s} {n:6d}x{k:5d}{'g' if gated else ' '} {floor:6.1f} | {u_now:6.2f} {wide_now:6.2f} | {u1:6.2f} {u5:6.2f} {wide:6.2f} | 72 rows {u72[0]:6.1f} {u72[1]:6.1f} {astuple(best)}"
         )
         RESULTS.setdefault("tiles", []).append(
-            dict(where=where, n=n, k=k, gated=gated, now=[u_now, wide_now], us=[u1, u5, wide], best=astuple(best),
+            dict(where=where, n=n, k=k, gated=gated, now=[u_now, wide_now], us=[u1, u5, wide], us72=u72, best=astuple(best),
                  all=[(round(a, 2), round(b, 2), round(c, 2), astuple(t)) for a, b, c, t in rows])
         )  # fmt: skip
         del ws
@@ -201,25 +234,31 @@ def kinds() -> dict[AttnSpec, str]:
 
 def queries(packed: int, cut: Cut, dim: int) -> list[tuple[int, int]]:
     """(BQ, warps) worth trying for so many queries a K/V head; what spills is left out."""
-    if cut.slices > 1:
-        return [(16, cut.slices)] if packed <= 16 else [(16, cut.slices), (32, cut.slices)]
+    if cut.slices == 0 and dim <= 256:
+        return [(16, 4)] if packed <= 16 else [(32, 4), (16, 4)] if packed <= 32 else [(64, 4), (32, 4)]
+    if cut.slices == 0:
+        return [(16, 8), (16, 4)] if packed <= 16 else [(32, 8)] if packed <= 32 else [(32, 8), (64, 8)]
     if packed <= 16:
-        return [(16, 4), (16, 2)] if dim <= 256 else [(16, 4), (16, 8)]
-    return [(16, 4), (32, 4), (16, 2)] if dim <= 256 else [(16, 4), (32, 4), (32, 8)]
+        return [(16, 4)] if dim <= 256 else [(16, 8)]
+    return [(16, 4), (32, 4)] if dim <= 256 else [(16, 4), (32, 8)]
+
+
+def options(spec: AttnSpec) -> list[Cut]:
+    """The cut in use, and turned ones; a split that is one block needs no loop, and half the registers."""
+    now = replace(attention.choose_cut(spec, BF16), queries=())
+    if spec.window is not None:
+        return [now, Cut(64, 64, 4, 1, 0), Cut(64, 64, 4, 2, 1)]
+    return [now, Cut(32, 64, 8, 2, 0), Cut(32, 32, 8, 2, 0)] if now.fine == 32 else [now, Cut(32, 64, 8, 2, 0)]
 
 
 def cuts() -> None:
     rows_of, contexts = (1, 5, 9, 17), (1024, 4096)
     specs = kinds()
-    options = {
-        s: [Cut(32, f, 4, 2, 1) for f in (32, 64, 128)] + [Cut(64, 64, 4, 2, 1)] + [Cut(32, f, 4, 2, 4) for f in (32, 64)] + ([Cut(16, 64, 4, 5, 4)] if s.head_dim > 256 else [])
-        for s in specs
-    }  # fmt: skip
     views = {s: {(r, c): view(s, [(c - r, r)], bound=c + 256) for r in rows_of for c in contexts} for s in specs}
     qs = {s: {r: rand(r, s.heads * s.head_dim) for r in rows_of} for s in specs}
     tries = [
         (s, replace(cut, queries=((999, bq, w),)), r)
-        for s in specs for cut in options[s] for r in rows_of for bq, w in queries(r * s.heads // s.kv_heads, cut, s.head_dim)
+        for s in specs for cut in options(s) for r in rows_of for bq, w in queries(r * s.heads // s.kv_heads, cut, s.head_dim)
     ]  # fmt: skip
     wanted = {(s, c): r for s, c, r in tries}
     say(f"compiling {len(wanted)} cuts")
@@ -227,7 +266,7 @@ def cuts() -> None:
     say("kind | cut (bn, fine, warps, stages, slices) | us at rows 1, 5, 9, 17 @1k then @4k | queries")
     for spec, label in specs.items():
         results = []
-        for cut in options[spec]:
+        for cut in options(spec):
             us: dict[tuple[int, int], float] = {}
             chosen = []
             for r in rows_of:
@@ -272,55 +311,54 @@ def cuts() -> None:
         for ctx in contexts:
             kv = views[spec][17, ctx]
             full = attention.attend(qs[spec][17], spec, kv, True, best)
-            for r in (1, 5, 9):
+            for r in (1, 2, 5, 9, 16):
                 part = replace(kv, positions=kv.positions[:r], row_seq=kv.row_seq[:r], row_start=kv.row_start.clamp(max=r), max_rows=r)
                 if not torch.equal(attention.attend(qs[spec][17][:r], spec, part, True, best), full[:r]):
                     bad.append((ctx, r))
         same(f"{label}: rows stand alone {bad or ''}", not bad)
+        if bad:
+            del FOUND["cuts"][spec.heads, spec.kv_heads, spec.head_dim, spec.window]
         RESULTS.setdefault("cuts", {})[label] = dict(
             now=old, results=[dict(cut=astuple(c), us={f"{r}@{n}": round(u, 2) for (r, n), u in us.items()}) for _, c, us in results]
         )
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------------
-def use(found: bool, saved: tuple[Any, Any]) -> None:
+def use(tiles_too: bool, cuts_too: bool, saved: tuple[Any, Any]) -> None:
     rule, cut_rule = saved
-    linear.choose_tile = (
-        (lambda n, k, g, b: (FOUND["tiles"].get((n, k, bool(g))) if b == 2 else None) or rule(n, k, g, b)) if found else rule
-    )
-    attention.choose_cut = (
-        (lambda s, d: (FOUND["cuts"].get((s.heads, s.kv_heads, s.head_dim, s.window)) if d == BF16 else None) or cut_rule(s, d))
-        if found
-        else cut_rule
-    )
+    linear.choose_tile, attention.choose_cut = rule, cut_rule
+    if tiles_too:
+        linear.choose_tile = lambda n, k, g, b: (FOUND["tiles"].get((n, k, bool(g))) if b == 2 else None) or rule(n, k, g, b)
+    if cuts_too:
+        known = FOUND["cuts"]
+        attention.choose_cut = lambda s, d: (
+            (known.get((s.heads, s.kv_heads, s.head_dim, s.window)) if d == BF16 else None) or cut_rule(s, d)
+        )
 
 
 def models(sizes: list[str], out: Path) -> None:
     saved = (linear.choose_tile, attention.choose_cut)
-    default = (ops_module.SOON_ATTEND, ops_module.SOON_NORM)
 
     def warm(size: str) -> None:
         with torch.inference_mode():
             rig = Rig.of(size, LAYERS[size], slots=1, context=1400)
             seqs = rig.open(1, 1024, 64)
-            for k in (0, 16):
+            for k in (0, 4, 8, 16):
                 rig.graph(seqs, k, 1024, 1280, propose=lambda last, length, k=k: _fixed(last, k), eager=True).graph.replay()
             torch.cuda.synchronize()
             rig.free()
 
-    for found, soon in ((False, (0, 0)), (True, default)):
-        use(found, saved)
-        ops_module.SOON_ATTEND, ops_module.SOON_NORM = soon
+    for tiles_too, cuts_too in ((False, False), (True, True)):
+        use(tiles_too, cuts_too, saved)
         pooled([lambda s=s: warm(s) for s in sizes])
     gc.collect()
     torch.cuda.empty_cache()
     say("compiled the models' kernels")
-    mib = 1 << 20
     for size in sizes:
         if late():
             say(f"{size}: no time left")
             continue
-        use(False, saved)
+        use(False, False, saved)
         rig = Rig.of(size, slots=2, context=2048)
         seqs = rig.open(1, 1024, 128)
         floor = (rig.weight_bytes() + rig.kv_bytes(1024)) / H200_BYTES_PER_S * 1e3
@@ -328,34 +366,15 @@ def models(sizes: list[str], out: Path) -> None:
         RESULTS.setdefault("models", {})[size] = row
 
         def ms(k: int) -> float:
-            return rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: _fixed(last, k)).time(12, 3)
+            return rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: _fixed(last, k)).time(10, 3)
 
-        best = (float("inf"), default, False)
-        plans = [
-            (False, (0, 0)),
-            (True, (0, 0)),
-            (True, default),
-            (True, (8 * mib, 4 * mib)),
-            (True, (24 * mib, 16 * mib)),
-            (True, (24 * mib, 0)),
-            (True, (0, 12 * mib)),
-        ]
-        for found, soon in plans:
-            use(found, saved)
-            ops_module.SOON_ATTEND, ops_module.SOON_NORM = soon
-            t = ms(0)
-            row[f"ar found={found} soon={soon[0] // mib}/{soon[1] // mib}"] = t
-            best = min(best, (t, soon, found))
-        say(f"{size} floor {floor:.3f} AR", {k[3:]: round(v, 3) for k, v in row.items() if k != "floor"})
-        for title, found, soon in (("before", False, (0, 0)), ("after", best[2], best[1])):
-            use(found, saved)
-            ops_module.SOON_ATTEND, ops_module.SOON_NORM = soon
-            times = {k: ms(k) for k in (0, 4, 8, 16)}
+        for title, plan in {"before": (False, False), "cuts": (False, True), "tiles": (True, False), "after": (True, True)}.items():
+            use(*plan, saved)
+            times = {k: ms(k) for k in ((0, 4, 8, 16) if plan[0] == plan[1] else (0, 16))}
             row[title] = times
             say(
-                f"{size} {title:6s} AR {times[0]:.3f}, verify 5/9/17 rows",
-                " ".join(f"{times[k]:.3f} (+{(times[k] / times[0] - 1) * 100:.1f} %)" for k in (4, 8, 16)),
-                f"soon {soon[0] // mib}/{soon[1] // mib} MiB",
+                f"{size} floor {floor:.3f} {title:6s} AR {times[0]:.3f}, verify {'/'.join(str(k + 1) for k in times if k)} rows",
+                " ".join(f"{t:.3f} (+{(t / times[0] - 1) * 100:.1f} %)" for k, t in times.items() if k),
             )
         plain = rig.graph(seqs, 0, 1024, 1280)
         plain.graph.replay()
@@ -366,12 +385,12 @@ def models(sizes: list[str], out: Path) -> None:
             torch.cuda.synchronize()
             same(f"{size} logits of the first row of {k + 1} against alone", torch.equal(run.logits[0], first[0]))
             del run
-        table = {"E4B": 0, "31B": 16, "26B-A4B": 0, "E2B": 16}.get(size)
-        if table is not None and not late():
+        if size == "31B":
             rig.ops.pdl = False
-            run = rig.graph(seqs, table, 1024, 1280, propose=lambda last, length: _fixed(last, table))
-            kernel_table(run.graph.replay, f"{size}, {table + 1} rows, without PDL", out)
-            del run
+            for k in (16, 0):
+                run = rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: _fixed(last, k))
+                kernel_table(run.graph.replay, f"{size}, {k + 1} rows, without PDL", out)
+                del run
         del plain
         rig.free()
         del rig
@@ -384,13 +403,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="runs/gpu_target")
     parser.add_argument("--sections", nargs="+", default=["tiles", "cuts", "models"])
-    parser.add_argument("--sizes", nargs="+", default=["31B", "E4B", "E2B", "26B-A4B", "12B"])
+    parser.add_argument("--sizes", nargs="+", default=["31B", "12B", "E2B", "E4B", "26B-A4B"])
     parser.add_argument("--drafters", action="store_true", help="tiles for the drafters' shapes too")
-    parser.add_argument("--seconds", type=float, default=150.0)
+    parser.add_argument("--seconds", type=float, default=80.0)
+    parser.add_argument("--old", action="store_true", help="search unturned tiles as well")
     args = parser.parse_args()
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    LIMIT[0] = args.seconds
+    LIMIT[0], OLD[0] = args.seconds, args.old
     torch.manual_seed(0)
     say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     jobs = {"tiles": lambda: tiles(args.drafters), "cuts": cuts, "models": lambda: models(args.sizes, out)}

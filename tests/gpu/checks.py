@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from outrider.models.known import KNOWN
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.mtp import MTPDrafter
-from outrider.types import SamplingParams
+from outrider.types import KVView, SamplingParams
 from outrider.weights.load import kept_dtype
 from outrider.weights.names import tensor_plan
 
@@ -125,6 +125,64 @@ def equality(size: str) -> str:
         return f"{p.steps} tokens, K {KS}, batch 1 and 8; accepted a cycle {min(rates):.2f}..{max(rates):.2f}"
     finally:
         rig.free()
+
+
+# ---- rows in any company -----------------------------------------------------------------------------------------------------
+BORDERS = (1015, 8185, 500, 0, 57, 2040, 4090, 1022)  # 17 rows from here cross the borders of windows, splits and their sizes
+
+
+@torch.inference_mode()
+def rows_alone(size: str) -> str:
+    """Every product of the target for 1 to 136 rows, and its attention for 1 to 17 rows of 8 sequences: a row has the same bits."""
+    p = HERE
+    ops, config = p.ops(), ModelConfig.from_hf(p.raw(size, 0))
+    draw = torch.Generator(p.device).manual_seed(7)
+
+    def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=draw, device=p.device, dtype=torch.float32) * scale).to(p.dtype)
+
+    shapes = set()
+    for name, plan in tensor_plan(config).items():
+        part = name.rpartition(".")[2]
+        if plan.role in ("matrix", "embedding") and len(plan.shape) == 2 and part != "ple_embed":
+            shapes.add((part == "gate_up", *plan.shape))
+    bad: list[Any] = []
+    for gated, n, k in sorted(shapes):
+        x, w = rand(136, k), rand(n, k, scale=k**-0.5)
+        run = (lambda a: ops.gated_linear(a, w, config.activation)) if gated else (lambda a: ops.linear(a, w))  # noqa: B023
+        full = run(x)
+        rows = (*range(1, 18), 32, 33, 40, 64, 65, 72, 100)
+        bad += [(n, k, gated, m) for m in rows if not torch.equal(run(x[136 - m :]), full[136 - m :])]
+    kinds = {replace(layer.attn, kv_layer=0) for layer in config.layers}
+    count, page = 17, 16
+    per = -(-(max(BORDERS) + count) // page)
+    for spec in sorted(kinds, key=str):
+        pages = rand(1 + len(BORDERS) * per, spec.kv_heads, page, spec.head_dim)
+        values = rand(*pages.shape)
+        table = (1 + torch.randperm(len(BORDERS) * per, generator=draw, device=p.device)).view(len(BORDERS), per).to(torch.int32)
+        q = rand(len(BORDERS) * count, spec.heads * spec.head_dim, scale=spec.head_dim**-0.5)
+
+        def attend(b: slice, first: int, rows: int) -> torch.Tensor:
+            """`rows` queries from the `first` one on of each of the sequences `b`."""
+            starts = torch.tensor(BORDERS[b], device=p.device)
+            positions = (starts[:, None] + first + torch.arange(rows, device=p.device)).flatten()
+            here = table[b]  # noqa: B023
+            kv = KVView(
+                page, [pages], [values], {"full": here, "sliding": here}, positions,  # noqa: B023
+                torch.arange(len(starts), device=p.device).repeat_interleave(rows),
+                (torch.arange(len(starts) + 1, device=p.device) * rows).to(torch.int32), rows, int(max(BORDERS[b])) + first + rows,
+            )  # fmt: skip
+            some = q.view(len(BORDERS), count, -1)[b, first : first + rows].reshape(len(starts) * rows, -1)  # noqa: B023
+            return ops.attend(some, spec, kv).view(len(starts), rows, -1)  # noqa: B023
+
+        full = attend(slice(0, len(BORDERS)), 0, count)
+        for i in range(len(BORDERS)):
+            for rows in (1, 2, 5, 9, 17):
+                for first in range(0, count - rows + 1, rows):
+                    if not torch.equal(attend(slice(i, i + 1), first, rows)[0], full[i, first : first + rows]):
+                        bad.append((spec.heads, spec.head_dim, spec.window, BORDERS[i], first, rows))
+    assert not bad or not p.gpu, f"{size}: {len(bad)} rows depend on their company: {bad[:6]}"
+    return f"{len(shapes)} products, {len(kinds)} kinds of attention"
 
 
 # ---- against transformers ----------------------------------------------------------------------------------------------------
@@ -414,6 +472,8 @@ def all_checks() -> list[tuple[str, Callable[[], str]]]:
     checks.append(("engine tokens", engine_tokens))
     for size in ("E2B", "E4B"):
         checks.append((f"draft rounds {size}", lambda size=size: draft_rounds(size)))  # type: ignore[misc]
+    for size in LAYERS:
+        checks.append((f"rows alone {size}", lambda size=size: rows_alone(size)))  # type: ignore[misc]
     for size in LAYERS:
         checks.append((f"equality {size}", lambda size=size: equality(size)))  # type: ignore[misc]
     for kind in ("bfloat16", "float32"):

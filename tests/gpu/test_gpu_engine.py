@@ -25,6 +25,11 @@ def test_the_engine_emits_what_plain_decoding_emits() -> None:
 
 
 @pytest.mark.parametrize("size", checks.LAYERS)
+def test_rows_stand_alone(size: str) -> None:
+    checks.rows_alone(size)
+
+
+@pytest.mark.parametrize("size", checks.LAYERS)
 def test_bitwise_equality(size: str) -> None:
     checks.equality(size)
 
