@@ -29,6 +29,11 @@ def test_rows_stand_alone(size: str) -> None:
     checks.rows_alone(size)
 
 
+@pytest.mark.parametrize("size", ["E2B", "E4B"])
+def test_draft_rounds(size: str) -> None:
+    checks.draft_rounds(size)
+
+
 @pytest.mark.parametrize("size", checks.LAYERS)
 def test_bitwise_equality(size: str) -> None:
     checks.equality(size)
