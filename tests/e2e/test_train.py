@@ -273,15 +273,20 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
     net = load_net(str(out / "drafter"), opened)
     weights = {k: v.detach() for k, v in net.cast(torch.float32).items()}
     for temperature in (0.0, 1.0):
-        listed = read_prompts(data, 12)
-        answered, seeds = answers(opened, listed, max_new=24, temperature=temperature, chat=True, slots=4)
+        encoded = run.encode(read_prompts(data, 12), opened.text, opened.config.vocab_size, texts=False, max_tokens=64)
+        prompts, seeds = [encoded[i].tolist() for i in range(12)], list(range(12))
+        plain = [  # by the same ops: other kernels round otherwise, and may draw another token
+            llm.generate([p], SamplingParams(temperature=temperature, max_tokens=24, seed=s), drafter=False)[0].token_ids
+            for p, s in zip(prompts, seeds, strict=True)
+        ]
+        whole = [np.array(p + a) for p, a in zip(prompts, plain, strict=True)]
+        answered = Sequences.of(whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size)
         full, clustered = heads(net, opened, weights, temperature or 1.0)
         right = matches(opened.model, net, weights, clustered or full, answered, 3, seeds=seeds if temperature else None)
         took, walked = [], []
         for i in range(12):
-            prompt = answered[i][: answered.prompts[i]].tolist()
-            (made,) = llm.generate([prompt], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))
-            assert made.token_ids == answered[i][answered.prompts[i] :].tolist()
+            (made,) = llm.generate([prompts[i]], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))
+            assert made.token_ids == plain[i]
             took.append(made.stats.cycles - 1)  # the first cycle starts inside the prompt
             walked.append(walk(right[i][made.stats.first_emitted - 1 :], 3)[1])
         assert sum(took) > 60 and sum(a != b for a, b in zip(took, walked, strict=True)) <= 1, (took, walked)
@@ -308,3 +313,11 @@ def test_eval_drafter_prints_what_it_promises(
     with pytest.raises(SystemExit) as stop:
         main()
     assert stop.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_one_prompt_can_be_answered(world: tuple[Path, Path, Path]) -> None:
+    """A cache for one sequence alone: prompt, answer, and the page that the engine keeps aside."""
+    target, data, _ = world
+    opened = run.open_target(str(target), "cpu", torch.float32)
+    made, _ = answers(opened, read_prompts(data, 1), max_new=24, temperature=0.0, chat=True, slots=8)
+    assert len(made) == 1 and made.answer_tokens == 24

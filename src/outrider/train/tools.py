@@ -48,7 +48,8 @@ def answers(
 def engine_answers(
     name: str, drafter: str, rows: list[np.ndarray], seeds: list[int], params: SamplingParams, slots: int
 ) -> list[np.ndarray]:
-    context = max(len(r) for r in rows) + params.max_tokens + 1
+    spare = EngineConfig().page_size  # the engine keeps a page aside
+    context = max(len(r) for r in rows) + params.max_tokens + 1 + spare
     config = EngineConfig(max_batch=min(slots, len(rows)), max_context=context, prefix_cache=False)
     llm = LLM.load(name, drafter, 4, device="cpu", engine=config, say=lambda _: None)
     made: list[list[int]] = [[] for _ in rows]
