@@ -341,10 +341,10 @@ def models(sizes: list[str], out: Path) -> None:
 
     def warm(size: str) -> None:
         with torch.inference_mode():
-            rig = Rig.of(size, LAYERS[size], slots=1, context=1400)
-            seqs = rig.open(1, 1024, 64)
-            for k in (0, 4, 8, 16):
-                rig.graph(seqs, k, 1024, 1280, propose=lambda last, length, k=k: _fixed(last, k), eager=True).graph.replay()
+            rig = Rig.of(size, LAYERS[size], slots=8, context=1400)
+            seqs = rig.open(8, 1024, 64)
+            for batch, k in ((1, 0), (1, 4), (1, 8), (1, 16), *(((8, 4), (8, 8)) if size == "31B" else ())):
+                rig.graph(seqs[:batch], k, 1024, 1280, propose=lambda last, length, k=k: _fixed(last, k), eager=True).graph.replay()
             torch.cuda.synchronize()
             rig.free()
 
@@ -359,8 +359,9 @@ def models(sizes: list[str], out: Path) -> None:
             say(f"{size}: no time left")
             continue
         use(False, False, saved)
-        rig = Rig.of(size, slots=2, context=2048)
-        seqs = rig.open(1, 1024, 128)
+        rig = Rig.of(size, slots=8, context=1400)
+        eight = rig.open(8, 1024, 128)
+        seqs = eight[:1]
         floor = (rig.weight_bytes() + rig.kv_bytes(1024)) / H200_BYTES_PER_S * 1e3
         row: dict[str, Any] = {"floor": floor}
         RESULTS.setdefault("models", {})[size] = row
@@ -376,6 +377,11 @@ def models(sizes: list[str], out: Path) -> None:
                 f"{size} floor {floor:.3f} {title:6s} AR {times[0]:.3f}, verify {'/'.join(str(k + 1) for k in times if k)} rows",
                 " ".join(f"{t:.3f} (+{(t / times[0] - 1) * 100:.1f} %)" for k, t in times.items() if k),
             )
+        for title, found in (("before", False), ("after", True)) if size == "31B" else ():
+            use(found, found, saved)
+            wide = {k: rig.graph(eight, k, 1024, 1280, propose=lambda last, length: _fixed(last, k)).time(4, 2) for k in (4, 8)}
+            row[f"{title} batch 8"] = wide
+            say(f"{size} {title} batch 8: 40 rows {wide[4]:.2f} ms, 72 rows {wide[8]:.2f} ms")
         plain = rig.graph(seqs, 0, 1024, 1280)
         plain.graph.replay()
         first = plain.logits.clone()

@@ -200,14 +200,13 @@ def attend_kernel(
             from_q = q + (row * (HEADS * D) + head * D)[:, None] + d[None, :]
             query = tl.load(from_q, mask=ok[:, None] & d_ok[None, :], other=0.0)
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
+        # Unturned wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
+        WIDE: tl.constexpr = 64 if SLICES == 0 else 16 if BQ >= 64 else 2 * BQ
         if SLICES == 0:
-            WIDE: tl.constexpr = 64
             total = tl.zeros((WIDE, BQ), dtype=tl.float32)
             acc = tl.zeros((DP, BQ), dtype=tl.float32)
             ones = tl.full((WIDE, BN), 1.0, dtype=values.dtype.element_ty)
         else:
-            # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
-            WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
             total = tl.zeros((BQ, WIDE), dtype=tl.float32)
             acc = tl.zeros((BQ, DP), dtype=tl.float32)
             ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
