@@ -13,6 +13,7 @@ triton = pytest.importorskip("triton")
 
 from outrider.bench.gpu import Rig  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
+from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.draft_steps import Cuts, SteppedDrafter, rounded, unsupported  # noqa: E402
 from outrider.spec.choose import SamplingBatch  # noqa: E402
 from outrider.spec.drafter import DraftBatch  # noqa: E402
@@ -65,6 +66,7 @@ def test_round() -> None:
     rig = rig_of()
     assert rig.drafter is not None
     batch = batch_of(rig, [SamplingParams(), SamplingParams(temperature=0.9, seed=7)], [61, 9])
+    assert isinstance(TritonOps(DEVICE, pdl=True).compile_drafter(rig.drafter.model), SteppedDrafter)
     want = rig.drafter.propose(batch, 3).tokens
     assert len(set(want.flatten().tolist())) > 3
     stepped = SteppedDrafter(rig.drafter.model, narrow=False, cuts=SMALL, processors=3)

@@ -20,6 +20,7 @@ from ...types import AttnSpec, KVView
 from . import draft_steps_kernel as kernels
 
 LOG2E = 1.4426950408889634
+AHEAD = 16 << 20  # bytes of the next layer, or of the head, that are asked for early
 MOST = 8  # sequences that share a step: every one more costs arithmetic, not memory
 
 
@@ -33,9 +34,10 @@ class Cuts:
     down: tuple[int, int, int] = (16384, 1, 4)
     pre: tuple[int, int] = (16, 4)
     head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs a processor
-    units: int = 256  # programs of attention: K/V heads times splits
+    units: int = 256  # programs of attention: K/V heads times splits; half as many where heads are wider than 256
     warps: int = 8  # of attention
     early: bool = True  # the next kernel is let in before this one waits
+    soon: bool = True  # a kernel asks for the weights of the product after the next
     chunk: int = 1024  # columns of the input a program
 
 
@@ -135,8 +137,14 @@ class SteppedDrafter:
 
     def _splits(self, spec: AttnSpec) -> tuple[int, int]:
         """Splits of the keys, and keys a block: enough programs for every processor, and a block that fits their registers."""
-        splits = max(1, min(64, self.cuts.units // spec.kv_heads))
-        return splits, 16 if spec.kv_heads <= 2 else 32 if spec.head_dim > 256 or splits > 16 else 64
+        splits = max(1, min(64, self.cuts.units // (2 if spec.head_dim > 256 else 1) // spec.kv_heads))
+        return splits, 16 if spec.kv_heads <= 2 else 32
+
+    def _soon(self, weights: tuple[Tensor, Tensor] | None, programs: int, most: int = 1 << 30) -> tuple[Tensor, int]:
+        """The weights that a kernel of so many programs asks for, and the bytes each of them does."""
+        if weights is None or not self.cuts.soon:
+            return self.g, 0
+        return weights[0], min(most, weights[0].numel() * weights[0].element_size()) // programs // 16 * 16
 
     def _allocate(self) -> None:
         drafter, h, n = self.drafter, self.config.hidden, self.most
@@ -182,11 +190,12 @@ class SteppedDrafter:
 
     def _pre(self, last: Tensor, features: Tensor, out: Tensor, step: int, size: int) -> None:
         h, (rows, warps) = self.config.hidden, self.cuts.pre
+        soon, size_soon = self._soon(self.layers[0][0], h // rows)
         kernels.pre_kernel[(h // rows, 2 * self.chunks if step == 0 else self.chunks + 1)](
-            *self.pre, self.target.table, features, self.g, last, self.best, self.ids, out, self.inputs, self.table_scale,
+            *self.pre, soon, self.target.table, features, self.g, last, self.best, self.ids, out, self.inputs, self.table_scale,
             features.stride(0), step, out.shape[1], size,
             H=h, HB=self.config.backbone_hidden, KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0,
-            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how, **self.launch,
+            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), SOON=size_soon, num_warps=warps, **self.how, **self.launch,
         )  # fmt: skip
 
     def _layer(self, i: int, state: Any, first: bool, size: int) -> None:
@@ -196,17 +205,19 @@ class SteppedDrafter:
         spec: AttnSpec = block.spec
         wide, inter = spec.heads * spec.head_dim, block.down.shape[1]
         chunks = 0 if i else 2 * self.chunks if first else self.chunks + 1
+        soon, each = self._soon(out, wide // cuts.q[0])
         kernels.rows_kernel[(wide // cuts.q[0],)](
-            *qkv, self.between if i else self.inputs, self.y, ahead.post_mlp_norm, ahead.scalar, block.attn_norm, self.before, self.q, size,
-            h if i else 2 * self.chunks * h, H=h, N=wide, BN=cuts.q[0], GATED=False, ACTIVATION="", CHUNKS=chunks, PARTS=self.down_parts,
-            SCALED=True, EPS=eps, num_warps=cuts.q[1], **self.how, **self.launch,
+            *qkv, soon, self.between if i else self.inputs, self.y, ahead.post_mlp_norm, ahead.scalar, block.attn_norm, self.before, self.q,
+            size, h if i else 2 * self.chunks * h, H=h, N=wide, BN=cuts.q[0], GATED=False, ACTIVATION="", CHUNKS=chunks,
+            PARTS=self.down_parts, SCALED=True, EPS=eps, SOON=each, num_warps=cuts.q[1], **self.how, **self.launch,
         )  # fmt: skip
         keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
         splits, block_keys = self._splits(spec)
         same = dict(HEADS=spec.heads, D=spec.head_dim, WINDOW=spec.window or 0, S=splits, BN=block_keys, **self.launch)
+        soon, each = self._soon(gate_up, spec.kv_heads * splits)
         kernels.attend_kernel[(spec.kv_heads * splits, size)](
-            self.q, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml,
-            table.stride(0), keys.stride(0), SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps,
+            self.q, soon, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml,
+            table.stride(0), keys.stride(0), SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps, SOON=each,
             num_warps=cuts.warps, **same,
         )  # fmt: skip
         piece = min(64, spec.head_dim)
@@ -214,17 +225,20 @@ class SteppedDrafter:
             self.part, self.ml, kv.positions, self.mixed, BD=piece, Q8=self.narrow, num_warps=4, **same
         )
         rows, parts, warps = tile_for(wide, h, cuts.out)
+        soon, each = self._soon(down, h // rows * parts)
         kernels.wide_kernel[(h // rows, parts)](
-            *out, self.mixed, self.y, size, H=h, K=wide, BN=rows, PARTS=parts, num_warps=warps, **self.how, **self.launch
+            *out, soon, self.mixed, self.y, size, H=h, K=wide, BN=rows, PARTS=parts, SOON=each, num_warps=warps, **self.how, **self.launch
         )
+        last = i + 1 == len(self.layers)
+        soon, each = self._soon(self.head if last else self.layers[i + 1][0], inter // cuts.gate[0], AHEAD)
         kernels.rows_kernel[(inter // cuts.gate[0],)](
-            *gate_up, self.before, self.y, block.post_attn_norm, block.scalar, block.mlp_norm, self.between, self.act, size, h,
+            *gate_up, soon, self.before, self.y, block.post_attn_norm, block.scalar, block.mlp_norm, self.between, self.act, size, h,
             H=h, N=inter, BN=cuts.gate[0], GATED=True, ACTIVATION=self.config.activation, CHUNKS=0, PARTS=parts, SCALED=False, EPS=eps,
-            num_warps=cuts.gate[1], **self.how, **self.launch,
+            SOON=each, num_warps=cuts.gate[1], **self.how, **self.launch,
         )  # fmt: skip
         rows, parts, warps = tile_for(inter, h, cuts.down)
         kernels.wide_kernel[(h // rows, parts)](
-            *down, self.act, self.y, size, H=h, K=inter, BN=rows, PARTS=parts, num_warps=warps, **self.how, **self.launch
+            *down, self.g, self.act, self.y, size, H=h, K=inter, BN=rows, PARTS=parts, SOON=0, num_warps=warps, **self.how, **self.launch
         )
 
     def _head(self, noise: tuple[Tensor, ...], step: int, size: int) -> None:

@@ -19,6 +19,13 @@ from .choose import mix32
 from .common import activate, gdc_launch_dependents, gdc_wait, prefetch
 
 MADE = tl.constexpr("dp4a.s32.s32 $0, $1, $2, 0;\nshl.b32 $0, $0, 8;\ndp4a.s32.s32 $0, $1, $3, $0;")
+BULK = tl.constexpr("""{
+    .reg .pred p; .reg .u32 t;
+    mov.u32 t, %tid.x;
+    setp.eq.u32 p, t, 0;
+    @p cp.async.bulk.prefetch.L2.global [$1], $2;
+    mov.u32 $0, 0;
+}""")
 STEP = tl.constexpr(32512.0)  # 127 * 256: a high byte never leaves -127..127
 
 
@@ -31,6 +38,14 @@ def begin(PDL: tl.constexpr, EARLY: tl.constexpr):
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
+
+
+@triton.jit
+def fetch(soon, pid, SOON: tl.constexpr, PDL: tl.constexpr):
+    """Ask for this program's share (SOON bytes) of a later product's weights to be brought into L2."""
+    if PDL and SOON > 0:
+        at = soon.to(tl.int64, bitcast=True) + pid.to(tl.int64) * SOON
+        tl.inline_asm_elementwise(BULK, "=r,l,r", [at, tl.full((), SOON, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -147,9 +162,10 @@ def noisy(z, token, temperature, seed, position):
 # ---- kernels ------------------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["step", "steps", "batch", "feature_stride"], do_not_specialize_on_alignment=["last", "out"])
 def pre_kernel(
-    w, ws, table, features, g, last, best, ids, out, parts, table_scale, feature_stride, step, steps, batch,
+    w, ws, soon, table, features, g, last, best, ids, out, parts, table_scale, feature_stride, step, steps, batch,
     H: tl.constexpr, HB: tl.constexpr, KC: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr, FIRST: tl.constexpr,
-    PROGRAMS: tl.constexpr, SPACE: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPACE: tl.constexpr, SOON: tl.constexpr,
+    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One chunk of the sum over the input [embedding of the newest token; state fed back] a program, left apart in `parts`
     [B, 2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST), and the product
@@ -159,6 +175,8 @@ def pre_kernel(
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tile_of(w, which * H + rows, 0, KC, KC, Q8)
     factor = tl.load(ws + which * H + rows)
+    if c == 0:
+        fetch(soon, tl.program_id(0), SOON, PDL)
     begin(PDL, EARLY)
     k = tl.arange(0, KC)
     for b in range(batch):
@@ -186,9 +204,9 @@ def pre_kernel(
 
 @triton.jit(do_not_specialize=["batch"])
 def rows_kernel(
-    w, ws, base, y, post, factor, norm, stream, out, batch, base_stride,
+    w, ws, soon, base, y, post, factor, norm, stream, out, batch, base_stride,
     H: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr,
+    PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr, SOON: tl.constexpr,
     Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """w [N, H] (GATED: [2N, H]) times norm(x), x the stream as `stream_of` makes it and as `stream` keeps it."""
@@ -202,6 +220,7 @@ def rows_kernel(
         up = tile_of(w, N + rows, 0, H, H, Q8)
         up_scale = tl.load(ws + N + rows)
     after, weight = tl.load(post + h), tl.load(norm + h)
+    fetch(soon, pid, SOON, PDL)
     begin(PDL, EARLY)
     for b in range(batch):
         x = stream_of(base + b * base_stride, y + b * PARTS * H, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
@@ -225,7 +244,7 @@ def rows_kernel(
 
 @triton.jit(do_not_specialize=["batch"])
 def wide_kernel(
-    w, ws, x, y, batch, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr,
+    w, ws, soon, x, y, batch, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, SOON: tl.constexpr,
     Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """w [H, K] times x, the sum over K in PARTS left apart: y [B, PARTS, H]."""
@@ -234,6 +253,7 @@ def wide_kernel(
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tile_of(w, rows, part * KC, K, KC, Q8)
     scale = tl.load(ws + rows)
+    fetch(soon, tl.program_id(0) * PARTS + part, SOON, PDL)
     begin(PDL, EARLY)
     for b in range(batch):
         high, low, each = taken(x + b * K, part * KC, K, KC, Q8)
@@ -264,9 +284,9 @@ def block_at(kv, pages, first, end, page_stride, PAGE: tl.constexpr, D: tl.const
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "positions"])
 def attend_kernel(
-    q, keys, values, table, positions, cos, sin, q_norm, part, ml, table_stride, page_stride,
+    q, soon, keys, values, table, positions, cos, sin, q_norm, part, ml, table_stride, page_stride,
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The heads of one K/V head over one split of the keys a program; K/V stands since before the round."""
     kv, split, b = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS, tl.program_id(1)
@@ -285,6 +305,8 @@ def attend_kernel(
             line = block_at(kv, pages, start, hi, page_stride, PAGE, D, BN)[0] + (tl.arange(0, D // 64) * 64)[None, :]
             prefetch(keys + line)
             prefetch(values + line)
+    if b == 0:
+        fetch(soon, tl.program_id(0), SOON, PDL)
     begin(PDL, EARLY)
     if lo < hi:
         head = kv * GROUP + g

@@ -99,9 +99,13 @@ class TritonOps(ReferenceOps):
 
     def compile_drafter(self, drafter: Any) -> Any:
         """A stand-in with the drafter's own methods whose rounds take few launches, where there is one: Hopper on."""
-        from . import draft  # here: it needs the drafter's side of the package
+        from . import draft, draft_steps  # here: they need the drafter's side of the package
 
-        return draft.FusedDrafter(drafter, pdl=True) if self.pdl and draft.unsupported(drafter) is None else drafter
+        if not self.pdl:
+            return drafter
+        if draft.unsupported(drafter) is None:
+            return draft.FusedDrafter(drafter, pdl=True)
+        return draft_steps.SteppedDrafter(drafter, pdl=True) if draft_steps.unsupported(drafter) is None else drafter
 
     def argmax(self, z: Tensor) -> Tensor:
         return choose.argmax(z, self.pdl)
