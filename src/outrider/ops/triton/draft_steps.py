@@ -107,7 +107,8 @@ class SteppedDrafter:
 
     def _cut(self, cuts: Cuts, pdl: bool) -> None:
         self.cuts = cuts
-        self.programs = min(self.processors * cuts.head[2], self.config.vocab_size // cuts.head[0])
+        tiles = self.config.vocab_size // cuts.head[0]
+        self.programs = triton.cdiv(tiles, triton.cdiv(tiles, self.processors * cuts.head[2]))  # as many tiles for each
         self.launch: dict[str, Any] = dict(PDL=pdl, EARLY=cuts.early, num_stages=1, **({"launch_pdl": True} if pdl else {}))
         self._allocate()
 
