@@ -113,6 +113,7 @@ class Rig:
         self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, seed)
         self.model: Any = build(self.config, self.weights, ops)
         self.drafter: MTPDrafter | None = None
+        self.draft_narrow = False  # the drafter's matrices are read as bytes
         self.drafter_weights: dict[str, Any] = {}
         if drafter is not None:
             config = DrafterConfig.from_hf(drafter)
@@ -120,6 +121,7 @@ class Rig:
             assistant: Any = Gemma4Assistant(config, self.drafter_weights, ops, self.model)
             if compiled and hasattr(ops, "compile_drafter"):
                 assistant = ops.compile_drafter(assistant)
+                self.draft_narrow = bool(vars(assistant).get("narrow"))
             self.drafter = MTPDrafter(assistant, self.model)
         self.page_size, self.chunk = page_size, chunk
         self.pool: Any = Pool(self.device)
@@ -170,7 +172,7 @@ class Rig:
             return 0
         config, total = self.drafter.model.config, 0.0
         for name, w in self.drafter_weights.items():
-            size = float(w.numel() * w.element_size())
+            size = float(w.numel() * (1 if self.draft_narrow and w.ndim == 2 else w.element_size()))
             if name == "token_ordering":
                 continue
             if name == "embed" and config.clusters:

@@ -110,7 +110,7 @@ def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Ri
     batches = (1, 4, 8) if settings.quick and size == "26B-A4B" else settings.batches
     longest = max(settings.contexts)
     room = CYCLES * (MAX_DRAFT + 1) + 64
-    rig = make(size, slots=1, context=longest + room, tokens=2 * PROMPT)
+    rig = make(size, slots=1, context=longest + room, tokens=2 * PROMPT, compiled=True)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     say(f"{size}: built in {time.perf_counter() - began:.1f} s, {allocated() / 2**30:.1f} GiB")
