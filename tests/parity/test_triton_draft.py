@@ -68,7 +68,7 @@ def test_round() -> None:
     want = rig.drafter.propose(batch, 3).tokens
     assert len(set(want.flatten().tolist())) > 3
     size: dict[str, Any] = {} if CUDA else dict(programs=5, splits=(2, 1))
-    fused = FusedDrafter(rig.drafter.model, **size)
+    fused = FusedDrafter(rig.drafter.model, most=2, **size)
     drafter = MTPDrafter(fused, rig.model)
     draft = drafter.propose(batch, 3)
     assert torch.equal(draft.tokens, want) and draft.lengths.tolist() == [3, 3]

@@ -19,8 +19,6 @@ from ..spec.drafter import DraftBatch
 from ..types import SamplingParams
 from .gpu import Rig
 
-LOST = 9.0  # `short` of a guess that is not among the candidates
-
 
 def gentle(rig: Rig) -> None:
     """Norms that differ from one, and attention scores as moderate as trained weights keep them: with norms of one a softmax
@@ -78,10 +76,10 @@ def follow(reference: Gemma4Assistant, rig: Rig, batch: DraftBatch, tokens: Tens
         token = tokens[:, j]
         same += int((own == token).sum())
         if not batch.sampling.any_hot:
-            at = token if ids is None else (ids == token[:, None]).int().argmax(1)
-            there = torch.ones_like(token, dtype=torch.bool) if ids is None else (ids == token[:, None]).any(1)
-            gap = (z.amax(1) - z.gather(1, at[:, None])[:, 0]) / z.std(1)
-            short = max(short, float(torch.where(there, gap, LOST).max()))
+            # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
+            row = token if ids is None else (reference.cluster_ids.flatten() == token[:, None]).int().argmax(1)
+            score = (reference.head.reshape(-1, g.shape[1])[row] * g).sum(1)
+            short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))
     return Followed(round(short, 4), round(same / tokens.numel(), 3), g)
 
 

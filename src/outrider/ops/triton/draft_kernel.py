@@ -42,33 +42,6 @@ SPIN:
     st.relaxed.gpu.global.u32 [$1+256], 1;
 DONE:
 }""")
-# The same without an atomic: every program has a word of its own, and thread i watches that of program i.
-FLAG = tl.constexpr("""{
-    .reg .pred p; .reg .u32 t, v; .reg .u64 a;
-    mov.u32 $0, $3;
-    mov.u32 t, %tid.x;
-    setp.ne.u32 p, t, 0;
-    mul.wide.u32 a, $5, 4;
-    add.u64 a, a, $1;
-    @p bra WAIT;
-    st.release.gpu.global.u32 [a+512], $2;
-WAIT:
-    setp.ge.u32 p, t, $4;
-    @p bra DONE;
-    mul.wide.u32 a, t, 4;
-    add.u64 a, a, $1;
-SPIN:
-    ld.acquire.gpu.global.u32 v, [a+512];
-    sub.u32 v, v, $2;
-    setp.ge.s32 p, v, 0;
-    @p bra DONE;
-    sub.u32 $0, $0, 1;
-    setp.ne.u32 p, $0, 0;
-    @p bra SPIN;
-    mov.u32 $0, 1;
-    st.relaxed.gpu.global.u32 [$1+256], 1;
-DONE:
-}""")
 BULK = tl.constexpr("""{
     .reg .pred p; .reg .u32 t;
     mov.u32 t, %tid.x;
@@ -81,20 +54,14 @@ STORE = tl.constexpr("st.global.f32 [$1], $2; mov.u32 $0, 0;")
 
 
 @triton.jit
-def sync(counter, tick, spins, probe, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr):
+def sync(counter, tick, spins, probe, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr):
     """Until all G programs have arrived for the tick-th time. Ticks only grow (and wrap)."""
     if SYNC:
         if PROBE > 0:
             began = tl.inline_asm_elementwise(CLOCK, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
         tl.debug_barrier()
         at = counter.to(tl.int64, bitcast=True)
-        if FLAGS:
-            spins = tl.inline_asm_elementwise(
-                FLAG, "=&r,l,r,r,r,r", [at, tick + 1, spins, tl.full((), G, tl.int32), tl.program_id(0)], dtype=tl.int32, is_pure=False,
-                pack=1,
-            )  # fmt: skip
-        else:
-            spins = tl.inline_asm_elementwise(ARRIVE, "=&r,l,r,r", [at, (tick + 1) * G, spins], dtype=tl.int32, is_pure=False, pack=1)
+        spins = tl.inline_asm_elementwise(ARRIVE, "=&r,l,r,r", [at, (tick + 1) * G, spins], dtype=tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
         if PROBE > 0:
             ended = tl.inline_asm_elementwise(CLOCK, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
@@ -194,7 +161,7 @@ def angles(s, position, freqs, HALF: tl.constexpr):
 def pre_phase(
     w, table, features, feature_stride, last, out, s0, best, step, steps, batch, table_scale, tick, spins, counter, probe,
     H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, R: tl.constexpr, X: tl.constexpr, MG: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """x = pre · [embedding of the newest token; hidden state]. After the first step the second part is ready (MG)."""
     pid = tl.program_id(0)
@@ -202,7 +169,7 @@ def pre_phase(
     row = pid % UNITS * R
     r, k = row + tl.arange(0, R), tl.arange(0, HBP)
     tile = tile_of(w, row, HB, R, HBP)
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -226,7 +193,7 @@ def q_phase(
     w, norms, before, s0, first, batch, tick, spins, counter, probe,
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr,
     Q: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """q = w · norm(x). norms: this layer's; before: those of the layer that x comes from (first: x is the input)."""
     pid = tl.program_id(0)
@@ -235,7 +202,7 @@ def q_phase(
     tile = tile_of(w, row, H, R, H)
     weight, post, factor = spread(norms, R, H), spread(before + 3 * H, R, H), tl.load(before + 4 * H)
     x1 = spread(s0 + X1, R, H)
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -275,7 +242,7 @@ def attend_phase(
     keys, values, tables, table_stride, page_stride, positions, q_norm, s0, batch, tick, spins, counter, probe,
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
     BN: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """Attention of one head over one split of the keys a unit. K/V stands since before the round: two blocks come before the
     wait, rows of which a warp keeps to itself until all are done."""
@@ -292,7 +259,7 @@ def attend_phase(
     ka2, kb2, va2, vb2 = block_at(keys, values, pages, head // GROUP, lo + BN, hi, page_stride, PAGE, D, BN)
     wa, wb = spread(q_norm, BN, HALF) * SCALE, spread(q_norm + HALF, BN, HALF) * SCALE
     cos, sin = spread(s0 + b * STRIDE + A, BN, HALF), spread(s0 + b * STRIDE + A + HALF, BN, HALF)
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     for u in range(pid, UNITS * batch, G):
         if u != pid:
             b, head = u // UNITS, u % UNITS // S
@@ -336,7 +303,7 @@ def out_phase(
     w, s0, batch, tick, spins, counter, probe,
     H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, S: tl.constexpr, COLS: tl.constexpr, CUTS: tl.constexpr,
     P: tl.constexpr, ML: tl.constexpr, YP: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of the attention's result, joined from the splits, times some rows of the out matrix, a unit."""
     pid = tl.program_id(0)
@@ -347,7 +314,7 @@ def out_phase(
     group, row = pid % UNITS // PARTS, pid % PARTS * R
     c, r, i = tl.arange(0, COLS), tl.arange(0, R), tl.arange(0, S)
     tile = tl.load(w + (row + r)[:, None] * (HEADS * D) + group * COLS + c[None, :])
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     if pid < UNITS:
         head, column = group * COLS // D, group * COLS % D
         for b in range(batch):
@@ -365,7 +332,7 @@ def gate_phase(
     w, norms, s0, batch, tick, spins, counter, probe,
     H: tl.constexpr, GROUPS: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr, X0: tl.constexpr,
     X1: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """x1 = x0 + norm(sum of the out product); act(gate · norm(x1)) * (up · norm(x1))."""
     pid = tl.program_id(0)
@@ -374,7 +341,7 @@ def gate_phase(
     gate, up = tile_of(w, row, H, R, H), tile_of(w, INTER + row, H, R, H)
     post, weight = spread(norms + H, R, H), spread(norms + 2 * H, R, H)
     x0 = spread(s0 + X0, R, H)
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -394,13 +361,13 @@ def gate_phase(
 def down_phase(
     w, s0, batch, tick, spins, counter, probe,
     H: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     UNITS: tl.constexpr = H // R
     row = pid % UNITS * R
     tile = tile_of(w, row, INTER, R, INTER)
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -413,7 +380,7 @@ def head_phase(
     mix, centroids, norms, final_norm, s0, batch, tick, spins, counter, probe,
     H: tl.constexpr, CLUSTERS: tl.constexpr, R: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr, MG: tl.constexpr, GN: tl.constexpr,
     C: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """g = norm(x); scores of the clusters; what g adds to the next input (mix [H, H])."""
     pid = tl.program_id(0)
@@ -421,7 +388,7 @@ def head_phase(
     tile, mixer = tile_of(centroids, row % CLUSTERS, H, R, H), tile_of(mix, row % H, H, R, H)
     weight, post, factor = spread(final_norm, R, H), spread(norms + 3 * H, R, H), tl.load(norms + 4 * H)
     x1 = spread(s0 + X1, R, H)
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     if (row < CLUSTERS) | (row < H):
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -440,12 +407,12 @@ def head_phase(
 def rank_phase(
     head, s0, batch, tick, spins, counter, probe,
     H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """A cluster's place is the number of clusters that beat it; every program counts for SOME of them. Exact ties share a place:
     the one left over keeps a cluster of an earlier step."""
     pid = tl.program_id(0)
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     if pid * SOME < CLUSTERS:
         i = tl.arange(0, SOME)
         for b in range(batch):
@@ -466,13 +433,13 @@ def rank_phase(
 def score_phase(
     head, cluster_ids, table, s0, best, temperature, hot, seed, position, step, batch, tick, spins, counter, probe,
     H: tl.constexpr, HB: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, GN: tl.constexpr, L: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, FLAGS: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     """The tokens of the best clusters, one of PIECES of a cluster a unit; the best of them."""
     pid = tl.program_id(0)
     BN: tl.constexpr = SIZE // PIECES
     x = spread(s0 + GN, BN, H)
-    spins = sync(counter, tick, spins, probe, G, FLAGS, SYNC, PROBE)
+    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     for b in range(batch):
         s = s0 + b * STRIDE
         if b > 0:

@@ -155,7 +155,7 @@ def embed_kernel(ids, table, out, n, scale, SCALE: tl.constexpr, BLOCK: tl.const
 
 
 def embed(ids: Tensor, table: Tensor, scale: float, pdl: bool) -> Tensor:
-    width = table.shape[1]
+    width, ids = table.shape[1], ids.contiguous()  # a column of [B, K] tokens would be read as a row
     out = torch.empty((ids.shape[0], width), dtype=table.dtype, device=table.device)
     factor = float(torch.tensor(scale, dtype=table.dtype))  # on the host: rounded as the twin rounds it
     embed_kernel[(ids.shape[0], triton.cdiv(width, 2048))](
