@@ -1,9 +1,10 @@
-"""Gemma 4's larger drafters on a GPU: `SteppedDrafter` runs a round as some 27 short kernels a step (draft_steps_kernel.py).
+"""Gemma 4's larger drafters on a GPU: `SteppedDrafter` runs a round as some thirty short kernels a step (draft_steps_kernel.py).
 
 A step of the plain drafter is 47 kernels over a gigabyte of weights (31B): here norms, rotation, embedding and residual are the
 beginning of the product that needs them, scores never leave the head's kernel, and with `narrow` every matrix is int8 with one
 factor a row: a draft need not be exact, and half the bytes are half the time. The product of `pre`'s second half with `post` is
-taken once, so that the fed-back state stays in the drafter's width. Batches beyond `most` go through the drafter itself.
+taken once, so that the fed-back state stays in the drafter's width. More than one sequence goes through the drafter itself: its
+products share the weights among rows on the tensor cores, these would do their arithmetic once for each.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from ...types import AttnSpec, KVView
 from . import draft_steps_kernel as kernels
 
 LOG2E = 1.4426950408889634
-AHEAD = 16 << 20  # bytes of the next layer, or of the head, that are asked for early
-MOST = 8  # sequences that share a step: every one more costs arithmetic, not memory
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Cuts:
     head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs a processor
     units: int = 256  # programs of attention: K/V heads times splits; half as many where heads are wider than 256
     warps: int = 8  # of attention
-    early: bool = True  # the next kernel is let in before this one waits
-    soon: bool = True  # a kernel asks for the weights of the product after the next
+    ready_q: bool = False  # the norm ahead of the product in a launch of its own
+    ready_gate: bool = True
     chunk: int = 1024  # columns of the input a program
 
 
@@ -87,14 +86,13 @@ class SteppedDrafter:
     """Gemma4Assistant's own methods, and `draft` for a whole round."""
 
     def __init__(
-        self, drafter: Any, narrow: bool = True, most: int = MOST, cuts: Cuts | None = None, pdl: bool = False,
-        processors: int | None = None,
+        self, drafter: Any, narrow: bool = True, cuts: Cuts | None = None, pdl: bool = False, processors: int | None = None
     ):  # fmt: skip
         """pdl: as TritonOps; processors: None asks the device."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates, self.full_logits = drafter.start, drafter.step, drafter.candidates, drafter.full_logits
-        self.narrow, self.most = narrow, most
+        self.narrow = narrow
         if processors is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
         self.processors = processors
@@ -109,7 +107,7 @@ class SteppedDrafter:
         self.cuts = cuts
         tiles = self.config.vocab_size // cuts.head[0]
         self.programs = triton.cdiv(tiles, triton.cdiv(tiles, self.processors * cuts.head[2]))  # as many tiles for each
-        self.launch: dict[str, Any] = dict(PDL=pdl, EARLY=cuts.early, num_stages=1, **({"launch_pdl": True} if pdl else {}))
+        self.launch: dict[str, Any] = dict(PDL=pdl, num_stages=1, **({"launch_pdl": True} if pdl else {}))
         self._allocate()
 
     def recut(self, cuts: Cuts, pdl: bool) -> SteppedDrafter:
@@ -141,14 +139,8 @@ class SteppedDrafter:
         splits = max(1, min(64, self.cuts.units // (2 if spec.head_dim > 256 else 1) // spec.kv_heads))
         return splits, 16 if spec.kv_heads <= 2 else 32
 
-    def _soon(self, weights: tuple[Tensor, Tensor] | None, programs: int, most: int = 1 << 30) -> tuple[Tensor, int]:
-        """The weights that a kernel of so many programs asks for, and the bytes each of them does."""
-        if weights is None or not self.cuts.soon:
-            return self.g, 0
-        return weights[0], min(most, weights[0].numel() * weights[0].element_size()) // programs // 16 * 16
-
     def _allocate(self) -> None:
-        drafter, h, n = self.drafter, self.config.hidden, self.most
+        drafter, h = self.drafter, self.config.hidden
         specs = [b.spec for b in drafter.blocks]
         wide, inter = max(s.heads * s.head_dim for s in specs), max(b.down.shape[1] for b in drafter.blocks)
         self.down_parts = tile_for(inter, h, self.cuts.down)[1]
@@ -157,13 +149,12 @@ class SteppedDrafter:
         def floats(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.float32, device=drafter.device)
 
-        self.before, self.between, self.y = floats(n, h), floats(n, h), floats(n, parts, h)  # the stream before attention, before the MLP
-        self.inputs, self.q = floats(n, 2 * self.chunks, h), floats(n, wide)
-        self.part = floats(n, max(s.heads * self._splits(s)[0] * s.head_dim for s in specs))
-        self.ml = floats(n, max(s.heads * self._splits(s)[0] for s in specs), 2)
-        self.g, self.best = floats(n, h), floats(n, self.programs)
-        self.mixed, self.act, self.kept = (self._words(floats(n, size)) for size in (wide, inter, h))
-        self.ids = torch.zeros((n, self.programs), dtype=torch.int32, device=drafter.device)
+        self.before, self.between, self.y = floats(h), floats(h), floats(parts, h)  # the stream before attention, before the MLP
+        self.inputs, self.q, self.g = floats(2 * self.chunks, h), floats(wide), floats(h)
+        self.part = floats(max(s.heads * self._splits(s)[0] * s.head_dim for s in specs))
+        self.ml = floats(max(s.heads * self._splits(s)[0] for s in specs), 2)
+        self.mixed, self.act, self.kept = (self._words(floats(size)) for size in (wide, inter, h))
+        self.best, self.ids = floats(self.programs), torch.zeros(self.programs, dtype=torch.int32, device=drafter.device)
 
     def _words(self, x: Tensor) -> Tensor:
         return x.view(torch.int32) if self.narrow else x
@@ -175,82 +166,85 @@ class SteppedDrafter:
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = last.shape[0]
         lengths = torch.full_like(last, steps)
-        if size > self.most:
+        if size > 1:
             return self._by_steps(last, features, kv, steps, temperature, hot, seed, position), None, lengths
-        out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
+        out = torch.empty((1, steps), dtype=torch.int64, device=last.device)
         state = self.drafter.start(kv, features)
         noise = (temperature, hot.view(torch.uint8), seed, position)
         for step in range(steps):
-            self._pre(last, features, out, step, size)
+            self._pre(last, features, out, step)
             for i in range(len(self.layers)):
-                self._layer(i, state, step == 0, size)
-            self._head(noise, step, size)
+                self._layer(i, state, step == 0)
+            self._head(noise, step)
         space = triton.next_power_of_2(self.programs)
-        kernels.finish_kernel[(size,)](self.best, self.ids, out, steps, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch)
+        kernels.finish_kernel[(1,)](self.best, self.ids, out, steps - 1, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch)
         return out, None, lengths
 
-    def _pre(self, last: Tensor, features: Tensor, out: Tensor, step: int, size: int) -> None:
+    def _pre(self, last: Tensor, features: Tensor, out: Tensor, step: int) -> None:
         h, (rows, warps) = self.config.hidden, self.cuts.pre
-        soon, size_soon = self._soon(self.layers[0][0], h // rows)
         kernels.pre_kernel[(h // rows, 2 * self.chunks if step == 0 else self.chunks + 1)](
-            *self.pre, soon, self.target.table, features, self.g, last, self.best, self.ids, out, self.inputs, self.table_scale,
-            features.stride(0), step, out.shape[1], size,
+            *self.pre, self.target.table, features, self.g, last, self.best, self.ids, out, self.inputs, self.table_scale, step,
             H=h, HB=self.config.backbone_hidden, KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0,
-            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), SOON=size_soon, num_warps=warps, **self.how, **self.launch,
+            PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how, **self.launch,
         )  # fmt: skip
 
-    def _layer(self, i: int, state: Any, first: bool, size: int) -> None:
-        cuts, h, eps, kv = self.cuts, self.config.hidden, self.config.norm_eps, state.kv
-        block, ahead = self.drafter.blocks[i], self.drafter.blocks[max(0, i - 1)]
+    def _ready(self, stream: tuple[Tensor, ...], to: Tensor, last: bool, **how: Any) -> None:
+        """stream: what `stream_of` takes, and the norm after it."""
+        kernels.ready_kernel[(1,)](
+            *stream, self.kept, to, H=self.config.hidden, LAST=last, EPS=self.config.norm_eps, Q8=self.narrow, num_warps=4, **how,
+            **self.launch,
+        )  # fmt: skip
+
+    def _rows(self, weights: tuple[Tensor, Tensor], stream: tuple[Tensor, ...], to: Tensor, out: Tensor, gated: bool, **how: Any) -> None:
+        """q or gate_up: of norm(stream), which is kept in `to`."""
+        (rows, warps), ready = (self.cuts.gate, self.cuts.ready_gate) if gated else (self.cuts.q, self.cuts.ready_q)
+        if ready:
+            self._ready(stream, to, False, **how)
+        n = weights[0].shape[0] // (2 if gated else 1)
+        kernels.rows_kernel[(n // rows,)](
+            *weights, self.kept, *stream, to, out, H=self.config.hidden, N=n, BN=rows, GATED=gated, ACTIVATION=self.config.activation,
+            EPS=self.config.norm_eps, READY=ready, num_warps=warps, **how, **self.how, **self.launch,
+        )  # fmt: skip
+
+    def _wide(self, weights: tuple[Tensor, Tensor], x: Tensor, k: int, cut: tuple[int, int, int]) -> int:
+        """out or down, into `y`; in how many parts."""
+        h = self.config.hidden
+        rows, parts, warps = tile_for(k, h, cut)
+        kernels.wide_kernel[(h // rows, parts)](
+            *weights, x, self.y, H=h, K=k, BN=rows, PARTS=parts, num_warps=warps, **self.how, **self.launch
+        )
+        return parts
+
+    def _layer(self, i: int, state: Any, first: bool) -> None:
+        block, ahead, kv = self.drafter.blocks[i], self.drafter.blocks[max(0, i - 1)], state.kv
         qkv, out, gate_up, down = self.layers[i]
         spec: AttnSpec = block.spec
-        wide, inter = spec.heads * spec.head_dim, block.down.shape[1]
+        stream = (self.between if i else self.inputs, self.y, ahead.post_mlp_norm, ahead.scalar, block.attn_norm)
         chunks = 0 if i else 2 * self.chunks if first else self.chunks + 1
-        soon, each = self._soon(out, wide // cuts.q[0])
-        kernels.rows_kernel[(wide // cuts.q[0],)](
-            *qkv, soon, self.between if i else self.inputs, self.y, ahead.post_mlp_norm, ahead.scalar, block.attn_norm, self.before, self.q,
-            size, h if i else 2 * self.chunks * h, H=h, N=wide, BN=cuts.q[0], GATED=False, ACTIVATION="", CHUNKS=chunks,
-            PARTS=self.down_parts, SCALED=True, EPS=eps, SOON=each, num_warps=cuts.q[1], **self.how, **self.launch,
-        )  # fmt: skip
+        self._rows(qkv, stream, self.before, self.q, False, CHUNKS=chunks, PARTS=self.down_parts, SCALED=True)
         keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
         splits, block_keys = self._splits(spec)
         same = dict(HEADS=spec.heads, D=spec.head_dim, WINDOW=spec.window or 0, S=splits, BN=block_keys, **self.launch)
-        soon, each = self._soon(gate_up, spec.kv_heads * splits)
-        kernels.attend_kernel[(spec.kv_heads * splits, size)](
-            self.q, soon, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml,
-            table.stride(0), keys.stride(0), SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps, SOON=each,
-            num_warps=cuts.warps, **same,
+        kernels.attend_kernel[(spec.kv_heads * splits,)](
+            self.q, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml, keys.stride(0),
+            SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps, num_warps=self.cuts.warps, **same,
         )  # fmt: skip
         piece = min(64, spec.head_dim)
-        kernels.combine_kernel[(spec.heads, spec.head_dim // piece, size)](
+        kernels.combine_kernel[(spec.heads, spec.head_dim // piece)](
             self.part, self.ml, kv.positions, self.mixed, BD=piece, Q8=self.narrow, num_warps=4, **same
         )
-        rows, parts, warps = tile_for(wide, h, cuts.out)
-        soon, each = self._soon(down, h // rows * parts)
-        kernels.wide_kernel[(h // rows, parts)](
-            *out, soon, self.mixed, self.y, size, H=h, K=wide, BN=rows, PARTS=parts, SOON=each, num_warps=warps, **self.how, **self.launch
-        )
-        last = i + 1 == len(self.layers)
-        soon, each = self._soon(self.head if last else self.layers[i + 1][0], inter // cuts.gate[0], AHEAD)
-        kernels.rows_kernel[(inter // cuts.gate[0],)](
-            *gate_up, soon, self.before, self.y, block.post_attn_norm, block.scalar, block.mlp_norm, self.between, self.act, size, h,
-            H=h, N=inter, BN=cuts.gate[0], GATED=True, ACTIVATION=self.config.activation, CHUNKS=0, PARTS=parts, SCALED=False, EPS=eps,
-            SOON=each, num_warps=cuts.gate[1], **self.how, **self.launch,
-        )  # fmt: skip
-        rows, parts, warps = tile_for(inter, h, cuts.down)
-        kernels.wide_kernel[(h // rows, parts)](
-            *down, self.g, self.act, self.y, size, H=h, K=inter, BN=rows, PARTS=parts, SOON=0, num_warps=warps, **self.how, **self.launch
-        )
+        parts = self._wide(out, self.mixed, spec.heads * spec.head_dim, self.cuts.out)
+        stream = (self.before, self.y, block.post_attn_norm, block.scalar, block.mlp_norm)
+        self._rows(gate_up, stream, self.between, self.act, True, CHUNKS=0, PARTS=parts, SCALED=False)
+        self._wide(down, self.act, block.down.shape[1], self.cuts.down)
 
-    def _head(self, noise: tuple[Tensor, ...], step: int, size: int) -> None:
-        h, block, (rows, warps, _) = self.config.hidden, self.drafter.blocks[-1], self.cuts.head
-        kernels.final_kernel[(size,)](
-            self.between, self.y, block.post_mlp_norm, block.scalar, block.next_norm, self.g, self.kept,
-            H=h, PARTS=self.down_parts, EPS=self.config.norm_eps, Q8=self.narrow, num_warps=4, **self.launch,
-        )  # fmt: skip
+    def _head(self, noise: tuple[Tensor, ...], step: int) -> None:
+        block, (rows, warps, _) = self.drafter.blocks[-1], self.cuts.head
+        stream = (self.between, self.y, block.post_mlp_norm, block.scalar, block.next_norm)
+        self._ready(stream, self.g, True, CHUNKS=0, PARTS=self.down_parts, SCALED=True)
         kernels.head_kernel[(self.programs,)](
-            *self.head, self.kept, self.best, self.ids, *noise, step, size, H=h, V=self.config.vocab_size, BN=rows,
-            B=triton.next_power_of_2(size), PROGRAMS=self.programs, num_warps=warps, **self.how, **self.launch,
+            *self.head, self.kept, self.best, self.ids, *noise, step, H=self.config.hidden, V=self.config.vocab_size, BN=rows,
+            PROGRAMS=self.programs, num_warps=warps, **self.how, **self.launch,
         )  # fmt: skip
 
     def _by_steps(

@@ -1,8 +1,9 @@
-"""Kernels of a large drafter's step (draft_steps.py): each is one short pass over a weight matrix for a few rows.
+"""Kernels of a large drafter's step (draft_steps.py): each is one short pass over a weight matrix for one row.
 
 A program loads its whole tile of weights into registers before it waits for the kernel ahead: with several programs a
-processor, and the next kernel's programs let in early, the memory has something to do while sums and norms are made. The
-stream is only H wide, so every program makes the norm it needs for itself.
+processor, and the next kernels' programs let in early, the memory has something to do while sums and norms are made. The
+stream is only H wide: a program makes the norm it needs for itself, or (READY) finds it made by `ready_kernel`: a launch more,
+but a product that has little to do after the wait and registers for twice the weights.
 
 Weights are bfloat16, or int8 with one factor a row, seen as words of four. Activations between kernels are float32, or with
 int8 weights 16 bits with one factor for every 16 of them: a word of four high bytes, a word of four low ones, so that the
@@ -19,33 +20,15 @@ from .choose import mix32
 from .common import activate, gdc_launch_dependents, gdc_wait, prefetch
 
 MADE = tl.constexpr("dp4a.s32.s32 $0, $1, $2, 0;\nshl.b32 $0, $0, 8;\ndp4a.s32.s32 $0, $1, $3, $0;")
-BULK = tl.constexpr("""{
-    .reg .pred p; .reg .u32 t;
-    mov.u32 t, %tid.x;
-    setp.eq.u32 p, t, 0;
-    @p cp.async.bulk.prefetch.L2.global [$1], $2;
-    mov.u32 $0, 0;
-}""")
 STEP = tl.constexpr(32512.0)  # 127 * 256: a high byte never leaves -127..127
 
 
 @triton.jit
-def begin(PDL: tl.constexpr, EARLY: tl.constexpr):
-    """EARLY: the next kernel may load its weights while this one still waits."""
+def begin(PDL: tl.constexpr):
+    """The next kernel may load its weights while this one still waits."""
     if PDL:
-        if EARLY:
-            gdc_launch_dependents()
+        gdc_launch_dependents()
         gdc_wait()
-        if not EARLY:
-            gdc_launch_dependents()
-
-
-@triton.jit
-def fetch(soon, pid, SOON: tl.constexpr, PDL: tl.constexpr):
-    """Ask for this program's share (SOON bytes) of a later product's weights to be brought into L2."""
-    if PDL and SOON > 0:
-        at = soon.to(tl.int64, bitcast=True) + pid.to(tl.int64) * SOON
-        tl.inline_asm_elementwise(BULK, "=r,l,r", [at, tl.full((), SOON, tl.int32)], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
@@ -160,107 +143,119 @@ def noisy(z, token, temperature, seed, position):
 
 
 # ---- kernels ------------------------------------------------------------------------------------------------------------------
-@triton.jit(do_not_specialize=["step", "steps", "batch", "feature_stride"], do_not_specialize_on_alignment=["last", "out"])
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["last", "out"])
 def pre_kernel(
-    w, ws, soon, table, features, g, last, best, ids, out, parts, table_scale, feature_stride, step, steps, batch,
+    w, ws, table, features, g, last, best, ids, out, parts, table_scale, step,
     H: tl.constexpr, HB: tl.constexpr, KC: tl.constexpr, CHUNKS: tl.constexpr, BN: tl.constexpr, FIRST: tl.constexpr,
-    PROGRAMS: tl.constexpr, SPACE: tl.constexpr, SOON: tl.constexpr,
-    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    PROGRAMS: tl.constexpr, SPACE: tl.constexpr,
+    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One chunk of the sum over the input [embedding of the newest token; state fed back] a program, left apart in `parts`
-    [B, 2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST), and the product
+    [2 · CHUNKS, H]. w [2 · CHUNKS + 1, H, KC]: chunks of the embedding, of the target's hidden state (FIRST), and the product
     of `pre`'s second half with `post`, which takes g itself. The newest token is what the head's programs left."""
     c = tl.program_id(1)
     which = c if FIRST else tl.where(c < CHUNKS, c, 2 * CHUNKS)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tile_of(w, which * H + rows, 0, KC, KC, Q8)
     factor = tl.load(ws + which * H + rows)
-    if c == 0:
-        fetch(soon, tl.program_id(0), SOON, PDL)
-    begin(PDL, EARLY)
+    begin(PDL)
     k = tl.arange(0, KC)
-    for b in range(batch):
-        if FIRST:
-            token = tl.load(last + b).to(tl.int32)
-        else:
-            token = best_token(best + b * PROGRAMS, ids + b * PROGRAMS, PROGRAMS, SPACE)
-            if (tl.program_id(0) == 0) & (c == 0):
-                tl.store(out + b * steps + step - 1, token.to(tl.int64))
-        if c < CHUNKS:
-            at = c * KC + k
-            x = tl.load(table + token.to(tl.int64) * HB + at, mask=at < HB, other=0.0).to(tl.float32) * table_scale
-        elif FIRST:
-            at = (c - CHUNKS) * KC + k
-            x = tl.load(features + b * feature_stride + at, mask=at < HB, other=0.0).to(tl.float32)
-        else:
-            x = tl.load(g + b * H + k, mask=k < H, other=0.0)
-        if Q8:
-            high, low, scale = narrowed(x, KC)
-            y = times(tile, high, low, scale, Q8, ASM) * factor
-        else:
-            y = times(tile, x, x, x, Q8, ASM)
-        tl.store(parts + (b * 2 * CHUNKS + c) * H + rows, y)
+    if FIRST:
+        token = tl.load(last).to(tl.int32)
+    else:
+        token = best_token(best, ids, PROGRAMS, SPACE)
+        if (tl.program_id(0) == 0) & (c == 0):
+            tl.store(out + step - 1, token.to(tl.int64))
+    if c < CHUNKS:
+        at = c * KC + k
+        x = tl.load(table + token.to(tl.int64) * HB + at, mask=at < HB, other=0.0).to(tl.float32) * table_scale
+    elif FIRST:
+        at = (c - CHUNKS) * KC + k
+        x = tl.load(features + at, mask=at < HB, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(g + k, mask=k < H, other=0.0)
+    if Q8:
+        high, low, scale = narrowed(x, KC)
+        y = times(tile, high, low, scale, Q8, ASM) * factor
+    else:
+        y = times(tile, x, x, x, Q8, ASM)
+    tl.store(parts + c * H + rows, y)
 
 
-@triton.jit(do_not_specialize=["batch"])
-def rows_kernel(
-    w, ws, soon, base, y, post, factor, norm, stream, out, batch, base_stride,
-    H: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr,
-    PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr, SOON: tl.constexpr,
-    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+@triton.jit
+def ready_kernel(
+    base, y, post, factor, norm, kept, out, H: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr,
+    LAST: tl.constexpr, EPS: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """w [N, H] (GATED: [2N, H]) times norm(x), x the stream as `stream_of` makes it and as `stream` keeps it."""
+    """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm itself."""
+    h = tl.arange(0, H)
+    after, weight = tl.load(post + h), tl.load(norm + h)
+    begin(PDL)
+    x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
+    n = normed(x, weight, EPS, H)
+    keep(kept, n, 0, H, H, Q8)
+    tl.store(out + h, n if LAST else x)
+
+
+@triton.jit
+def rows_kernel(
+    w, ws, kept, base, y, post, factor, norm, stream, out, H: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, CHUNKS: tl.constexpr, PARTS: tl.constexpr, SCALED: tl.constexpr, EPS: tl.constexpr, READY: tl.constexpr,
+    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """w [N, H] (GATED: [2N, H]) times norm(x): `kept` (READY), or with x the stream as `stream_of` makes it and as `stream` keeps
+    it."""
     pid = tl.program_id(0)
     rows = pid * BN + tl.arange(0, BN)
     h = tl.arange(0, H)
     tile = tile_of(w, rows, 0, H, H, Q8)
     scale = tl.load(ws + rows)
-    up, up_scale = tile, scale
     if GATED:
         up = tile_of(w, N + rows, 0, H, H, Q8)
         up_scale = tl.load(ws + N + rows)
-    after, weight = tl.load(post + h), tl.load(norm + h)
-    fetch(soon, pid, SOON, PDL)
-    begin(PDL, EARLY)
-    for b in range(batch):
-        x = stream_of(base + b * base_stride, y + b * PARTS * H, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
+    if READY:
+        begin(PDL)
+        high, low, each = taken(kept, 0, H, H, Q8)
+    else:
+        after, weight = tl.load(post + h), tl.load(norm + h)
+        begin(PDL)
+        x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
         if pid == 0:
-            tl.store(stream + b * H + h, x)
+            tl.store(stream + h, x)
         x = normed(x, weight, EPS, H)
         if Q8:
             high, low, each = narrowed(x, H)
-            z = times(tile, high, low, each, Q8, ASM) * scale
-            if GATED:
-                z = activate(z, ACTIVATION) * (times(up, high, low, each, Q8, ASM) * up_scale)
         else:
-            z = times(tile, x, x, x, Q8, ASM)
-            if GATED:
-                z = activate(z, ACTIVATION) * times(up, x, x, x, Q8, ASM)
-        if GATED:
-            keep(out + b * N, z, pid * BN, N, BN, Q8)
-        else:
-            tl.store(out + b * N + rows, z)
+            high, low, each = x, x, x
+    z = times(tile, high, low, each, Q8, ASM)
+    if Q8:
+        z *= scale
+    if GATED:
+        v = times(up, high, low, each, Q8, ASM)
+        if Q8:
+            v *= up_scale
+        keep(out, activate(z, ACTIVATION) * v, pid * BN, N, BN, Q8)
+    else:
+        tl.store(out + rows, z)
 
 
-@triton.jit(do_not_specialize=["batch"])
+@triton.jit
 def wide_kernel(
-    w, ws, soon, x, y, batch, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, SOON: tl.constexpr,
-    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    w, ws, x, y, H: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """w [H, K] times x, the sum over K in PARTS left apart: y [B, PARTS, H]."""
+    """w [H, K] times x, the sum over K in PARTS left apart: y [PARTS, H]."""
     KC: tl.constexpr = K // PARTS
     part = tl.program_id(1)
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tile_of(w, rows, part * KC, K, KC, Q8)
     scale = tl.load(ws + rows)
-    fetch(soon, tl.program_id(0) * PARTS + part, SOON, PDL)
-    begin(PDL, EARLY)
-    for b in range(batch):
-        high, low, each = taken(x + b * K, part * KC, K, KC, Q8)
-        z = times(tile, high, low, each, Q8, ASM)
-        if Q8:
-            z = z * scale
-        tl.store(y + (b * PARTS + part) * H + rows, z)
+    begin(PDL)
+    high, low, each = taken(x, part * KC, K, KC, Q8)
+    z = times(tile, high, low, each, Q8, ASM)
+    if Q8:
+        z *= scale
+    tl.store(y + part * H + rows, z)
 
 
 @triton.jit
@@ -282,39 +277,36 @@ def block_at(kv, pages, first, end, page_stride, PAGE: tl.constexpr, D: tl.const
     return (page * page_stride + (kv * PAGE + key % PAGE) * D)[:, None], live[:, None]
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "positions"])
+@triton.jit(do_not_specialize_on_alignment=["table", "positions"])
 def attend_kernel(
-    q, soon, keys, values, table, positions, cos, sin, q_norm, part, ml, table_stride, page_stride,
+    q, keys, values, table, positions, cos, sin, q_norm, part, ml, page_stride,
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, SOON: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BN: tl.constexpr, PAGE: tl.constexpr, EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The heads of one K/V head over one split of the keys a program; K/V stands since before the round."""
-    kv, split, b = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS, tl.program_id(1)
+    kv, split = tl.program_id(0) % KV_HEADS, tl.program_id(0) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     HALF: tl.constexpr = D // 2
     d, half, g = tl.arange(0, D)[None, :], tl.arange(0, HALF)[None, :], tl.arange(0, 16)
-    pages = table + b * table_stride
-    lo, hi, _ = span(tl.load(positions + b).to(tl.int32), split, S, WINDOW, BN)
-    at, live = block_at(kv, pages, lo, hi, page_stride, PAGE, D, BN)
+    lo, hi, _ = span(tl.load(positions).to(tl.int32), split, S, WINDOW, BN)
+    at, live = block_at(kv, table, lo, hi, page_stride, PAGE, D, BN)
     ka = tl.load(keys + at + half, mask=live, other=0.0)
     kb = tl.load(keys + at + HALF + half, mask=live, other=0.0)
     v = tl.load(values + at + d, mask=live, other=0.0)
     wa, wb = tl.load(q_norm + half), tl.load(q_norm + HALF + half)
     if PDL:
         for start in range(lo + BN, hi, BN):
-            line = block_at(kv, pages, start, hi, page_stride, PAGE, D, BN)[0] + (tl.arange(0, D // 64) * 64)[None, :]
+            line = block_at(kv, table, start, hi, page_stride, PAGE, D, BN)[0] + (tl.arange(0, D // 64) * 64)[None, :]
             prefetch(keys + line)
             prefetch(values + line)
-    if b == 0:
-        fetch(soon, tl.program_id(0), SOON, PDL)
-    begin(PDL, EARLY)
+    begin(PDL)
     if lo < hi:
         head = kv * GROUP + g
         mine = (g < GROUP)[:, None]
-        from_q = q + b * HEADS * D + head[:, None] * D + half
+        from_q = q + head[:, None] * D + half
         qa = tl.load(from_q, mask=mine, other=0.0)
         qb = tl.load(from_q + HALF, mask=mine, other=0.0)
-        c, sn = tl.load(cos + b * HALF + half), tl.load(sin + b * HALF + half)
+        c, sn = tl.load(cos + half), tl.load(sin + half)
         inv = (tl.rsqrt((tl.sum(qa * qa, 1) + tl.sum(qb * qb, 1)) / D + EPS) * SCALE)[:, None]
         qa, qb = qa * inv * wa, qb * inv * wb
         ra, rb = (qa * c - qb * sn).to(ka.dtype), (qb * c + qa * sn).to(ka.dtype)
@@ -331,11 +323,11 @@ def attend_kernel(
             mass = mass * fade + tl.sum(p, 1)
             top = new
             if start + BN < hi:
-                at, live = block_at(kv, pages, start + BN, hi, page_stride, PAGE, D, BN)
+                at, live = block_at(kv, table, start + BN, hi, page_stride, PAGE, D, BN)
                 ka = tl.load(keys + at + half, mask=live, other=0.0)
                 kb = tl.load(keys + at + HALF + half, mask=live, other=0.0)
                 v = tl.load(values + at + d, mask=live, other=0.0)
-        to = (b * HEADS + head) * S + split
+        to = head * S + split
         tl.store(part + to[:, None] * D + d, acc, mask=mine)
         tl.store(ml + to * 2, top, mask=g < GROUP)
         tl.store(ml + to * 2 + 1, mass, mask=g < GROUP)
@@ -344,100 +336,61 @@ def attend_kernel(
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def combine_kernel(
     part, ml, positions, out, HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
-    BN: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    BN: tl.constexpr, Q8: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A piece of one head of one sequence a program."""
-    head, piece, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions + b).to(tl.int32)
+    """A piece of one head a program."""
+    head, piece = tl.program_id(0), tl.program_id(1)
+    position = tl.load(positions).to(tl.int32)
     lo, _, each = span(position, 0, S, WINDOW, BN)
     used = tl.cdiv(position + 1 - lo, each)
-    begin(PDL, EARLY)
+    begin(PDL)
     i = tl.arange(0, S)
-    base = (b * HEADS + head) * S + i
+    base = head * S + i
     m = tl.load(ml + base * 2, mask=i < used, other=float("-inf"))
     mass = tl.load(ml + base * 2 + 1, mask=i < used, other=0.0)
     d = piece * BD + tl.arange(0, BD)
     x = tl.load(part + base[:, None] * D + d[None, :], mask=(i < used)[:, None], other=0.0)
     share = tl.exp2(m - tl.max(m, 0))
     x = tl.sum(x * share[:, None], 0) / tl.sum(mass * share, 0)
-    keep(out + b * HEADS * D, x, head * D + piece * BD, HEADS * D, BD, Q8)
+    keep(out, x, head * D + piece * BD, HEADS * D, BD, Q8)
 
 
-@triton.jit
-def final_kernel(
-    base, y, post, factor, norm, g, kept, H: tl.constexpr, PARTS: tl.constexpr, EPS: tl.constexpr, Q8: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
-    """g = norm(the last layer's stream), also as the head takes it."""
-    b = tl.program_id(0)
-    h = tl.arange(0, H)
-    after, weight = tl.load(post + h), tl.load(norm + h)
-    begin(PDL, EARLY)
-    x = normed(stream_of(base + b * H, y + b * PARTS * H, after, factor, 0, PARTS, True, EPS, H), weight, EPS, H)
-    tl.store(g + b * H + h, x)
-    keep(kept + b * H, x, 0, H, H, Q8)
-
-
-@triton.jit(do_not_specialize=["step", "batch"], do_not_specialize_on_alignment=["temperature", "hot", "seed", "position"])
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["temperature", "hot", "seed", "position"])
 def head_kernel(
-    w, ws, kept, best, ids, temperature, hot, seed, position, step, batch,
-    H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr, B: tl.constexpr, PROGRAMS: tl.constexpr,
-    Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    w, ws, kept, best, ids, temperature, hot, seed, position, step, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
+    PROGRAMS: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Scores of every PROGRAMS-th tile of tokens a program, and the best of them for each of B sequences (batch are real)."""
+    """Scores of every PROGRAMS-th tile of tokens a program, and the best of them."""
     pid = tl.program_id(0)
     n = tl.arange(0, BN)
     tile = tile_of(w, pid * BN + n, 0, H, H, Q8)
     scale = tl.load(ws + pid * BN + n)
-    begin(PDL, EARLY)
+    begin(PDL)
     high, low, each = taken(kept, 0, H, H, Q8)
     warm, heat, key, at = tl.load(hot) != 0, tl.load(temperature), tl.load(seed), tl.load(position) + step
-    if B > 1:
-        tops = tl.full((B, BN), float("-inf"), dtype=tl.float32)
-        tokens = tl.zeros((B, BN), dtype=tl.int32)
-    else:
-        tops = tl.full((BN,), float("-inf"), dtype=tl.float32)
-        tokens = tl.zeros((BN,), dtype=tl.int32)
+    tops = tl.full((BN,), float("-inf"), dtype=tl.float32)
+    tokens = tl.zeros((BN,), dtype=tl.int32)
     for t in range(pid, V // BN, PROGRAMS):
         # The tile after this one is under way; past the end it is one row that is at hand.
         row = (t + PROGRAMS) * BN + n
         row = tl.where(row < V, row, t * BN)
         ahead = tile_of(w, row, 0, H, H, Q8)
         next_scale = tl.load(ws + row)
-        for b in tl.static_range(B):
-            if B > 1:
-                who = tl.minimum(b, batch - 1)
-                high, low, each = taken(kept + who * H, 0, H, H, Q8)
-                warm, heat, key = tl.load(hot + who) != 0, tl.load(temperature + who), tl.load(seed + who)
-                at = tl.load(position + who) + step
-            z = times(tile, high, low, each, Q8, ASM)
-            if Q8:
-                z = z * scale
-            if warm:
-                z = noisy(z, t * BN + n, heat, key, at)
-            if B > 1:
-                better = (tl.arange(0, B) == b)[:, None] & (z[None, :] > tops)
-                tokens = tl.where(better, (t * BN + n)[None, :], tokens)
-                tops = tl.where(better, z[None, :], tops)
-            else:
-                tokens = tl.where(z > tops, t * BN + n, tokens)
-                tops = tl.maximum(tops, z)
+        z = times(tile, high, low, each, Q8, ASM)
+        if Q8:
+            z = z * scale
+        if warm:
+            z = noisy(z, t * BN + n, heat, key, at)
+        tokens = tl.where(z > tops, t * BN + n, tokens)
+        tops = tl.maximum(tops, z)
         tile, scale = ahead, next_scale
-    if B > 1:
-        each_b = tl.arange(0, B)
-        most = tl.max(tops, 1)
-        tl.store(best + each_b * PROGRAMS + pid, most, mask=each_b < batch)
-        first = tl.min(tl.where(tops == most[:, None], tokens, 0x7FFFFFFF), 1)
-        tl.store(ids + each_b * PROGRAMS + pid, first, mask=each_b < batch)
-    else:
-        most = tl.max(tops, 0)
-        tl.store(best + pid, most)
-        tl.store(ids + pid, tl.min(tl.where(tops == most, tokens, 0x7FFFFFFF), 0))
+    most = tl.max(tops, 0)
+    tl.store(best + pid, most)
+    tl.store(ids + pid, tl.min(tl.where(tops == most, tokens, 0x7FFFFFFF), 0))
 
 
-@triton.jit(do_not_specialize=["steps"], do_not_specialize_on_alignment=["out"])
-def finish_kernel(best, ids, out, steps, PROGRAMS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr):
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["out"])
+def finish_kernel(best, ids, out, step, PROGRAMS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr):
     """The last token of a round."""
-    b = tl.program_id(0)
-    begin(PDL, EARLY)
-    tl.store(out + b * steps + steps - 1, best_token(best + b * PROGRAMS, ids + b * PROGRAMS, PROGRAMS, SPACE).to(tl.int64))
+    begin(PDL)
+    tl.store(out + step, best_token(best, ids, PROGRAMS, SPACE).to(tl.int64))
