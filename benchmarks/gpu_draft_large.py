@@ -1,13 +1,15 @@
 # ruff: noqa: E501
 """The step of Gemma 4's larger drafters on this GPU: is it right, how long does it take, and which cut is best.
 
-    python benchmarks/gpu_draft_large.py [--out FOLDER] [--sizes 31B 12B 26B-A4B] [--cycles 31B 12B] [--deadline 50]
+    python benchmarks/gpu_draft_large.py [--out FOLDER] [--sizes 31B 12B 26B-A4B] [--cycles 31B 12B] [--tune 31B] [--wide] [--table] [--deadline 50]
 
 Real shapes, random weights, a shallow target. Checked is the state g before the head, against a float32 drafter that is fed the
 same tokens and hidden states (the plain bfloat16 drafter's own error stands beside it), and how far below the best score of that
 drafter each guess is. Query norms are 0.25: at 1 the scores of random keys are ±16, softmax picks one key, and rounding decides
-which. Times are microseconds a step with the L2 cache flushed before the round, as a verify pass would. --cycles: cycles of the
-full model over its plain step, with the plain drafter and with int8.
+which. Two sequences go step by step and must give the plain drafter's tokens. Times are microseconds a step with the L2 cache flushed before the round, as a verify pass would. --tune: one cut
+after the other, each with the best of those before. --wide: bfloat16 too. --table: the
+kernels of a step. --cycles: cycles of the full model over its plain step,
+with the plain drafter, with int8, and with int8 as tuned.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from outrider.bench.gpu import Rig, collect
 from outrider.engine.graphs import Graph
 from outrider.models.gemma4_assistant import Gemma4Assistant
 from outrider.ops.reference import ReferenceOps
-from outrider.ops.triton.draft_steps import NARROW, WIDE, Cuts, SteppedDrafter, unsupported
+from outrider.ops.triton.draft_steps import Cuts, SteppedDrafter, unsupported
 from outrider.spec.choose import SamplingBatch
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter
@@ -40,19 +42,19 @@ from outrider.types import SamplingParams
 
 RESULTS: dict[str, Any] = {}
 FAILED: list[str] = []
+BEST: dict[str, Cuts] = {}  # by size, as tuned
 BEGAN = time.perf_counter()
 COLD, WARM = SamplingParams(), SamplingParams(temperature=0.8, seed=11)
-TRIED: dict[str, tuple[Any, ...]] = {  # of each product, int8; bfloat16 takes half the rows
-    "early": (True, False),
-    "soon": (True, False),
-    "head": ((16, 4, 4), (8, 4, 6), (8, 4, 8), (32, 8, 2), (16, 8, 3), (8, 2, 8), (4, 1, 16), (8, 1, 8)),
-    "gate": ((16, 8), (16, 4), (32, 8), (32, 16)),
-    "q": ((16, 4), (8, 4), (8, 2), (32, 8), (32, 4)),
-    "down": ((16384, 1, 4), (16384, 2, 4), (16384, 4, 4), (8192, 1, 4), (32768, 2, 8), (8192, 4, 2)),
-    "out": ((16384, 1, 4), (16384, 2, 4), (16384, 4, 4), (8192, 1, 4), (32768, 2, 8), (8192, 4, 2)),
-    "units": (256, 128, 512),
-    "warps": (8, 4),
-    "pre": ((16, 4), (8, 4), (32, 8), (4, 2)),
+TRIED: dict[str, tuple[Any, ...]] = {  # in this order; bfloat16 takes half the rows
+    "ready_gate": (True, False),
+    "gate": ((16, 8), (16, 4), (32, 8)),
+    "ready_q": (False, True),
+    "q": ((16, 4), (32, 8), (8, 2)),
+    "attend": ((256, 8, 32), (256, 4, 32), (512, 4, 32), (512, 4, 16), (512, 8, 16)),
+    "pre": ((16, 4), (8, 4)),
+    "out": ((16384, 1, 4), (32768, 2, 8), (8192, 1, 4)),
+    "down": ((16384, 1, 4), (32768, 2, 8), (8192, 1, 4)),
+    "head": ((16, 4, 4), (32, 8, 2)),
 }
 
 
@@ -84,7 +86,7 @@ def error(got: Tensor, want: Tensor) -> float:
 def parity(rig: Rig, exact: Gemma4Assistant, stepped: SteppedDrafter, batch: DraftBatch, steps: int) -> dict[str, Any]:
     """Teacher forcing: at every step both get the float32 drafter's token and hidden state. `fed`: two steps in one round, the
     second by the round's own feedback. `short`: how far the guess is below the best score, in standard deviations of the scores."""
-    plain, sampling, n = rig.drafter.model, batch.sampling, batch.last.shape[0]
+    plain, sampling = rig.drafter.model, batch.sampling
     new = MTPDrafter(stepped, rig.model)
     state, bf_state = exact.start(batch.kv), plain.start(batch.kv)
     token, hidden = batch.last, batch.features
@@ -96,7 +98,7 @@ def parity(rig: Rig, exact: Gemma4Assistant, stepped: SteppedDrafter, batch: Dra
         z = exact.full_logits(g)
         own = sampling.guess(z, seen.length + 1, rig.ops, None)
         got = new.propose(seen, 1).tokens[:, 0]
-        out["g"] = max(out["g"], error(stepped.g[:n], g))
+        out["g"] = max(out["g"], error(stepped.g[None], g))
         bf_g, _ = plain.step(e, seen.features, bf_state)
         out["plain g"] = max(out["plain g"], error(bf_g, g))
         out["plain same"] += float((sampling.guess(plain.full_logits(bf_g), seen.length + 1, rig.ops, None) == own).float().mean()) / steps
@@ -107,7 +109,7 @@ def parity(rig: Rig, exact: Gemma4Assistant, stepped: SteppedDrafter, batch: Dra
     both, again = new.propose(batch, 2).tokens, new.propose(batch, 2).tokens
     _, hidden = exact.step(rig.model.embed(batch.last).float(), batch.features.float(), state)
     g, _ = exact.step(rig.model.embed(both[:, 0]).float(), hidden, state)
-    out["fed"] = error(stepped.g[:n], g)
+    out["fed"] = error(stepped.g[None], g)
     return {**{k: round(v, 4) for k, v in out.items()}, "stable": bool(torch.equal(both, again))}
 
 
@@ -180,47 +182,40 @@ def compiled(jobs: list[tuple[MTPDrafter, DraftBatch, int]]) -> list[bool]:
     return done
 
 
-def variants(cuts: Cuts, narrow: bool) -> list[tuple[str, Cuts]]:
-    out = []
-    for name, values in TRIED.items():
-        for value in values:
-            if not narrow and name in ("head", "gate", "q", "pre"):
-                value = (max(1, value[0] // 2), *value[1:])
-            if not narrow and name in ("down", "out"):
-                value = (value[0] // 2, *value[1:])
-            if getattr(cuts, name) != value:
-                out.append((name, replace(cuts, **{name: value})))
-    return out
+def values(name: str, narrow: bool) -> list[Any]:
+    def half(value: Any) -> Any:
+        return (max(1, value[0] // 2), *value[1:]) if name in ("head", "gate", "q", "pre", "down", "out") else value
+
+    return [value if narrow else half(value) for value in TRIED[name]]
 
 
 def tune(rig: Rig, stepped: SteppedDrafter, batch: DraftBatch, clock: Clock, title: str) -> SteppedDrafter:
-    """One product at a time against the same base, then the best of each together."""
-    base = clock.step(MTPDrafter(stepped, rig.model), batch, 4)
-    tried = variants(stepped.cuts, stepped.narrow)
-    made = [stepped.recut(cuts, True) for _, cuts in tried]
-    good = compiled([(MTPDrafter(m, rig.model), batch, 2) for m in made])
-    best: dict[str, tuple[float, Any]] = {}
-    table: dict[str, dict[str, float]] = defaultdict(dict)
-    for (name, cuts), one, ok in zip(tried, made, good):
-        if ok:
-            us = clock.step(MTPDrafter(one, rig.model), batch, 4)
-            table[name][str(getattr(cuts, name))] = round(us, 1)
-            if us < min(base - 0.3, best.get(name, (base, None))[0]):
-                best[name] = (us, getattr(cuts, name))
-    say(f"  {title}: base {base:.1f} us a step; with one thing changed:")
-    for name, row in table.items():
-        print(f"      {name:6s} {getattr(stepped.cuts, name)!s:16s} -> {row}")
-    together = stepped.recut(replace(stepped.cuts, **{name: value for name, (_, value) in best.items()}), True)
-    if best and compiled([(MTPDrafter(together, rig.model), batch, 2)])[0]:
-        us = clock.step(MTPDrafter(together, rig.model), batch, 4)
-        say(f"  {title}: all the best together {us:.1f} us a step: {together.cuts}")
-        RESULTS.setdefault("tuned", {})[title] = {"base": base, "each": table, "together": us, "cuts": asdict(together.cuts)}
-        return together if us < base else stepped
-    return stepped
+    def us_of(one: SteppedDrafter) -> float:
+        return clock.step(MTPDrafter(one, rig.model), batch, 4)
+
+    ready = [stepped.recut(replace(stepped.cuts, **{n: v}), True) for n in TRIED for v in values(n, stepped.narrow)]
+    ready += [stepped.recut(replace(stepped.cuts, ready_gate=False, gate=v), True) for v in values("gate", stepped.narrow)]
+    ready += [stepped.recut(replace(stepped.cuts, ready_q=True, q=v), True) for v in values("q", stepped.narrow)]
+    compiled([(MTPDrafter(one, rig.model), batch, 2) for one in ready])
+    best, base = stepped, us_of(stepped)
+    say(f"  {title}: {base:.1f} us a step; then, one cut after the other:")
+    least = base
+    for name in TRIED:
+        row, held = {}, best
+        for value in values(name, stepped.narrow):
+            one = held.recut(replace(held.cuts, **{name: value}), True)
+            row[str(value)] = round(us_of(one), 1)
+            if row[str(value)] < least - 0.2:
+                best, least = one, row[str(value)]
+        print(f"      {name:10s} -> {row}")
+        RESULTS.setdefault("tuned", {}).setdefault(title, {})[name] = row
+    say(f"  {title}: {base:.1f} -> {us_of(best):.1f} us a step: {best.cuts}")
+    RESULTS["tuned"][title]["cuts"] = asdict(best.cuts)
+    return best
 
 
 @torch.inference_mode()
-def one_size(size: str, clock: Clock, deadline: float, out: Path) -> None:
+def one_size(size: str, clock: Clock, deadline: float, out: Path, tuned: bool, wide: bool, table: bool) -> None:
     rig = Rig.of(size, 6, slots=8, context=4400, tokens=8 * 4400)
     row: dict[str, Any] = RESULTS.setdefault(size, {})
     try:
@@ -230,40 +225,42 @@ def one_size(size: str, clock: Clock, deadline: float, out: Path) -> None:
         model = rig.drafter.model
         assert unsupported(model) is None, unsupported(model)
         seqs = rig.open(8, 4096, 128)
-        made = {"bf16": SteppedDrafter(model, narrow=False, pdl=rig.ops.pdl), "int8": SteppedDrafter(model, pdl=rig.ops.pdl)}
-        batches = {n: batch_of(rig, seqs, 1024, [COLD] * n) for n in (1, 2, 8)}
-        assert all(compiled([(MTPDrafter(m, rig.model), b, 2) for m in made.values() for b in batches.values()])), (
-            "a kernel did not compile"
-        )
+        made = {"int8": SteppedDrafter(model, pdl=rig.ops.pdl)}
+        if wide:
+            made["bf16"] = SteppedDrafter(model, narrow=False, pdl=rig.ops.pdl)
+        alone, pair = batch_of(rig, seqs, 1024, [COLD]), batch_of(rig, seqs, 1024, [WARM, COLD])
+        old, new = rig.drafter, {n: MTPDrafter(m, rig.model) for n, m in made.items()}
+        assert all(compiled([(d, b, 2) for d in [old, *new.values()] for b in (alone, pair)])), "a kernel did not compile"
         say(f"{size}: compiled")
-        wide = {k: w.float() if w.is_floating_point() else w for k, w in rig.drafter_weights.items()}
-        exact = Gemma4Assistant(model.config, wide, ReferenceOps(), rig.model)
-        for name, limit, short in (("bf16", 0.02, 0.1), ("int8", 0.08, 0.4)):
-            for n, context, params in ((1, 256, COLD), (1, 1024, COLD), (1, 4096, COLD), (2, 1024, COLD), (8, 1024, COLD), (2, 300, WARM)):
-                got = parity(rig, exact, made[name], batch_of(rig, seqs, context, [params] * n), 3)
+        floats = {k: w.float() if w.is_floating_point() else w for k, w in rig.drafter_weights.items()}
+        exact = Gemma4Assistant(model.config, floats, ReferenceOps(), rig.model)
+        for name, drafter in made.items():
+            limit, short = (0.08, 0.4) if name == "int8" else (0.02, 0.1)
+            for context, params in ((256, COLD), (1024, COLD), (4096, COLD), (300, WARM)):
+                got = parity(rig, exact, drafter, batch_of(rig, seqs, context, [params]), 3)
                 good = got["g"] <= limit and got["fed"] <= 2 * limit and got["short"] <= short and got["stable"]
-                title = f"{size} {name} batch {n} context {context}{' with noise' if params is WARM else ''}"
+                title = f"{size} {name} context {context}{' with noise' if params is WARM else ''}"
                 row.setdefault("parity", {})[title] = got
                 if not good:
                     FAILED.append(title)
                 say(f"  {'ok  ' if good else 'FAIL'} {title}: {got}")
-        del exact, wide
+        if not torch.equal(new["int8"].propose(pair, 3).tokens, old.propose(pair, 3).tokens):
+            FAILED.append(f"{size} two sequences")
+        del exact, floats
         collect()
-        old, new = rig.drafter, {n: MTPDrafter(m, rig.model) for n, m in made.items()}
-        for n, context, k in ((1, 1024, 4), (1, 1024, 16), (1, 256, 4), (1, 4096, 4), (2, 1024, 4), (4, 1024, 4), (8, 1024, 4)):
-            batch = batch_of(rig, seqs, context, [COLD] * n)
+        for context, k in ((1024, 4), (1024, 16), (256, 4), (4096, 4)):
+            batch = batch_of(rig, seqs, context, [COLD])
             line = {name: clock.step(d, batch, k) for name, d in {"old": old, **new}.items()}
-            row[f"us a step, batch {n}, context {context}, K {k}"] = line
-            say(f"  {size} batch {n} context {context} K {k}: us a step", {a: round(v, 1) for a, v in line.items()})
-        kernel_table(MTPDrafter(made["int8"].recut(NARROW, False), rig.model), batches[1], f"{size} int8 without PDL", out)
-        if size == "31B":
-            kernel_table(MTPDrafter(made["bf16"].recut(WIDE, False), rig.model), batches[1], f"{size} bf16 without PDL", out)
-        for name in ("int8", "bf16"):
-            if late(deadline) or (name == "bf16" and size != "31B"):
-                continue
-            best = tune(rig, made[name], batches[1], clock, f"{size} {name}")
-            if best is not made[name]:
-                line = {str(k): round(clock.step(MTPDrafter(best, rig.model), batches[1], k), 1) for k in (4, 16)}
+            row[f"us a step, context {context}, K {k}"] = line
+            say(f"  {size} context {context} K {k}: us a step", {a: round(v, 1) for a, v in line.items()})
+        for name, drafter in made.items():
+            if table:
+                kernel_table(MTPDrafter(drafter.recut(drafter.cuts, False), rig.model), alone, f"{size} {name} without PDL", out)
+            if tuned and not late(deadline):
+                best = tune(rig, drafter, alone, clock, f"{size} {name}")
+                if name == "int8":
+                    BEST[size] = best.cuts
+                line = {str(k): round(clock.step(MTPDrafter(best, rig.model), alone, k), 1) for k in (4, 16)}
                 say(f"  {size} {name} tuned, context 1024: us a step at K", line)
     finally:
         rig.free()
@@ -276,7 +273,12 @@ def cycles(size: str) -> None:
     try:
         seqs, old = rig.open(1, 1024, 128), rig.drafter
         row: dict[str, Any] = {"ar": rig.graph(seqs, 0, 1024, 1280).time()}
-        for name, drafter in (("old", old), ("int8", MTPDrafter(SteppedDrafter(old.model, pdl=rig.ops.pdl), rig.model))):
+        int8 = SteppedDrafter(old.model, pdl=rig.ops.pdl)
+        drafters = {"old": old, "int8": MTPDrafter(int8, rig.model)}
+        if BEST:  # another size's where this one was not tuned
+            cuts = BEST.get(size, next(iter(BEST.values())))
+            drafters["tuned"] = MTPDrafter(int8.recut(cuts, rig.ops.pdl), rig.model)
+        for name, drafter in drafters.items():
             rig.drafter = drafter
             for k in (4, 8, 16):
                 row[f"{name} {k}"] = rig.graph(seqs, k, 1024, 1280).time() / row["ar"]
@@ -291,6 +293,9 @@ def main() -> None:
     parser.add_argument("--out", default="runs/gpu_draft_large")
     parser.add_argument("--sizes", nargs="*", default=["31B", "12B", "26B-A4B"])
     parser.add_argument("--cycles", nargs="*", default=["31B", "12B"])
+    parser.add_argument("--tune", nargs="*", default=["31B"])
+    parser.add_argument("--wide", action="store_true")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--deadline", type=float, default=50.0, help="seconds after which nothing is tuned any more")
     args = parser.parse_args()
     out = Path(args.out)
@@ -298,7 +303,10 @@ def main() -> None:
     torch.manual_seed(0)
     say(torch.cuda.get_device_name(), "torch", torch.__version__)
     clock = Clock(torch.device("cuda"))
-    for job in [*((one_size, (size, clock, args.deadline, out)) for size in args.sizes), *((cycles, (size,)) for size in args.cycles)]:
+    for job in [
+        *((one_size, (size, clock, args.deadline, out, size in args.tune, args.wide, args.table)) for size in args.sizes),
+        *((cycles, (size,)) for size in args.cycles),
+    ]:
         try:
             job[0](*job[1])
         except Exception:

@@ -30,7 +30,7 @@ TEXT = dict(
 DRAFT = {**TEXT, "hidden_size": 32, "num_kv_shared_layers": 2, "final_logit_softcapping": None}
 ASSISTANT = {"model_type": "gemma4_assistant", "text_config": DRAFT, "backbone_hidden_size": 48, "use_ordered_embeddings": False}
 # Both kinds of product over many columns leave their sums in parts; the head has more tiles than programs.
-SMALL = Cuts(q=(32, 4), out=(512, 2, 4), down=(512, 2, 4), pre=(32, 4), head=(32, 4, 1), units=8, chunk=32)
+SMALL = Cuts(q=(32, 4), out=(512, 2, 4), down=(512, 2, 4), pre=(32, 4), head=(32, 4, 1), attend=(8, 4, 32), chunk=32)
 
 
 def rig_of() -> Rig:

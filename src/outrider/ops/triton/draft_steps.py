@@ -33,8 +33,8 @@ class Cuts:
     down: tuple[int, int, int] = (16384, 1, 4)
     pre: tuple[int, int] = (16, 4)
     head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs a processor
-    units: int = 256  # programs of attention: K/V heads times splits; half as many where heads are wider than 256
-    warps: int = 8  # of attention
+    # Of attention: programs (K/V heads times splits; half where heads are wider than 256), warps, keys a block.
+    attend: tuple[int, int, int] = (256, 8, 32)
     ready_q: bool = False  # the norm ahead of the product in a launch of its own
     ready_gate: bool = True
     chunk: int = 1024  # columns of the input a program
@@ -136,8 +136,8 @@ class SteppedDrafter:
 
     def _splits(self, spec: AttnSpec) -> tuple[int, int]:
         """Splits of the keys, and keys a block: enough programs for every processor, and a block that fits their registers."""
-        splits = max(1, min(64, self.cuts.units // (2 if spec.head_dim > 256 else 1) // spec.kv_heads))
-        return splits, 16 if spec.kv_heads <= 2 else 32
+        splits = max(1, min(64, self.cuts.attend[0] // (2 if spec.head_dim > 256 else 1) // spec.kv_heads))
+        return splits, 16 if spec.kv_heads <= 2 else self.cuts.attend[2]
 
     def _allocate(self) -> None:
         drafter, h = self.drafter, self.config.hidden
@@ -227,7 +227,7 @@ class SteppedDrafter:
         same = dict(HEADS=spec.heads, D=spec.head_dim, WINDOW=spec.window or 0, S=splits, BN=block_keys, **self.launch)
         kernels.attend_kernel[(spec.kv_heads * splits,)](
             self.q, keys, values, table, kv.positions, *state.angles[block.rope], block.q_norm, self.part, self.ml, keys.stride(0),
-            SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps, num_warps=self.cuts.warps, **same,
+            SCALE=spec.scale * LOG2E, KV_HEADS=spec.kv_heads, PAGE=kv.page_size, EPS=spec.eps, num_warps=self.cuts.attend[1], **same,
         )  # fmt: skip
         piece = min(64, spec.head_dim)
         kernels.combine_kernel[(spec.heads, spec.head_dim // piece)](
