@@ -33,7 +33,8 @@ class Cut:
     fine: int = 64  # keys a split
     warps: int = 4
     stages: int = 2
-    slices: int = 4  # of the head: 1, or one a warp; 0: turned, keys on the long side of the matrix instruction (bn >= 64)
+    slices: int = 4  # of the head: 1, or one a warp; 0: turned, the head on the long side of the second product, bn = 32 only:
+    # from 64 keys on the first product has descriptors too, and ptxas 12.8 mixes up their halves with those of the weights
     # Full layers: splits of `fine` keys up to `near`, of `mid` up to `far`, then of `coarse`. Short contexts need many
     # programs; long ones have them anyway, and the partial results must stay bounded.
     near: int = 1024
@@ -298,6 +299,7 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     assert keys is not None and values is not None
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
     cut = cut or choose_cut(spec, q.dtype)
+    assert cut.slices or cut.bn == 32, "turned attention takes 32 keys a block"
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded, wide = triton.next_power_of_2(dim), q.dtype == torch.float32
