@@ -6,10 +6,10 @@
 Real shapes, random weights, a shallow target. Checked is the state g before the head, against a float32 drafter that is fed the
 same tokens and hidden states (the plain bfloat16 drafter's own error stands beside it), and how far below the best score of that
 drafter each guess is. Query norms are 0.25: at 1 the scores of random keys are ±16, softmax picks one key, and rounding decides
-which. Two sequences go step by step and must give the plain drafter's tokens. Times are microseconds a step with the L2 cache flushed before the round, as a verify pass would. --tune: one cut
-after the other, each with the best of those before. --wide: bfloat16 too. --table: the
-kernels of a step. --cycles: cycles of the full model over its plain step,
-with the plain drafter, with int8, and with int8 as tuned.
+which. Two sequences go step by step and must give the plain drafter's tokens. Times are microseconds a step with the L2 cache
+flushed before the round, as a verify pass would. --tune: one cut after the other, each with the best of those before. --wide:
+bfloat16 too. --table: the kernels of a step. --cycles: cycles of the full model over its plain step, with the plain drafter, with
+int8, and with int8 as tuned.
 """
 
 from __future__ import annotations

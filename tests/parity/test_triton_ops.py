@@ -114,6 +114,8 @@ def test_embed(ops: TritonOps) -> None:
     ids, table = torch.tensor([5, 0, 9, 5], device=DEVICE), rand(10, 72)
     near(ops.embed(ids, table, 72**0.5), REF.embed(ids, table, 72**0.5), 1e-7)
     near(ops.embed(ids, table, 1.0), REF.embed(ids, table, 1.0), 1e-7)
+    column = torch.stack([ids, ids.flip(0)], 1)[:, 1]  # one step of [B, K] drafts
+    near(ops.embed(column, table, 1.0), REF.embed(column, table, 1.0), 1e-7)
 
 
 def test_pair_and_per_layer(ops: TritonOps) -> None:
