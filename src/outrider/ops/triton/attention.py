@@ -52,7 +52,7 @@ def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
     if spec.head_dim < 256:
         return Cut(32, 64 if spec.head_dim < 128 else 32)
     if spec.window is not None and spec.kv_heads >= 8:
-        return Cut(32, 64, slices=1, queries=((16, 16, 4), (18, 16 if spec.kv_heads == 8 else 32, 4), (MANY, 32, 4)))
+        return Cut(64, 64, slices=1, queries=((10, 16, 4), (18, 32, 4), (MANY, 32 if spec.kv_heads == 8 else 16, 4)))
     if spec.window is not None:
         return Cut(32, 32, slices=1, queries=((MANY, 16, 4),))
     if spec.heads >= 16:

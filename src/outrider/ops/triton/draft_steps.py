@@ -41,7 +41,7 @@ class Cuts:
 
 
 WIDE = Cuts(q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4))  # bfloat16: twice the bytes
-NARROW = Cuts()
+NARROW = Cuts(out=(32768, 2, 8), down=(8192, 1, 4))
 
 
 def power(n: int) -> bool:
