@@ -288,7 +288,8 @@ def draft_rounds(size: str) -> str:
             tokens = drafter.propose(x, 5).tokens
             assert torch.equal(tokens, drafter.propose(x, 5).tokens), f"{size}, {batch} at {context}: a second round guesses otherwise"
             seen = rounds.follow(reference, rig, x, tokens)
-            assert seen.short <= 0.1, f"{size}, {batch} at {context}: a guess {seen.short} standard deviations below the best"
+            limit = 0.1 if batch == 1 else 0.3  # batches go through the plain steps, whose stream is bfloat16: about 1 % off
+            assert seen.short <= limit, f"{size}, {batch} at {context}: a guess {seen.short} standard deviations below the best"
             same.append(seen.same)
             if p.gpu and batch <= fast.most:
                 first = rounds.follow(reference, rig, x, drafter.propose(x, 1).tokens)
