@@ -66,7 +66,11 @@ def compile_only() -> None:
         began = time.perf_counter()
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         if id(kernel) not in SEEN:
-            tile = " ".join(f"{k}={v}" for k, v in kwargs.items() if k in ("BM", "BN", "BK", "BQ", "D", "GATED", "SPLIT", "WINDOW", "num_warps", "num_stages"))
+            tile = " ".join(
+                f"{k}={v}"
+                for k, v in kwargs.items()
+                if k in ("BM", "BN", "BK", "BQ", "D", "GATED", "SPLIT", "WINDOW", "num_warps", "num_stages")
+            )
             SEEN[id(kernel)] = (f"{self.fn.__name__} {tile}", kernel, time.perf_counter() - began)
         return kernel
 
@@ -85,7 +89,10 @@ def view(config: ModelConfig, batch: int, rows: int, context: int, page: int, dt
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    kv = [empty(batch * context // page, s.attn.kv_heads, page, s.attn.head_dim, dtype=dtype) if s.attn.writes else None for s in config.layers]
+    kv = [
+        empty(batch * context // page, s.attn.kv_heads, page, s.attn.head_dim, dtype=dtype) if s.attn.writes else None
+        for s in config.layers
+    ]
     total = batch * rows
     return KVView(
         page, kv, kv, {g: empty(batch, context // page, dtype=torch.int32) for g in ("full", "sliding")}, empty(total, dtype=torch.int64),

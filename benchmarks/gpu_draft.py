@@ -24,8 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 
 from outrider.bench.gpu import Rig, collect
-from outrider.bench.rounds import batch_of, float32_drafter, follow, gentle, plain_round
-from outrider.engine.graphs import Graph
+from outrider.bench.rounds import Clock, batch_of, float32_drafter, follow, gentle, plain_round
 from outrider.ops.triton.draft import FusedDrafter, unsupported
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter
@@ -55,33 +54,6 @@ def say(*parts: object) -> None:
 
 def made(model: Any, name: str) -> FusedDrafter:
     return FusedDrafter(model, **{"pdl": model.ops.pdl, **VARIANTS[name]})
-
-
-class Clock:
-    """Microseconds of a call inside a graph behind a flush of L2, less the flush."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.junk = device, torch.zeros(64 << 20, dtype=torch.float32, device=device)
-        self.base = self._us(lambda: None)
-
-    def _us(self, call: Any) -> float:
-        def once() -> None:
-            self.junk.add_(1.0)
-            call()
-
-        graph = Graph(once, self.device)
-        for _ in range(2):
-            graph.replay()
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(15)]
-        for a, b in marks:
-            a.record()
-            graph.replay()
-            b.record()
-        torch.cuda.synchronize()
-        return sorted(a.elapsed_time(b) * 1e3 for a, b in marks)[7]
-
-    def us(self, call: Any) -> float:
-        return self._us(call) - self.base
 
 
 def phase_table(rig: Rig, fused: FusedDrafter, batch: DraftBatch, steps: int, step_us: float) -> dict[str, Any]:
@@ -186,10 +158,10 @@ class Bench:
         timed = [n for n in self.fused if not n.startswith("probe")]
         for n, context, k in ((1, 1024, 16), (1, 1024, 4), (1, 256, 4), (1, 4096, 4)):
             batch = batch_of(self.rig, self.seqs, context, [COLD] * n)
-            line = {"old": clock.us(lambda batch=batch, k=k: old.propose(batch, k)) / k}
+            line = {"old": clock.step(old, batch, k)}
             for name in timed if (n, context) == (1, 1024) else timed[:1]:
                 new = MTPDrafter(self.fused[name], self.rig.model)
-                line[name] = clock.us(lambda new=new, batch=batch, k=k: new.propose(batch, k)) / k
+                line[name] = clock.step(new, batch, k)
             self.row[f"us a step, batch {n}, context {context}, K {k}"] = line
             alarm = "ALARM" if any(f.alarmed for f in self.fused.values()) else ""
             say(f"  {self.size} batch {n} context {context} K {k}: us a step", {n: round(v, 1) for n, v in line.items()}, alarm)

@@ -31,11 +31,10 @@ import torch
 from torch import Tensor
 
 from outrider.bench.gpu import Rig, collect
-from outrider.engine.graphs import Graph
+from outrider.bench.rounds import Clock, batch_of
 from outrider.models.gemma4_assistant import Gemma4Assistant
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton.draft_steps import Cuts, SteppedDrafter, unsupported
-from outrider.spec.choose import SamplingBatch
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import SamplingParams
@@ -64,18 +63,6 @@ def say(*parts: object) -> None:
 
 def late(deadline: float) -> bool:
     return time.perf_counter() - BEGAN > deadline
-
-
-def batch_of(rig: Rig, seqs: list[Any], context: int, params: list[SamplingParams]) -> DraftBatch:
-    n, device = len(params), rig.device
-    slots = torch.tensor([s.slot for s in seqs[:n]], device=device)
-    length = torch.full((n,), context, dtype=torch.int64, device=device)
-    each, start = torch.arange(n, device=device), torch.arange(n + 1, dtype=torch.int32, device=device)
-    kv = rig.store.view(slots, length - 1, each, start, 1, context + 64)
-    rng = torch.Generator(device=device).manual_seed(context + n)
-    features = torch.randn((n, rig.config.hidden), device=device, generator=rng).to(rig.model.dtype)
-    sampling = SamplingBatch.build(params, [[]] * n, [[]] * n, rig.config.vocab_size, device)
-    return DraftBatch([""] * n, [[]] * n, each * 7919 + 11, length, features, kv, sampling, False, rig.ops, rig.config.vocab_size)
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -111,33 +98,6 @@ def parity(rig: Rig, exact: Gemma4Assistant, stepped: SteppedDrafter, batch: Dra
     g, _ = exact.step(rig.model.embed(both[:, 0]).float(), hidden, state)
     out["fed"] = error(stepped.g[None], g)
     return {**{k: round(v, 4) for k, v in out.items()}, "stable": bool(torch.equal(both, again))}
-
-
-class Clock:
-    """Microseconds of a call inside a graph behind a flush of L2, less the flush."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.junk = device, torch.zeros(64 << 20, dtype=torch.float32, device=device)
-        self.base = self._us(lambda: None)
-
-    def _us(self, call: Any) -> float:
-        def once() -> None:
-            self.junk.add_(1.0)
-            call()
-
-        graph = Graph(once, self.device)
-        for _ in range(2):
-            graph.replay()
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(9)]
-        for a, b in marks:
-            a.record()
-            graph.replay()
-            b.record()
-        torch.cuda.synchronize()
-        return sorted(a.elapsed_time(b) * 1e3 for a, b in marks)[4]
-
-    def step(self, drafter: MTPDrafter, batch: DraftBatch, k: int) -> float:
-        return (self._us(lambda: drafter.propose(batch, k)) - self.base) / k
 
 
 def kernel_table(drafter: MTPDrafter, batch: DraftBatch, title: str, out: Path) -> None:

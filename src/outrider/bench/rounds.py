@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.graphs import Graph
 from ..models.gemma4_assistant import Gemma4Assistant
 from ..ops.reference import ReferenceOps
 from ..spec.choose import SamplingBatch
@@ -95,3 +96,31 @@ def plain_round(model: Any, rig: Rig, batch: DraftBatch, steps: int) -> tuple[Te
         token = batch.sampling.guess(z, batch.length + 1 + j, rig.ops, ids)
         out.append(token)
     return torch.stack(out, 1), g
+
+
+class Clock:
+    """Microseconds of a draft step inside a graph behind a flush of L2, less the flush."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.junk = device, torch.zeros(64 << 20, dtype=torch.float32, device=device)
+        self.base = self._us(lambda: None)
+
+    def _us(self, call: Any) -> float:
+        def once() -> None:
+            self.junk.add_(1.0)
+            call()
+
+        graph = Graph(once, self.device)
+        for _ in range(2):
+            graph.replay()
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(15)]
+        for a, b in marks:
+            a.record()
+            graph.replay()
+            b.record()
+        torch.cuda.synchronize()
+        return sorted(a.elapsed_time(b) * 1e3 for a, b in marks)[7]
+
+    def step(self, drafter: Any, batch: DraftBatch, k: int) -> float:
+        """Of one of the k steps of a round."""
+        return (self._us(lambda: drafter.propose(batch, k)) - self.base) / k

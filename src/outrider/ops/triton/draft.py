@@ -214,6 +214,22 @@ def unsupported(drafter: Any) -> str | None:
     return None if all(isinstance(m, Tensor) for m in weights) else "packed weights"
 
 
+def by_steps(
+    drafter: Any, token: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor
+) -> Tensor:
+    """A round of [B, steps] tokens step by step through the drafter itself: what larger batches take."""
+    state = drafter.start(kv, features)
+    hidden, guesses = features[:, : drafter.config.backbone_hidden], []
+    for j in range(steps):
+        g, hidden = drafter.step(drafter.target.embed(token), hidden, state)
+        ids, logits = drafter.candidates(g)
+        z = torch.where(hot, 1.0 / temperature, 1.0)[:, None] * logits
+        best = drafter.ops.gumbel_argmax(z, seed, position + j, ids, hot)
+        token = best if ids is None else ids.gather(1, best[:, None])[:, 0]
+        guesses.append(token)
+    return torch.stack(guesses, 1)
+
+
 class FusedDrafter:
     """Gemma4Assistant's own methods, and `draft` for a whole round."""
 
@@ -325,7 +341,7 @@ class FusedDrafter:
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = last.shape[0]
         if size > self.most:
-            return self._by_steps(last, features, kv, steps, temperature, hot, seed, position), None, torch.full_like(last, steps)
+            return by_steps(self.drafter, last, features, kv, steps, temperature, hot, seed, position), None, torch.full_like(last, steps)
         out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
         parts: list[Any] = []
         strides, pages = [], []
@@ -354,16 +370,3 @@ class FusedDrafter:
                     launch(step, step + 1, phase, phase + 1)
             launch(steps, steps, self.phases, self.phases + 1)
         return out, None, self.lengths[steps, :size]
-
-    def _by_steps(
-        self, token: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor
-    ) -> Tensor:
-        state = self.drafter.start(kv, features)
-        hidden, guesses = features[:, : self.config.backbone_hidden], []
-        for j in range(steps):
-            g, hidden = self.drafter.step(self.target.embed(token), hidden, state)
-            ids, logits = self.drafter.candidates(g)
-            best = self.ops.gumbel_argmax(torch.where(hot, 1.0 / temperature, 1.0)[:, None] * logits, seed, position + j, ids, hot)
-            token = best if ids is None else ids.gather(1, best[:, None])[:, 0]
-            guesses.append(token)
-        return torch.stack(guesses, 1)

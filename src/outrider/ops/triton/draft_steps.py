@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from . import draft_steps_kernel as kernels
+from .draft import by_steps
 
 LOG2E = 1.4426950408889634
 
@@ -167,7 +168,7 @@ class SteppedDrafter:
         size = last.shape[0]
         lengths = torch.full_like(last, steps)
         if size > 1:
-            return self._by_steps(last, features, kv, steps, temperature, hot, seed, position), None, lengths
+            return by_steps(self.drafter, last, features, kv, steps, temperature, hot, seed, position), None, lengths
         out = torch.empty((1, steps), dtype=torch.int64, device=last.device)
         state = self.drafter.start(kv, features)
         noise = (temperature, hot.view(torch.uint8), seed, position)
@@ -246,15 +247,3 @@ class SteppedDrafter:
             *self.head, self.kept, self.best, self.ids, *noise, step, H=self.config.hidden, V=self.config.vocab_size, BN=rows,
             PROGRAMS=self.programs, num_warps=warps, **self.how, **self.launch,
         )  # fmt: skip
-
-    def _by_steps(
-        self, token: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor
-    ) -> Tensor:
-        state = self.drafter.start(kv, features)
-        hidden, guesses = features[:, : self.config.backbone_hidden], []
-        for j in range(steps):
-            g, hidden = self.drafter.step(self.target.embed(token), hidden, state)
-            _, logits = self.drafter.candidates(g)
-            token = self.ops.gumbel_argmax(torch.where(hot, 1.0 / temperature, 1.0)[:, None] * logits, seed, position + j, None, hot)
-            guesses.append(token)
-        return torch.stack(guesses, 1)
