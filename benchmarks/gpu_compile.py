@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Compile every kernel a model needs for the H200 on a machine without a GPU, and show what each one takes.
 
     python benchmarks/gpu_compile.py google/gemma-4-E2B-it [--rows 1 5 17] [--context 1024]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 
 from .output import Part, Tags, join
 
@@ -23,7 +24,7 @@ WORDS = {"true": "true", "false": "false", "null": "null", "None": "null", "True
 MAX_HEAD = 96  # characters between the opening tag and the arguments
 
 
-class _Calls:
+class _Calls(ABC):
     """What both parsers share: content outside of calls, white space around calls dropped, the numbering."""
 
     def __init__(self, open_tag: str) -> None:
@@ -79,14 +80,14 @@ class _Calls:
         out, self._out = self._out, []
         return join(out)
 
-    def _begin(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _begin(self) -> None: ...
 
-    def _call_char(self, char: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _call_char(self, char: str) -> None: ...
 
-    def _end(self, complete: bool) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _end(self, complete: bool) -> None: ...
 
 
 class GemmaCalls(_Calls):

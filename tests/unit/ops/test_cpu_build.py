@@ -46,7 +46,7 @@ def test_a_broken_compiler_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     fake.chmod(0o755)
     monkeypatch.setenv("CC", str(fake))
     with pytest.raises(build.BuildError, match="no such thing"):
-        build.library()
+        build.shared_object()
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
@@ -57,7 +57,7 @@ def test_racing_starts_build_one_library(tmp_path: Path) -> None:
     fake.chmod(0o755)
     env = {**os.environ, "OUTRIDER_CACHE": str(tmp_path / "cache"), "CC": str(fake)}
     code = "import sys; sys.modules['torch'] = None\nimport importlib.util as u\ns = u.spec_from_file_location('b', sys.argv[1])\n"
-    code += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.library())"
+    code += "m = u.module_from_spec(s); s.loader.exec_module(m); print(m.shared_object())"
     runs = [subprocess.Popen([sys.executable, "-c", code, build.__file__], env=env, stdout=subprocess.PIPE, text=True) for _ in range(4)]
     paths = {run.communicate()[0].strip() for run in runs}
     assert all(run.returncode == 0 for run in runs) and len(paths) == 1

@@ -66,7 +66,7 @@ def compiler() -> str:
     raise BuildError("no C compiler (cc, gcc or clang) on the path")
 
 
-def library(isa: str | None = None) -> Path:
+def shared_object(isa: str | None = None) -> Path:
     """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet."""
     for candidate in [isa] if isa else ISAS[ISAS.index(best_isa()) :]:
         try:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .build import library
+from .build import shared_object
 
 W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q8M = range(6)
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -106,7 +106,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 
 def load(isa: str | None = None) -> Any:
     """The library, built if need be. ctypes lets other Python threads run during a call."""
-    lib = ctypes.CDLL(str(library(isa)))
+    lib = ctypes.CDLL(str(shared_object(isa)))
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

@@ -20,6 +20,17 @@ def mix32(x):
     return x ^ (x >> 16)
 
 
+@triton.jit
+def gumbel(token, seed, position):
+    """The noise of tokens (int64) at a position: what target and drafters share."""
+    key = mix32((seed & 0xFFFFFFFF).to(tl.uint32) ^ mix32(((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)))
+    key = mix32(key ^ mix32(((position + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)))
+    bits = mix32(key ^ mix32(((token + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
+    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))  # -log(1 - u) where 1 - u would round
+    return -tl.log(tl.where(u < 1.0 / 1024.0, series, -tl.log(1.0 - u)))
+
+
 @triton.jit(do_not_specialize_on_alignment=["seed", "position", "hot"])
 def argmax_kernel(
     z, tokens, seed, position, hot, best, where, n, chunks,
@@ -32,16 +43,10 @@ def argmax_kernel(
     value = tl.load(z + row * n + i, mask=ok, other=float("-inf"))
     if NOISE:  # noqa: SIM102
         if tl.load(hot + row) != 0:
-            s, p = tl.load(seed + row), tl.load(position + row)
-            key = mix32((s & 0xFFFFFFFF).to(tl.uint32) ^ mix32(((s >> 32) & 0xFFFFFFFF).to(tl.uint32)))
-            key = mix32(key ^ mix32(((p + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)))
             token = i.to(tl.int64)
             if TOKENS:
                 token = tl.load(tokens + row * n + i, mask=ok, other=0)
-            bits = mix32(key ^ mix32(((token + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
-            u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
-            series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))  # -log(1 - u) where 1 - u would round
-            value = tl.where(ok, value - tl.log(tl.where(u < 1.0 / 1024.0, series, -tl.log(1.0 - u))), float("-inf"))
+            value = tl.where(ok, value + gumbel(token, tl.load(seed + row), tl.load(position + row)), float("-inf"))
     top, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(best + row * chunks + chunk, top)
     tl.store(where + row * chunks + chunk, chunk * CHUNK + at)

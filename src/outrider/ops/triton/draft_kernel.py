@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .choose import mix32
+from .choose import gumbel
 from .common import activate
 
 # Thread 0 arrives and spins; the budget of spins (in, out) makes a round end even if a program is missing.
@@ -134,17 +134,6 @@ def best_token(best, G: tl.constexpr):
     i = tl.arange(0, 256)
     top = tl.max(tl.load(best + i, mask=i < G, other=-0x7FFFFFFFFFFFFFFF), 0)
     return (0x7FFFFFFF - (top & 0x7FFFFFFF)).to(tl.int32)
-
-
-@triton.jit
-def noisy(z, token, temperature, seed, position):
-    """z / temperature plus the target's own noise (ops.triton.choose)."""
-    key = mix32((seed & 0xFFFFFFFF).to(tl.uint32) ^ mix32(((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)))
-    key = mix32(key ^ mix32(((position + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)))
-    bits = mix32(key ^ mix32(((token.to(tl.int64) + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
-    return z / temperature - tl.log(tl.where(u < 1.0 / 1024.0, series, -tl.log(1.0 - u)))
 
 
 @triton.jit
@@ -452,7 +441,7 @@ def score_phase(
             token = tl.load(cluster_ids + row + tl.arange(0, BN))
             z = tl.sum(tile.to(tl.float32) * x, 1)
             if warm:
-                z = noisy(z, token, heat, key, at)
+                z = z / heat + gumbel(token.to(tl.int64), key, at)
             top = tl.maximum(top, tl.max(ranked(z, token), 0))
         tl.store(best + b * 256 + pid, top)
         if pid < TOP * PIECES:  # should it win, its embedding is on the way

@@ -16,19 +16,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .choose import mix32
-from .common import activate, gdc_launch_dependents, gdc_wait, prefetch
+from .choose import gumbel
+from .common import activate, prefetch, start
 
 MADE = tl.constexpr("dp4a.s32.s32 $0, $1, $2, 0;\nshl.b32 $0, $0, 8;\ndp4a.s32.s32 $0, $1, $3, $0;")
 STEP = tl.constexpr(32512.0)  # 127 * 256: a high byte never leaves -127..127
-
-
-@triton.jit
-def begin(PDL: tl.constexpr):
-    """The next kernel may load its weights while this one still waits."""
-    if PDL:
-        gdc_launch_dependents()
-        gdc_wait()
 
 
 @triton.jit
@@ -131,17 +123,6 @@ def best_token(best, ids, PROGRAMS: tl.constexpr, SPACE: tl.constexpr):
     return tl.min(tl.where(value == tl.max(value, 0), token, 0x7FFFFFFF), 0)
 
 
-@triton.jit
-def noisy(z, token, temperature, seed, position):
-    """z / temperature plus the target's own noise (choose.py)."""
-    key = mix32((seed & 0xFFFFFFFF).to(tl.uint32) ^ mix32(((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)))
-    key = mix32(key ^ mix32(((position + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)))
-    bits = mix32(key ^ mix32(((token.to(tl.int64) + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
-    series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))
-    return z / temperature - tl.log(tl.where(u < 1.0 / 1024.0, series, -tl.log(1.0 - u)))
-
-
 # ---- kernels ------------------------------------------------------------------------------------------------------------------
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["last", "out"])
 def pre_kernel(
@@ -158,7 +139,7 @@ def pre_kernel(
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tile_of(w, which * H + rows, 0, KC, KC, Q8)
     factor = tl.load(ws + which * H + rows)
-    begin(PDL)
+    start(PDL)
     k = tl.arange(0, KC)
     if FIRST:
         token = tl.load(last).to(tl.int32)
@@ -190,7 +171,7 @@ def ready_kernel(
     """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm itself."""
     h = tl.arange(0, H)
     after, weight = tl.load(post + h), tl.load(norm + h)
-    begin(PDL)
+    start(PDL)
     x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
     n = normed(x, weight, EPS, H)
     keep(kept, n, 0, H, H, Q8)
@@ -214,11 +195,11 @@ def rows_kernel(
         up = tile_of(w, N + rows, 0, H, H, Q8)
         up_scale = tl.load(ws + N + rows)
     if READY:
-        begin(PDL)
+        start(PDL)
         high, low, each = taken(kept, 0, H, H, Q8)
     else:
         after, weight = tl.load(post + h), tl.load(norm + h)
-        begin(PDL)
+        start(PDL)
         x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
         if pid == 0:
             tl.store(stream + h, x)
@@ -250,7 +231,7 @@ def wide_kernel(
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tile_of(w, rows, part * KC, K, KC, Q8)
     scale = tl.load(ws + rows)
-    begin(PDL)
+    start(PDL)
     high, low, each = taken(x, part * KC, K, KC, Q8)
     z = times(tile, high, low, each, Q8, ASM)
     if Q8:
@@ -295,11 +276,11 @@ def attend_kernel(
     v = tl.load(values + at + d, mask=live, other=0.0)
     wa, wb = tl.load(q_norm + half), tl.load(q_norm + HALF + half)
     if PDL:
-        for start in range(lo + BN, hi, BN):
-            line = block_at(kv, table, start, hi, page_stride, PAGE, D, BN)[0] + (tl.arange(0, D // 64) * 64)[None, :]
+        for key in range(lo + BN, hi, BN):
+            line = block_at(kv, table, key, hi, page_stride, PAGE, D, BN)[0] + (tl.arange(0, D // 64) * 64)[None, :]
             prefetch(keys + line)
             prefetch(values + line)
-    begin(PDL)
+    start(PDL)
     if lo < hi:
         head = kv * GROUP + g
         mine = (g < GROUP)[:, None]
@@ -313,17 +294,17 @@ def attend_kernel(
         top = tl.full((16,), float("-inf"), dtype=tl.float32)
         mass = tl.zeros((16,), dtype=tl.float32)
         acc = tl.zeros((16, D), dtype=tl.float32)
-        for start in range(lo, hi, BN):
+        for key in range(lo, hi, BN):
             z = tl.dot(ra, tl.trans(ka)) + tl.dot(rb, tl.trans(kb))  # [16, BN], in powers of two
-            z = tl.where((start + tl.arange(0, BN) < hi)[None, :], z, float("-inf"))
+            z = tl.where((key + tl.arange(0, BN) < hi)[None, :], z, float("-inf"))
             new = tl.maximum(top, tl.max(z, 1))
             p = tl.exp2(z - new[:, None])
             fade = tl.exp2(top - new)
             acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None])
             mass = mass * fade + tl.sum(p, 1)
             top = new
-            if start + BN < hi:
-                at, live = block_at(kv, table, start + BN, hi, page_stride, PAGE, D, BN)
+            if key + BN < hi:
+                at, live = block_at(kv, table, key + BN, hi, page_stride, PAGE, D, BN)
                 ka = tl.load(keys + at + half, mask=live, other=0.0)
                 kb = tl.load(keys + at + HALF + half, mask=live, other=0.0)
                 v = tl.load(values + at + d, mask=live, other=0.0)
@@ -343,7 +324,7 @@ def combine_kernel(
     position = tl.load(positions).to(tl.int32)
     lo, _, each = span(position, 0, S, WINDOW, BN)
     used = tl.cdiv(position + 1 - lo, each)
-    begin(PDL)
+    start(PDL)
     i = tl.arange(0, S)
     base = head * S + i
     m = tl.load(ml + base * 2, mask=i < used, other=float("-inf"))
@@ -365,7 +346,7 @@ def head_kernel(
     n = tl.arange(0, BN)
     tile = tile_of(w, pid * BN + n, 0, H, H, Q8)
     scale = tl.load(ws + pid * BN + n)
-    begin(PDL)
+    start(PDL)
     high, low, each = taken(kept, 0, H, H, Q8)
     warm, heat, key, at = tl.load(hot) != 0, tl.load(temperature), tl.load(seed), tl.load(position) + step
     tops = tl.full((BN,), float("-inf"), dtype=tl.float32)
@@ -380,7 +361,7 @@ def head_kernel(
         if Q8:
             z = z * scale
         if warm:
-            z = noisy(z, t * BN + n, heat, key, at)
+            z = z / heat + gumbel((t * BN + n).to(tl.int64), key, at)
         tokens = tl.where(z > tops, t * BN + n, tokens)
         tops = tl.maximum(tops, z)
         tile, scale = ahead, next_scale
@@ -392,5 +373,5 @@ def head_kernel(
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["out"])
 def finish_kernel(best, ids, out, step, PROGRAMS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr):
     """The last token of a round."""
-    begin(PDL)
+    start(PDL)
     tl.store(out + step, best_token(best, ids, PROGRAMS, SPACE).to(tl.int64))
