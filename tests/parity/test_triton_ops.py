@@ -208,10 +208,9 @@ def test_attend_long() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 200])
-@pytest.mark.parametrize("slices", [0, 1])
-def test_attend_turned_and_in_one_block(window: int | None, slices: int) -> None:
-    """Keys on the long side; a split that is a single block; the borders of splits."""
-    cut = Cut(32, 32, slices=slices, near=128, mid=64, far=512, coarse=128, queries=((4, 16, 4), (99, 32, 4)))
+def test_attend_in_one_block(window: int | None) -> None:
+    """A split that is a single block; the head unsliced; tiles by the number of queries; the borders of splits."""
+    cut = Cut(32, 32, slices=1, near=128, mid=64, far=512, coarse=128, queries=((4, 16, 4), (99, 32, 4)))
     spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=0.5)
     for spans in ([(127, 1)], [(126, 4)], [(223, 9), (511, 3)]):
         kv = cache(spec, spans, 16)
@@ -254,9 +253,18 @@ def test_moe(ops: TritonOps, rows: int) -> None:
 # ---- choosing ---------------------------------------------------------------------------------------------------------------
 def test_clusters(ops: TritonOps) -> None:
     g, centroids, rows = rand(3, 24), rand(20, 24, seed=1), rand(20, 9, 24, seed=2)
-    got, want = ops.clustered_logits(g, centroids, rows, 5), REF.clustered_logits(g, centroids, rows, 5)
-    assert torch.equal(got[0], want[0])
-    near(got[1], want[1])
+    tokens = torch.randperm(20 * 9).view(20, 9).to(DEVICE)
+    seed, position = (torch.tensor(x, device=DEVICE) for x in ([1, -(1 << 40) - 3, 7], [0, 123456, 5]))
+    temperature, hot = torch.tensor([0.6, 40.0, 1.0], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
+    lean = REF.cluster_lean(tokens, seed, position, temperature, hot)
+    near(ops.cluster_lean(tokens, seed, position, temperature, hot), lean)
+    chosen = []
+    for to in (None, lean):
+        got, want = ops.clustered_logits(g, centroids, rows, 5, to), REF.clustered_logits(g, centroids, rows, 5, to)
+        assert torch.equal(got[0], want[0])
+        near(got[1], want[1])
+        chosen.append(got[0])
+    assert torch.equal(chosen[0][2], chosen[1][2]) and not torch.equal(chosen[0][1], chosen[1][1])
 
 
 def test_gumbel_argmax(ops: TritonOps) -> None:

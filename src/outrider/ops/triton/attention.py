@@ -33,8 +33,7 @@ class Cut:
     fine: int = 64  # keys a split
     warps: int = 4
     stages: int = 2
-    slices: int = 4  # of the head: 1, or one a warp; 0: turned, the head on the long side of the second product, bn = 32 only:
-    # from 64 keys on the first product has descriptors too, and ptxas 12.8 mixes up their halves with those of the weights
+    slices: int = 4  # of the head: 1, or one a warp
     # Full layers: splits of `fine` keys up to `near`, of `mid` up to `far`, then of `coarse`. Short contexts need many
     # programs; long ones have them anyway, and the partial results must stay bounded.
     near: int = 1024
@@ -116,31 +115,19 @@ def _block(
 ):  # fmt: skip
     """Take a block of keys into the running sums."""
     key = k + tl.arange(0, BN)
-    if SLICES == 0:  # turned: keys, then the head, on the long side of the matrix instruction
-        s = tl.dot(kt, tl.trans(query), input_precision=PREC) * scale  # [BN, BQ]
-        seen = (key[:, None] <= at[None, :]) & live[:, None]
-        if WINDOW > 0:
-            seen = seen & (key[:, None] > at[None, :] - WINDOW)
-        s = tl.where(seen, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 0))
-        ref = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - ref[None, :]).to(vt.dtype)
-        fade = tl.exp2(top - ref)[None, :]
-        return tl.dot(tl.trans(vt), p, acc * fade, input_precision=PREC), tl.dot(ones, p, total * fade, input_precision=PREC), new
+    if SLICES > 1:
+        s = tl.sum(tl.dot(query, tl.permute(kt, (0, 2, 1)), input_precision=PREC), 0) * scale  # [BQ, BN]
     else:
-        if SLICES > 1:
-            s = tl.sum(tl.dot(query, tl.permute(kt, (0, 2, 1)), input_precision=PREC), 0) * scale  # [BQ, BN]
-        else:
-            s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
-        seen = (key[None, :] <= at[:, None]) & live[None, :]
-        if WINDOW > 0:
-            seen = seen & (key[None, :] > at[:, None] - WINDOW)
-        s = tl.where(seen, s, float("-inf"))
-        new = tl.maximum(top, tl.max(s, 1))
-        ref = tl.where(new == float("-inf"), 0.0, new)
-        p = tl.exp2(s - ref[:, None]).to(vt.dtype)
-        fade = tl.exp2(top - ref)[:, None]
-        return tl.dot(p, vt, acc * fade, input_precision=PREC), tl.dot(p, ones, total * fade, input_precision=PREC), new
+        s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
+    seen = (key[None, :] <= at[:, None]) & live[None, :]
+    if WINDOW > 0:
+        seen = seen & (key[None, :] > at[:, None] - WINDOW)
+    s = tl.where(seen, s, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    ref = tl.where(new == float("-inf"), 0.0, new)
+    p = tl.exp2(s - ref[:, None]).to(vt.dtype)
+    fade = tl.exp2(top - ref)[:, None]
+    return tl.dot(p, vt, acc * fade, input_precision=PREC), tl.dot(p, ones, total * fade, input_precision=PREC), new
 
 
 @triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
@@ -192,8 +179,8 @@ def attend_kernel(
     if key_from < key_to:
         d = tl.arange(0, DP)
         d_ok = d < D
-        DS: tl.constexpr = DP // max(1, SLICES)
         if SLICES > 1:
+            DS: tl.constexpr = DP // SLICES
             ds = (tl.arange(0, SLICES) * DS)[:, None, None] + tl.arange(0, DS)[None, None, :]
             from_q = q + (row * (HEADS * D) + head * D)[None, :, None] + ds
             query = tl.load(from_q, mask=ok[None, :, None] & (ds < D), other=0.0)  # [SLICES, BQ, DS]
@@ -201,16 +188,11 @@ def attend_kernel(
             from_q = q + (row * (HEADS * D) + head * D)[:, None] + d[None, :]
             query = tl.load(from_q, mask=ok[:, None] & d_ok[None, :], other=0.0)
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
-        # Unturned wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
-        WIDE: tl.constexpr = 64 if SLICES == 0 else 16 if BQ >= 64 else 2 * BQ
-        if SLICES == 0:
-            total = tl.zeros((WIDE, BQ), dtype=tl.float32)
-            acc = tl.zeros((DP, BQ), dtype=tl.float32)
-            ones = tl.full((WIDE, BN), 1.0, dtype=values.dtype.element_ty)
-        else:
-            total = tl.zeros((BQ, WIDE), dtype=tl.float32)
-            acc = tl.zeros((BQ, DP), dtype=tl.float32)
-            ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
+        # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
+        WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
+        total = tl.zeros((BQ, WIDE), dtype=tl.float32)
+        acc = tl.zeros((BQ, DP), dtype=tl.float32)
+        ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
         if LONE:
             live = key_from + tl.arange(0, BN) < key_to
             kt, vt = _keys(keys, values, page, page_stride, kv_head, key_from, live, d, D, DP, PAGE, BN, SLICES)
@@ -230,11 +212,7 @@ def attend_kernel(
                 acc, total, top = _block(
                     query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, SLICES, PREC
                 )  # fmt: skip
-        if SLICES == 0:
-            mass = tl.max(total, 0)  # all rows are equal
-            acc = tl.trans(acc)
-        else:
-            mass = tl.max(total, 1)  # all columns are equal
+        mass = tl.max(total, 1)  # all columns are equal
         if SPLIT:
             to = (row * HEADS + head) * slots + slot
             tl.store(part + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & d_ok[None, :])
@@ -299,7 +277,6 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     assert keys is not None and values is not None
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
     cut = cut or choose_cut(spec, q.dtype)
-    assert cut.slices or cut.bn == 32, "turned attention takes 32 keys a block"
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded, wide = triton.next_power_of_2(dim), q.dtype == torch.float32

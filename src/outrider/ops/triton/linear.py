@@ -50,12 +50,10 @@ def linear_kernel(
             if GATED:
                 prefetch(w + N.to(tl.int64) * K + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
         gdc_wait()
-    if SLICES == 0:
-        acc, up = _turned(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, GATED, EVEN, PREC)
-    elif SLICES > 1:
-        acc, up = _sliced(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, SLICES, GATED, EVEN, PREC)
+    if SLICES > 1:
+        acc, up = sliced(x, w, rows, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, SLICES, GATED, EVEN, PREC)
     else:
-        acc, up = _whole(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, GATED, EVEN, PREC)
+        acc, up = _whole(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, SLICES == 0, GATED, EVEN, PREC)
     if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
         gdc_launch_dependents()
 
@@ -80,14 +78,14 @@ def linear_kernel(
 
 
 @triton.jit
-def _sliced(
-    x, w, rows, w_row, k_from, k_to, M, N, K, x_stride,
+def sliced(
+    x, w, x_rows, rows, w_row, k_from, k_to, M, N, K, x_stride,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
     GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """A batched product whose batch is the slices: one warp each."""
+    """A batched product whose batch is the slices: one warp each. Of x the rows x_rows, as far as `rows` are below M."""
     at = (tl.arange(0, SLICES) * BK)[:, None, None] + tl.arange(0, BK)[None, None, :]
-    x_ptr = x + rows[None, :, None].to(tl.int64) * x_stride + at
+    x_ptr = x + x_rows[None, :, None].to(tl.int64) * x_stride + at
     w_ptr = w + w_row[None, :, None] + at
     u_ptr = w_ptr
     if GATED:
@@ -115,8 +113,11 @@ def _sliced(
 @triton.jit
 def _whole(
     x, w, rows, w_row, k_from, k_to, M, N, K, x_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr,
+    GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
+    """x · wᵀ, or turned w · xᵀ: 64 rows of w are then one instruction of a group of warps, which reads both sides from shared memory;
+    the rows of x are its short side, from 16 to 128 without a change in how any of them is added up."""
     ks = tl.arange(0, BK)
     x_ptr = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
     w_ptr = w + w_row[:, None] + ks[None, :]
@@ -124,8 +125,8 @@ def _whole(
     if GATED:
         u_ptr = w_ptr + N.to(tl.int64) * K
     row_ok = rows[:, None] < M
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    up = tl.zeros((BM, BN), dtype=tl.float32)
+    acc = tl.zeros((BN, BM) if TURNED else (BM, BN), dtype=tl.float32)
+    up = tl.zeros((BN, BM) if TURNED else (BM, BN), dtype=tl.float32)
     for k in range(k_from, k_to, BK):
         if EVEN:
             a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
@@ -134,48 +135,24 @@ def _whole(
             k_ok = ks[None, :] < k_to - k
             a = tl.load(x_ptr + k, mask=row_ok & k_ok, other=0.0)
             b = tl.load(w_ptr + k, mask=k_ok, other=0.0)
-        acc = tl.dot(a, tl.trans(b), acc, input_precision=PREC)
+        acc = _add(a, b, acc, TURNED, PREC)
         if GATED:
             if EVEN:
                 c = tl.load(u_ptr + k)
             else:
                 c = tl.load(u_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
-            up = tl.dot(a, tl.trans(c), up, input_precision=PREC)
+            up = _add(a, c, up, TURNED, PREC)
+    if TURNED:
+        acc, up = tl.trans(acc), tl.trans(up)
     return acc, up
 
 
 @triton.jit
-def _turned(
-    x, w, rows, w_row, k_from, k_to, M, N, K, x_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """w · xᵀ: 64 rows of w are one instruction of a group of warps, which reads both sides from shared memory; the rows of x are its
-    short side, from 16 to 128 without a change in how any of them is added up."""
-    ks = tl.arange(0, BK)
-    x_ptr = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
-    w_ptr = w + w_row[:, None] + ks[None, :]
-    u_ptr = w_ptr
-    if GATED:
-        u_ptr = w_ptr + N.to(tl.int64) * K
-    row_ok = rows[:, None] < M
-    acc = tl.zeros((BN, BM), dtype=tl.float32)
-    up = tl.zeros((BN, BM), dtype=tl.float32)
-    for k in range(k_from, k_to, BK):
-        if EVEN:
-            a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
-            b = tl.load(w_ptr + k)
-        else:
-            k_ok = ks[None, :] < k_to - k
-            a = tl.load(x_ptr + k, mask=row_ok & k_ok, other=0.0)
-            b = tl.load(w_ptr + k, mask=k_ok, other=0.0)
-        acc = tl.dot(b, tl.trans(a), acc, input_precision=PREC)
-        if GATED:
-            if EVEN:
-                c = tl.load(u_ptr + k)
-            else:
-                c = tl.load(u_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
-            up = tl.dot(c, tl.trans(a), up, input_precision=PREC)
-    return tl.trans(acc), tl.trans(up)
+def _add(a, b, acc, TURNED: tl.constexpr, PREC: tl.constexpr):
+    if TURNED:
+        return tl.dot(b, tl.trans(a), acc, input_precision=PREC)
+    else:
+        return tl.dot(a, tl.trans(b), acc, input_precision=PREC)
 
 
 @triton.jit

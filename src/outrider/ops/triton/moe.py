@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import activate, start
-from .linear import MAX_ROWS
+from .linear import MAX_ROWS, sliced
 from .norm import width_warps
 
 
@@ -79,8 +79,6 @@ def experts_kernel(
         cols = pid_n * BN + tl.arange(0, BN)
         rows_in_w = 2 * N if GATED else N
         w_row = (e.to(tl.int64) * rows_in_w + tl.minimum(cols, N - 1)) * K
-        at = (tl.arange(0, SLICES) * BK)[:, None, None] + tl.arange(0, BK)[None, None, :]  # slices as in linear.py
-        w_ptr = w + w_row[None, :, None] + at
         kind = out.dtype.element_ty
         for base in range(0, count, BM):
             i = base + tl.arange(0, BM)
@@ -88,29 +86,10 @@ def experts_kernel(
                 pair = (busy + i * 0).to(tl.int64)
             else:
                 pair = tl.load(members + e * pairs + i, mask=i < count, other=0).to(tl.int64)
-            ok = (i < count)[:, None]
-            x_ptr = x + ((pair // SHARE) * K)[None, :, None] + at
-            x_ok = (i < count)[None, :, None]
-            acc3 = tl.zeros((SLICES, BM, BN), dtype=tl.float32)
-            up3 = tl.zeros((SLICES, BM, BN), dtype=tl.float32)
-            for k in range(0, K, SLICES * BK):
-                if EVEN:
-                    a = tl.load(x_ptr + k, mask=x_ok, other=0.0)
-                    b = tl.load(w_ptr + k)
-                else:
-                    a = tl.load(x_ptr + k, mask=x_ok & (at < K - k), other=0.0)
-                    b = tl.load(w_ptr + k, mask=at < K - k, other=0.0)
-                acc3 = tl.dot(a, tl.permute(b, (0, 2, 1)), acc3, input_precision=PREC)
-                if GATED:
-                    if EVEN:
-                        c = tl.load(w_ptr + N * K + k)
-                    else:
-                        c = tl.load(w_ptr + N * K + k, mask=at < K - k, other=0.0)
-                    up3 = tl.dot(a, tl.permute(c, (0, 2, 1)), up3, input_precision=PREC)
-            acc, up = tl.sum(acc3, 0), tl.sum(up3, 0)
+            acc, up = sliced(x, w, pair // SHARE, i, w_row, 0, K, count, N, K, K, BM, BN, BK, SLICES, GATED, EVEN, PREC)
             if GATED:
                 acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
-            tl.store(out + pair[:, None] * N + cols[None, :], acc.to(kind), mask=ok & (cols[None, :] < N))
+            tl.store(out + pair[:, None] * N + cols[None, :], acc.to(kind), mask=(i < count)[:, None] & (cols[None, :] < N))
 
 
 @triton.jit
