@@ -41,13 +41,15 @@ def float32_drafter(rig: Rig) -> Gemma4Assistant:
     return Gemma4Assistant(rig.drafter.model.config, weights, ReferenceOps(), rig.model)
 
 
-def batch_of(rig: Rig, seqs: list[Any], context: int, params: list[SamplingParams]) -> DraftBatch:
+def batch_of(rig: Rig, seqs: list[Any], contexts: int | list[int], params: list[SamplingParams]) -> DraftBatch:
+    """The first sequences, one for each of `params`, at one context or at one each."""
     n, device = len(params), rig.device
+    lengths = [contexts] * n if isinstance(contexts, int) else contexts
     slots = torch.tensor([s.slot for s in seqs[:n]], device=device)
-    length = torch.full((n,), context, dtype=torch.int64, device=device)
+    length = torch.tensor(lengths, device=device)
     each, start = torch.arange(n, device=device), torch.arange(n + 1, dtype=torch.int32, device=device)
-    kv = rig.store.view(slots, length - 1, each, start, 1, context + 64)
-    rng = torch.Generator(device=device).manual_seed(context + n)
+    kv = rig.store.view(slots, length - 1, each, start, 1, max(lengths) + 64)
+    rng = torch.Generator(device=device).manual_seed(lengths[0] + n)
     features = torch.randn((n, rig.config.hidden), device=device, generator=rng).to(rig.model.dtype)
     sampling = SamplingBatch.build(params, [[]] * n, [[]] * n, rig.config.vocab_size, device)
     last = (each * 7919 + 11) % rig.config.vocab_size
@@ -72,13 +74,13 @@ def follow(reference: Gemma4Assistant, rig: Rig, batch: DraftBatch, tokens: Tens
     g = hidden
     for j in range(tokens.shape[1]):
         g, hidden = reference.step(rig.model.embed(token).float(), hidden, state)
-        ids, z = reference.candidates(g)
+        ids, z = reference.candidates(g, batch.sampling.lean(reference.cluster_ids, batch.length + 1 + j, reference.ops))
         own = batch.sampling.guess(z, batch.length + 1 + j, reference.ops, ids)
         token = tokens[:, j]
         same += int((own == token).sum())
         if not batch.sampling.any_hot:
             # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
-            row = token if ids is None else (reference.cluster_ids.flatten() == token[:, None]).int().argmax(1)
+            row = token if reference.cluster_ids is None else (reference.cluster_ids.flatten() == token[:, None]).int().argmax(1)
             score = (reference.head.reshape(-1, g.shape[1])[row] * g).sum(1)
             short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))
     return Followed(round(short, 4), round(same / tokens.numel(), 3), g)
@@ -92,7 +94,7 @@ def plain_round(model: Any, rig: Rig, batch: DraftBatch, steps: int) -> tuple[Te
     g = hidden
     for j in range(steps):
         g, hidden = model.step(rig.model.embed(token), hidden, state)
-        ids, z = model.candidates(g)
+        ids, z = model.candidates(g, batch.sampling.lean(model.cluster_ids, batch.length + 1 + j, rig.ops))
         token = batch.sampling.guess(z, batch.length + 1 + j, rig.ops, ids)
         out.append(token)
     return torch.stack(out, 1), g
