@@ -11,17 +11,11 @@ would; variants; clock cycles of each phase. --cycles: whole cycles of the full 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
-import traceback
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 import torch
+from gpu_common import FAILED, RESULTS, attempt, begin, cycles, finish, save, say, verdict
 
 from outrider.bench.gpu import Rig, collect
 from outrider.bench.rounds import Clock, batch_of, float32_drafter, follow, gentle, plain_round
@@ -42,14 +36,8 @@ CASES = [
     (1, 1024, True),
     (2, 300, True),  # step by step
 ]
-RESULTS: dict[str, Any] = {}
-BEGAN = time.perf_counter()
 COLD = SamplingParams()
 WARM = SamplingParams(temperature=0.8, seed=11)
-
-
-def say(*parts: object) -> None:
-    print(f"[{time.perf_counter() - BEGAN:6.1f}]", *parts, flush=True)
 
 
 def made(model: Any, name: str) -> FusedDrafter:
@@ -121,7 +109,7 @@ class Bench:
             error = job.exception()
             if error is not None:
                 say(f"{self.size} {name}: {type(error).__name__}: {str(error)[:400]}")
-                RESULTS.setdefault("failed", []).append({"job": f"{self.size} {name}", "error": str(error)})
+                FAILED.append(f"{self.size} {name}")
                 self.fused.pop(name, None)
         torch.cuda.synchronize()
         say(f"{self.size}: compiled; alarms {[n for n, f in self.fused.items() if f.alarmed]}")
@@ -147,9 +135,7 @@ class Bench:
                 good &= error <= 1e-2 and (seen.short <= 0.1) and seen.same >= (0.6 if hot else 0.5) and stable and not fused.alarmed
             self.row.setdefault("parity", []).append({"batch": n, "context": context, "hot": hot, "ok": good, **line})
             show = {k: [round(v, 5) for v in values] for k, values in line.items()}
-            say(
-                f"  {'ok  ' if good else 'FAIL'} {self.size} batch {n} context {context}{' with noise' if hot else ''}: state error, short, same: {show}"
-            )
+            verdict(f"{self.size} batch {n} context {context}{' with noise' if hot else ''}", good, f"state error, short, same: {show}")
 
     @torch.inference_mode()
     def speed(self, clock: Clock) -> None:
@@ -180,43 +166,13 @@ class Bench:
         return min((n for n in line if n != "old"), key=lambda n: line[n], default="new")
 
 
-@torch.inference_mode()
-def cycles(size: str, variant: str) -> None:
-    """The full model: plain step and cycles, with the old drafter and with the new one."""
-    rig = Rig.of(size, slots=1, context=2048)
-    try:
-        seqs, old = rig.open(1, 1024, 128), rig.drafter
-        assert old is not None
-        row: dict[str, Any] = {"ar": rig.graph(seqs, 0, 1024, 1280).time()}
-        for name, drafter in (("old", old), (variant, MTPDrafter(made(old.model, variant), rig.model))):
-            rig.drafter = drafter
-            for k in (4, 8, 16):
-                row[f"{name} {k}"] = rig.graph(seqs, k, 1024, 1280).time() / row["ar"]
-        RESULTS[f"cycles {size}"] = row
-        say(f"{size} cycle / AR at 1k (aims 1.25, 1.45, 1.8):", {n: round(v, 3) for n, v in row.items()})
-    finally:
-        rig.free()
-
-
-def attempt(what: str, job: Any, *args: Any) -> Any:
-    try:
-        return job(*args)
-    except Exception:
-        traceback.print_exc()
-        RESULTS.setdefault("failed", []).append({"job": what, "error": traceback.format_exc()})
-        return None
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="runs/gpu_draft")
     parser.add_argument("--sizes", nargs="*", default=["E2B", "E4B"])
     parser.add_argument("--cycles", nargs="*", default=["E2B"])
     args = parser.parse_args()
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    say(torch.cuda.get_device_name(), "torch", torch.__version__)
+    out = begin(args.out)
     clock = Clock(torch.device("cuda"))
     benches = [b for b in (attempt(size, Bench, size) for size in args.sizes) if b is not None]
     with ThreadPoolExecutor(12) as pool:
@@ -228,17 +184,15 @@ def main() -> None:
         attempt(f"{b.size} parity", b.parity)
         attempt(f"{b.size} speed", b.speed, clock)
         variant = b.best() if b.size == "E2B" else variant
-        (out / "draft.json").write_text(json.dumps(RESULTS, indent=1, default=str))
+        save(out / "draft.json")
     for b in benches:
         b.fused.clear()
         b.rig.free()
     benches.clear()
     collect()
     for size in args.cycles:
-        attempt(f"cycles {size}", cycles, size, variant)
-    (out / "draft.json").write_text(json.dumps(RESULTS, indent=1, default=str))
-    bad = [f"{s} {p['batch']}@{p['context']}" for s in args.sizes for p in RESULTS.get(s, {}).get("parity", []) if not p["ok"]]
-    say("FAILED:" if bad or "failed" in RESULTS else "all checks passed", *bad, *(f["job"] for f in RESULTS.get("failed", [])))
+        attempt(f"cycles {size}", cycles, size, lambda model: {variant: made(model, variant)})
+    finish(out / "draft.json")
 
 
 if __name__ == "__main__":

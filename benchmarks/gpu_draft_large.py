@@ -15,34 +15,24 @@ int8, and with int8 as tuned.
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-import time
-import traceback
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 import torch
+from gpu_common import FAILED, RESULTS, attempt, begin, cycles, finish, kernel_table, kernels, late, save, say, verdict
 from torch import Tensor
 
 from outrider.bench.gpu import Rig, collect
-from outrider.bench.rounds import Clock, batch_of
+from outrider.bench.rounds import Clock, batch_of, float32_drafter
 from outrider.models.gemma4_assistant import Gemma4Assistant
-from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton.draft_steps import Cuts, SteppedDrafter, unsupported
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import SamplingParams
 
-RESULTS: dict[str, Any] = {}
-FAILED: list[str] = []
 BEST: dict[str, Cuts] = {}  # by size, as tuned
-BEGAN = time.perf_counter()
 COLD, WARM = SamplingParams(), SamplingParams(temperature=0.8, seed=11)
 TRIED: dict[str, tuple[Any, ...]] = {  # in this order; bfloat16 takes half the rows
     "ready_gate": (True, False),
@@ -55,14 +45,6 @@ TRIED: dict[str, tuple[Any, ...]] = {  # in this order; bfloat16 takes half the 
     "down": ((16384, 1, 4), (32768, 2, 8), (8192, 1, 4)),
     "head": ((16, 4, 4), (32, 8, 2)),
 }
-
-
-def say(*parts: object) -> None:
-    print(f"[{time.perf_counter() - BEGAN:6.1f}]", *parts, flush=True)
-
-
-def late(deadline: float) -> bool:
-    return time.perf_counter() - BEGAN > deadline
 
 
 def error(got: Tensor, want: Tensor) -> float:
@@ -100,28 +82,11 @@ def parity(rig: Rig, exact: Gemma4Assistant, stepped: SteppedDrafter, batch: Dra
     return {**{k: round(v, 4) for k, v in out.items()}, "stable": bool(torch.equal(both, again))}
 
 
-def kernel_table(drafter: MTPDrafter, batch: DraftBatch, title: str, out: Path) -> None:
-    """Of the last of four steps (weights of the first may lie in L2)."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        drafter.propose(batch, 4)
-        torch.cuda.synchronize()
-    trace = out / "trace.json"
-    prof.export_chrome_trace(str(trace))
-    events = sorted((e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"), key=lambda e: e["ts"])
-    trace.unlink()
+def last_step(drafter: MTPDrafter, batch: DraftBatch, out: Path) -> list[dict[str, Any]]:
+    """The kernels of the last of four steps (weights of the first may lie in L2)."""
+    events = kernels(lambda: drafter.propose(batch, 4), out)
     heads = [i for i, e in enumerate(events) if e["name"].startswith("head_kernel")]
-    last = events[heads[-2] + 1 : heads[-1] + 1]
-    rows: dict[str, list[float]] = defaultdict(list)
-    for e in last:
-        rows[
-            f"{e['name'][:30]} grid {e['args'].get('grid')} x{e['args'].get('block', ['?'])[0]} regs {e['args'].get('registers per thread')}"
-        ].append(e["dur"])
-    say(f"  {title}: {len(last)} kernels, {sum(e['dur'] for e in last):.1f} us in kernels")
-    for name, d in rows.items():
-        print(f"      {sum(d):7.1f} us {len(d):3d} x {sum(d) / len(d):7.2f}  {name}")
-    RESULTS.setdefault("kernels", {})[title] = {n: d for n, d in rows.items()}
+    return events[heads[-2] + 1 : heads[-1] + 1]
 
 
 def compiled(jobs: list[tuple[MTPDrafter, DraftBatch, int]]) -> list[bool]:
@@ -192,8 +157,7 @@ def one_size(size: str, clock: Clock, deadline: float, out: Path, tuned: bool, w
         old, new = rig.drafter, {n: MTPDrafter(m, rig.model) for n, m in made.items()}
         assert all(compiled([(d, b, 2) for d in [old, *new.values()] for b in (alone, pair)])), "a kernel did not compile"
         say(f"{size}: compiled")
-        floats = {k: w.float() if w.is_floating_point() else w for k, w in rig.drafter_weights.items()}
-        exact = Gemma4Assistant(model.config, floats, ReferenceOps(), rig.model)
+        exact = float32_drafter(rig)
         for name, drafter in made.items():
             limit, short = (0.08, 0.4) if name == "int8" else (0.02, 0.1)
             for context, params in ((256, COLD), (1024, COLD), (4096, COLD), (300, WARM)):
@@ -201,12 +165,10 @@ def one_size(size: str, clock: Clock, deadline: float, out: Path, tuned: bool, w
                 good = got["g"] <= limit and got["fed"] <= 2 * limit and got["short"] <= short and got["stable"]
                 title = f"{size} {name} context {context}{' with noise' if params is WARM else ''}"
                 row.setdefault("parity", {})[title] = got
-                if not good:
-                    FAILED.append(title)
-                say(f"  {'ok  ' if good else 'FAIL'} {title}: {got}")
+                verdict(title, good, str(got))
         if not torch.equal(new["int8"].propose(pair, 3).tokens, old.propose(pair, 3).tokens):
             FAILED.append(f"{size} two sequences")
-        del exact, floats
+        del exact
         collect()
         for context, k in ((1024, 4), (1024, 16), (256, 4), (4096, 4)):
             batch = batch_of(rig, seqs, context, [COLD])
@@ -215,7 +177,8 @@ def one_size(size: str, clock: Clock, deadline: float, out: Path, tuned: bool, w
             say(f"  {size} context {context} K {k}: us a step", {a: round(v, 1) for a, v in line.items()})
         for name, drafter in made.items():
             if table:
-                kernel_table(MTPDrafter(drafter.recut(drafter.cuts, False), rig.model), alone, f"{size} {name} without PDL", out)
+                apart = MTPDrafter(drafter.recut(drafter.cuts, False), rig.model)
+                kernel_table(last_step(apart, alone, out), f"{size} {name} without PDL")
             if tuned and not late(deadline):
                 best = tune(rig, drafter, alone, clock, f"{size} {name}")
                 if name == "int8":
@@ -224,28 +187,14 @@ def one_size(size: str, clock: Clock, deadline: float, out: Path, tuned: bool, w
                 say(f"  {size} {name} tuned, context 1024: us a step at K", line)
     finally:
         rig.free()
-        (out / "draft_large.json").write_text(json.dumps(RESULTS, indent=1, default=str))
+        save(out / "draft_large.json")
 
 
-@torch.inference_mode()
-def cycles(size: str) -> None:
-    rig = Rig.of(size, slots=1, context=2048)
-    try:
-        seqs, old = rig.open(1, 1024, 128), rig.drafter
-        row: dict[str, Any] = {"ar": rig.graph(seqs, 0, 1024, 1280).time()}
-        int8 = SteppedDrafter(old.model, pdl=rig.ops.pdl)
-        drafters = {"old": old, "int8": MTPDrafter(int8, rig.model)}
-        if BEST:  # another size's where this one was not tuned
-            cuts = BEST.get(size, next(iter(BEST.values())))
-            drafters["tuned"] = MTPDrafter(int8.recut(cuts, rig.ops.pdl), rig.model)
-        for name, drafter in drafters.items():
-            rig.drafter = drafter
-            for k in (4, 8, 16):
-                row[f"{name} {k}"] = rig.graph(seqs, k, 1024, 1280).time() / row["ar"]
-        RESULTS[f"cycles {size}"] = row
-        say(f"{size} cycle / AR at 1k:", {n: round(v, 3) for n, v in row.items()})
-    finally:
-        rig.free()
+def variants(size: str, model: Any) -> dict[str, Any]:
+    """int8, and int8 as tuned; another size's cuts where this one was not tuned."""
+    int8 = SteppedDrafter(model, pdl=model.ops.pdl)
+    tuned = BEST.get(size) or next(iter(BEST.values()), None)
+    return {"int8": int8} | ({"tuned": int8.recut(tuned, model.ops.pdl)} if tuned else {})
 
 
 def main() -> None:
@@ -258,23 +207,13 @@ def main() -> None:
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--deadline", type=float, default=50.0, help="seconds after which nothing is tuned any more")
     args = parser.parse_args()
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    say(torch.cuda.get_device_name(), "torch", torch.__version__)
+    out = begin(args.out)
     clock = Clock(torch.device("cuda"))
-    for job in [
-        *((one_size, (size, clock, args.deadline, out, size in args.tune, args.wide, args.table)) for size in args.sizes),
-        *((cycles, (size,)) for size in args.cycles),
-    ]:
-        try:
-            job[0](*job[1])
-        except Exception:
-            traceback.print_exc()
-            FAILED.append(f"{job[0].__name__} {job[1][0]}")
-        collect()
-    (out / "draft_large.json").write_text(json.dumps(RESULTS, indent=1, default=str))
-    say("FAILED:" if FAILED else "all checks passed", *FAILED)
+    for size in args.sizes:
+        attempt(size, one_size, size, clock, args.deadline, out, size in args.tune, args.wide, args.table)
+    for size in args.cycles:
+        attempt(f"cycles {size}", cycles, size, lambda model, size=size: variants(size, model))
+    finish(out / "draft_large.json")
 
 
 if __name__ == "__main__":

@@ -11,19 +11,12 @@ Tiles and attention cuts are tried by gpu_target.py.
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import sys
 import time
-import traceback
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
-
 import torch
-import triton
+from gpu_common import RESULTS, attempt, begin, finish, kernel_table, kernels, save, say, verdict
 
 from outrider.bench.gpu import H200_BYTES_PER_S, Rig, time_ms
 from outrider.models.config import DrafterConfig, ModelConfig
@@ -31,16 +24,10 @@ from outrider.models.known import KNOWN
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps, linear
 from outrider.ops.triton.linear import Tile, skinny
-from outrider.types import AttnSpec, KVView
+from outrider.types import AttnSpec, Draft, KVView
 from outrider.weights.names import tensor_plan
 
 BF16 = torch.bfloat16
-RESULTS: dict[str, Any] = {}
-BEGAN = time.perf_counter()
-
-
-def say(*parts: object) -> None:
-    print(f"[{time.perf_counter() - BEGAN:6.1f}]", *parts, flush=True)
 
 
 def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
@@ -56,12 +43,12 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 def check(name: str, value: float, limit: float) -> None:
     ok = value <= limit
     RESULTS.setdefault("parity", {})[name] = {"error": value, "limit": limit, "ok": ok}
-    say(f"  {'ok  ' if ok else 'FAIL'} {name}: {value:.2e} (limit {limit:.0e})")
+    verdict(name, ok, f"{value:.2e} (limit {limit:.0e})")
 
 
 def same(name: str, equal: bool) -> None:
     RESULTS.setdefault("parity", {})[name] = {"ok": bool(equal)}
-    say(f"  {'ok  ' if equal else 'FAIL'} {name}")
+    verdict(name, equal)
 
 
 # ---- the family's shapes --------------------------------------------------------------------------------------------------
@@ -191,28 +178,6 @@ def graph_us(fn: Any, count: int, replays: int = 5) -> float:
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------------
-def kernel_table(replay: Any, title: str, out: Path) -> None:
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as prof:
-        replay()
-        torch.cuda.synchronize()
-    trace = out / "trace.json"
-    prof.export_chrome_trace(str(trace))
-    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
-    trace.unlink()
-    rows: dict[str, list[float]] = defaultdict(list)
-    for e in events:
-        rows[f"{e['name'][:44]} grid {e['args'].get('grid')} x{e['args'].get('block', ['?'])[0]}"].append(e["dur"])
-    total = sum(sum(v) for v in rows.values())
-    wall = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events) if events else 0.0
-    say(f"{title}: {len(events)} kernels, {total:.0f} us in kernels, {wall:.0f} us from first to last")
-    ranked = sorted(rows.items(), key=lambda r: -sum(r[1]))
-    for name, durations in ranked[:22]:
-        print(f"    {sum(durations):8.1f} us {len(durations):4d} x {sum(durations) / len(durations):7.2f}  {name}")
-    RESULTS.setdefault("kernels", {})[title] = [(n, len(d), sum(d)) for n, d in ranked]
-
-
 def models(sizes: list[str], out: Path) -> None:
     for size in sizes:
         began = time.perf_counter()
@@ -223,9 +188,7 @@ def models(sizes: list[str], out: Path) -> None:
             one_model(rig, size, size in ("E2B", "31B"), out)
         finally:
             rig.free()
-            del rig
-            gc.collect()
-            torch.cuda.empty_cache()
+            save(out / "smoke.json")
 
 
 def one_model(rig: Rig, size: str, full: bool, out: Path) -> None:
@@ -254,16 +217,16 @@ def one_model(rig: Rig, size: str, full: bool, out: Path) -> None:
     torch.cuda.synchronize()
     same(f"{size} logits with and without PDL", torch.equal(plain.logits, first))
     say(f"{size} AR without PDL {row['ar_no_pdl_ms']:.3f} ms")
-    kernel_table(plain.graph.replay, f"{size} AR without PDL", out)
+    kernel_table(kernels(plain.graph.replay, out), f"{size} AR without PDL")
     del plain
     if full:
         plain = rig.graph(seqs[:1], 4, 1024, 1280)
-        kernel_table(plain.graph.replay, f"{size} K=4 without PDL", out)
+        kernel_table(kernels(plain.graph.replay, out), f"{size} K=4 without PDL")
         del plain
     rig.ops.pdl = True
     for k in (1, 4, 8, 16):
         run = rig.graph(seqs[:1], k, 1024, 1280)
-        verify = rig.graph(seqs[:1], k, 1024, 1280, propose=lambda last, length, k=k: _fixed(last, k))
+        verify = rig.graph(seqs[:1], k, 1024, 1280, propose=lambda last, length, k=k: fixed(last, k))
         row[f"cycle_{k}_ms"], row[f"verify_{k}_ms"] = run.time(), verify.time()
         say(
             f"{size} K={k}: cycle {row[f'cycle_{k}_ms']:.3f} ms ({row[f'cycle_{k}_ms'] / row['ar_ms']:.3f} x AR), verify alone {row[f'verify_{k}_ms']:.3f}"
@@ -281,13 +244,10 @@ def one_model(rig: Rig, size: str, full: bool, out: Path) -> None:
             torch.cuda.synchronize()
             same(f"{size} logits of the first row: {label} against alone", torch.equal(other.logits[0], first[0]))
         del batch, batch0
-    (out / "smoke.json").write_text(json.dumps(RESULTS, indent=1, default=str))
     torch.cuda.synchronize()
 
 
-def _fixed(last: torch.Tensor, k: int) -> Any:
-    from outrider.types import Draft
-
+def fixed(last: torch.Tensor, k: int) -> Any:
     return Draft(last[:, None].expand(-1, k) + torch.arange(k, device=last.device), torch.full_like(last, k))
 
 
@@ -297,25 +257,12 @@ def main() -> None:
     parser.add_argument("--sections", nargs="+", default=["parity", "models"])
     parser.add_argument("--sizes", nargs="+", default=["E2B", "31B", "26B-A4B", "E4B", "12B"])
     args = parser.parse_args()
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
+    out = begin(args.out)
     jobs = {"parity": parity, "models": lambda: models(args.sizes, out)}
     for section in args.sections:
         say(f"== {section}")
-        try:
-            with torch.inference_mode():
-                jobs[section]()
-        except Exception:
-            traceback.print_exc()
-            RESULTS.setdefault("failed", []).append({"section": section, "error": traceback.format_exc()})
-            gc.collect()
-            torch.cuda.empty_cache()
-        (out / "smoke.json").write_text(json.dumps(RESULTS, indent=1, default=str))
-    bad = [name for name, r in RESULTS.get("parity", {}).items() if not r["ok"]]
-    say("FAILED:" if bad or RESULTS.get("failed") else "all checks passed", *bad, *(f["section"] for f in RESULTS.get("failed", [])))
+        attempt(section, jobs[section])
+    finish(out / "smoke.json")
 
 
 if __name__ == "__main__":

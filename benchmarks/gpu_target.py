@@ -1,9 +1,7 @@
-# ruff: noqa: E501, B023, F821
+# ruff: noqa: E501, B023
 """The target's pass on this GPU: tiles and cuts for 1 to 17 rows, then whole plain and verify passes before and after, in one run.
 
     python benchmarks/gpu_target.py [--out FOLDER] [--sections tiles cuts models] [--sizes 31B 12B E2B E4B 26B-A4B] [--seconds 80] [--old]
-
-Every cut is tried in a process of its own first: one that fails is left out and costs the others nothing.
 
 tiles: for every weight shape the best cut at one row, and for each the best wide one at 17 rows that adds in the same order: the one
 in tiles.py against turned ones (--old: unturned ones too). cuts: the same for attention at 1, 5, 9 and 17 rows. Whatever is chosen
@@ -13,12 +11,6 @@ must give a row the same bits in any company. models: plain and verify passes wi
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import subprocess
-import sys
-import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
@@ -27,9 +19,10 @@ from typing import Any
 
 import torch
 import triton
-from gpu_smoke import BEGAN, BF16, RESULTS, _fixed, graph_us, kernel_table, rand, same, say, view, weight_shapes
+from gpu_common import RESULTS, attempt, begin, finish, kernel_table, kernels, late, save, say
+from gpu_smoke import BF16, check, error, fixed, graph_us, rand, same, view, weight_shapes
 
-from outrider.bench.gpu import H200_BYTES_PER_S, SIZES, Rig
+from outrider.bench.gpu import H200_BYTES_PER_S, SIZES, Rig, collect
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
 from outrider.ops.triton import TritonOps, attention, linear
@@ -39,12 +32,7 @@ from outrider.types import AttnSpec
 
 Shape = tuple[int, int, bool]
 LAYERS = {"E2B": 10, "E4B": 12, "12B": 6, "26B-A4B": 6, "31B": 6}
-LIMIT = [80.0]
 OLD = [False]
-
-
-def late() -> bool:
-    return time.perf_counter() - BEGAN > LIMIT[0]
 
 
 def pooled(jobs: list[Callable[[], Any]]) -> None:
@@ -236,74 +224,26 @@ def kinds(sizes: list[str]) -> dict[AttnSpec, str]:
     return out
 
 
-def queries(packed: int, cut: Cut, dim: int) -> list[tuple[int, int]]:
+def queries(packed: int, dim: int) -> list[tuple[int, int]]:
     """(BQ, warps) worth trying for so many queries a K/V head; what spills is left out."""
-    if cut.slices == 0 and dim <= 256:
-        return [(16, 4)] if packed <= 16 else [(32, 4), (16, 4)] if packed <= 32 else [(64, 4), (32, 4)]
-    if cut.slices == 0:
-        return [(16, 8), (16, 4)] if packed <= 16 else [(32, 8)] if packed <= 32 else [(32, 8), (64, 8)]
     if packed <= 16:
         return [(16, 4)] if dim <= 256 else [(16, 8)]
     return [(16, 4), (32, 4)] if dim <= 256 else [(16, 4), (32, 8)]
 
 
 def options(spec: AttnSpec) -> list[Cut]:
-    """The cut in use, and turned ones; a split that is one block needs no loop, and half the registers."""
+    """The cut in use and other unsliced ones; a split that is one block needs no loop, and half the registers."""
     now = replace(attention.choose_cut(spec, BF16), queries=())
-    if spec.window is not None:
-        return [now, Cut(32, 64, 4, 2, 0), Cut(32, 32, 4, 1, 0), Cut(64, 64, 4, 2, 1)]
-    return [now, Cut(32, 64, 8, 2, 0), Cut(32, 32, 8, 2, 0)] if now.fine == 32 else [now, Cut(32, 64, 8, 2, 0)]
-
-
-ROWS, CONTEXTS = (1, 5, 9, 17), (1024, 4096)
-
-
-@torch.inference_mode()
-def probe(size: str, label: str, index: int) -> None:
-    """One cut at every number of rows and in every tile of queries, against the one in use."""
-    spec = next(s for s, where in kinds([size]).items() if where == label)
-    cut, now = options(spec)[index], attention.choose_cut(spec, BF16)
-    for r in ROWS:
-        kv, q = view(spec, [(1100 - r, r)], bound=1356), rand(r, spec.heads * spec.head_dim)
-        want = attention.attend(q, spec, kv, True, now).float()
-        for bq, w in queries(r * spec.heads // spec.kv_heads, cut, spec.head_dim):
-            for pdl in (True, False) if r in (1, 17) else (True,):
-                got = attention.attend(q, spec, kv, pdl, replace(cut, queries=((999, bq, w),))).float()
-                torch.cuda.synchronize()
-                assert (got - want).norm() < 1e-2 * want.norm(), f"{cut} tile {bq}: far from the one in use at {r} rows"
-
-
-def probed(sizes: list[str]) -> dict[AttnSpec, list[Cut]]:
-    """The cuts that work, tried side by side; what they compiled stays in the compiler's cache."""
-    specs = kinds(sizes)
-    tasks = {(s, i): [where.split()[0], where, str(i)] for s, where in specs.items() for i in range(1, len(options(s)))}
-    running = {
-        key: subprocess.Popen([sys.executable, __file__, "--probe", *task], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        for key, task in tasks.items()
-    }
-    good = {s: options(s)[:1] for s in specs}
-    for (s, i), child in running.items():
-        try:
-            complaint = child.communicate(timeout=60)[1]
-        except subprocess.TimeoutExpired:
-            child.kill()
-            complaint = "no end after 60 s"
-        if child.returncode == 0:
-            good[s].append(options(s)[i])
-        else:
-            same(f"{specs[s]} {astuple(options(s)[i])[:5]} works: {(complaint.strip().splitlines() or ['?'])[-1][:160]}", False)
-    say(f"cuts that work: {sum(map(len, good.values()))} of {len(tasks) + len(specs)}")
-    return good
+    return list(dict.fromkeys((now, *(replace(now, bn=bn, fine=fine) for bn, fine in ((32, 32), (32, 64), (64, 64))))))
 
 
 def cuts(sizes: list[str]) -> None:
-    rows_of, contexts, specs = ROWS, CONTEXTS, kinds(sizes)
-    good = probed(sizes)
+    rows_of, contexts, specs = (1, 5, 9, 17), (1024, 4096), kinds(sizes)
     views = {s: {(r, c): view(s, [(c - r, r)], bound=c + 256) for r in rows_of for c in contexts} for s in specs}
     qs = {s: {r: rand(r, s.heads * s.head_dim) for r in rows_of} for s in specs}
     tries = [
         (s, replace(cut, queries=((999, bq, w),)), r)
-        for s in specs for cut in good[s] for r in rows_of for bq, w in queries(r * s.heads // s.kv_heads, cut, s.head_dim)
+        for s in specs for cut in options(s) for r in rows_of for bq, w in queries(r * s.heads // s.kv_heads, s.head_dim)
     ]  # fmt: skip
     wanted = {(s, c): r for s, c, r in tries}
     say(f"compiling {len(wanted)} cuts")
@@ -311,13 +251,13 @@ def cuts(sizes: list[str]) -> None:
     say("kind | cut (bn, fine, warps, stages, slices) | us at rows 1, 5, 9, 17 @1k then @4k | queries")
     for spec, label in specs.items():
         results = []
-        for cut in good[spec]:
+        for cut in options(spec):
             us: dict[tuple[int, int], float] = {}
             chosen = []
             for r in rows_of:
                 packed = r * spec.heads // spec.kv_heads
                 ranked = []
-                for bq, w in queries(packed, cut, spec.head_dim):
+                for bq, w in queries(packed, spec.head_dim):
                     c = replace(cut, queries=((999, bq, w),))
                     try:
                         ranked.append(
@@ -356,6 +296,7 @@ def cuts(sizes: list[str]) -> None:
         for ctx in contexts:
             kv = views[spec][17, ctx]
             full = attention.attend(qs[spec][17], spec, kv, True, best)
+            check(f"{label}: against the cut in use", error(full, attention.attend(qs[spec][17], spec, kv, True, now)), 1e-2)
             for r in (1, 2, 5, 9, 16):
                 part = replace(kv, positions=kv.positions[:r], row_seq=kv.row_seq[:r], row_start=kv.row_start.clamp(max=r), max_rows=r)
                 if not torch.equal(attention.attend(qs[spec][17][:r], spec, part, True, best), full[:r]):
@@ -384,7 +325,7 @@ def use(tiles_too: bool, cuts_too: bool, saved: tuple[Any, Any]) -> None:
         )
 
 
-def models(sizes: list[str], out: Path) -> None:
+def models(sizes: list[str], out: Path, seconds: float) -> None:
     saved = (linear.choose_tile, attention.choose_cut)
 
     def warm(size: str) -> None:
@@ -392,7 +333,7 @@ def models(sizes: list[str], out: Path) -> None:
             rig = Rig.of(size, LAYERS[size], slots=8, context=1400)
             seqs = rig.open(8, 1024, 64)
             for batch, k in ((1, 0), (1, 4), (1, 8), (1, 16), *(((8, 4), (8, 8)) if size == "31B" else ())):
-                rig.graph(seqs[:batch], k, 1024, 1280, propose=lambda last, length, k=k: _fixed(last, k), eager=True).graph.replay()
+                rig.graph(seqs[:batch], k, 1024, 1280, propose=lambda last, length, k=k: fixed(last, k), eager=True).graph.replay()
             torch.cuda.synchronize()
             rig.free()
 
@@ -405,11 +346,10 @@ def models(sizes: list[str], out: Path) -> None:
     for plan in dict.fromkeys((plans["before"], plans.get("after", plans["before"]))):
         use(*plan, saved)
         pooled([lambda s=s: warm(s) for s in sizes])
-    gc.collect()
-    torch.cuda.empty_cache()
+    collect()
     say("compiled the models' kernels")
     for size in sizes:
-        if late():
+        if late(seconds):
             say(f"{size}: no time left")
             continue
         use(False, False, saved)
@@ -421,7 +361,7 @@ def models(sizes: list[str], out: Path) -> None:
         RESULTS.setdefault("models", {})[size] = row
 
         def ms(k: int) -> float:
-            return rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: _fixed(last, k)).time(10, 3)
+            return rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: fixed(last, k)).time(10, 3)
 
         for title, plan in plans.items():
             use(*plan, saved)
@@ -435,14 +375,14 @@ def models(sizes: list[str], out: Path) -> None:
             if title not in plans:
                 continue
             use(*plans[title], saved)
-            wide = {k: rig.graph(eight, k, 1024, 1280, propose=lambda last, length: _fixed(last, k)).time(4, 2) for k in (4, 8)}
+            wide = {k: rig.graph(eight, k, 1024, 1280, propose=lambda last, length: fixed(last, k)).time(4, 2) for k in (4, 8)}
             row[f"{title} batch 8"] = wide
             say(f"{size} {title} batch 8: 40 rows {wide[4]:.2f} ms, 72 rows {wide[8]:.2f} ms")
         plain = rig.graph(seqs, 0, 1024, 1280)
         plain.graph.replay()
         first = plain.logits.clone()
         for k in (4, 8, 16):
-            run = rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: _fixed(last, k))
+            run = rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: fixed(last, k))
             run.graph.replay()
             torch.cuda.synchronize()
             same(f"{size} logits of the first row of {k + 1} against alone", torch.equal(run.logits[0], first[0]))
@@ -450,15 +390,12 @@ def models(sizes: list[str], out: Path) -> None:
         if size == "31B":
             rig.ops.pdl = False
             for k in (16,):
-                run = rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: _fixed(last, k))
-                kernel_table(run.graph.replay, f"{size}, {k + 1} rows, without PDL", out)
+                run = rig.graph(seqs, k, 1024, 1280, propose=lambda last, length: fixed(last, k))
+                kernel_table(kernels(run.graph.replay, out), f"{size}, {k + 1} rows, without PDL")
                 del run
         del plain
         rig.free()
-        del rig
-        gc.collect()
-        torch.cuda.empty_cache()
-        (out / "target.json").write_text(json.dumps(RESULTS, indent=1, default=str))
+        save(out / "target.json")
 
 
 def main() -> None:
@@ -469,31 +406,19 @@ def main() -> None:
     parser.add_argument("--drafters", action="store_true", help="tiles for the drafters' shapes too")
     parser.add_argument("--seconds", type=float, default=80.0)
     parser.add_argument("--old", action="store_true", help="search unturned tiles as well")
-    parser.add_argument("--probe", nargs=3, metavar=("SIZE", "KIND", "INDEX"), help="only try one cut: what `cuts` starts")
     args = parser.parse_args()
-    if args.probe:
-        probe(args.probe[0], args.probe[1], int(args.probe[2]))
-        return
-    out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    LIMIT[0], OLD[0] = args.seconds, args.old
-    torch.manual_seed(0)
-    say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
-    jobs = {"tiles": lambda: tiles(args.drafters), "cuts": lambda: cuts(args.sizes), "models": lambda: models(args.sizes, out)}
+    OLD[0] = args.old
+    out = begin(args.out)
+    jobs = {
+        "tiles": lambda: tiles(args.drafters),
+        "cuts": lambda: cuts(args.sizes),
+        "models": lambda: models(args.sizes, out, args.seconds),
+    }
     for section in args.sections:
         say(f"== {section}")
-        try:
-            with torch.inference_mode():
-                jobs[section]()
-        except Exception:
-            traceback.print_exc()
-            RESULTS.setdefault("failed", []).append({"section": section, "error": traceback.format_exc()})
-            (out / "target.json").write_text(json.dumps(RESULTS, indent=1, default=str))
-            gc.collect()
-            torch.cuda.empty_cache()
-        (out / "target.json").write_text(json.dumps(RESULTS, indent=1, default=str))
-    bad = [name for name, r in RESULTS.get("parity", {}).items() if not r["ok"]]
-    say("FAILED:" if bad or RESULTS.get("failed") else "all checks passed", *bad, *(f["section"] for f in RESULTS.get("failed", [])))
+        attempt(section, jobs[section])
+        save(out / "target.json")
+    finish(out / "target.json")
 
 
 if __name__ == "__main__":

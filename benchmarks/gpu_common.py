@@ -1,0 +1,118 @@
+"""What the GPU scripts share: lines with the time, results in one file, jobs of which one may fail, cycles, tables of kernels."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+import triton
+
+from outrider.bench.gpu import Rig, collect
+from outrider.spec.mtp import MTPDrafter
+
+RESULTS: dict[str, Any] = {}
+FAILED: list[str] = []  # checks and jobs, by name
+BEGAN = time.perf_counter()
+
+
+def say(*parts: object) -> None:
+    print(f"[{time.perf_counter() - BEGAN:6.1f}]", *parts, flush=True)
+
+
+def late(seconds: float) -> bool:
+    return time.perf_counter() - BEGAN > seconds
+
+
+def verdict(name: str, ok: bool, note: str = "") -> None:
+    """A line for a check, remembered where it fails."""
+    if not ok:
+        FAILED.append(name)
+    say(f"  {'ok  ' if ok else 'FAIL'} {name}{note and ': '}{note}")
+
+
+def begin(folder: str) -> Path:
+    out = Path(folder)
+    out.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    say(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
+    return out
+
+
+def attempt(name: str, job: Callable[..., Any], *args: Any) -> Any:
+    """What the job gives, or None where it fails: that is said, and the next one can run."""
+    try:
+        with torch.inference_mode():
+            return job(*args)
+    except Exception:
+        traceback.print_exc()
+        FAILED.append(name)
+        RESULTS.setdefault("failed", []).append({"job": name, "error": traceback.format_exc()})
+        return None
+    finally:
+        collect()
+
+
+def save(path: Path) -> None:
+    path.write_text(json.dumps(RESULTS, indent=1, default=str))
+
+
+def finish(path: Path) -> None:
+    save(path)
+    say("FAILED:" if FAILED else "all checks passed", *FAILED)
+
+
+def cycles(size: str, others: Callable[[Any], dict[str, Any]]) -> None:
+    """The full model: its plain step, and cycles over it with the drafter as it is and with what `others` makes of it."""
+    rig = Rig.of(size, slots=1, context=2048)
+    try:
+        assert rig.drafter is not None
+        seqs, old = rig.open(1, 1024, 128), rig.drafter.model
+        row: dict[str, Any] = {"ar": rig.graph(seqs, 0, 1024, 1280).time()}
+        for name, drafter in {"old": old, **others(old)}.items():
+            rig.drafter = MTPDrafter(drafter, rig.model)
+            for k in (4, 8, 16):
+                row[f"{name} {k}"] = rig.graph(seqs, k, 1024, 1280).time() / row["ar"]
+        RESULTS[f"cycles {size}"] = row
+        say(f"{size} cycle / AR at 1k:", {n: round(v, 3) for n, v in row.items()})
+    finally:
+        rig.free()
+
+
+def kernels(call: Callable[[], Any], out: Path) -> list[dict[str, Any]]:
+    """The kernels of a call, in order, as the profiler saw them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        call()
+        torch.cuda.synchronize()
+    trace = out / "trace.json"
+    prof.export_chrome_trace(str(trace))
+    events = [e for e in json.loads(trace.read_text())["traceEvents"] if e.get("cat") == "kernel"]
+    trace.unlink()
+    return sorted(events, key=lambda e: e["ts"])
+
+
+def kernel_table(events: list[dict[str, Any]], title: str) -> None:
+    """The longest first."""
+    rows: dict[str, list[float]] = defaultdict(list)
+    for e in events:
+        args = e["args"]
+        shape = f"grid {args.get('grid')} x{args.get('block', ['?'])[0]} regs {args.get('registers per thread')}"
+        rows[f"{e['name'][:44]} {shape}"].append(e["dur"])
+    total = sum(sum(v) for v in rows.values())
+    wall = max(e["ts"] + e["dur"] for e in events) - events[0]["ts"] if events else 0.0
+    say(f"{title}: {len(events)} kernels, {total:.1f} us in kernels, {wall:.0f} us from first to last")
+    ranked = sorted(rows.items(), key=lambda r: -sum(r[1]))
+    for name, each in ranked[:22]:
+        print(f"    {sum(each):8.1f} us {len(each):4d} x {sum(each) / len(each):7.2f}  {name}")
+    RESULTS.setdefault("kernels", {})[title] = [(n, len(d), sum(d)) for n, d in ranked]
