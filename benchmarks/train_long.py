@@ -34,12 +34,12 @@ from outrider.train.trainer import Trainer, TrainSettings
 from outrider.weights.load import load_drafter
 
 CATEGORIES = {
-    "math": 0.7, "code": 0.5, "shell": 0.4, "sql": 1.0, "chat_multiturn": 0.7, "translation": 1.4, "summarization": 1.6, "reading": 1.4,
+    "math": 0.9, "code": 0.7, "shell": 0.4, "sql": 1.0, "chat_multiturn": 0.7, "translation": 1.4, "summarization": 1.6, "reading": 1.4,
     "rag": 2.0, "qa": 1.4, "explain": 1.2, "long": 1.0,
 }  # fmt: skip
 SHARE_WARM = 0.15  # of the carried answers at T = 0.8 that are trained on
 EARLY = 64  # tokens of an answer that count as its beginning
-SCALES = (1.0, 1.06, 1.12, 1.2)  # the drafter's logits times this
+SCALES = (0.94, 1.0, 1.06)  # the drafter's logits times this
 
 
 def seconds() -> float:
@@ -60,7 +60,8 @@ class Data:
         extra = keep / "extra.npz"
         if extra.exists():
             with np.load(extra) as file:
-                names = [str(file["names"][file["category"][line]]) for line in lines]
+                kinds, category = file["names"], file["category"]  # each access unpacks the file again
+                names = [str(kinds[category[line]]) for line in lines]
                 added = np.split(file["tokens"].astype(np.int64), np.cumsum(file["lengths"])[:-1])
             self.prompts += added
             names += ["long"] * len(added)
@@ -77,10 +78,11 @@ class Data:
         self.aside = carried.select(np.nonzero(carried.greedy & held)[0][:256])
         self.target, self.args = target, args
 
-    def pick(self, count: int, seed: int, among: np.ndarray) -> np.ndarray:
-        """`count` prompts by weight; one of weight over 1 may come twice (at T = 1 with another answer)."""
+    def pick(self, count: int, seed: int, among: np.ndarray, once: bool = False) -> np.ndarray:
+        """`count` prompts by weight; unless `once`, a prompt may come more often (at T = 1 with another answer each time)."""
         rng, whole = np.random.default_rng(seed), self.weight[among]
-        want = whole * min(1.0, count / whole.sum())
+        want = whole * count / whole.sum()
+        want = np.minimum(want, 1.0) if once else want
         return rng.permutation(np.repeat(among, np.floor(want + rng.random(len(among))).astype(np.int64)))[:count]
 
     def made(self, lines: np.ndarray, how: Answering, most: float) -> Sequences:
@@ -149,7 +151,7 @@ def long(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) ->
     hot_aside.index = hot_aside.index.astype(np.int32)
     hot = data.made(data.pick(args.hot, 7, data.open), Answering(args.max_new, 1.0, args.slots, 0.0, seed=7), args.answer_seconds)
     new = np.array([i for i in data.open if i not in data.greedy_at])
-    cold = data.made(data.pick(args.cold, 8, new), Answering(args.max_new, 1.0, args.slots, 1.0, seed=8), args.answer_seconds)
+    cold = data.made(data.pick(args.cold, 8, new, once=True), Answering(args.max_new, 1.0, args.slots, 1.0, seed=8), args.answer_seconds)
     mixed = Sequences.join([hot, cold, data.cold, data.warm])
     say(f"training on {len(hot)} T = 1, {len(cold)} + {len(data.cold)} greedy, {len(data.warm)} T = 0.8: {mixed.answer_tokens} tokens")
     say(f"held out, before: {short(held_out(target, net, data.aside, hot_aside, None))}")
@@ -161,7 +163,8 @@ def long(args: argparse.Namespace, out: Path, keep: Path, target: run.Target) ->
     settings = TrainSettings(
         minutes=max(1.0, args.budget - args.reserve - seconds()) / 60, survival=0.7, loss=LossMix.parse(args.hot_loss),
         greedy_loss=LossMix.parse(args.greedy_loss), lr=args.long_lr, warmup=100, hold=0.1, final=0.0, log_every=50, seed=11,
-        cluster_pull=args.cluster_pull, four_bits_from=args.four_bits_from, average=0.995, eval_every=args.eval_every,
+        cluster_pull=args.cluster_pull, four_bits_from=args.four_bits_from, average=0.995, eval_every=args.eval_every, muon=args.muon,
+        anchors=args.anchors, tokens=4 * args.anchors,
     )  # fmt: skip
     if args.steps_main:
         settings = replace(settings, minutes=None, steps=args.steps_main)

@@ -404,6 +404,8 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--four-bits-from", type=float, default=0.5)
     p.add_argument("--eval-every", type=int, default=700)
     p.add_argument("--recluster", action="store_true")
+    p.add_argument("--muon", action="store_true", help="long: Muon instead of AdamW for the matrices")
+    p.add_argument("--anchors", type=int, default=16384, help="long: query rows a batch")
     return p.parse_args()
 
 
