@@ -142,6 +142,21 @@ def test_clustered_logits(ops: CpuOps) -> None:
         assert torch.equal(best, want_best) and torch.allclose(z, want, rtol=1e-4, atol=1e-2)
 
 
+@pytest.mark.parametrize(("clusters", "size"), [(20, 9), (64, 48), (7, 33)])  # neither need divide into sixteens
+def test_cluster_lean(ops: CpuOps, clusters: int, size: int) -> None:
+    tokens = torch.randperm(clusters * size, generator=torch.Generator().manual_seed(1)).view(clusters, size)
+    seed, position = torch.tensor([1, -(1 << 40) - 3, 1 << 62, 5]), torch.tensor([0, 123456, 7, 8])
+    temperature, hot = torch.tensor([1.0, 0.3, 1.7, 1.0]), torch.tensor([True, True, True, False])
+    lean = ops.cluster_lean(tokens, seed, position, temperature, hot)
+    assert torch.allclose(lean, REF.cluster_lean(tokens, seed, position, temperature, hot), rtol=1e-5, atol=1e-6)
+    assert not lean[3].any() and torch.equal(ops.cluster_lean(tokens, seed[1:2], position[1:2], temperature[1:2], hot[1:2]), lean[1:2])
+
+    g, centroids, rows = whole(4, 64), seeded(clusters, 64) * 1e-3, seeded(clusters * size, 64).view(clusters, size, 64)
+    best, _ = ops.clustered_logits(g, centroids, rows, 5, lean)
+    assert torch.equal(best, REF.clustered_logits(g, centroids, rows, 5, lean)[0])
+    assert not torch.equal(best[:3], ops.clustered_logits(g, centroids, rows, 5)[0][:3])
+
+
 def test_choose(ops: CpuOps) -> None:
     rows, n = 40, 1003
     z = seeded(rows, n) * 3
@@ -313,7 +328,8 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
         again = compiled.step(e, h, fast)
         g, h = drafter.step(e, h, state)
         assert torch.equal(again[0], g) and torch.equal(again[1], h)
-        tokens, z = drafter.candidates(g)
+        ids = drafter.cluster_ids
+        tokens, z = drafter.candidates(g, None if ids is None else ops.cluster_lean(ids, seed, position + j, temperature, hot))
         best = ops.gumbel_argmax(z / temperature[:, None], seed, position + j, tokens, hot)
         token = best if tokens is None else tokens.gather(1, best[:, None])[:, 0]
         want.append(token)

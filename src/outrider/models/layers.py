@@ -132,13 +132,14 @@ class DraftHead:
     config: DrafterConfig
     head: Weight  # [V, h], or by cluster [C, S, h]
     centroids: Weight | None  # [C, h]
-    cluster_ids: Tensor  # [C, S] token ids, with centroids
+    cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
 
-    def candidates(self, g: Tensor) -> tuple[Tensor | None, Tensor]:
-        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N]."""
-        if self.centroids is None:
+    def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
+        lean [B, C]: added to the clusters' scores where the tokens will be chosen with noise (ops.cluster_lean)."""
+        if self.centroids is None or self.cluster_ids is None:
             return None, self.ops.logits(g, self.head, None)
-        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top)  # [B, top], [B, top, S]
+        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, lean)  # [B, top], [B, top, S]
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def full_logits(self, g: Tensor) -> Tensor:

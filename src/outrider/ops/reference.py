@@ -201,11 +201,22 @@ class ReferenceOps:
         return self.residual_norm(self.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
-    def clustered_logits(self, g: Tensor, centroids: Weight, rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    def clustered_logits(
+        self, g: Tensor, centroids: Weight, rows: Tensor, top: int, lean: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows in
-        cluster order) -> cluster ids [R, top], logits [R, top, S] float32."""
-        best = self.linear(g, centroids).float().topk(top, dim=-1).indices
+        cluster order); lean [R, C] float32, added to the clusters' scores -> cluster ids [R, top], logits [R, top, S] float32."""
+        score = self.linear(g, centroids).float()
+        best = (score if lean is None else score + lean).topk(top, dim=-1).indices
         return best, torch.einsum("rtsh,rh->rts", rows[best].float(), g.float())
+
+    def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
+        """How far sampling leans towards each cluster: temperature times the largest noise of its tokens, 0 where cold.
+
+        The noise of a draft is known before anything is scored, so the clusters that hold a lucky token can be told at once.
+        tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; hot bool [R] -> float32 [R, C]."""
+        luck = gumbel(seed[:, None, None], position[:, None, None], tokens).amax(-1)
+        return torch.where(hot[:, None], temperature[:, None] * luck, 0.0)
 
     def argmax(self, z: Tensor) -> Tensor:
         """z [R, N] -> [R]; the lowest index on ties."""
@@ -231,7 +242,12 @@ def noise_bits(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
     """Counter-based noise: 32 random bits (in int64), a pure function of its three arguments (broadcast)."""
     key = mix32((seed & 0xFFFFFFFF) ^ mix32((seed >> 32) & 0xFFFFFFFF))
     key = mix32(key ^ mix32((position + 0x9E3779B9) & 0xFFFFFFFF))
-    return mix32(key ^ mix32((token + 0x85EBCA6B) & 0xFFFFFFFF))
+    return mix32(key ^ token_hash(token))
+
+
+def token_hash(token: Tensor) -> Tensor:
+    """What noise needs of a token, whatever the seed and the position."""
+    return mix32((token + 0x85EBCA6B) & 0xFFFFFFFF)
 
 
 def uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:

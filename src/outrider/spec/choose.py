@@ -206,6 +206,12 @@ class SamplingBatch:
         )  # fmt: skip
 
     # ---- drafting -------------------------------------------------------------------------------------------------
+    def lean(self, clusters: Tensor | None, position: Tensor, ops: ReferenceOps) -> Tensor | None:
+        """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_lean`), or None. Clusters [C, S]."""
+        if clusters is None or not self.any_hot:
+            return None
+        return ops.cluster_lean(clusters, self.seed, position, self.temperature, self.hot)
+
     def guess(self, logits: Tensor, position: Tensor, ops: ReferenceOps, token_ids: Tensor | None = None) -> Tensor:
         """What the drafter thinks the target will choose, with the target's own noise: tokens [B] from its logits [B, N]
         (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: only the

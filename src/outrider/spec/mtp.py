@@ -32,7 +32,7 @@ class MTPDrafter:
             if batch.trust is not None:
                 end = tuple(torch.tensor(t, dtype=torch.float64) for t in (batch.stop, batch.drop, batch.trust))
             tokens, confidence, lengths = model.draft(
-                batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.hot, sampling.seed, at, end
+                batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.hot, sampling.seed, at, end, sampling.any_hot
             )
             return Draft(tokens, lengths, confidence=confidence)
         state = model.start(batch.kv, batch.features)
@@ -40,8 +40,10 @@ class MTPDrafter:
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
         for j in range(k):
             g, hidden = model.step(self.target.embed(token), hidden, state)
-            ids, logits = model.candidates(g)  # [B, N] ids (None: the whole vocabulary), float32 logits
             at = batch.length + 1 + j  # the position the guessed token will have
+            # Rejection wants tokens drawn from q: candidates may not depend on the noise that draws among them.
+            lean = None if batch.sampled else sampling.lean(model.cluster_ids, at, batch.ops)
+            ids, logits = model.candidates(g, lean)  # [B, N] ids (None: the whole vocabulary), float32 logits
             if batch.sampled:
                 token, q = sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab, ids)
                 qs.append(q)

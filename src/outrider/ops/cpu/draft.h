@@ -20,6 +20,23 @@ static void best_clusters(const float *z, int clusters, int top, int64_t *best) 
         best[at] = c;
     }
 }
+/* One member's share of: lean [rows, clusters] where hot, temperature · the largest noise of the cluster's tokens (that of
+ * the smallest bits). hashes [clusters / 16, size, 16]: a lane is a cluster. position + step: of the token being chosen. */
+static void lean_phase(Team *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *hot,
+                       const int64_t *seed, const int64_t *position, int step, float *lean) {
+    const int groups = (clusters + LANES - 1) / LANES;
+    int lo, hi;
+    while (team_next(team, rows * groups, 8, &lo, &hi))
+        for (int t = lo; t < hi; t++) {
+            const int r = t / groups, g = t % groups;
+            if (!hot[r]) continue;
+            const uint32_t key = noise_key(seed[r], position[r] + step);
+            const int32_t *hash = hashes + (long)g * size * LANES;
+            vi least = vi_set(-1);
+            for (int s = 0; s < size; s++) least = vi_min_unsigned(least, vi_noise_bits(key, vi_load(hash + (long)s * LANES)));
+            vf_store_n(lean + (long)r * clusters + g * LANES, vf_mul(vf_set(temperature[r]), vf_noise(least)), clusters - g * LANES);
+        }
+}
 /* One member's share of scoring the chosen clusters' tokens: out [rows, top, size]. */
 static void cluster_phase(Team *team, const Clusters *c, const Acts *a, int rows, const int64_t *best, float *out) {
     float tile[LANES];
@@ -41,6 +58,7 @@ typedef struct {
     float table_scale;
     int32_t steps, unit, tied, clusters, top, size; /* unit: inputs are normed; tied: the head reads what is fed back */
     const int64_t *cluster_ids; /* [clusters, size] token ids */
+    const int32_t *hashes;      /* as lean_phase */
     const int64_t *last;        /* [B] */
     const float *start;         /* [B, Hb] the target's hidden state */
     const float *taps;          /* [B, pre.k - 2·Hb], at unit scale, or NULL */
@@ -71,10 +89,17 @@ typedef struct {
     Run run;
     double *path; /* [B] */
     uint8_t *live; /* [B] whose drafts go on */
-    float *features, *hidden, *fed_back, *scores, *z;
+    float *features, *hidden, *fed_back, *lean, *scores, *z;
     int64_t *best, *ids;
     Acts g;
 } DraftRun;
+
+/* The lean of step k, while the members meet anyway: it hangs on nothing that is being computed. */
+static void draft_lean(Team *team, const DraftRun *d, int k) {
+    const Draft *r = &d->draft;
+    if (r->clusters && k < r->steps)
+        lean_phase(team, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->hot, r->seed, r->position, k, d->lean);
+}
 
 static void draft_region(Team *team, int me, void *job) {
     DraftRun *d = job;
@@ -88,6 +113,7 @@ static void draft_region(Team *team, int me, void *job) {
     int lo, hi;
     team_share(team, me, B, &lo, &hi);
     for (int b = lo; b < hi; b++) d->path[b] = 1.0, d->live[b] = 1, r->lengths[b] = r->steps;
+    draft_lean(team, d, 0);
     for (int k = 0; k < r->steps; k++) {
         for (int b = lo; b < hi; b++) {
             float *x = d->features + (long)b * in;
@@ -106,7 +132,11 @@ static void draft_region(Team *team, int me, void *job) {
             To to = {TO_STORE, NULL, d->scores, r->clusters};
             product_phase(team, me, &r->centroids, &d->g, B, &to);
             team_barrier(team);
-            for (int b = lo; b < hi; b++) best_clusters(d->scores + (long)b * r->clusters, r->clusters, r->top, d->best + (long)b * r->top);
+            for (int b = lo; b < hi; b++) {
+                float *score = d->scores + (long)b * r->clusters, *lean = d->lean + (long)b * r->clusters;
+                if (r->hot[b]) for (int c = 0; c < r->clusters; c++) score[c] += lean[c];
+                best_clusters(score, r->clusters, r->top, d->best + (long)b * r->top);
+            }
             team_barrier(team);
             cluster_phase(team, &clusters, &d->g, B, d->best, d->z);
         } else {
@@ -128,6 +158,7 @@ static void draft_region(Team *team, int me, void *job) {
             const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
             if (r->trust && d->live[b]) d->live[b] = goes_on(r, b, k, sure, d->path + b);
         }
+        draft_lean(team, d, k + 1);
         /* a member begins the next step with the rows it has chosen for itself */
         if (!r->trust) continue;
         team_barrier(team);
@@ -148,6 +179,7 @@ static size_t draft_layout(DraftRun *d, const Team *team, char *at) {
     d->features = (float *)TAKE(B * s->pre.k * 4);
     d->hidden = (float *)TAKE(B * s->hidden * 4);
     d->fed_back = s->post.kind != W_NONE ? (float *)TAKE(B * s->post.n * 4) : NULL;
+    d->lean = (float *)TAKE(B * r->clusters * 4);
     d->scores = (float *)TAKE(B * r->clusters * 4);
     d->best = (int64_t *)TAKE(B * r->top * 8);
     d->ids = (int64_t *)TAKE(r->clusters ? B * n * 8 : 0);

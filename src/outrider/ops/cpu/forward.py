@@ -19,6 +19,7 @@ from torch import Tensor
 from ...types import KVView
 from .lib import Batch, CCall, CDraft, CLayer, CStack, c_spec
 from .ops import ACTIVATIONS, CpuOps, at, floats, table_scale
+from .packing import cluster_hashes
 
 
 class Stack:
@@ -143,9 +144,12 @@ class CompiledDrafter:
             table=self.ops.c_weight(target.table), head=self.ops.c_weight(drafter.head),
             table_scale=table_scale(target.table, target.config.embed_scale), unit=self.unit, tied=config.tied_to_target,
         )  # fmt: skip
+        self.cluster_ids: Tensor | None = None
         if config.clusters:
             self.cluster_ids = drafter.cluster_ids.contiguous()
+            self.hashes = cluster_hashes(self.cluster_ids)
             c.centroids, c.cluster_ids = self.ops.c_weight(drafter.centroids), self.cluster_ids.data_ptr()
+            c.hashes = self.hashes.data_ptr()
             c.clusters, c.size = self.cluster_ids.shape
             c.top = config.cluster_top
 
@@ -168,11 +172,12 @@ class CompiledDrafter:
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None,
+        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where hot, else of the
         logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess.
-        With them their probabilities [B, steps] among the candidates and the lengths [B].
+        With them their probabilities [B, steps] among the candidates and the lengths [B]. warm: whether any is hot, for paths whose
+        host must know.
         `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself (spec.controller.Choice); when all have, the
         steps that are left do not run, and their tokens and probabilities are 0."""
         state = self.start(kv, features)

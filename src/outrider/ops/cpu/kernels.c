@@ -60,6 +60,20 @@ void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float 
     }
 }
 
+typedef struct { const int32_t *hashes; int clusters, size, rows; const float *temperature; const uint8_t *hot; const int64_t *seed, *position; float *out; } LeanJob;
+static void lean_region(Team *team, int me, void *job) {
+    (void)me;
+    LeanJob *j = job;
+    lean_phase(team, j->hashes, j->clusters, j->size, j->rows, j->temperature, j->hot, j->seed, j->position, 0, j->out);
+}
+void or_cluster_lean(Team *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *hot,
+                     const int64_t *seed, const int64_t *position, float *out) {
+    LeanJob job = {hashes, clusters, size, rows, temperature, hot, seed, position, out};
+    team_begin(team);
+    team_run(team, lean_region, &job);
+    team_end(team);
+}
+
 /* Logits of the tokens of the best clusters: best [rows, top], out [rows, top, size]. scores: [rows, clusters] */
 typedef struct { Clusters c; Acts a; int rows; int64_t *best; float *out; } ClusterJob;
 static void cluster_region(Team *team, int me, void *job) {

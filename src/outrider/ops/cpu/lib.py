@@ -65,7 +65,7 @@ class CDraft(Structure):
     _fields_ = [
         ("call", CCall), *[(name, CWeight) for name in ("table", "head", "centroids")], ("table_scale", c_float),
         *[(name, c_int32) for name in ("steps", "unit", "tied", "clusters", "top", "size")],
-        *[(name, c_void_p) for name in ("cluster_ids", "last", "start", "taps", "temperature", "hot", "seed", "position", "out")],
+        *[(name, c_void_p) for name in ("cluster_ids", "hashes", "last", "start", "taps", "temperature", "hot", "seed", "position", "out")],
         *[(name, c_void_p) for name in ("confidence", "lengths", "stop", "drop", "trust")],
     ]  # fmt: skip
 
@@ -90,6 +90,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "or_gated_linear": (None, [P, P, P, I, I, P]),
     "or_logits": (None, [P, P, P, I, F, P]),
     "or_rows": (None, [P, P, I, F, P]),
+    "or_cluster_lean": (None, [P, P, I, I, I, P, P, P, P, P]),
     "or_clustered": (None, [P, P, P, I, P, I, I, I, P, P]),
     "or_rms_norm": (None, [P, I, I, P, F, P]),
     "or_residual_norm": (None, [P, P, I, I, P, P, P, F, P, P, P]),

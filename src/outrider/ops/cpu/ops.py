@@ -65,6 +65,7 @@ class CpuOps(ReferenceOps):
         self._specs: dict[AttnSpec, CSpec] = {}
         self._batch: tuple[weakref.ref[KVView], Batch] | None = None
         self._pages: tuple[Any, Pages] | None = None
+        self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies pairs of them."""
@@ -238,16 +239,32 @@ class CpuOps(ReferenceOps):
         return self._pages[1]
 
     # ---- drafting and choosing --------------------------------------------------------------------------------------
-    def clustered_logits(self, g: Tensor, centroids: Weight, rows: Weight, top: int) -> tuple[Tensor, Tensor]:
+    def clustered_logits(
+        self, g: Tensor, centroids: Weight, rows: Weight, top: int, lean: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         g, c = floats(g), self.c_weight(rows)
         clusters, size = rows.shape[0], rows.shape[1]
         scores = self.linear(g, centroids)
+        if lean is not None:
+            scores += lean
         best = torch.empty((g.shape[0], top), dtype=torch.int64)
         out = torch.empty((g.shape[0], top, size))
         self.lib.or_clustered(
             self.team, ctypes.byref(c), g.data_ptr(), g.shape[0], scores.data_ptr(), clusters, top, size, best.data_ptr(), out.data_ptr()
         )
         return best, out
+
+    def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
+        if self._hashes is None or self._hashes[0]() is not tokens:
+            self._hashes = (weakref.ref(tokens), packing.cluster_hashes(tokens))
+        clusters, size = tokens.shape
+        seed, position, temperature, hot = seed.contiguous(), position.contiguous(), floats(temperature), hot.contiguous()
+        out = torch.zeros((seed.shape[0], clusters))
+        self.lib.or_cluster_lean(
+            self.team, self._hashes[1].data_ptr(), clusters, size, seed.shape[0],
+            temperature.data_ptr(), hot.data_ptr(), seed.data_ptr(), position.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
 
     def argmax(self, z: Tensor) -> Tensor:
         nothing = torch.zeros(z.shape[0], dtype=torch.int64)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..quant import BLOCKS, QuantPart, dequantize
+from ..reference import token_hash
 from .lib import W_Q4, W_Q4M, W_Q8, W_Q8M, CWeight
 from .memory import Arena
 
@@ -190,3 +191,12 @@ def quantize(dense: Tensor, mode: str, arena: Arena) -> PackedWeight | None:
         return None
     step = max(LANES, (1 << 22) // k // LANES * LANES)
     return assemble([quantize_rows(dense[lo : lo + step].float().numpy(), mode) for lo in range(0, n, step)], k, arena)
+
+
+def cluster_hashes(tokens: Tensor) -> Tensor:
+    """Token ids [C, S] -> int32 [C / 16, S, 16], what the noise needs of each: a lane is a cluster (lean_phase of draft.h)."""
+    clusters, size = tokens.shape
+    padded = torch.zeros((-(-clusters // LANES) * LANES, size), dtype=torch.int64)
+    padded[:clusters] = token_hash(tokens)
+    words = padded.view(-1, LANES, size).transpose(1, 2).numpy().astype(np.uint32)  # the lower 32 bits
+    return torch.from_numpy(np.ascontiguousarray(words).view(np.int32))

@@ -79,9 +79,14 @@ INLINE vi vi_mix32(vi x) {
     x = vi_mul(vi_xor(x, vi_shr(x, 15)), vi_set((int32_t)0x846CA68Bu));
     return vi_xor(x, vi_shr(x, 16));
 }
-/* Gumbel noise of sixteen tokens: -log(E), E = -log(1 - u), as the reference defines it. */
-INLINE vf vf_gumbel(uint32_t key, vi token) {
-    vi bits = vi_mix32(vi_xor(vi_set((int32_t)key), vi_mix32(vi_add(token, vi_set((int32_t)0x85EBCA6Bu)))));
+INLINE uint32_t noise_key(int64_t seed, int64_t position) {
+    const uint32_t key = mix32((uint32_t)seed ^ mix32((uint32_t)((uint64_t)seed >> 32)));
+    return mix32(key ^ mix32((uint32_t)(position + 0x9E3779B9)));
+}
+/* Sixteen tokens' 32 random bits, from what `mix32(token + ...)` gives for each. */
+INLINE vi vi_noise_bits(uint32_t key, vi hash) { return vi_mix32(vi_xor(vi_set((int32_t)key), hash)); }
+/* Gumbel noise of 32 random bits: -log(E), E = -log(1 - u), as the reference defines it. It falls as the bits rise. */
+INLINE vf vf_noise(vi bits) {
     vf high = vi_to_float(vi_shr(bits, 16)), low = vi_to_float(vi_and(bits, vi_set(0xFFFF)));
     vf u = vf_add(vf_mul(high, vf_set(65536.0f)), low); /* the 32 bits, rounded once */
     u = vf_min(vf_mul(vf_add(u, vf_set(0.5f)), vf_set(2.3283064365386963e-10f)), vf_set(0.99999994f));
@@ -89,6 +94,9 @@ INLINE vf vf_gumbel(uint32_t key, vi token) {
     vf small = vf_mul(u, vf_fma(u, vf_fma(u, vf_set(1.0f / 3.0f), vf_set(0.5f)), vf_set(1.0f))); /* log1p near 0 */
     vf large = vf_sub(zero, vf_log(vf_sub(vf_set(1.0f), vf_max(u, edge))));
     return vf_sub(zero, vf_log(vf_pick_lt(u, edge, small, large)));
+}
+INLINE vf vf_gumbel(uint32_t key, vi token) {
+    return vf_noise(vi_noise_bits(key, vi_mix32(vi_add(token, vi_set((int32_t)0x85EBCA6Bu)))));
 }
 
 /* The softmax of z at one column; 0 where z is no number. */
@@ -126,8 +134,7 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
         for (; i < n; i++) if (z[i] == top) return i;
         return 0;
     }
-    uint32_t key = mix32((uint32_t)seed ^ mix32((uint32_t)((uint64_t)seed >> 32)));
-    key = mix32(key ^ mix32((uint32_t)(position + 0x9E3779B9)));
+    const uint32_t key = noise_key(seed, position);
     /* noise lies in (-2.9, 22.9): a column further than 25.8 below the top can't win, so most draw no noise */
     const float bar = top - 26.0f;
     float found = -INFINITY;

@@ -84,6 +84,7 @@ INLINE vi vi_mul(vi a, vi b) { return _mm512_mullo_epi32(a, b); }
 INLINE vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 INLINE vi vi_or(vi a, vi b) { return _mm512_or_si512(a, b); }
 INLINE vi vi_xor(vi a, vi b) { return _mm512_xor_si512(a, b); }
+INLINE vi vi_min_unsigned(vi a, vi b) { return _mm512_min_epu32(a, b); }
 #define vi_shl(a, n) _mm512_slli_epi32(a, n)
 #define vi_shr(a, n) _mm512_srli_epi32(a, n)
 INLINE float vf_sum(vf a) { /* ((0+8)+(4+12))... : the same tree on every call */
@@ -167,6 +168,7 @@ INLINE vi vi_mul(vi x, vi y) { vi r = {_mm256_mullo_epi32(x.a, y.a), _mm256_mull
 INLINE vi vi_and(vi x, vi y) { vi r = {_mm256_and_si256(x.a, y.a), _mm256_and_si256(x.b, y.b)}; return r; }
 INLINE vi vi_or(vi x, vi y) { vi r = {_mm256_or_si256(x.a, y.a), _mm256_or_si256(x.b, y.b)}; return r; }
 INLINE vi vi_xor(vi x, vi y) { vi r = {_mm256_xor_si256(x.a, y.a), _mm256_xor_si256(x.b, y.b)}; return r; }
+INLINE vi vi_min_unsigned(vi x, vi y) { vi r = {_mm256_min_epu32(x.a, y.a), _mm256_min_epu32(x.b, y.b)}; return r; }
 INLINE vi vi_shl(vi x, int n) { vi r = {_mm256_slli_epi32(x.a, n), _mm256_slli_epi32(x.b, n)}; return r; }
 INLINE vi vi_shr(vi x, int n) { vi r = {_mm256_srli_epi32(x.a, n), _mm256_srli_epi32(x.b, n)}; return r; }
 INLINE float m256_sum(__m256 s) {
@@ -232,6 +234,7 @@ INLINE vi vi_mul(vi a, vi b) { return (vi)((vu)a * (vu)b); }
 INLINE vi vi_and(vi a, vi b) { return a & b; }
 INLINE vi vi_or(vi a, vi b) { return a | b; }
 INLINE vi vi_xor(vi a, vi b) { return a ^ b; }
+INLINE vi vi_min_unsigned(vi a, vi b) { vi m = (vu)a < (vu)b; return (m & a) | (~m & b); }
 INLINE vi vi_shl(vi a, int n) { return (vi)((vu)a << n); }
 INLINE vi vi_shr(vi a, int n) { return (vi)((vu)a >> n); }
 INLINE float vf_sum(vf a) {

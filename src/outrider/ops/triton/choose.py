@@ -21,14 +21,25 @@ def mix32(x):
 
 
 @triton.jit
-def gumbel(token, seed, position):
-    """The noise of tokens (int64) at a position: what target and drafters share."""
+def noise_bits(token, seed, position):
+    """32 random bits of tokens (int64) at a position."""
     key = mix32((seed & 0xFFFFFFFF).to(tl.uint32) ^ mix32(((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)))
     key = mix32(key ^ mix32(((position + 0x9E3779B9) & 0xFFFFFFFF).to(tl.uint32)))
-    bits = mix32(key ^ mix32(((token + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
+    return mix32(key ^ mix32(((token + 0x85EBCA6B) & 0xFFFFFFFF).to(tl.uint32)))
+
+
+@triton.jit
+def noise(bits):
+    """Gumbel noise; it falls as the bits rise."""
     u = tl.minimum((bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0), 1.0 - 1.0 / 16777216.0)
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0)))  # -log(1 - u) where 1 - u would round
     return -tl.log(tl.where(u < 1.0 / 1024.0, series, -tl.log(1.0 - u)))
+
+
+@triton.jit
+def gumbel(token, seed, position):
+    """What target and drafters share."""
+    return noise(noise_bits(token, seed, position))
 
 
 @triton.jit(do_not_specialize_on_alignment=["seed", "position", "hot"])
@@ -88,18 +99,54 @@ def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, ho
     return out
 
 
+@triton.jit(do_not_specialize_on_alignment=["seed", "position", "temperature", "hot"])
+def lean_kernel(
+    tokens, seed, position, temperature, hot, out, clusters, size, SOME: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """SOME clusters of one row a program: temperature times their tokens' largest noise, which is that of the smallest bits."""
+    row = tl.program_id(0).to(tl.int64)
+    c, i = tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, SPACE)
+    ok = (c < clusters)[:, None] & (i < size)[None, :]
+    start(PDL)
+    lean = tl.zeros((SOME,), dtype=tl.float32)
+    if tl.load(hot + row) != 0:
+        token = tl.load(tokens + c[:, None] * size + i[None, :], mask=ok, other=0)
+        bits = tl.where(ok, noise_bits(token.to(tl.int64), tl.load(seed + row), tl.load(position + row)), 0xFFFFFFFF)
+        lean = tl.load(temperature + row) * noise(tl.min(bits, 1))
+    tl.store(out + row * clusters + c, lean, mask=c < clusters)
+
+
+def cluster_lean(tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor, pdl: bool) -> Tensor:
+    """tokens [C, S] -> float32 [R, C]."""
+    (clusters, size), rows = tokens.shape, seed.shape[0]
+    out = torch.empty((rows, clusters), dtype=torch.float32, device=tokens.device)
+    space = triton.next_power_of_2(size)
+    some = max(1, 2048 // space)
+    lean_kernel[(rows, triton.cdiv(clusters, some))](
+        tokens, seed, position, temperature, hot.view(torch.uint8), out, clusters, size, SOME=some, SPACE=space, PDL=pdl, num_warps=4,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
 @triton.jit
-def top_clusters_kernel(z, best, clusters, TOP: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr):
-    """The TOP best of z [R, C], best first, ties to the lower id. No sort: the place of a cluster is the number of clusters
+def top_clusters_kernel(
+    z, lean, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """The TOP best of z [R, C] (+ lean), best first, ties to the lower id. No sort: the place of a cluster is the number of clusters
     that beat it, and each program counts for SOME of them."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * SOME + tl.arange(0, SOME)
     start(PDL)
     mine = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
+    if LEAN:
+        mine += tl.load(lean + row * clusters + c, mask=c < clusters, other=0.0)
     place = tl.zeros((SOME,), dtype=tl.int32)
     for base in range(0, clusters, STEP):
         i = base + tl.arange(0, STEP)
         other = tl.load(z + row * clusters + i, mask=i < clusters, other=float("-inf"))
+        if LEAN:
+            other += tl.load(lean + row * clusters + i, mask=i < clusters, other=0.0)
         beats = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (i[None, :] < c[:, None]))
         place += tl.sum(beats.to(tl.int32), 1)
     tl.store(best + row * TOP + place, c.to(tl.int64), mask=(place < TOP) & (c < clusters))
@@ -118,14 +165,16 @@ def cluster_scores_kernel(g, rows_, best, out, size, hidden, TOP: tl.constexpr, 
     tl.store(out + (row * TOP + t) * size + at, tl.sum(w * query[None, :], 1), mask=at < size)
 
 
-def cluster_scores(z: Tensor, g: Tensor, rows: Tensor, top: int, pdl: bool) -> tuple[Tensor, Tensor]:
-    """z [R, C] float32 centroid scores; g [R, h]; rows [C, S, h] -> cluster ids [R, top], logits [R, top, S]."""
+def cluster_scores(z: Tensor, lean: Tensor | None, g: Tensor, rows: Tensor, top: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """z [R, C] float32 centroid scores, lean [R, C] to be added; g [R, h]; rows [C, S, h] -> cluster ids [R, top], logits [R, top, S]."""
     count, clusters = z.shape
     size, hidden = rows.shape[1], rows.shape[2]
     best = torch.empty((count, top), dtype=torch.int64, device=z.device)
     out = torch.empty((count, top, size), dtype=torch.float32, device=z.device)
     launch = {"launch_pdl": True} if pdl else {}
-    top_clusters_kernel[(count, triton.cdiv(clusters, 16))](z, best, clusters, TOP=top, SOME=16, STEP=512, PDL=pdl, num_warps=4, **launch)
+    top_clusters_kernel[(count, triton.cdiv(clusters, 16))](
+        z, z if lean is None else lean, best, clusters, LEAN=lean is not None, TOP=top, SOME=16, STEP=512, PDL=pdl, num_warps=4, **launch
+    )
     cluster_scores_kernel[(count, top, triton.cdiv(size, 32))](
         g.contiguous(), rows, best, out, size, hidden, TOP=top, BS=32, BH=triton.next_power_of_2(hidden), PDL=pdl, num_warps=4, **launch
     )

@@ -127,6 +127,9 @@ def round_kernel(
             angles(scratch + b * STRIDE + A, at, freqs_a, D_A // 2)
             if COUNT_B > 0:
                 angles(scratch + b * STRIDE + A + D_A, at, freqs_b, D_B // 2)
+    warm = tl.full((), 0, tl.int32)
+    for b in range(batch):
+        warm |= tl.load(hot + b).to(tl.int32)
     for step in range(from_step, to_step):
         tick = base + (step - from_step) * END
         if first == 0:
@@ -148,8 +151,9 @@ def round_kernel(
         if (first <= HEAD) & (last > HEAD):
             R_HEAD: tl.constexpr = CLUSTERS // CUTS if CLUSTERS > H else H // CUTS
             spins = head_phase(
-                w + MIX, w + MIX + H * H, norms + H + (LAYERS - 1) * NORMS, norms, scratch, batch, tick + HEAD, spins, counter, probe,
-                H, CLUSTERS, R_HEAD, X1, Y, MG, GN, C, EPS, STRIDE, G, SYNC, PROBE,
+                w + MIX, w + MIX + H * H, norms + H + (LAYERS - 1) * NORMS, norms, cluster_ids, scratch, temperature, hot, seed, position,
+                warm, step, batch, tick + HEAD, spins, counter, probe, H, CLUSTERS, SIZE, R_HEAD, X1, Y, MG, GN, C, EPS, STRIDE, G, SYNC,
+                PROBE,
             )  # fmt: skip
         if (first <= HEAD + 1) & (last > HEAD + 1):
             spins = rank_phase(
@@ -215,14 +219,18 @@ def unsupported(drafter: Any) -> str | None:
 
 
 def by_steps(
-    drafter: Any, token: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor
-) -> Tensor:
-    """A round of [B, steps] tokens step by step through the drafter itself: what larger batches take."""
+    drafter: Any, token: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+    warm: bool,
+) -> Tensor:  # fmt: skip
+    """A round of [B, steps] tokens step by step through the drafter itself: what larger batches take. warm: any is hot."""
     state = drafter.start(kv, features)
     hidden, guesses = features[:, : drafter.config.backbone_hidden], []
     for j in range(steps):
         g, hidden = drafter.step(drafter.target.embed(token), hidden, state)
-        ids, logits = drafter.candidates(g)
+        lean = None
+        if warm and drafter.cluster_ids is not None:
+            lean = drafter.ops.cluster_lean(drafter.cluster_ids, seed, position + j, temperature, hot)
+        ids, logits = drafter.candidates(g, lean)
         z = torch.where(hot, 1.0 / temperature, 1.0)[:, None] * logits
         best = drafter.ops.gumbel_argmax(z, seed, position + j, ids, hot)
         token = best if ids is None else ids.gather(1, best[:, None])[:, 0]
@@ -242,6 +250,7 @@ class FusedDrafter:
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates, self.full_logits = drafter.start, drafter.step, drafter.candidates, drafter.full_logits
+        self.cluster_ids: Tensor = drafter.cluster_ids
         self.most, self.warps = most, warps
         self.runs = runs_of(drafter.blocks)
         self.sync = device.type in ("cuda", "meta")
@@ -310,7 +319,7 @@ class FusedDrafter:
             for i, b in enumerate(drafter.blocks)
         ]
         self.head = drafter.head.reshape(-1, h)
-        self.cluster_ids = drafter.cluster_ids.to(torch.int32).contiguous()
+        self.ids = drafter.cluster_ids.to(torch.int32).contiguous()
         dim = max(b.spec.head_dim for b in drafter.blocks)
         self.norm_stride = 4 * h + 16 + dim
         norms = torch.zeros(h + self.norm_stride * len(drafter.blocks), dtype=torch.float32, device=drafter.device)
@@ -336,12 +345,13 @@ class FusedDrafter:
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
-        end: Any = None,
+        end: Any = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = last.shape[0]
         if size > self.most:
-            return by_steps(self.drafter, last, features, kv, steps, temperature, hot, seed, position), None, torch.full_like(last, steps)
+            tokens = by_steps(self.drafter, last, features, kv, steps, temperature, hot, seed, position, warm)
+            return tokens, None, torch.full_like(last, steps)
         out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
         parts: list[Any] = []
         strides, pages = [], []
@@ -355,7 +365,7 @@ class FusedDrafter:
 
         def launch(from_step: int, to_step: int, first: int, end: int) -> None:
             round_kernel[(self.programs,)](
-                self.flat, self.norms, self.head, self.cluster_ids, self.target.table, features, last, out,
+                self.flat, self.norms, self.head, self.ids, self.target.table, features, last, out,
                 self.scratch, self.best, self.counter, self.epochs, self.probe, *parts, kv.positions, temperature, hot.view(torch.uint8),
                 seed, position, self.table_scale, features.stride(0), *strides, *pages, 2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,

@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .choose import gumbel
+from .choose import gumbel, noise, noise_bits
 from .common import activate
 
 # Thread 0 arrives and spins; the budget of spins (in, out) makes a round end even if a program is missing.
@@ -366,26 +366,36 @@ def down_phase(
 
 @triton.jit
 def head_phase(
-    mix, centroids, norms, final_norm, s0, batch, tick, spins, counter, probe,
-    H: tl.constexpr, CLUSTERS: tl.constexpr, R: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr, MG: tl.constexpr, GN: tl.constexpr,
-    C: tl.constexpr, EPS: tl.constexpr,
+    mix, centroids, norms, final_norm, cluster_ids, s0, temperature, hot, seed, position, warm, step, batch, tick, spins, counter, probe,
+    H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr, MG: tl.constexpr,
+    GN: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
-    """g = norm(x); scores of the clusters; what g adds to the next input (mix [H, H])."""
+    """g = norm(x); scores of the clusters, with the lean of those that sample (reference.cluster_lean); what g adds to the next
+    input (mix [H, H]). warm: whether any of the batch samples."""
     pid = tl.program_id(0)
     row, r = pid * R, tl.arange(0, R)
     tile, mixer = tile_of(centroids, row % CLUSTERS, H, R, H), tile_of(mix, row % H, H, R, H)
     weight, post, factor = spread(final_norm, R, H), spread(norms + 3 * H, R, H), tl.load(norms + 4 * H)
     x1 = spread(s0 + X1, R, H)
+    token = tl.zeros((R, SIZE), dtype=tl.int32)
+    if warm:
+        token = tile_of(cluster_ids, row % CLUSTERS, SIZE, R, SIZE)
     spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
     if (row < CLUSTERS) | (row < H):
         for b in range(batch):
             s = s0 + b * STRIDE
             if b > 0:
                 x1 = spread(s + X1, R, H)
-            x = normed((x1 + normed(spread(s + Y, R, H), post, EPS, H)) * factor, weight, EPS, H)
+            y = spread(s + Y, R, H)
+            lean = tl.zeros((R,), dtype=tl.float32)
+            if warm:  # while y is on its way
+                heat = tl.where(tl.load(hot + b) != 0, tl.load(temperature + b), 0.0)
+                bits = noise_bits(token.to(tl.int64), tl.load(seed + b), tl.load(position + b) + step)
+                lean = heat * noise(tl.min(bits, 1))
+            x = normed((x1 + normed(y, post, EPS, H)) * factor, weight, EPS, H)
             if row < CLUSTERS:
-                put(s + C + row + r, tl.sum(tile.to(tl.float32) * x, 1), SYNC)
+                put(s + C + row + r, tl.sum(tile.to(tl.float32) * x, 1) + lean, SYNC)
             if row < H:
                 put(s + MG + row + r, tl.sum(mixer.to(tl.float32) * x, 1), SYNC)
             keep(s + GN, x, R, H)

@@ -93,6 +93,7 @@ class SteppedDrafter:
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates, self.full_logits = drafter.start, drafter.step, drafter.candidates, drafter.full_logits
+        self.cluster_ids: Tensor | None = drafter.cluster_ids
         self.narrow = narrow
         if processors is None:
             processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -162,13 +163,13 @@ class SteppedDrafter:
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
-        end: Any = None,
+        end: Any = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = last.shape[0]
         lengths = torch.full_like(last, steps)
         if size > 1:
-            return by_steps(self.drafter, last, features, kv, steps, temperature, hot, seed, position), None, lengths
+            return by_steps(self.drafter, last, features, kv, steps, temperature, hot, seed, position, warm), None, lengths
         out = torch.empty((1, steps), dtype=torch.int64, device=last.device)
         state = self.drafter.start(kv, features)
         noise = (temperature, hot.view(torch.uint8), seed, position)

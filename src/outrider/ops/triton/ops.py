@@ -94,8 +94,13 @@ class TritonOps(ReferenceOps):
         return moe.experts(z, x, expert_scale, gate_up, down, top_k, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
-    def clustered_logits(self, g: Tensor, centroids: Weight, rows: Tensor, top: int) -> tuple[Tensor, Tensor]:
-        return choose.cluster_scores(self.logits(g, centroids, None), g, rows, top, self.pdl)
+    def clustered_logits(
+        self, g: Tensor, centroids: Weight, rows: Tensor, top: int, lean: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        return choose.cluster_scores(self.logits(g, centroids, None), lean, g, rows, top, self.pdl)
+
+    def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
+        return choose.cluster_lean(tokens, seed, position, temperature, hot, self.pdl)
 
     def compile_drafter(self, drafter: Any) -> Any:
         """A stand-in with the drafter's own methods whose rounds take few launches, where there is one: Hopper on."""
