@@ -15,7 +15,7 @@ risk more (`_Seq.bank`); exploring may cost at most `EXPLORE` of all time, with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,8 @@ BATCH_MARGIN = (
     0.006,
 )  # the same for a batch, and more for each sequence: its costs are known less well, and every row of it pays for a wrong guess
 REST, HOLD = 15, 2  # most steps a batch goes unplanned: while it decodes plainly, and while it drafts
+HOLD_ONE = 3  # the same for a single sequence whose drafts end themselves
+UNTOLD = 16  # observations that may wait to be learnt from
 PLANNING = 2e-4  # seconds a step that planning a batch takes while it drafts
 MARGIN = 0.01  # predicted gain below which plain decoding is kept
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
@@ -75,8 +77,8 @@ Array = NDArray[np.float64]
 
 class _Seq:
     __slots__ = (
-        "arms", "bank", "curve", "expected", "fixed", "interval", "key", "last", "plain", "planned", "probing", "step", "tokens", "wait",
-        "yields",
+        "arms", "bank", "choice", "curve", "expected", "fixed", "hold", "interval", "key", "last", "match", "plain", "planned", "probing",
+        "step", "tokens", "wait", "yields",
     )  # fmt: skip
 
     def __init__(self, wait: int) -> None:
@@ -84,6 +86,7 @@ class _Seq:
         self.expected: dict[tuple[str, int], list[float]] = {}  # E(0..16), dropped when something is observed
         self.yields: dict[str, Yield] = {}  # of drafts that end themselves
         self.last = PLAIN
+        self.choice, self.match, self.hold = PLAIN, 0, 0  # the plan, made at this length of match (_bucket), and cycles it holds on
         self.bank = 0.0  # plain steps won (or lost) by drafting in this request
         self.tokens = 0
         self.interval = wait
@@ -136,6 +139,7 @@ class Controller:
         self._rest = self._pause = 0
         self._held: list[Choice] = []
         self._histogram = [0] * (MAX_DRAFT + 1)
+        self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # observations to be learnt from
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
         """One that has seen nothing, with the same priors and a copy of the costs."""
@@ -146,6 +150,7 @@ class Controller:
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
         if len(seqs) == 1 and self.fixed is None and seqs[0].fixed is None:
             return [self._single(seqs[0])]
+        self._digest()
         ours = [view for view in seqs if view.fixed is None and self.fixed is None]
         planned = iter(self._joint_or_rest(ours) if ours else ())
         return [next(planned) if view.fixed is None and self.fixed is None else self._fixed(view) for view in seqs]
@@ -162,6 +167,12 @@ class Controller:
 
     def _single(self, view: SeqView) -> Choice:
         seq = self._seq(view.id)
+        if seq.hold > 0 and seq.match == _bucket(view.match_len):
+            offered = view.drafter_available.get(seq.choice.drafter or "", 0)
+            if seq.choice.k <= min(offered, view.remaining - 1):
+                seq.hold -= 1
+                return seq.choice
+        self._digest()
         curve = self.cost.curve(None, 1, view.context)
         plain = curve[0]
         base = 1.0 / plain
@@ -203,6 +214,8 @@ class Controller:
         elif least is not None:  # a probe is judged whole: what was dropped would teach nothing
             best = self._maybe_probe(seq, least, self.cost.curve(least.drafter, 1, view.context)[least.k] - plain)
         self._note(view, seq, best, plain, self.cost.curve(best.drafter, 1, view.context), plain)
+        seq.choice, seq.match = best, _bucket(view.match_len)
+        seq.hold = HOLD_ONE if best.stop and seq.bank > RISK else 0  # not while it might lose more than it may
         return best
 
     def _reach(self, name: str, size: int, context: int) -> int:
@@ -294,8 +307,9 @@ class Controller:
         return choice
 
     def again(self, ids: Sequence[str]) -> list[Choice] | None:
-        """Planning a batch takes a few percent of a step, so a plan holds for some steps: two where it drafts; where the same sequences
-        go on decoding plainly one, three, seven, then fifteen. None: it is time to plan. A choice of more tokens than are left is void."""
+        """Planning takes a few percent of a step, so a plan holds for some steps: a batch's for two where it drafts; where the same
+        sequences go on decoding plainly one, three, seven, then fifteen. None: it is time to plan. A choice of more tokens than are
+        left is void."""
         if self._rest == 0 or self._resting != ids:
             return None
         self._rest -= 1
@@ -407,6 +421,22 @@ class Controller:
         """What became of one sequence's draft (drafter None or drafted 0: a plain step)."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}")
+        self._untold.append((self._learn, (id, drafter, drafted, accepted, confidence)))
+
+    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
+        """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
+        self._untold.append((self._time_step, (batch, k, context, seconds, drafter)))
+        if len(self._untold) >= UNTOLD:
+            self._digest()
+
+    def _digest(self) -> None:
+        """Learn from what was observed since the last plan. Some cycles together: between passes over the weights all code is cold,
+        and the second call of a function costs a fraction of the first."""
+        for learn, what in self._untold:
+            learn(*what)
+        self._untold.clear()
+
+    def _learn(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
         self._histogram[drafted] += 1
         self._cycle.append((drafter, drafted, drafted if confidence is None else len(confidence)))
         seq = self._seqs.get(id)
@@ -453,8 +483,7 @@ class Controller:
                 "plainly (another base model, a fine-tune or a harsh quantisation does this; --drafter none silences it)"
             )
 
-    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
-        """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
+    def _time_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
         cycle, self._cycle, mixed = self._cycle[-batch:], [], None
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self._seconds(cycle, context)
@@ -463,11 +492,13 @@ class Controller:
         self.cost.observe(batch, k, context, seconds, drafter, mixed)
 
     def trust(self, drafter: str) -> list[float]:
-        """Acceptance by confidence, in 16 equal bins: index with int(confidence · 16), at most 15."""
+        """Acceptance by confidence, in 16 equal bins: index with int(confidence · 16), at most 15. The list never changes: what was
+        learnt since comes in another one."""
         shared = self._shared.get((drafter, 0))
-        return list(shared.trust) if shared is not None else [(i + 0.5) / BINS for i in range(BINS)]
+        return shared.trust if shared is not None else [(i + 0.5) / BINS for i in range(BINS)]
 
     def finish(self, id: str) -> None:
+        self._digest()
         self._seqs.pop(id, None)
 
     # ---- looking in --------------------------------------------------------------------------------------------------
@@ -477,6 +508,7 @@ class Controller:
         return list(self._warnings)
 
     def snapshot(self) -> dict[str, Any]:
+        self._digest()
         return {
             "acceptance": {f"{n}:{b}" if n == "ngram" else n: [round(a, 4) for a in d.a] for (n, b), d in self._shared.items()},
             "drafts": {f"{n}:{b}" if n == "ngram" else n: d.judged for (n, b), d in self._shared.items()},
