@@ -9,6 +9,15 @@ int or_forward(Team *team, const Call *call);
 int or_draft(Team *team, const Draft *draft);
 void or_logits(Team *team, const Weight *w, const float *x, int rows, float cap, float *out);
 
+typedef struct {          /* one sequence */
+    int64_t last, length;  /* the newest token and its position */
+    double stop, drop;     /* as in Draft */
+    int32_t slot;
+    int32_t k;             /* in: most tokens to draft; out: as many as were verified */
+    int32_t given;         /* drafts[b] holds k guesses already */
+    int32_t accepted;      /* out */
+} Asked;
+
 typedef struct {
     Call call;                     /* the target's stack; of its batch: page size, whole page tables by slot, the cache */
     Weight head;
@@ -16,18 +25,14 @@ typedef struct {
     float *const *taps;            /* [streams] [rows, H] residual streams that the drafter wants beside the hidden state */
     float *features;               /* [slots, (1 + streams)·H], by slot: in what drafts start from, out what the next will */
     float *z;                      /* [rows, V] */
-    const int32_t *slot;           /* [B] */
-    const int64_t *last, *length;  /* [B] the newest token and its position */
-    int32_t *k;                    /* [B] in: most tokens to draft; out: as many as were verified */
-    const uint8_t *given;          /* [B] 1: drafts[b] holds k[b] guesses already */
+    Asked *asked;                  /* [B] */
     int64_t *drafts;               /* [B, most] */
     float *confidence;             /* [B, most] of what was drafted here */
     const float *temperature;      /* [B]; 1 where cold */
     const uint8_t *hot;            /* [B] */
     const int64_t *seed;           /* [B] */
-    const double *stop, *drop, *trust; /* as in Draft */
+    const double *trust;           /* as in Draft */
     int64_t *chosen;               /* [rows] the target's own tokens */
-    int32_t *accepted;             /* [B] */
     int32_t seqs, most, streams, shift; /* shift: of the drafter's constant position */
     float cap;                     /* of the logits; 0: none */
 } Cycle;
@@ -53,7 +58,7 @@ static void gather_tables(Batch *to, const Cycle *c, const int *who, int count, 
         const int32_t *from = c->call.batch.tables[g];
         if (!from) continue;
         for (int i = 0; i < count; i++)
-            memcpy(at + (long)i * width, from + (long)c->slot[who ? who[i] : i] * c->call.batch.width[g], (size_t)width * 4);
+            memcpy(at + (long)i * width, from + (long)c->asked[who ? who[i] : i].slot * c->call.batch.width[g], (size_t)width * 4);
         to->tables[g] = at;
         to->width[g] = width;
         at += (long)count * width;
@@ -65,7 +70,7 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
     const int B = c->seqs, H = c->call.stack->hidden, wide = (1 + c->streams) * H;
     int n = 0, steps = 0, who[B];
     for (int b = 0; b < B; b++)
-        if (!c->given[b] && c->k[b] > 0) { who[n++] = b; if (c->k[b] > steps) steps = c->k[b]; }
+        if (!c->asked[b].given && c->asked[b].k > 0) { who[n++] = b; if (c->asked[b].k > steps) steps = c->asked[b].k; }
     if (!n) return 0;
     Draft d = *c->draft;
     const size_t floats = (size_t)n * (wide + 1 + steps), longs = (size_t)n * (6 + steps), doubles = 2 * (size_t)n;
@@ -79,10 +84,11 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
     uint8_t *hot = (uint8_t *)(tables + 2 * (size_t)n * width);
     for (int i = 0; i < n; i++) {
         const int b = who[i];
-        const float *from = c->features + (long)c->slot[b] * wide;
-        last[i] = c->last[b]; seed[i] = c->seed[b]; hot[i] = c->hot[b]; temperature[i] = c->temperature[b];
-        guess[i] = c->length[b] + 1; position[i] = c->length[b] - 1; row_seq[i] = row_start[i] = i;
-        if (c->trust) { stop[i] = c->stop[b]; drop[i] = c->drop[b]; }
+        const Asked *a = &c->asked[b];
+        const float *from = c->features + (long)a->slot * wide;
+        last[i] = a->last; seed[i] = c->seed[b]; hot[i] = c->hot[b]; temperature[i] = c->temperature[b];
+        guess[i] = a->length + 1; position[i] = a->length - 1; row_seq[i] = row_start[i] = i;
+        stop[i] = a->stop; drop[i] = a->drop;
         memcpy(start + (long)i * H, from, (size_t)H * 4);
         for (int t = 0; t < c->streams; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * c->streams + t) * H);
     }
@@ -98,14 +104,14 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
     const int failed = or_draft(team, &d);
     for (int i = 0; i < n && !failed; i++) {
         const int b = who[i];
-        int k = lengths[i] < c->k[b] ? (int)lengths[i] : c->k[b];
+        int k = lengths[i] < c->asked[b].k ? (int)lengths[i] : c->asked[b].k;
         for (int j = 0; j < k; j++) {
             const int64_t token = out[(long)i * steps + j];
             if (token < 0 || token >= c->head.n) { k = j; break; } /* a damaged drafter must not reach the target */
             c->drafts[(long)b * c->most + j] = token;
         }
         memcpy(c->confidence + (long)b * c->most, sure + (long)i * steps, (size_t)steps * 4);
-        c->k[b] = k;
+        c->asked[b].k = k;
     }
     free(room);
     return failed;
@@ -114,10 +120,10 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
 int or_cycle(Team *team, Cycle *c) {
     const int B = c->seqs, H = c->call.stack->hidden;
     int64_t deepest = 0, rows = 0;
-    for (int b = 0; b < B; b++) if (c->length[b] + c->k[b] > deepest) deepest = c->length[b] + c->k[b];
+    for (int b = 0; b < B; b++) if (c->asked[b].length + c->asked[b].k > deepest) deepest = c->asked[b].length + c->asked[b].k;
     const int width = (int)(deepest / c->call.batch.page_size) + 1;
     if (c->draft && cycle_draft(team, c, width)) return 1;
-    for (int b = 0; b < B; b++) rows += c->k[b] + 1;
+    for (int b = 0; b < B; b++) rows += c->asked[b].k + 1;
     char *room = malloc((size_t)rows * 3 * 8 + (size_t)(B + 1 + 2 * B * width) * 4);
     if (!room) return 1;
     int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows;
@@ -125,9 +131,9 @@ int or_cycle(Team *team, Cycle *c) {
     int r = 0;
     for (int b = 0; b < B; b++) {
         row_start[b] = r;
-        for (int j = 0; j <= c->k[b]; j++, r++) {
-            ids[r] = j ? c->drafts[(long)b * c->most + j - 1] : c->last[b];
-            positions[r] = c->length[b] + j;
+        for (int j = 0; j <= c->asked[b].k; j++, r++) {
+            ids[r] = j ? c->drafts[(long)b * c->most + j - 1] : c->asked[b].last;
+            positions[r] = c->asked[b].length + j;
             row_seq[r] = b;
         }
     }
@@ -144,11 +150,12 @@ int or_cycle(Team *team, Cycle *c) {
         team_run(team, verdict_region, &job);
         team_end(team);
         for (int b = 0; b < B; b++) {
+            Asked *a = &c->asked[b];
             int right = 0;
-            while (right < c->k[b] && c->drafts[(long)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
-            c->accepted[b] = right;
+            while (right < a->k && c->drafts[(long)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
+            a->accepted = right;
             const long row = row_start[b] + right;
-            float *to = c->features + (long)c->slot[b] * (1 + c->streams) * H;
+            float *to = c->features + (long)a->slot * (1 + c->streams) * H;
             memcpy(to, call.hidden + row * H, (size_t)H * 4);
             for (int t = 0; t < c->streams; t++) memcpy(to + (1 + t) * H, c->taps[t] + row * H, (size_t)H * 4);
         }

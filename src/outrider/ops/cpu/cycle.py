@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int32, c_int64, c_uint8, c_void_p
+from ctypes import c_double, c_float, c_int64, c_void_p
+from struct import Struct
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from torch import Tensor
 from ...types import MAX_DRAFT
 from .forward import CompiledDrafter, CompiledModel
 from .lib import CCall, CCycle, CDraft
+
+ASKED = Struct("=qqddiiii")  # Asked in cycle.h
 
 
 class Asked(NamedTuple):
@@ -61,13 +64,12 @@ class HostCycle:
             own.call = CCall(ctypes.pointer(drafter.stack.c), c.call.batch)
             c.draft, c.shift = ctypes.addressof(own), drafter.shift
         most = features.shape[0]
-        self.slot, self.k, self.accepted = (c_int32 * most)(), (c_int32 * most)(), (c_int32 * most)()
-        self.last, self.length, self.drafts = (c_int64 * most)(), (c_int64 * most)(), (c_int64 * (most * MAX_DRAFT))()
-        self.given, self.confidence = (c_uint8 * most)(), (c_float * (most * MAX_DRAFT))()
-        self.stop, self.drop, self.trust = (c_double * most)(), (c_double * most)(), (c_double * 16)()
-        for name in ("slot", "k", "accepted", "last", "length", "drafts", "given", "confidence", "stop", "drop"):
-            setattr(c, name, ctypes.addressof(getattr(self, name)))
-        self.at_trust = ctypes.addressof(self.trust)
+        self.asked = bytearray(most * ASKED.size)
+        self.drafts, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
+        self.trust = (c_double * 16)()
+        c.asked = ctypes.addressof(ctypes.c_char.from_buffer(self.asked))
+        c.drafts, c.confidence, self.at_trust = map(ctypes.addressof, (self.drafts, self.confidence, self.trust))
+        self.trusted: Sequence[float] | None = None  # what `trust` holds
         self.ref = ctypes.byref(c)
         self.room = 0
         self.sampling: Any = None
@@ -89,12 +91,10 @@ class HostCycle:
 
     def run(self, asked: Sequence[Asked], sampling: Any, trust: Sequence[float] | None) -> list[Told]:
         """`sampling`: the batch's temperature, hot and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
-        drafts may end themselves."""
-        c, size = self.c, len(asked)
-        rows = size
+        drafts may end themselves; a list that does not change."""
+        c, rows = self.c, len(asked)
         for i, (slot, last, length, k, guess, stop, drop) in enumerate(asked):
-            self.slot[i], self.last[i], self.length[i], self.k[i], self.given[i] = slot, last, length, k, guess is not None
-            self.stop[i], self.drop[i] = stop, drop
+            ASKED.pack_into(self.asked, i * ASKED.size, last, length, stop, drop, slot, k, guess is not None, 0)
             if guess is not None:
                 self.drafts[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
             rows += k
@@ -103,16 +103,18 @@ class HostCycle:
         if sampling is not self.sampling:
             self.sampling = sampling
             c.temperature, c.hot, c.seed = sampling.temperature.data_ptr(), sampling.hot.data_ptr(), sampling.seed.data_ptr()
-        c.trust = None
-        if trust is not None:
-            self.trust[:] = list(trust)
-            c.trust = self.at_trust
-        c.seqs = size
+        if trust is not self.trusted:
+            self.trusted = trust
+            if trust is not None:
+                self.trust[:] = trust
+            c.trust = self.at_trust if trust is not None else None
+        c.seqs = len(asked)
         if self.ops.lib.or_cycle(self.ops.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
-        for i, (k, right) in enumerate(zip(self.k[:size], self.accepted[:size])):
-            sure, most, guess = None, asked[i][3], asked[i][4]
+        for i, (_, _, _, most, guess, _, _) in enumerate(asked):
+            _, _, _, _, _, k, _, right = ASKED.unpack_from(self.asked, i * ASKED.size)
+            sure = None
             if guess is None and most:
                 sure = self.confidence[i * MAX_DRAFT : i * MAX_DRAFT + min(most, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted

@@ -73,8 +73,8 @@ class CDraft(Structure):
 class CCycle(Structure):
     _fields_ = [
         ("call", CCall), ("head", CWeight),
-        *[(name, c_void_p) for name in ("draft", "taps", "features", "z", "slot", "last", "length", "k", "given", "drafts", "confidence")],
-        *[(name, c_void_p) for name in ("temperature", "hot", "seed", "stop", "drop", "trust", "chosen", "accepted")],
+        *[(name, c_void_p) for name in ("draft", "taps", "features", "z", "asked", "drafts", "confidence")],
+        *[(name, c_void_p) for name in ("temperature", "hot", "seed", "trust", "chosen")],
         *[(name, c_int32) for name in ("seqs", "most", "streams", "shift")], ("cap", c_float),
     ]  # fmt: skip
 
