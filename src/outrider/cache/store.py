@@ -113,7 +113,10 @@ class KVStore:
         """Make room for positions 0..positions-1, evicting shared prefixes that nobody uses. False: no room."""
         for name, group in self.groups.items():
             pages = seq.pages[name]
-            short = group.need(pages, positions) - group.pool.free
+            need = group.need(pages, positions)
+            if not need:
+                continue
+            short = need - group.pool.free
             if short > 0:
                 self.prefix.evict(name, short)
             try:

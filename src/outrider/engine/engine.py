@@ -23,7 +23,7 @@ from ..spec.mtp import MTPDrafter
 from ..spec.ngram import NgramIndex
 from ..types import MAX_DRAFT, Draft, OutriderError, RequestStats
 from .cycle import CycleInput, Rows, cut, cycle, forward, grammar_masks, logprobs, verify_coupled
-from .graphs import Flight, GraphRunner, plain
+from .graphs import Flight, GraphRunner, Key, plain
 from .metrics import Metrics
 from .propose import Proposer
 from .scheduler import Chunk, DecodeRow, Request, Scheduler, Seq
@@ -56,7 +56,7 @@ class Working:
     detok: Detokenizer | None
     ngram: NgramIndex | None
     matcher: Any | None
-    text: str = ""  # all text so far
+    text: str = ""  # all text so far, where there are stop strings
     shown: int = 0  # how much of it has been emitted (text that might begin a stop string is held back)
     held: Event | None = None
 
@@ -114,7 +114,7 @@ class Engine:
         self._landed = 0.0
         self._timed: list[Seq] = []  # the batch whose last cycle was timed
         self._warned = 0  # how many of the controller's warnings were passed on
-        self._sampling: tuple[list[Request], SamplingBatch] | None = None
+        self._sampling: tuple[list[Request], SamplingBatch, bool] | None = None
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
@@ -167,11 +167,12 @@ class Engine:
         return bool(self._seqs) or bool(self._events)
 
     # ---- one step -----------------------------------------------------------------------------------------------
-    @torch.inference_mode()
     def step(self) -> list[Event]:
+        """Between two passes over the weights every line here runs on cold caches. So the way of a host cycle is kept short, and
+        tensor operations (and the 40 µs of entering inference mode) to the steps that need them."""
         began = self.clock()
         lag = self.graphs is not None and all(self._can_lag(s) for s in self.scheduler.running)
-        if not lag:
+        if not lag and self._flight is not None:
             self._land()
         for seq in (
             self.scheduler.running if self.graphs is not None else ()
@@ -253,6 +254,7 @@ class Engine:
         """May its next cycle be launched before this one was read?"""
         return plain(seq.request.params) and not self._by_ngram(seq)
 
+    @torch.inference_mode()
     def _prefill(self, chunk: Chunk) -> None:
         seq, began = chunk.seq, self.clock()
         end = chunk.start + chunk.count
@@ -276,26 +278,31 @@ class Engine:
     def _decode(self, rows: list[DecodeRow], lag: bool, pure: bool) -> None:
         """One cycle of these rows: launched as a graph and read at the next step (lag) or now; else eagerly."""
         key = self.graphs.key(rows) if self.graphs is not None and rows else None
-        if key is None or self.graphs is None or not self.graphs.ready(key):
-            if self._flight is not None:
-                self._land()  # the rows were planned without knowing what it brings: plan anew
-            elif rows:
-                sampling = self._sampling_batch([row.seq for row in rows])
-                if self.host is not None and sampling.bare and all(row.drafter in self.by_host for row in rows):
-                    self._decode_host(rows, sampling)
-                else:
-                    if self.graphs is not None:
-                        self.graphs.forget()
-                    self._decode_eager(rows, sampling)
-            return
+        if key is not None and self.graphs is not None and self.graphs.ready(key):
+            self._launch(rows, key, pure)
+            if not lag:
+                self._land()
+        elif self._flight is not None:
+            self._land()  # the rows were planned without knowing what it brings: plan anew
+        elif rows:
+            sampling, bare = self._sampling_batch([row.seq for row in rows])
+            if bare and self.host is not None and all(row.drafter in self.by_host for row in rows):
+                self._decode_host(rows, sampling)
+            else:
+                if self.graphs is not None:
+                    self.graphs.forget()
+                self._decode_eager(rows, sampling)
+
+    @torch.inference_mode()
+    def _launch(self, rows: list[DecodeRow], key: Key, pure: bool) -> None:
+        assert self.graphs is not None
         flight = self.graphs.launch(rows, key, self.clock(), pure)
         for row in rows:
             row.seq.ahead += row.k + 1
         self._land()
         self._flight = flight
-        if not lag:
-            self._land()
 
+    @torch.inference_mode()
     def _land(self) -> None:
         """Read the cycle in flight and commit it. Sequences that have ended or were pre-empted since get nothing."""
         flight, self._flight = self._flight, None
@@ -327,6 +334,7 @@ class Engine:
             self._commit(row, tokens, now, None, sure)
         self._observe_step(rows, began)
 
+    @torch.inference_mode()
     def _decode_eager(self, rows: list[DecodeRow], sampling: SamplingBatch) -> None:
         began = self.clock()
         seqs = [r.seq for r in rows]
@@ -380,16 +388,16 @@ class Engine:
         width, context = sum(r.k for r in rows) / len(rows), sum(len(r.seq.tokens) for r in rows) // len(rows)
         self.controller.observe_step(len(rows), width, context, self.clock() - began, drafter)
 
-    def _sampling_batch(self, seqs: list[Seq]) -> SamplingBatch:
-        """Rebuilt only when the batch has changed: `commit` keeps it up to date in between."""
+    def _sampling_batch(self, seqs: list[Seq]) -> tuple[SamplingBatch, bool]:
+        """With whether it is `bare`. Rebuilt only when the batch has changed: `commit` keeps it up to date in between."""
         key = [s.request for s in seqs]
         if self._sampling is None or self._sampling[0] != key:
             batch = SamplingBatch.build(
                 [s.request.params for s in seqs], [s.request.prompt for s in seqs], [s.tokens[s.prompt_len :] for s in seqs],
                 self.model.config.vocab_size, self.device, sorted(self.eos),
             )  # fmt: skip
-            self._sampling = (key, batch)
-        return self._sampling[1]
+            self._sampling = (key, batch, batch.bare)
+        return self._sampling[1:]
 
     # ---- commit ---------------------------------------------------------------------------------------------------
     def _commit(
@@ -400,13 +408,14 @@ class Engine:
         accepted = len(tokens) - 1
         kinds = ["accepted"] * accepted + ["plain" if not row.k else ("bonus" if accepted == row.k else "corrected")]
         finish: str | None = None
-        for i, token in enumerate(tokens):
-            output = seq.outputs + i + 1
-            if output >= params.min_tokens and ((token in self.eos and not params.ignore_eos) or token in params.stop_token_ids):
-                tokens, kinds, finish = tokens[: i + 1], kinds[: i + 1], "stop"
+        most = min(seq.remaining, self.max_context - len(seq.tokens))  # tokens that the answer may still have
+        least = params.min_tokens - seq.outputs
+        for i, token in enumerate(tokens, 1):
+            if i >= least and ((token in self.eos and not params.ignore_eos) or token in params.stop_token_ids):
+                tokens, kinds, finish = tokens[:i], kinds[:i], "stop"
                 break
-            if output >= params.max_tokens or len(seq.tokens) + i + 1 >= self.max_context:
-                tokens, kinds, finish = tokens[: i + 1], kinds[: i + 1], "length"
+            if i >= most:
+                tokens, kinds, finish = tokens[:i], kinds[:i], "length"
                 break
         self._count(seq, row, accepted, len(tokens), now, sure)
         seq.tokens.extend(tokens)
@@ -450,9 +459,12 @@ class Engine:
         if work.detok is None:
             return finish
         shown = [t for t in event.tokens if t not in self.eos and t not in params.stop_token_ids] if finish == "stop" else event.tokens
-        work.text += work.detok.push(shown)
+        event.text = work.detok.push(shown)
         if finish is not None:
-            work.text += work.detok.flush()
+            event.text += work.detok.flush()
+        if not params.stop:
+            return finish
+        work.text += event.text
         end = len(work.text)
         for stop in params.stop:
             at = work.text.find(stop, max(0, work.shown - len(stop)))
