@@ -68,7 +68,8 @@ class HostCycle:
         self.drafts, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
         self.trust = (c_double * 16)()
         c.asked = ctypes.addressof(ctypes.c_char.from_buffer(self.asked))
-        c.drafts, c.confidence, self.at_trust = map(ctypes.addressof, (self.drafts, self.confidence, self.trust))
+        c.drafts, c.confidence = ctypes.addressof(self.drafts), ctypes.addressof(self.confidence)
+        self.at_trust = ctypes.addressof(self.trust)
         self.trusted: Sequence[float] | None = None  # what `trust` holds
         self.ref = ctypes.byref(c)
         self.room = 0
@@ -106,7 +107,7 @@ class HostCycle:
         if trust is not self.trusted:
             self.trusted = trust
             if trust is not None:
-                self.trust[:] = trust
+                self.trust[:] = list(trust)
             c.trust = self.at_trust if trust is not None else None
         c.seqs = len(asked)
         if self.ops.lib.or_cycle(self.ops.team, self.ref):
