@@ -207,10 +207,14 @@ class SamplingBatch:
 
     # ---- drafting -------------------------------------------------------------------------------------------------
     def lean(self, clusters: Tensor | None, position: Tensor, ops: ReferenceOps) -> Tensor | None:
-        """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_lean`), or None. Clusters [C, S]."""
+        """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_lean`), or None. clusters [C, S].
+        Nothing where a filter cuts unlikely tokens off, however lucky: measured, leaning then finds the choice less often."""
         if clusters is None or not self.any_hot:
             return None
-        return ops.cluster_lean(clusters, self.seed, position, self.temperature, self.hot)
+        free = self.hot
+        if self.any_filter:
+            free = free & (self.top_k == OFF) & (self.top_p >= 1.0) & (self.min_logp == -math.inf)
+        return ops.cluster_lean(clusters, self.seed, position, self.temperature, free)
 
     def guess(self, logits: Tensor, position: Tensor, ops: ReferenceOps, token_ids: Tensor | None = None) -> Tensor:
         """What the drafter thinks the target will choose, with the target's own noise: tokens [B] from its logits [B, N]

@@ -169,6 +169,20 @@ def test_guess_with_the_targets_logits_is_the_targets_choice():
         assert torch.equal(batch.guess(logits.gather(1, order), at, OPS, order), chosen)
 
 
+def test_lean_is_the_heat_of_a_clusters_luckiest_token():
+    """Nothing where cold; nothing where a filter would cut the lucky token off."""
+    clusters, at = torch.randperm(20).view(5, 4), torch.tensor([3, 4, 5, 6, 7])
+    settings = [(1.3, 0, 1, 0), (0, 0, 1, 0), (1, 5, 1, 0), (1, 0, 0.9, 0), (1, 0, 1, 0.1)]
+    params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=s) for s, (t, k, p, m) in enumerate(settings)]
+    lean = SamplingBatch.build(params, [[1]] * 5, [[]] * 5, V, "cpu").lean(clusters, at, OPS)
+    noise = [max(float(gumbel(torch.tensor(0), at[0], token)) for token in cluster) for cluster in clusters]
+    assert lean is not None and not lean[1:].any()
+    torch.testing.assert_close(lean[0], 1.3 * torch.tensor(noise))
+    hot, cold = (SamplingBatch.build([p], [[1]], [[]], V, "cpu") for p in params[:2])
+    assert torch.equal(hot.lean(clusters, at[:1], OPS), lean[:1])
+    assert hot.lean(None, at[:1], OPS) is None and cold.lean(clusters, at[:1], OPS) is None
+
+
 def test_draw_gives_the_law_of_its_tokens():
     params = [SamplingParams(temperature=0.8, top_k=4, seed=3), SamplingParams(seed=4)]
     batch = SamplingBatch.build(params, [[1]] * 2, [[]] * 2, V, "cpu", [EOS])

@@ -1,0 +1,78 @@
+"""Drafting with a clustered head: noise leads to the clusters that hold the choice, but never where tokens are drawn from q."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from outrider.models.layers import DraftHead
+from outrider.ops.reference import ReferenceOps
+from outrider.spec.choose import SamplingBatch
+from outrider.spec.drafter import DraftBatch
+from outrider.spec.mtp import MTPDrafter
+from outrider.types import SamplingParams
+
+C, S, H = 64, 12, 16
+OPS = ReferenceOps()
+
+
+class Head(DraftHead):
+    """A drafter whose state is a sum of what it is fed; its clusters are directions with the tokens scattered around them."""
+
+    def __init__(self, top: int) -> None:
+        r = torch.Generator().manual_seed(3)
+        self.ops, self.config = OPS, SimpleNamespace(cluster_top=top, taps=())  # type: ignore[assignment]
+        self.centroids = torch.randn(C, H, generator=r)
+        self.head = self.centroids[:, None] + 0.4 * torch.randn(C, S, H, generator=r)
+        self.cluster_ids = torch.randperm(C * S, generator=r).view(C, S)
+        self.turn = torch.linalg.qr(torch.randn(H, H, generator=r))[0]
+        self.leans: list[Tensor | None] = []
+
+    def start(self, kv: Any, features: Tensor) -> None:
+        return None
+
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: None) -> tuple[Tensor, Tensor]:
+        return 0.5 * hidden + token_embedding, hidden @ self.turn
+
+    def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        self.leans.append(lean)
+        return super().candidates(g, lean)
+
+
+def batch(temperature: float, sampled: bool, size: int = 200) -> DraftBatch:
+    r = torch.Generator().manual_seed(4)
+    params = [SamplingParams(temperature=temperature, seed=s) for s in range(size)]
+    sampling = SamplingBatch.build(params, [[]] * size, [[]] * size, C * S, "cpu")
+    last, length = torch.randint(0, C * S, (size,), generator=r), torch.arange(size) + 3
+    features = torch.randn(size, H, generator=r)
+    return DraftBatch([""] * size, [[]] * size, last, length, features, None, sampling, sampled, OPS, C * S)  # type: ignore[arg-type]
+
+
+def propose(head: Head, batch: DraftBatch) -> Any:
+    table = 0.1 * torch.randn(C * S, H, generator=torch.Generator().manual_seed(5))
+    target = SimpleNamespace(config=SimpleNamespace(hidden=H), embed=lambda token: table[token])
+    return MTPDrafter(head, target).propose(batch, 3)
+
+
+def test_noise_leads_to_the_clusters_that_hold_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = batch(1.0, sampled=False)
+    want = propose(Head(C), asked).tokens  # every cluster: the full head
+    led = propose(Head(6), asked).tokens
+    monkeypatch.setattr(SamplingBatch, "lean", lambda *_: None)
+    plain = propose(Head(6), asked).tokens
+    assert torch.equal(propose(Head(C), asked).tokens, want)
+    right, before = (float((tokens[:, 0] == want[:, 0]).float().mean()) for tokens in (led, plain))
+    assert right > before + 0.1 and right > 0.8, (right, before)
+
+
+def test_where_tokens_are_drawn_from_q_the_candidates_hang_on_no_noise() -> None:
+    drawn, led, greedy = Head(6), Head(6), Head(6)
+    draft = propose(drawn, batch(1.0, sampled=True))
+    propose(led, batch(1.0, sampled=False))
+    propose(greedy, batch(0.0, sampled=False))
+    assert drawn.leans == greedy.leans == [None] * 3 and all(lean is not None and lean.any() for lean in led.leans)
+    assert torch.allclose(draft.q.sum(-1), torch.ones(200, 3), atol=1e-5)
