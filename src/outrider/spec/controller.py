@@ -86,7 +86,7 @@ class _Seq:
         self.expected: dict[tuple[str, int], list[float]] = {}  # E(0..16), dropped when something is observed
         self.yields: dict[str, Yield] = {}  # of drafts that end themselves
         self.last = PLAIN
-        self.choice, self.match, self.hold = PLAIN, 0, 0  # the plan, made at this length of match (_bucket), and cycles it holds on
+        self.choice, self.match, self.hold = PLAIN, 0, 0  # the plan, the length of match (_bucket) it stands beside, and cycles it holds on
         self.bank = 0.0  # plain steps won (or lost) by drafting in this request
         self.tokens = 0
         self.interval = wait
@@ -167,7 +167,7 @@ class Controller:
 
     def _single(self, view: SeqView) -> Choice:
         seq = self._seq(view.id)
-        if seq.hold > 0 and seq.match == _bucket(view.match_len):
+        if seq.hold > 0 and _bucket(view.match_len) <= seq.match:
             offered = view.drafter_available.get(seq.choice.drafter or "", 0)
             if seq.choice.k <= min(offered, view.remaining - 1):
                 seq.hold -= 1

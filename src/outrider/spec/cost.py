@@ -191,9 +191,10 @@ class CostTable:
         wrong there too until they are seen, or one that looks too dear would never be tried again."""
         name = "" if cell == 0 else name
         factor = self._factor.setdefault((name, knot), [1.0] * WIDTH)
+        gain = math.exp(log_gain)
         for k in range(1, WIDTH) if cell else (0,):  # plain decoding is a kind of its own
-            share = 1.0 if k >= cell else 0.5 ** (cell - k)
-            factor[k] = min(4.0, max(0.25, factor[k] * math.exp(log_gain * share)))
+            share = gain if k >= cell else math.exp(log_gain * 0.5 ** (cell - k))
+            factor[k] = min(4.0, max(0.25, factor[k] * share))
 
     # ---- keeping ---------------------------------------------------------------------------------------------------
     def to_json(self) -> dict[str, Any]:
