@@ -280,6 +280,7 @@ def draft_rounds(size: str) -> str:
         for batch, context, hot in (
             (1, p.context, False),
             (1, 30, False),
+            (1, p.context - 5, True),
             (2, p.context, True),
             (4, p.context - 9, False),
             (8, p.context, False),
