@@ -205,14 +205,18 @@ def parity(size: str, kind: str) -> str:
     count = 64 if wide else min(1100, p.context + 200)  # float32: few enough rows for the decode kernels; bfloat16: past the windows
     raw = p.raw(size)
     config = ModelConfig.from_hf(raw)
+    torch.manual_seed(3)  # the weights must not depend on which checks ran before
     theirs = gpu_peer.build(raw, p.device, dtype)
-    torch.manual_seed(3)
     for name, x in theirs.state_dict().items():  # transformers starts norms and scales at one: a forgotten one would not show
         if x.is_floating_point() and x.dim() < 2:
             # Norms of 1 would make scores of ±16 and more (the scale is 1.0): softmax then picks one key, and which one is up to
             # rounding. Trained weights keep scores moderate; so do these.
             start = 0.25 if "q_norm" in name or "k_norm" in name else 1.0
             x.fill_(start).mul_(1.0 + 0.1 * torch.randn_like(x))
+        if not wide and name.endswith("router.proj.weight"):
+            # The 8th and 9th of 128 random experts are nearly tied, and bfloat16 decides otherwise in some layer of most rows. Two
+            # experts more than are chosen leave gaps that rounding seldom crosses; float32 sees them all.
+            x[(config.moe.top_k if config.moe is not None else 0) + 2 :] *= 0.01
     ids = torch.randint(3, config.vocab_size, (count,), device=p.device)
     expected = theirs(ids[None], logits_to_keep=48).logits[0].float()
     weights = weights_of(theirs, config, dtype)
