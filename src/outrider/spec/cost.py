@@ -88,6 +88,7 @@ class CostTable:
         self._draft = {name: {b: _monotone(c) for b, c in curves.items()} for name, curves in draft.items()}
         self._batches = sorted({b for b, _ in verify})
         self._factor: dict[tuple[str, int], Curve] = {}  # (drafter or "", batch knot) -> correction of a whole cycle by K
+        self._wrong: dict[tuple[str, int, int], float] = {}  # (drafter or "", batch knot, K) -> log of what is to be corrected
         self._cache: dict[tuple[str | None, int, int], Curve] = {}
         self._drafts: dict[tuple[str, int], Curve] = {}
         self._last: tuple[str, int, int] | None = None
@@ -178,13 +179,17 @@ class CostTable:
         self.drift += DRIFT_GAIN * surprise
         kind = (name, batch, cell) if mixed is None else self._last
         if kind is not None and kind != self._last:
-            self._correct(name, self._knot(batch), cell, CELL_GAIN * surprise)
+            at = (name, self._knot(batch), cell)
+            self._wrong[at] = self._wrong.get(at, 0.0) + CELL_GAIN * surprise
             self._last = kind
         self.observed += 1
         self._pending += 1
         if self._pending >= REBUILD_EVERY:
             self._pending = 0
             self._cache.clear()
+            for (name, knot, cell), log_gain in self._wrong.items():
+                self._correct(name, knot, cell, log_gain)
+            self._wrong.clear()
 
     def _correct(self, name: str, knot: int, cell: int, log_gain: float) -> None:
         """Move one cell; narrower ones by half as much a step, and all wider ones as far: what was wrong here is taken to be
