@@ -30,6 +30,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 1,
     },
 }  # fmt: skip
+SHAPES["ties"] = {**SHAPES["llama"], "vocab_size": 90}  # a vocabulary of no whole number of vectors, every token's logit there twice
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 
 
@@ -37,7 +38,10 @@ def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0) -> tuple[
     """The same model and drafter; the second without the one call."""
     ops = CpuOps(threads=2)
     config = ModelConfig.from_hf(SHAPES[shape])
-    model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
+    weights = dummy_weights(config, "cpu", torch.float32, ops, None, seed=3)
+    if shape == "ties":
+        weights["head"] = torch.cat((weights["head"][45:], weights["head"][45:]))
+    model = ops.compile(build(config, weights, ops))
     own = design.plain(config, reads=(0, 2), intermediate=64, taps=taps, clusters=clusters, cluster_top=3 if clusters else 0)
     drafter = ops.compile_drafter(build_drafter(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     settings = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)
@@ -50,7 +54,7 @@ def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0) -> tuple[
     return made[0], made[1]
 
 
-@pytest.mark.parametrize(("shape", "taps"), [("llama", ()), ("llama", (0, 1)), ("sliding", (1,))])
+@pytest.mark.parametrize(("shape", "taps"), [("llama", ()), ("llama", (0, 1)), ("sliding", (1,)), ("ties", ())])
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.9, "seed": 7}], ids=["greedy", "T0.9"])
 def test_one_call_is_the_single_operations(shape: str, taps: tuple[int, ...], params: dict[str, Any]) -> None:
     """Sequences that draft differently side by side: by the drafter, by a match, not at all; some end before others."""
