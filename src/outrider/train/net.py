@@ -77,7 +77,8 @@ class DraftNet(nn.Module):
                 self.weight(name).copy_(weights[name])
 
     def export(self) -> dict[str, Tensor]:
-        return {name: self.weight(name).detach().clone() for name in self.names}
+        """What is written: where the layers were trained as 4 bits hold them, those values, so that every device drafts with them."""
+        return {name: w.detach().clone() for name, w in self.cast(torch.float32, self.config.weight_bits).items()}
 
     def cast(self, dtype: torch.dtype, bits: int | None = None) -> dict[str, Tensor]:
         """Differentiable copies in the compute dtype, once a batch; `bits` = 4: the layers' matrices as 4 bits hold them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,3 +88,16 @@ def test_a_draft_step_is_counted(tmp_path: Path) -> None:
     cost = step_weights(drafter)
     assert cost["body"] == sum(w.numel() for n, w in own.items() if n not in ("centroids", "token_ordering"))
     assert cost["head"] == (4 * tiny.VOCAB // 16 + 16) * config.hidden
+
+
+def test_a_drafter_for_four_bits_is_written_in_their_values(tmp_path: Path) -> None:
+    """Catches: a device without 4-bit kernels drafting with weights that were never trained as they are."""
+    config, _, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
+    drafter = replace(design.plain(config, reads=(0,), hidden=64, intermediate=32), weight_bits=4)
+    net = DraftNet(drafter, config)
+    made = net.export()
+    assert torch.equal(made["norm"], net.weight("norm"))
+    down = made["layers.0.down"]  # [64, 32]: a block a row
+    assert max(len(row.unique()) for row in down) <= 16 and not torch.equal(down, net.weight("layers.0.down"))
+    whole = DraftNet(replace(drafter, weight_bits=None), config)
+    assert torch.equal(whole.export()["layers.0.down"], whole.weight("layers.0.down"))
