@@ -1,5 +1,5 @@
 /* A whole decode cycle in one call: draft K, verify K + 1, choose, accept, keep what the next draft starts from.
- * The same regions as or_draft, or_forward, or_logits and or_choose one after the other, so the answers are theirs to the bit; what
+ * The same sums as or_draft, or_forward, or_logits and or_choose one after the other, so the answers are theirs to the bit; what
  * is saved is the host's work between them, which runs on cold caches after 100 MB of weights have passed.
  */
 #pragma once
@@ -50,6 +50,45 @@ static void verdict_region(Team *team, int me, void *job) {
         if (c->hot[b]) for (int i = 0; i < n; i++) z[i] /= c->temperature[b];
         c->chosen[lo] = choose_row(z, n, c->hot[b], c->seed[b], j->position[lo] + 1, NULL);
     }
+}
+
+/* Greedy choosing needs no logits in memory: every member keeps the best of its outputs. */
+typedef struct { const Cycle *c; Acts a; int rows; Best *best; } GreedyJob; /* best: [members, rows] */
+static void greedy_region(Team *team, int me, void *job) {
+    const GreedyJob *j = job;
+    const Weight *w = &j->c->head;
+    Best *mine = j->best + (long)me * j->rows;
+    int lo, hi;
+    team_share(team, me, j->rows, &lo, &hi);
+    for (int r = lo; r < hi && w->kind != W_DENSE; r++) acts_row(&j->a, r);
+    for (int r = 0; r < j->rows; r++)
+        for (int i = 0; i < LANES; i++) mine[r].value[i] = -INFINITY, mine[r].group[i] = 0.0f;
+    team_barrier(team);
+    To to = {TO_STORE, .cap = j->c->cap, .best = mine};
+    product_phase(team, me, w, &j->a, j->rows, &to);
+    team_barrier(team);
+    for (int r = lo; r < hi; r++) {
+        float top = -INFINITY;
+        int64_t at = 0;
+        for (int t = 0; t < team->size * LANES; t++) {
+            const Best *b = j->best + (long)(t / LANES) * j->rows + r;
+            const float value = b->value[t % LANES];
+            const int64_t token = (int64_t)b->group[t % LANES] * LANES + t % LANES;
+            if (value > top || (value == top && token < at)) top = value, at = token;
+        }
+        j->c->chosen[r] = at;
+    }
+}
+static int choose_greedy(Team *team, const Cycle *c, const float *x, int rows) {
+    const Weight *w = &c->head;
+    team_begin(team);
+    char *at = team_scratch(team, acts_bytes(rows, w->k) + (size_t)team->size * rows * sizeof(Best));
+    if (at) {
+        GreedyJob job = {c, acts_at(at, rows, w->k, x, w->k), rows, (Best *)(at + acts_bytes(rows, w->k))};
+        team_run(team, greedy_region, &job);
+    }
+    team_end(team);
+    return at ? 0 : 1;
 }
 
 /* Page tables of the sequences `who` of a cycle, gathered: [count, width] for each group. */
@@ -142,13 +181,17 @@ int or_cycle(Team *team, Cycle *c) {
     call.batch.rows = r; call.batch.seqs = B;
     call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
     gather_tables(&call.batch, c, NULL, B, width, tables);
-    const int failed = or_forward(team, &call);
-    if (!failed) {
+    int failed = or_forward(team, &call), hot = 0;
+    for (int b = 0; b < B; b++) hot |= c->hot[b];
+    if (!failed && !hot) failed = choose_greedy(team, c, call.hidden, r);
+    else if (!failed) {
         or_logits(team, &c->head, call.hidden, r, c->cap, c->z);
         VerdictJob job = {c, row_seq, positions, r};
         team_begin(team);
         team_run(team, verdict_region, &job);
         team_end(team);
+    }
+    if (!failed) {
         for (int b = 0; b < B; b++) {
             Asked *a = &c->asked[b];
             int right = 0;

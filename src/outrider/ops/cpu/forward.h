@@ -33,16 +33,19 @@ typedef struct {
     float *const *taps;    /* per layer: NULL or [rows, H] for the residual stream after it */
 } Call;
 
+typedef struct { float value[LANES], group[LANES]; } Best; /* of a row, by lane: the largest answer and the first group that gave it */
+
 typedef struct { /* where a product's answers go */
-    enum { TO_STORE, TO_GATED, TO_TIMES, TO_SOFTCAP } how;
+    enum { TO_STORE, TO_GATED, TO_TIMES } how;
     const float *bias;
     float *out;            /* [rows, ldo] */
     long ldo;
     int act;               /* GATED: act(gate)·up; TIMES: act(y)·side */
     const float *side;
     long ldside;
-    float cap;
+    float cap;             /* STORE: softcap; 0: none */
     Acts *quantised;       /* GATED, TIMES: also quantise what was written */
+    Best *best;            /* [rows] or NULL: kept up to date */
     int cut;               /* the first `cut` outputs and the rest are shared out separately (0: all together) */
 } To;
 
@@ -50,6 +53,14 @@ typedef struct { /* where a product's answers go */
 #define SPLIT_ROWS 32    /* rows for each member from which products are shared out by rows, not by outputs */
 
 INLINE vf add_bias(vf y, const float *bias, int n, int left) { return bias ? vf_add(y, vf_load_n(bias + n, left)) : y; }
+
+INLINE void best_seen(Best *b, vf y, int g, int left) {
+    static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if (left < LANES) y = vf_pick_lt(vf_load(lane), vf_set((float)left), y, vf_set(-INFINITY));
+    const vf top = vf_load(b->value);
+    vf_store(b->group, vf_pick_lt(top, y, vf_set((float)g), vf_load(b->group)));
+    vf_store(b->value, vf_max(y, top));
+}
 
 /* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all */
 INLINE void product_group(const Weight *w, const Acts *a, const To *to, int n, int g, int m0, int mc, float *tile) {
@@ -63,7 +74,8 @@ INLINE void product_group(const Weight *w, const Acts *a, const To *to, int n, i
         vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
         if (to->how == TO_GATED) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(up + LANES * m), to->bias, n + at, left));
         else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
-        else if (to->how == TO_SOFTCAP) y = vf_softcap(y, to->cap);
+        else if (to->cap > 0.0f) y = vf_softcap(y, to->cap);
+        if (to->best) best_seen(to->best + row, y, g, left);
         if (to->out) vf_store_n(to->out + row * to->ldo + at, y, left);
         if (to->quantised) vf_store(tile + LANES * m, y);
     }

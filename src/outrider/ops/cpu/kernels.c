@@ -49,7 +49,7 @@ void or_gated_linear(Team *team, const Weight *w, const float *x, int rows, int 
     run_product(team, w, x, rows, to);
 }
 void or_logits(Team *team, const Weight *w, const float *x, int rows, float cap, float *out) {
-    To to = {cap > 0.0f ? TO_SOFTCAP : TO_STORE, NULL, out, w->n, 0, NULL, 0, cap};
+    To to = {TO_STORE, NULL, out, w->n, 0, NULL, 0, cap};
     run_product(team, w, x, rows, to);
 }
 void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float *out) {
