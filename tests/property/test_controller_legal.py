@@ -3,8 +3,9 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.controller import Controller, SeqView
+from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
+from outrider.spec.plan import SeqView
 from outrider.spec.simulate import Fixed, Trace, replay
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])

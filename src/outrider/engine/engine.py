@@ -17,10 +17,11 @@ import torch
 from ..cache.store import CacheSpec, KVStore, upload
 from ..config import EngineConfig, SpecConfig
 from ..spec.choose import SamplingBatch
-from ..spec.controller import PLAIN, Choice, Controller, SeqView
+from ..spec.controller import Controller
 from ..spec.drafter import Drafter
 from ..spec.mtp import MTPDrafter
 from ..spec.ngram import NgramIndex
+from ..spec.plan import PLAIN, Choice, SeqView
 from ..types import MAX_DRAFT, Draft, OutriderError, RequestStats
 from .cycle import CycleInput, Rows, cut, cycle, forward, grammar_masks, logprobs, verify_coupled
 from .graphs import Flight, GraphRunner, Key, plain

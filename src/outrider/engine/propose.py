@@ -29,7 +29,7 @@ class Proposer:
         self.device = model.device
 
     def propose(self, rows: Sequence[DecodeRow], x: CycleInput, trust: Sequence[float] | None) -> Draft:
-        """`trust`: acceptance by confidence, where drafts may end themselves (spec.controller.Choice)."""
+        """`trust`: acceptance by confidence, where drafts may end themselves (spec.plan.Choice)."""
         k = x.rows.k
         by_ngram = [i for i, r in enumerate(rows) if r.drafter == "ngram" and r.k]
         rest = [i for i, r in enumerate(rows) if r.drafter and r.drafter != "ngram" and r.k]

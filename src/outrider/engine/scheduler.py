@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..spec.controller import Choice
+from ..spec.plan import Choice
 from ..types import RequestStats, SamplingParams
 
 
@@ -83,7 +83,7 @@ class DecodeRow:
     seq: Seq
     drafter: str | None
     k: int  # tokens to draft; once drafted: how many were
-    stop: float = 0.0  # where the draft may end itself: see spec.controller.Choice
+    stop: float = 0.0  # where the draft may end itself: see spec.plan.Choice
     drop: float = 0.0
 
 

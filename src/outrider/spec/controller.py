@@ -10,13 +10,13 @@ Verification is coupled (same seed, same text whatever was drafted), so nothing 
 
 Safety, in order: a new drafter starts with short drafts until something was accepted; plain decoding is left only for a
 predicted gain of more than `MARGIN`; a request that has lost time to drafting must earn it back before it may
-risk more (`_Seq.bank`); exploring may cost at most `EXPLORE` of all time, with intervals that double.
+risk more (`SeqState.bank`); exploring may cost at most `EXPLORE` of all time, with intervals that double.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from ..types import MAX_DRAFT, OutriderError
 from .acceptance import BINS, KEEP_CYCLES, Arm, Source, Yield
 from .cost import CostTable
+from .plan import PLAIN, Choice, SeqState, SeqView
 
 DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no model card says better; the last one goes on
 # by match length (see _bucket), a little below what answers of a 135M model show: copying grows surer the longer it has lasted
@@ -49,55 +50,7 @@ NEXT = 0.7  # chance of a token that is not drafted yet, given that all before i
 SURE = 0.96  # chance of a token in a stretch that the drafter is sure of: how far a draft that ends itself may reach
 
 
-class SeqView(NamedTuple):
-    """What the controller may know of a sequence before its next cycle."""
-
-    id: str
-    drafter_available: Mapping[str, int]  # most tokens each drafter could offer now (an n-gram drafter: 0 without a match)
-    match_len: int  # length of the suffix that the n-gram drafter found again
-    remaining: int  # tokens that may still be emitted
-    context: int
-    fixed: int | None = None  # this request asked for a fixed K: obeyed, and kept out of what is learnt
-
-
-class Choice(NamedTuple):
-    """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over the
-    tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft; one that
-    brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates confidences."""
-
-    drafter: str | None
-    k: int
-    stop: float = 0.0
-    drop: float = 0.0
-
-
-PLAIN = Choice(None, 0)
 Array = NDArray[np.float64]
-
-
-class _Seq:
-    __slots__ = (
-        "arms", "bank", "choice", "curve", "expected", "fixed", "hold", "interval", "key", "last", "match", "plain", "planned", "probing",
-        "step", "tokens", "wait", "yields",
-    )  # fmt: skip
-
-    def __init__(self, wait: int) -> None:
-        self.arms: dict[tuple[str, int], Arm] = {}
-        self.expected: dict[tuple[str, int], list[float]] = {}  # E(0..16), dropped when something is observed
-        self.yields: dict[str, Yield] = {}  # of drafts that end themselves
-        self.last = PLAIN
-        self.choice, self.match, self.hold = PLAIN, 0, 0  # the plan, the length of match (_bucket) it stands beside, and cycles it holds on
-        self.bank = 0.0  # plain steps won (or lost) by drafting in this request
-        self.tokens = 0
-        self.interval = wait
-        self.wait = wait  # cycles until the next probe
-        self.probing = False
-        self.key = ("", 0)  # of the cycle under way: whose statistics it belongs to,
-        self.curve: Sequence[float] = (1.0,)  # its seconds by K (or whatever K, in a batch),
-        self.step = 1.0  # those of a plain one,
-        self.plain = 0.0  # this sequence's share of them,
-        self.planned = 0  # its K,
-        self.fixed = False  # and whether the user chose it
 
 
 class Controller:
@@ -128,7 +81,7 @@ class Controller:
         self._prior, self._trust = dict(prior or {}), dict(trust or {})
         self._reaches: dict[tuple[str, int, int], tuple[Sequence[float], int]] = {}
         self._shared: dict[tuple[str, int], Source] = {}
-        self._seqs: dict[str, _Seq] = {}
+        self._seqs: dict[str, SeqState] = {}
         self._warnings: list[str] = []
         self._told: set[str] = set()
         self._time = 0.0  # all cycles so far, in table seconds
@@ -233,7 +186,7 @@ class Controller:
         self._reaches[name, size, context >> 7] = (curve, best)
         return best
 
-    def _yield(self, seq: _Seq, name: str, shared: Source, times: Sequence[float]) -> float:
+    def _yield(self, seq: SeqState, name: str, shared: Source, times: Sequence[float]) -> float:
         """Tokens a second that drafts which end themselves bring in this request."""
         if shared.worth is None:  # nothing drafted yet: what the best fixed K would bring by the card
             expected = self._expected(seq, (name, 0), shared)
@@ -268,7 +221,7 @@ class Controller:
             cap = min(cap, 2 + shared.accepted)
         return cap, key, shared
 
-    def _expected(self, seq: _Seq, key: tuple[str, int], shared: Source) -> list[float]:
+    def _expected(self, seq: SeqState, key: tuple[str, int], shared: Source) -> list[float]:
         """E(0..16): tokens of a cycle by K."""
         expected = seq.expected.get(key)
         if expected is None:
@@ -286,7 +239,7 @@ class Controller:
             return self._prior[name]
         return NGRAM_PRIOR[bucket] if name == "ngram" else DEFAULT_PRIOR
 
-    def _risk(self, seq: _Seq, times: Sequence[float], plain: float, cap: int) -> int:
+    def _risk(self, seq: SeqState, times: Sequence[float], plain: float, cap: int) -> int:
         """The longest draft whose total loss this request could still bear: so that even a prompt on which nothing is
         ever accepted stays within a few percent of plain decoding."""
         allowed = (seq.bank + RISK + RISK_RATE * seq.tokens) * plain
@@ -297,7 +250,7 @@ class Controller:
             k -= 1
         return k
 
-    def _maybe_probe(self, seq: _Seq, choice: Choice, loss: float) -> Choice:
+    def _maybe_probe(self, seq: SeqState, choice: Choice, loss: float) -> Choice:
         seq.wait -= 1
         if seq.wait > 0 or self._explored + loss > EXPLORE * self._time:
             return PLAIN
@@ -382,7 +335,9 @@ class Controller:
             worth = rate
         return rate, ks
 
-    def _settle(self, seqs: Sequence[SeqView], states: Sequence[_Seq], choices: list[Choice], context: int, plain: float) -> list[Choice]:
+    def _settle(
+        self, seqs: Sequence[SeqView], states: Sequence[SeqState], choices: list[Choice], context: int, plain: float
+    ) -> list[Choice]:
         """Probes for a batch that decodes plainly, and the books: what this cycle costs against a plain one."""
         size = len(seqs)
         if not any(c.k for c in choices):
@@ -409,7 +364,7 @@ class Controller:
                 seconds += self.cost.draft(name, len(users), max(users))
         return seconds
 
-    def _note(self, view: SeqView, seq: _Seq, choice: Choice, share: float, curve: Sequence[float], plain: float) -> None:
+    def _note(self, view: SeqView, seq: SeqState, choice: Choice, share: float, curve: Sequence[float], plain: float) -> None:
         """Keep the books of the cycle about to run: `curve` its seconds by K (or the one entry of a batch)."""
         seconds = curve[min(choice.k, len(curve) - 1)]
         seq.curve, seq.plain, seq.step, seq.planned, seq.fixed = curve, share, plain, choice.k, False
@@ -518,10 +473,10 @@ class Controller:
             "running": len(self._seqs),
         }
 
-    def _seq(self, id: str) -> _Seq:
+    def _seq(self, id: str) -> SeqState:
         seq = self._seqs.get(id)
         if seq is None:
-            seq = self._seqs[id] = _Seq(PROBE_FIRST + self._phase)
+            seq = self._seqs[id] = SeqState(PROBE_FIRST + self._phase)
         return seq
 
 

@@ -30,7 +30,7 @@ class DraftBatch:
     sampled: bool  # True: draw from q with own noise and return q (rejection verifiers); False: guess with the target's noise
     ops: Any
     vocab: int
-    # where a draft may end itself (controller.Choice); a drafter that does not know its confidence ignores them
+    # where a draft may end itself (plan.Choice); a drafter that does not know its confidence ignores them
     stop: Sequence[float] | None = None  # [B]
     drop: Sequence[float] | None = None  # [B]
     trust: Sequence[float] | None = None  # [16] acceptance by confidence; None: drafts go on to the end

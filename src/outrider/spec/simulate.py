@@ -24,8 +24,9 @@ from pathlib import Path
 from typing import Protocol
 
 from ..types import MAX_DRAFT, OutriderError
-from .controller import PLAIN, Choice, Controller, SeqView
+from .controller import Controller
 from .cost import CostTable
+from .plan import PLAIN, Choice, SeqView
 
 
 @dataclass(frozen=True)

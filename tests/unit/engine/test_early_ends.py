@@ -15,10 +15,11 @@ from outrider.engine.engine import Engine
 from outrider.models import build, build_drafter
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu.ops import CpuOps
-from outrider.spec.controller import Choice, Controller, SeqView
+from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter
+from outrider.spec.plan import Choice, SeqView
 from outrider.train import design
 from outrider.types import Draft
 from outrider.weights.load import dummy_weights

@@ -10,7 +10,7 @@ from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
 from outrider.engine.engine import Engine, Request
 from outrider.engine.scheduler import Scheduler, Seq
-from outrider.spec.controller import PLAIN, Choice
+from outrider.spec.plan import PLAIN, Choice
 from outrider.types import OutriderError, SamplingParams
 
 MODEL = tiny_model("llama")

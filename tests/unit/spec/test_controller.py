@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from outrider.spec.controller import Controller, SeqView
+from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
+from outrider.spec.plan import SeqView
 from outrider.types import OutriderError
 
 CHEAP = CostTable.linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next to nothing

@@ -31,7 +31,7 @@ class Asked(NamedTuple):
     length: int  # its position
     k: int  # most tokens to draft
     guess: Sequence[int] | None  # k tokens that were guessed elsewhere; None: the drafter's
-    stop: float = 0.0  # see spec.controller.Choice
+    stop: float = 0.0  # see spec.plan.Choice
     drop: float = 0.0
 
 

@@ -178,7 +178,7 @@ class CompiledDrafter:
         logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess.
         With them their probabilities [B, steps] among the candidates and the lengths [B]. warm: whether any is hot, for paths whose
         host must know.
-        `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself (spec.controller.Choice); when all have, the
+        `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself (spec.plan.Choice); when all have, the
         steps that are left do not run, and their tokens and probabilities are 0."""
         state = self.start(kv, features)
         start = floats(features[:, : self.config.backbone_hidden])
