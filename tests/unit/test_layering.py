@@ -28,7 +28,8 @@ ALLOWED = {
 }
 TORCH_FREE = [
     "types", "config", "models/config", "models/pairing", "models/known", "models/inspect", "cache/pages", "cache/prefix",
-    "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram", "engine/scheduler", "engine/metrics", "bench/predict",
+    "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram", "engine/scheduler", "engine/metrics",
+    "bench/predict",
 ]  # fmt: skip
 
 
