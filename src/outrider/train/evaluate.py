@@ -39,6 +39,7 @@ class Head:
         """g [A, h] -> tokens [A]."""
         vocab = self.rows.shape[0]
         step = max(1, CHUNK_BYTES // (8 * vocab * (4 if seeds is not None else 1)))
+        of = cluster_of(self.order, self.centroids.shape[0]) if self.centroids is not None and self.order is not None else None
         out = []
         for lo in range(0, g.shape[0], step):
             part = g[lo : lo + step]
@@ -46,12 +47,12 @@ class Head:
             noise = None
             if seeds is not None and positions is not None:
                 noise = gumbel(seeds[lo : lo + step, None], positions[lo : lo + step, None], torch.arange(vocab, device=g.device))
-            if self.centroids is not None and self.order is not None:
+            if of is not None and self.centroids is not None and self.order is not None:
                 score = (part @ self.centroids.T).float()
                 if noise is not None:  # a cluster leans towards its luckiest token: ops.reference.cluster_lean
                     score += self.temperature * noise[:, self.order].view(*score.shape, -1).amax(-1)
                 chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.topk(self.top, dim=-1).indices, True)
-                z = z.masked_fill_(~chosen[:, cluster_of(self.order, score.shape[1])], float("-inf"))
+                z = z.masked_fill_(~chosen[:, of], float("-inf"))
             if noise is not None:
                 z = z.div_(self.temperature).add_(noise)
             out.append(z.argmax(-1))
