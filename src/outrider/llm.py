@@ -92,10 +92,10 @@ class LLM:
         controller = Controller(CostTable(), names, prior, trust=trust)
         made = Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind))
         if spec.draft_tokens is None and names:
-            where = getattr(getattr(guesser, "model", None), "config", None)
+            trained_for = guesser.model.config.target_hash if isinstance(guesser, MTPDrafter) else None
             key = CostKey(
                 machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
-                f"{model} {kind} {chosen.name} {quantize} {note} {where and where.target_hash} batch {made.config.max_batch}",
+                f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.config.max_batch}",
                 f"{__version__} {FORMAT} {Path(chosen.lib._name).stem if chosen.name == 'cpu' else ''}",  # other kernels, other times
             )
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
@@ -224,7 +224,9 @@ def _load_drafter(
             raise OutriderError(
                 f"{where[6:]} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer"
             )
-        return DraftModel(build(config, weights, ops)), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
+        small = build(config, weights, ops)
+        small = ops.compile(small) if hasattr(ops, "compile") else small
+        return DraftModel(small), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":
         from .spec.medusa import Medusa

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import torch
 
+from ..cache.store import SeqCache
 from ..spec.choose import SamplingBatch
 from ..spec.cost import CostKey, CostTable, agrees, measure
+from ..spec.draft_model import DraftModel
 from ..spec.drafter import DraftBatch
 from ..types import Draft, SamplingParams
 from .cycle import CycleInput, Rows, cycle, verify_coupled
@@ -27,7 +29,7 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
         return found  # a device of our own, and checking would capture graphs
     name = engine.drafter.name if engine.drafter is not None else None
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
-    whole = engine.host is not None and name in engine.by_host  # a draft runs within its cycle, and is timed there
+    whole = name is not None and engine.host is not None and name in engine.by_host  # a draft runs within its cycle, and is timed there
     scratch = Scratch(engine)
     try:
         if found is not None and agrees(found, scratch.run, name, contexts[0], whole=whole):
@@ -56,10 +58,15 @@ class Scratch:
     """Sequences that nobody asked for, filled with whatever the cache holds."""
 
     def __init__(self, engine: Engine):
-        self.engine, self.caches = engine, []  # type: ignore[var-annotated]
+        self.engine = engine
+        self.caches: list[SeqCache] = []
         self.sampling: dict[int, SamplingBatch] = {}
+        self.names = [f"scratch {i}" for i in range(engine.config.max_batch)]
 
     def close(self) -> None:
+        if self.engine.drafter is not None:
+            for name in self.names:
+                self.engine.drafter.forget(name)
         for cache in self.caches:
             self.engine.store.close(cache)
         self.caches.clear()
@@ -99,9 +106,10 @@ class Scratch:
         start = torch.arange(batch + 1, dtype=torch.int32, device=device)
         view = engine.store.view(slots, length - 1, rows, start, 1, context + k + 1)
         features = engine.features[slots]
-        ids = [f"scratch {i}" for i in range(batch)]
+        ids = self.names[:batch]
+        if isinstance(engine.drafter, DraftModel):  # it keeps K/V of its own: time its steps, not the prompt it never runs again
+            for name in ids:
+                engine.drafter.assume(name, [0] * context)
         tokens = [[0] * (context + 1)] * batch
         ops, vocab = engine.model.ops, engine.model.config.vocab_size
         engine.drafter.propose(DraftBatch(ids, tokens, last, length, features, view, sampling, False, ops, vocab), k).tokens.tolist()
-        for name in ids:
-            engine.drafter.forget(name)

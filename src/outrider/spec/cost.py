@@ -308,10 +308,14 @@ def agrees(
     whole: bool = False,
 ) -> bool:
     """Is a stored table still true of this machine? Times a plain and a drafted cycle side by side: what both take more of
-    today changes no choice, so only their ratio counts. A table measured in a busy moment does not outlive its first start."""
-    cells = [("verify", 1, 0, context)] + ([] if whole else [("verify", 1, k, context)])
-    cells += [(drafter, 1, k, context)] if drafter is not None else []
+    today changes no choice, so only their ratio counts. A table measured in a busy moment does not outlive its first start.
+    Without a drafter whose time counts, the drafted cycle is a verify pass over k guesses that cost nothing."""
+    drafted = [] if whole and drafter is not None else [("verify", 1, k, context)]
+    drafted += [(drafter, 1, k, context)] if drafter is not None else []
+    cells = [("verify", 1, 0, context), *drafted]
     curve = table.curve(drafter, 1, context)
+    if not (curve[0] > 0.0 and curve[k] > 0.0):
+        return False  # a cycle takes time: whoever stored this did not measure it
     least, start = [math.inf] * len(cells), clock()
     for rounds in range(ROUNDS):
         for i, cell in enumerate(cells):
@@ -320,6 +324,8 @@ def agrees(
             if rounds:  # the first run of a shape compiles, allocates, fills caches
                 least[i] = min(least[i], clock() - began)
         late = rounds > 0 and clock() - start > budget_s
+        if min(least) <= 0.0:
+            return False  # a clock too coarse to time one step
         if (rounds >= 6 or late) and abs(math.log(sum(least[1:]) / least[0] * curve[0] / curve[k])) < DISAGREE:
             return True
         if late:

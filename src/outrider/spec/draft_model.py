@@ -155,6 +155,13 @@ class DraftModel:
             for track, tokens in zip(tracks, drafted.tolist()):
                 track.held += tokens
 
+    def assume(self, request_id: str, tokens: Sequence[int]) -> None:
+        """Take the K/V of `tokens` as held, whatever the pages hold: for timing what a step costs after a prompt, without running one."""
+        self._remember()
+        track = self.tracks.setdefault(request_id, Track())
+        self.pages.reserve(track, len(tokens))
+        track.held[:], track.sure = tokens, len(tokens)
+
     def forget(self, request_id: str) -> None:
         self._remember()
         track = self.tracks.pop(request_id, None)

@@ -130,6 +130,22 @@ def test_a_stored_table_is_checked_by_its_ratios():
     assert not agrees(table, wider.probe, "mtp", 256, clock=wider.clock)
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_stored_table_without_a_drafter_is_checked_too(whole):
+    """Only n-gram matches: there is no drafter's cell to time, and the drafted cycle is a verify pass."""
+    machine = Machine()
+    table = measure(machine.probe, (), clock=machine.clock, whole=whole)
+    assert agrees(table, machine.probe, None, 256, clock=machine.clock, whole=whole)
+    wider = Machine(row=3e-3)
+    assert not agrees(table, wider.probe, None, 256, clock=wider.clock, whole=whole)
+
+
+def test_a_table_or_a_clock_of_zeros_is_measured_again():
+    machine = Machine()
+    assert not agrees(CostTable({(1, 0): [0.0] * WIDTH}, {}), machine.probe, None, 256, clock=machine.clock)
+    assert not agrees(CostTable.linear(5e-3, 1e-3), machine.probe, None, 256, clock=lambda: 0.0)
+
+
 def test_one_interrupted_step_moves_nothing_much():
     table = CostTable.linear(5e-3, 1e-3)
     usual = table.verify(1, 0, 100)
