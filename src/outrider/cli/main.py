@@ -9,6 +9,7 @@ import typer
 
 from .. import __version__
 from ..types import OutriderError
+from .batch import batch
 from .bench import bench
 from .bench_gpu import bench_gpu
 from .chat import chat
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding: the same answers, faster.",
 )
-for command in (generate, chat, serve, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, demo):
+for command in (generate, chat, serve, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, demo):
     app.command()(command)
 
 

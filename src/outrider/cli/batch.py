@@ -1,0 +1,69 @@
+"""`outrider batch`: answer a file of requests, resumable after a kill."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from ..config import EngineConfig
+from ..types import OutriderError
+from . import common
+from .common import err
+
+
+def batch(
+    requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object a line.")],
+    out: Annotated[Path, typer.Option(help="Results, one a line, in the order in which they finish. An existing file is continued.")],
+    model: Annotated[str | None, typer.Option(help="What to load. Default: the model named by the first request.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model name the requests use. Default: --model (a folder's last part).")] = None,
+    seed: Annotated[int, typer.Option(help="For requests without a seed of their own: theirs is made from this and custom_id.")] = 0,
+    drafter: common.Drafter = "auto",
+    draft_tokens: common.DraftTokens = "auto",
+    verify: common.VerifyBy = "coupled",
+    max_concurrent: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 16,
+    max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 4096,
+    device: common.Device = None,
+    dtype: common.Dtype = None,
+    ops: common.Ops = "auto",
+    threads: common.Threads = None,
+    quantize: common.Quantize = None,
+    load_format: common.LoadFormat = "auto",
+) -> None:
+    """Answer a file of requests for /v1/chat/completions and /v1/completions.
+
+    Killed or stopped, the same command goes on where it was: no line is answered twice, none is lost. A line that can't
+    be answered gets a result that says why.
+
+    Example: outrider batch requests.jsonl --out results.jsonl
+    """
+    try:
+        from ..server.batch import BatchRunner, Progress, first_model
+        from ..server.prepare import Backend
+        from ..server.settings import ServerSettings, public_name
+    except ModuleNotFoundError as e:
+        raise OutriderError(f"batch jobs need {e.name}: pip install 'outrider[serve]'") from None
+    chosen = model or first_model(requests)
+    settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)
+    llm = common.load_llm(
+        chosen, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
+        quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
+    )  # fmt: skip
+    columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()]
+    began = time.monotonic()
+    with Bar(*columns, console=err) as bar:
+        task = bar.add_task("", total=None, speed="")
+
+        def tell(p: Progress) -> None:
+            speed = p.new_tokens / max(1e-9, time.monotonic() - began)
+            failed = f", {p.failed} failed" if p.failed else ""
+            bar.update(task, total=p.total, completed=p.done, speed=f"{speed:.0f} tokens/s{failed}")
+
+        progress = BatchRunner(Backend.of(llm), settings, seed).run(requests, out, tell)
+    took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
+    kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
+    err.print(f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s{kept}: {out}")

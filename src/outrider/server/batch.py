@@ -1,0 +1,332 @@
+"""A file of requests, answered without a server: OpenAI's batch format in, one result a line out.
+
+Contract: every line of the input has exactly one line in the output, whatever ends the run and however often it is
+started again. A result's `id` names the input line's number and content (and the model and seed it was asked of), results
+are appended and synced before their requests are forgotten, and what a kill tore is cut off on the next start. Results
+stand in the order in which they were finished; `custom_id` joins them to their requests.
+
+A request without a seed gets one made from its `custom_id` and the run's seed, so a resumed run says what an undisturbed
+one would have said.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from .. import __version__
+from ..types import OutriderError
+from .errors import ApiError, bad, from_validation
+from .prepare import Backend, Job, Preparer
+from .runner import MAX_FAILURES, Event
+from .schema import ChatRequest, CompletionRequest
+from .settings import ServerSettings
+from .stream import Writer
+
+ROUTES = {"/v1/chat/completions": True, "/v1/completions": False}  # url -> is it chat
+Json = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Line:
+    number: int  # from 1
+    id: str
+    text: bytes
+
+
+@dataclass
+class Progress:
+    total: int
+    done: int = 0  # lines with a result, those of earlier runs included
+    failed: int = 0  # of this run's results, those that are not a 200
+    resumed: int = 0  # lines that had a result already
+    new_tokens: int = 0
+
+
+class BadLine(Exception):
+    """A line that is not a request at all."""
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.custom_id = code, custom_id
+
+
+def read_lines(source: Path, salt: str) -> Iterator[Line]:
+    """The requests of a file; blank lines are none. `salt` is what an answer depends on besides its line."""
+    try:
+        with source.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                text = raw.strip()
+                if text:
+                    digest = hashlib.sha256(salt.encode() + b"\n" + text).hexdigest()[:12]
+                    yield Line(number, f"batch_req_{number}_{digest}", text)
+    except OSError as e:
+        raise OutriderError(f"cannot read {source}: {e.strerror}") from None
+
+
+def first_model(source: Path) -> str:
+    """The model named by the first line that names one."""
+    for line in read_lines(source, ""):
+        try:
+            name = json.loads(line.text)["body"]["model"]
+        except (ValueError, TypeError, KeyError, RecursionError):
+            continue
+        if isinstance(name, str) and name:
+            return name
+    raise OutriderError(f"no line of {source} names a model in its body; give --model")
+
+
+class Results:
+    """The output file, opened for one run at a time. Only whole lines ever count."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file: BinaryIO = path.open("a+b")
+        except OSError as e:
+            raise OutriderError(f"cannot write {path}: {e.strerror}") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise OutriderError(f"another run is writing {path}; wait for it or choose another --out") from None
+
+    def __enter__(self) -> Results:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self._file.close()
+
+    def finished(self) -> set[str]:
+        """Ids of the lines that have a result. A last line without its end is cut off: its request runs again."""
+        ids: set[str] = set()
+        whole = 0
+        self._file.seek(0)
+        for number, raw in enumerate(self._file, 1):
+            if not raw.endswith(b"\n"):
+                break
+            whole += len(raw)
+            try:
+                id = json.loads(raw)["id"]
+            except (ValueError, TypeError, KeyError):
+                raise OutriderError(f"{self._path}, line {number}: not a result of a batch; choose another --out") from None
+            if id in ids:
+                raise OutriderError(f"{self._path}, line {number}: a second result for {id}; choose another --out")
+            ids.add(id)
+        self._file.truncate(whole)
+        self._file.seek(0, os.SEEK_END)
+        return ids
+
+    def append(self, rows: Sequence[Json]) -> None:
+        if rows:
+            self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+
+class Call:
+    """One line under way."""
+
+    def __init__(self, line: Line, custom_id: str, job: Job, writer: Writer) -> None:
+        self.line, self.custom_id, self.writer = line, custom_id, writer
+        self.open = {r.id for r in job.requests}
+
+    def take(self, event: Event) -> Json | None:
+        """The line's result, when this event completes it."""
+        if event.finish_reason is not None:
+            self.open.discard(event.id)
+        if event.finish_reason == "error":
+            error = bad(event.error, code="request_failed") if event.error else ApiError(500, "The engine failed on this request.")
+            return self.refused(error)
+        if self.writer.choice(event.id).finish is None:
+            self.writer.choice(event.id).take(event)
+        if any(c.finish is None for c in self.writer.choices):
+            return None
+        return _row(self.line, self.custom_id, 200, self.writer.whole())
+
+    def refused(self, error: ApiError) -> Json:
+        return _row(self.line, self.custom_id, error.status, error.body())
+
+
+class BatchRunner:
+    def __init__(self, backend: Backend, settings: ServerSettings, seed: int = 0) -> None:
+        self._backend, self._settings, self._seed = backend, settings, seed
+        self._prepare = Preparer(backend, settings)
+        self._calls: dict[str, Call] = {}  # by engine request
+        self._failures = 0
+
+    def run(self, source: Path, out: Path, tell: Callable[[Progress], None] = lambda _: None) -> Progress:
+        """Answer what has no result yet. `tell` hears of every change."""
+        salt = f"{self._settings.model_name} {self._seed}"
+        known = [line.id for line in read_lines(source, salt)]
+        if not known:
+            raise OutriderError(f"{source} holds no request")
+        with Results(out) as results:
+            finished = results.finished()
+            strange = finished.difference(known)
+            if strange:
+                raise OutriderError(
+                    f"{out} holds results of other requests, of another model or of another --seed ({min(strange)}): choose another --out"
+                )
+            progress = Progress(len(known), done=len(finished), resumed=len(finished))
+            tell(progress)
+            for rows in self._rows(read_lines(source, salt), finished):
+                results.append(rows)
+                progress.done += len(rows)
+                for row in rows:
+                    _count(progress, row)
+                tell(progress)
+        return progress
+
+    def _rows(self, lines: Iterator[Line], finished: set[str]) -> Iterator[list[Json]]:
+        """Results as they come, those of one engine step together. The engine always has a second batch waiting."""
+        names: set[str] = set()
+        todo = self._todo(lines, finished, names)
+        exhausted = False
+        while True:
+            rows: list[Json] = []
+            while not exhausted and len(self._calls) < 2 * self._settings.max_concurrent and len(rows) < 100:
+                line = next(todo, None)
+                if line is None:
+                    exhausted = True
+                else:
+                    rows += self._begin(line, names)
+            if rows:
+                yield rows
+            if self._calls:
+                yield self._step()
+            elif exhausted:
+                return
+
+    def _todo(self, lines: Iterator[Line], finished: set[str], names: set[str]) -> Iterator[Line]:
+        for line in lines:
+            if line.id not in finished:
+                yield line
+                continue
+            try:  # its name is taken, as it was in the run that answered it
+                names.add(parse(line)[0])
+            except BadLine:
+                continue
+
+    def _begin(self, line: Line, names: set[str]) -> list[Json]:
+        """Hand a line to the engine; or its result at once, when it can't run."""
+        try:
+            custom_id, chat, body = parse(line)
+            if custom_id in names:
+                raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.", custom_id)
+        except BadLine as e:
+            error = {"code": e.code, "message": f"Line {line.number}: {e}"}
+            return [{"id": line.id, "custom_id": e.custom_id, "response": None, "error": error}]
+        names.add(custom_id)
+        try:
+            job = self._job(custom_id, chat, body)
+        except ApiError as e:
+            return [_row(line, custom_id, e.status, e.body())]
+        writer = Writer(job, self._backend.tokenizer, self._settings.model_name, chat, f"outrider-{__version__}")
+        call = Call(line, custom_id, job, writer)
+        for request in job.requests:
+            try:
+                self._backend.engine.submit(request)
+            except OutriderError as e:
+                self._drop(call)
+                return [call.refused(bad(str(e)))]
+            self._calls[request.id] = call
+        return []
+
+    def _job(self, custom_id: str, chat: bool, body: Json) -> Job:
+        if body.get("stream"):
+            raise bad("A batch can't stream; drop 'stream'.", "stream")
+        if body.get("seed") is None:
+            digest = hashlib.sha256(f"{self._seed} {custom_id}".encode("utf-8", "replace")).digest()
+            body = {**body, "seed": int.from_bytes(digest[:4], "big") >> 1}
+        try:
+            if chat:
+                return self._prepare.chat(ChatRequest.model_validate(body), stats=False)
+            return self._prepare.completion(CompletionRequest.model_validate(body), stats=False)
+        except ValidationError as e:
+            raise from_validation(RequestValidationError(e.errors())) from None
+
+    def _step(self) -> list[Json]:
+        try:
+            events = self._backend.engine.step()
+        except Exception as e:
+            return self._fail(e)
+        rows: list[Json] = []
+        for event in events:
+            call = self._calls.get(event.id)
+            if call is None:
+                continue  # aborted
+            row = call.take(event)
+            if event.finish_reason is not None:
+                del self._calls[event.id]
+            if row is not None:
+                self._failures = 0
+                self._drop(call)
+                rows.append(row)
+        return rows
+
+    def _fail(self, error: Exception) -> list[Json]:
+        """A step raised: nobody knows which sequences it has spoilt, so all that were in it fail."""
+        self._failures += 1
+        if self._failures >= MAX_FAILURES:
+            raise OutriderError(
+                f"the engine failed {MAX_FAILURES} times in a row ({type(error).__name__}); results so far are kept, start again to go on"
+            )
+        calls = {id(c): c for c in self._calls.values()}.values()
+        for call in calls:
+            self._drop(call)
+        self._backend.engine.check()
+        return [call.refused(ApiError(500, "The engine failed while this request was running.", code="engine_error")) for call in calls]
+
+    def _drop(self, call: Call) -> None:
+        """Abort what of a call still runs: its result is known."""
+        for request in call.open:
+            if self._calls.pop(request, None) is not None:
+                self._backend.engine.abort(request)
+        call.open = set()
+
+
+def parse(line: Line) -> tuple[str, bool, Json]:
+    """(custom_id, chat?, body) of a line."""
+    try:
+        row = json.loads(line.text)
+    except (ValueError, RecursionError):
+        raise BadLine("invalid_json", "not valid JSON.") from None
+    if not isinstance(row, dict):
+        raise BadLine("invalid_line", "not a JSON object.")
+    custom_id = row.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        raise BadLine("invalid_custom_id", "'custom_id' must be a string that is not empty.")
+    if row.get("method", "POST") != "POST":
+        raise BadLine("invalid_method", "'method' must be POST.", custom_id)
+    url = row.get("url")
+    if not isinstance(url, str) or url not in ROUTES:
+        raise BadLine("invalid_url", f"'url' must be one of {', '.join(ROUTES)}.", custom_id)
+    body = row.get("body")
+    if not isinstance(body, dict):
+        raise BadLine("invalid_body", "'body' must be a JSON object.", custom_id)
+    return custom_id, ROUTES[url], body
+
+
+def _row(line: Line, custom_id: str, status: int, body: Json) -> Json:
+    response = {"status_code": status, "request_id": line.id, "body": body}
+    return {"id": line.id, "custom_id": custom_id, "response": response, "error": None}
+
+
+def _count(progress: Progress, row: Json) -> None:
+    response = row["response"]
+    if not isinstance(response, dict) or response["status_code"] != 200:
+        progress.failed += 1
+    else:
+        progress.new_tokens += int(response["body"]["usage"]["completion_tokens"])

@@ -1,0 +1,128 @@
+"""Batch files without a model: every line gets exactly one result, whatever is wrong with it or with the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.server_fakes import VOCAB, FakeEngine, tokenizer
+
+from outrider.server.batch import BatchRunner, Results
+from outrider.server.prepare import Backend
+from outrider.server.settings import ServerSettings
+from outrider.types import OutriderError
+
+TOK = tokenizer()
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def runner(engine: FakeEngine | None = None, seed: int = 0) -> BatchRunner:
+    engine = engine or FakeEngine(TOK)
+    return BatchRunner(Backend(engine, TOK, VOCAB, engine.max_context), ServerSettings("fake", max_concurrent=4), seed)
+
+
+def row(id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:
+    what: dict[str, Any] = {"prompt": "Say it"} if url == TEXT else {"messages": [{"role": "user", "content": "Say it"}]}
+    return {"custom_id": id, "method": "POST", "url": url, "body": {"model": "fake", "max_tokens": 40, **what, **body}}
+
+
+def write(path: Path, *rows: Any) -> Path:
+    path.write_text("".join((r if isinstance(r, str) else json.dumps(r)) + "\n" for r in rows))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_both_routes_and_several_choices(tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", row("a"), "", row("b", TEXT, n=3), row("c", seed=7))
+    progress = runner().run(source, tmp_path / "out.jsonl")
+    assert (progress.total, progress.done, progress.failed) == (3, 3, 0)
+    out = {r["custom_id"]: r for r in read(tmp_path / "out.jsonl")}
+    assert out["a"]["response"]["status_code"] == 200 and out["a"]["error"] is None
+    assert out["a"]["response"]["body"]["choices"][0]["message"]["content"]
+    assert [c["index"] for c in out["b"]["response"]["body"]["choices"]] == [0, 1, 2]
+    assert out["c"]["response"]["body"]["object"] == "chat.completion"
+
+
+def test_bad_lines_get_a_result_and_the_others_run(tmp_path: Path) -> None:
+    bad: dict[str, Any] = {
+        "invalid_json": "{nope",
+        "invalid_line": "[1]",
+        "invalid_custom_id": {"method": "POST", "url": CHAT, "body": {}},
+        "invalid_url": row("u", "/v1/images"),
+        "invalid_method": {**row("m"), "method": "GET"},
+        "invalid_body": {**row("y"), "body": 3},
+        "duplicate_custom_id": row("good", TEXT),
+    }
+    refused = [row("f", flavour=1), row("s", stream=True), row("w", model="other"), row("l", max_tokens=10**6), row("t", temperature=9)]
+    source = write(tmp_path / "in.jsonl", row("good"), *bad.values(), *refused, row("also good"))
+    progress = runner().run(source, tmp_path / "out.jsonl")
+    out = read(tmp_path / "out.jsonl")
+    assert progress.failed == len(bad) + len(refused) and len(out) == progress.total == len(bad) + len(refused) + 2
+    assert {r["error"]["code"] for r in out if r["error"]} == set(bad)
+    by_id = {r["custom_id"]: r["response"] for r in out if r["response"]}
+    assert {id: r["status_code"] for id, r in by_id.items()} == {
+        "good": 200, "also good": 200, "f": 400, "s": 400, "w": 404, "l": 400, "t": 400
+    }  # fmt: skip
+    assert by_id["f"]["body"]["error"]["code"] == "unknown_field" and "flavour" in by_id["f"]["body"]["error"]["message"]
+
+
+def test_a_resumed_run_does_what_is_left_and_says_the_same(tmp_path: Path) -> None:
+    rows = [row(f"r{i}", TEXT if i % 2 else CHAT, temperature=1.0) for i in range(20)]
+    source, whole, cut = write(tmp_path / "in.jsonl", *rows), tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    runner().run(source, whole)
+    lines = whole.read_bytes().splitlines(keepends=True)
+    cut.write_bytes(b"".join(lines[:7]) + lines[7][:-9])  # killed in the middle of writing the eighth
+    engine = FakeEngine(TOK)
+    progress = runner(engine).run(source, cut)
+    assert progress.resumed == 7 and len(engine.seen) == 13
+
+    def texts(path: Path) -> dict[str, Any]:
+        out = {r["custom_id"]: r["response"]["body"]["choices"] for r in read(path)}
+        assert len(out) == len(read(path)) == 20
+        return out
+
+    assert texts(cut) == texts(whole)
+    before = cut.read_bytes()
+    assert runner().run(source, cut).resumed == 20 and cut.read_bytes() == before
+
+
+@pytest.mark.parametrize("seed, change", [(1, lambda t: t), (0, lambda t: t.replace("Say it", "Say that"))])
+def test_results_of_something_else_are_not_continued(tmp_path: Path, seed: int, change: Any) -> None:
+    source, out = write(tmp_path / "in.jsonl", row("a"), row("b")), tmp_path / "out.jsonl"
+    runner().run(source, out)
+    before = out.read_bytes()
+    source.write_text(change(source.read_text()))
+    with pytest.raises(OutriderError, match="other requests"):
+        runner(seed=seed).run(source, out)
+    assert out.read_bytes() == before
+
+
+def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
+    with Results(out), pytest.raises(OutriderError, match="another run"):
+        runner().run(source, out)
+    out.write_text("my notes\n")
+    with pytest.raises(OutriderError, match="line 1: not a result"):
+        runner().run(source, out)
+    assert out.read_text() == "my notes\n"
+    with pytest.raises(OutriderError, match="cannot read"):
+        runner().run(tmp_path / "missing.jsonl", tmp_path / "new.jsonl")
+    with pytest.raises(OutriderError, match="holds no request"):
+        runner().run(write(tmp_path / "empty.jsonl", ""), tmp_path / "new.jsonl")
+
+
+def test_a_failing_step_fails_its_requests_only(tmp_path: Path) -> None:
+    engine = FakeEngine(TOK)
+    engine.fail_steps = 1
+    source, out = write(tmp_path / "in.jsonl", *(row(f"r{i}") for i in range(20))), tmp_path / "out.jsonl"
+    progress = runner(engine).run(source, out)
+    statuses = [r["response"]["status_code"] for r in read(out)]
+    assert len(statuses) == 20 and statuses.count(500) == progress.failed == 8 and not engine.running
+    engine.fail_steps = 99
+    with pytest.raises(OutriderError, match="3 times in a row"):
+        runner(engine).run(source, tmp_path / "other.jsonl")
