@@ -86,7 +86,7 @@ class LLM:
         tokenizer = Tokenizer.load(text) if load_format != "dummy" else None
         guesser, names, note = pick_drafter(model, drafter, target, chosen, place, kind, load_format, seed)
         say(note)
-        runner = chosen.compile(target) if hasattr(chosen, "compile") else target
+        runner = chosen.compile(target)
         card = guesser.card if isinstance(guesser, MTPDrafter) else None
         prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
         controller = Controller(CostTable(), names, prior, trust=trust)
@@ -96,7 +96,7 @@ class LLM:
             key = CostKey(
                 machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
                 f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.config.max_batch}",
-                f"{__version__} {FORMAT} {Path(chosen.lib._name).stem if chosen.name == 'cpu' else ''}",  # other kernels, other times
+                f"{__version__} {FORMAT} {chosen.version}",
             )
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
             controller.cost = calibrate(made, key, hub.cache_dir() / "costs" / f"{digest}.json")
@@ -232,15 +232,12 @@ def _load_drafter(
         from .spec.medusa import Medusa
 
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
-    narrow = "int8" if hasattr(ops, "quantize") else None  # a guess may be rounded; what counts is how soon it comes
-    config, weights = load_drafter(files, device, dtype, ops, narrow, load_format, seed)  # type: ignore[arg-type, assignment]
+    config, weights = load_drafter(files, device, dtype, ops, ops.capabilities.draft_format, load_format, seed)  # type: ignore[arg-type, assignment]
     reason = fits(config, target.config)  # type: ignore[arg-type]
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
     drafter = build_drafter(config, weights, ops, target)  # type: ignore[arg-type]
-    if hasattr(ops, "compile_drafter"):
-        drafter = ops.compile_drafter(drafter)
-    made = MTPDrafter(drafter, target)
+    made = MTPDrafter(ops.compile_drafter(drafter), target)
     if load_format == "auto":
         made.card = cards.read(Path(files.path), fingerprint(files))
     return made, ("mtp", "ngram"), f"drafter: mtp {where} ({note})"

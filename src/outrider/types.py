@@ -65,19 +65,24 @@ class TextFiles:
 
 
 @dataclass
-class KVView:
-    """What one forward pass may touch of the cache. The target writes through it; a drafter only reads.
-
-    Row r belongs to sequence `row_seq[r]`, sits at `positions[r]` and sees the keys of that sequence at positions
-    <= `positions[r]` (and within the window). Rows of a sequence are contiguous: `row_start[b] .. row_start[b+1]`.
-    A position p lives in physical page `tables[group][b, p // page_size]` at slot `p % page_size`. Page 0 is a
-    scratch page: rows that pad a batch write there.
-    """
+class KVPages:
+    """The cache as kernels see it. A position p of the sequence in table row b lives in physical page
+    `tables[group][b, p // page_size]` at slot `p % page_size`. Page 0 is a scratch page: rows that pad a batch write there."""
 
     page_size: int
     keys: Sequence[Tensor | None]  # per target layer that owns K/V: [pages, kv_heads, page_size, head_dim]
     values: Sequence[Tensor | None]
     tables: Mapping[GroupName, Tensor]  # int32 [B, max_pages]
+
+
+@dataclass
+class KVView(KVPages):
+    """What one forward pass may touch of the cache. The target writes through it; a drafter only reads.
+
+    Row r belongs to sequence `row_seq[r]`, sits at `positions[r]` and sees the keys of that sequence at positions
+    <= `positions[r]` (and within the window). Rows of a sequence are contiguous: `row_start[b] .. row_start[b+1]`.
+    """
+
     positions: Tensor  # int64 [R]
     row_seq: Tensor  # int64 [R]
     row_start: Tensor  # int32 [B + 1]

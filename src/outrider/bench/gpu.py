@@ -119,7 +119,7 @@ class Rig:
             config = DrafterConfig.from_hf(drafter)
             self.drafter_weights = dummy_weights(config, self.device, dtype, ops, None, seed + 1)
             assistant: Any = Gemma4Assistant(config, self.drafter_weights, ops, self.model)
-            if compiled and hasattr(ops, "compile_drafter"):
+            if compiled:
                 assistant = ops.compile_drafter(assistant)
                 self.draft_narrow = bool(vars(assistant).get("narrow"))
             self.drafter = MTPDrafter(assistant, self.model)

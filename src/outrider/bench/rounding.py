@@ -86,7 +86,7 @@ def forced(model: str, ops: Any, quantize: str | None, text: str) -> tuple[Tenso
     if len(ids) < 2:
         raise OutriderError("a text of at least two tokens is needed to measure perplexity")
     net = build(config, weights, ops)
-    runner: Any = ops.compile(net) if hasattr(ops, "compile") else net
+    runner: Any = ops.compile(net)
     rows = len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..models.config import ModelConfig
 from ..ops.cpu.memory import Arena
-from ..types import GroupName, KVView
+from ..types import GroupName, KVPages, KVView
 from .pages import Group, OutOfPages, SeqPages
 from .prefix import PrefixCache
 
@@ -147,6 +147,10 @@ class KVStore:
         width = -(-max_context // self.spec.page_size)
         tables = {name: table[:, :width].index_select(0, slots) for name, table in self.tables.items()}
         return KVView(self.spec.page_size, self.keys, self.values, tables, positions, row_seq, row_start, max_rows, max_context)
+
+    def pages(self) -> KVPages:
+        """All of it, with a table row for each slot."""
+        return KVPages(self.spec.page_size, self.keys, self.values, self.tables)
 
     def bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values) if t is not None)

@@ -78,7 +78,7 @@ class Engine:
         self.drafter, self.controller, self.clock = drafter, controller, clock
         self.device = model.device
         ops = model.ops
-        exact = bool(ops.row_invariant_prefill)
+        exact = ops.capabilities.prompts_independent
         dtype = kv_dtype or model.dtype
         self.max_context = min(config.max_context, model.config.max_context)
         per_token = sum(2 * model.config.layers[i].attn.kv_heads * model.config.layers[i].attn.head_dim for i in model.config.kv_layers)
@@ -93,7 +93,7 @@ class Engine:
         self.max_context = min(self.max_context, tokens - config.page_size)  # one sequence must be able to finish alone
         self.scheduler = Scheduler(
             self.store, config.max_batch, config.prefill_chunk,
-            config.page_size if exact else config.prefill_chunk, None if exact else 64, config.prefix_cache,
+            config.page_size if exact else config.prefill_chunk, ops.capabilities.replay_rows, config.prefix_cache,
         )  # fmt: skip
         self.share_answers = exact
         self.metrics = Metrics()
@@ -102,15 +102,15 @@ class Engine:
         self.features = torch.zeros((config.max_batch + 1, width), dtype=model.dtype, device=self.device)  # the last row: padding
         self.verify = VERIFY[spec.verify]
         self.graphs: GraphRunner | None = None
-        wanted = self.device.type == "cuda" if config.graphs is None else config.graphs
+        wanted = ops.capabilities.graphs if config.graphs is None else config.graphs
         if wanted and spec.verify == "coupled" and (drafter is None or isinstance(drafter, MTPDrafter)):
             self.graphs = GraphRunner(model, self.store, drafter, self.features)
         self.proposer = Proposer(model, self.store, drafter, self.features, spec.verify != "coupled", self.metrics)
         self.host: Any = None  # runs whole cycles in one call, where the ops can
-        if hasattr(ops, "host_cycle") and spec.verify == "coupled":
+        if spec.verify == "coupled":
             mtp = drafter.model if isinstance(drafter, MTPDrafter) else None
-            self.host = ops.host_cycle(model, mtp, self.store, self.features, self.taps)
-        self.by_host = (None, "ngram") + (("mtp",) if self.host is not None and self.host.drafter is not None else ())
+            self.host = ops.host_cycle(model, mtp, self.store.pages(), self.features, self.taps)
+        self.by_host = (None, "ngram") + (("mtp",) if self.host is not None and self.host.drafts else ())
         self._flight: Flight | None = None  # the cycle that was launched and not yet read
         self._landed = 0.0
         self._timed: list[Seq] = []  # the batch whose last cycle was timed

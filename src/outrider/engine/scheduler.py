@@ -94,9 +94,9 @@ class StepPlan:
 
 
 class Scheduler:
-    def __init__(self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int | None, prefix_cache: bool):
+    def __init__(self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool):
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
-        pieces of at most so many rows (None: like prompts), so that the same kernels run as the first time."""
+        pieces of at most so many rows, so that the same kernels run as the first time."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
         self.replay_rows, self.prefix_cache = replay_rows, prefix_cache
         self.waiting: deque[Seq] = deque()
@@ -163,7 +163,7 @@ class Scheduler:
         if start >= end:
             return None
         count = min(self.chunk - start % self.chunk, end - start)
-        if self.replay_rows is not None:
+        if self.replay_rows < self.chunk:
             prompt_end = seq.prompt_len - 1
             count = min(count, prompt_end - start) if start < prompt_end else min(count, self.replay_rows)
         return Chunk(seq, start, count)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..types import OutriderError
+
+if TYPE_CHECKING:
+    import torch
+
+    from .backend import Backend
 
 NAMES = ("auto", "reference", "cpu", "triton")
 log = logging.getLogger("outrider")
 
 
-def choose(device: Any, name: str = "auto", threads: int | None = None) -> Any:
+def choose(device: torch.device | str, name: str = "auto", threads: int | None = None) -> Backend:
     """`auto`: Triton kernels on a GPU, C kernels on the CPU; the torch reference where these can't be had (one line says why).
     A name that was asked for is given or refused."""
     from .reference import ReferenceOps
@@ -30,7 +35,7 @@ def choose(device: Any, name: str = "auto", threads: int | None = None) -> Any:
         if wanted == "triton":
             from .triton import TritonOps
 
-            return TritonOps()
+            return TritonOps(device)
     except OutriderError:
         raise
     except Exception as error:  # no compiler, no triton, a broken toolchain: anything may be missing on a user's machine

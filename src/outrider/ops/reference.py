@@ -7,15 +7,12 @@ Activations keep the dtype of `x`; norm weights are float32; logits are float32.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..types import AttnSpec, KVView
-
-Weight = Any  # a dense [out, in] tensor, or an ops object's own packed form
+from ..types import AttnSpec, KVPages, KVView
+from .backend import Capabilities, HostCycle, M, Weight
 
 
 def activation(name: str, x: Tensor) -> Tensor:
@@ -35,8 +32,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class ReferenceOps:
     name = "reference"
-    row_invariant = False  # torch's products may round differently for another number of rows
-    row_invariant_prefill = False  # so may prompts, cut into other chunks
+    version = ""
+    capabilities = Capabilities()  # torch's products may round differently for another number of rows
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What K/V is stored as, given the dtype of the activations."""
@@ -45,6 +42,21 @@ class ReferenceOps:
     def take_rows(self, weight: Weight, order: Tensor) -> Weight:
         """Rows of a matrix in another order, held as they were: a head by clusters."""
         return weight[order]
+
+    # ---- whole models: backends that run them in fewer calls override these -------------------------------------
+    def compile(self, model: M) -> M:
+        """A target model whose forward pass takes fewer calls; the same bits."""
+        return model
+
+    def compile_drafter(self, drafter: M) -> M:
+        """An MTP drafter whose steps, or whole rounds, take fewer calls."""
+        return drafter
+
+    def host_cycle(
+        self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
+    ) -> HostCycle | None:
+        """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are kept up to date. None: there are none of this model."""
+        return None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:

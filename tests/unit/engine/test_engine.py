@@ -153,7 +153,7 @@ class CountingCache:
 
 
 def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
-    scheduler = Scheduler(CountingCache(4, 10_000), 4, 64, 64, None, True)
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, 64, 64, 1 << 30, True)
     short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
     scheduler.add(short)
     for chunk in scheduler.plan(lambda seqs: [PLAIN] * len(seqs)).prefill:
@@ -170,7 +170,7 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
 
 def test_the_youngest_is_preempted() -> None:
     cache = CountingCache(4, 40)
-    scheduler = Scheduler(cache, 4, 64, 64, None, True)
+    scheduler = Scheduler(cache, 4, 64, 64, 1 << 30, True)
     seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
     for seq in seqs:
         scheduler.add(seq)

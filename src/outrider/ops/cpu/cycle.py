@@ -11,52 +11,36 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_float, c_int64, c_void_p
 from struct import Struct
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...types import MAX_DRAFT
+from ...types import MAX_DRAFT, GroupName, KVPages
+from ..backend import Asked, Tempered, Told
 from .forward import CompiledDrafter, CompiledModel
 from .lib import CCall, CCycle, CDraft
 
 ASKED = Struct("=qqddiiii")  # Asked in cycle.h
 
 
-class Asked(NamedTuple):
-    """One sequence of a cycle."""
+class CpuCycle:
+    """`cache`: tables with a row a slot. `features` [slots, H·(1 + taps)] float32: what a draft starts from, by slot; kept up to date."""
 
-    slot: int
-    last: int  # the newest token
-    length: int  # its position
-    k: int  # most tokens to draft
-    guess: Sequence[int] | None  # k tokens that were guessed elsewhere; None: the drafter's
-    stop: float = 0.0  # see spec.plan.Choice
-    drop: float = 0.0
-
-
-class Told(NamedTuple):
-    k: int  # tokens drafted and verified
-    tokens: list[int]  # emitted: those accepted and the target's next
-    confidence: list[float] | None  # of the drafter's tokens
-
-
-class HostCycle:
-    """`store`: a cache.store.KVStore. `features` [slots, H·(1 + taps)] float32: what a draft starts from, by slot; kept up to date."""
-
-    def __init__(self, model: CompiledModel, drafter: CompiledDrafter | None, store: Any, features: Tensor, taps: Sequence[int]):
+    def __init__(self, model: CompiledModel, drafter: CompiledDrafter | None, cache: KVPages, features: Tensor, taps: Sequence[int]):
         ops, config = model.ops, model.config
         self.ops, self.drafter, self.hidden, self.vocab = ops, drafter, config.hidden, config.vocab_size
+        self.drafts = drafter is not None
         self.layers, self.taps = len(config.layers), tuple(taps)
-        self.keep: list[Any] = [model, drafter, store, features, ops.pages(store)]  # what the pointers show
-        pages = self.keep[-1]
+        pages = ops.pages(cache)
+        self.keep = (model, drafter, cache, features, pages)  # what the pointers show
         c = self.c = CCycle(head=ops.c_weight(model.head), streams=len(taps), most=MAX_DRAFT, cap=config.softcap or 0.0)
         c.features = features.data_ptr()
         c.call.stack = ctypes.pointer(model.stack.c)
         batch = c.call.batch
-        batch.page_size, batch.keys, batch.values, batch.kv_dtype = store.spec.page_size, pages.at_keys, pages.at_values, pages.dtype
-        for i, group in enumerate(("full", "sliding")):
-            table = store.tables.get(group)
+        batch.page_size, batch.keys, batch.values, batch.kv_dtype = cache.page_size, pages.at_keys, pages.at_values, pages.dtype
+        groups: tuple[GroupName, ...] = ("full", "sliding")
+        for i, group in enumerate(groups):
+            table = cache.tables.get(group)
             if table is not None:
                 batch.tables[i], batch.width[i] = table.data_ptr(), table.shape[1]
         if drafter is not None:
@@ -65,15 +49,15 @@ class HostCycle:
             c.draft, c.shift = ctypes.addressof(own), drafter.shift
         most = features.shape[0]
         self.asked = bytearray(most * ASKED.size)
-        self.drafts, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
+        self.guesses, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
         self.trust = (c_double * 16)()
         c.asked = ctypes.addressof(ctypes.c_char.from_buffer(self.asked))
-        c.drafts, c.confidence = ctypes.addressof(self.drafts), ctypes.addressof(self.confidence)
+        c.drafts, c.confidence = ctypes.addressof(self.guesses), ctypes.addressof(self.confidence)
         self.at_trust = ctypes.addressof(self.trust)
         self.trusted: Sequence[float] | None = None  # what `trust` holds
         self.ref = ctypes.byref(c)
         self.room = 0
-        self.sampling: Any = None
+        self.sampling: Tempered | None = None
 
     def _grow(self, rows: int) -> None:
         self.room = rows = 1 << (rows - 1).bit_length()
@@ -90,14 +74,14 @@ class HostCycle:
         c.call.hidden, c.z, c.chosen = hidden.data_ptr(), z.data_ptr(), ctypes.addressof(self.chosen)
         c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
 
-    def run(self, asked: Sequence[Asked], sampling: Any, trust: Sequence[float] | None) -> list[Told]:
+    def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None) -> list[Told]:
         """`sampling`: the batch's temperature, hot and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
         drafts may end themselves; a list that does not change."""
         c, rows = self.c, len(asked)
         for i, (slot, last, length, k, guess, stop, drop) in enumerate(asked):
             ASKED.pack_into(self.asked, i * ASKED.size, last, length, stop, drop, slot, k, guess is not None, 0)
             if guess is not None:
-                self.drafts[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
+                self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
             rows += k
         if rows > self.room:
             self._grow(rows)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...types import AttnSpec, KVView
+from ...types import AttnSpec, KVPages, KVView
 from .build import shared_object
 
 W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q8M = range(6)
@@ -157,7 +157,7 @@ class Batch:
 class Pages:
     """Pointers to every layer's keys and values. Made once for a cache: its tensors never move."""
 
-    def __init__(self, kv: KVView):
+    def __init__(self, kv: KVPages):
         held = [t for t in (*kv.keys, *kv.values) if t is not None]
         dtypes = {t.dtype for t in held}
         assert len(dtypes) == 1 and all(t.is_contiguous() for t in held), "keys and values must be contiguous and of one dtype"

@@ -1,6 +1,6 @@
 """CpuOps: the operations on this machine's cores, in C, with weights kept quantised.
 
-Activations are float32. Every answer row is bitwise the same whichever rows are computed beside it (`row_invariant`),
+Activations are float32. Every answer row is bitwise the same whichever rows are computed beside it,
 dense weights and attention included; `compile` runs a whole model in one call and gives the same bits.
 """
 
@@ -10,12 +10,13 @@ import ctypes
 import os
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from ...types import AttnSpec, KVView, OutriderError
+from ...types import AttnSpec, KVPages, KVView, OutriderError
+from ..backend import EVERY_ROW, Capabilities, HostCycle, M
 from ..quant import QuantPart
 from ..reference import ReferenceOps
 from . import packing
@@ -54,10 +55,13 @@ def at(x: Tensor | None) -> int | None:
 
 class CpuOps(ReferenceOps):
     name = "cpu"
-    row_invariant = True
+    capabilities = Capabilities(
+        independent_rows=EVERY_ROW, prompts_independent=True, host_cycles=True, quantizes=("int8", "int4"), draft_format="int8"
+    )
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
         self.lib = load(isa)
+        self.version = Path(self.lib._name).stem
         self.threads = threads or default_threads()
         self.team: int = self.lib.or_team_new(self.threads)
         self._close = weakref.finalize(self, self.lib.or_team_free, self.team)
@@ -159,28 +163,29 @@ class CpuOps(ReferenceOps):
         return out
 
     # ---- whole models ---------------------------------------------------------------------------------------------
-    def compile(self, model: Any) -> Any:
+    def compile(self, model: M) -> M:
         """A stand-in for a target model whose forward is one call; the model itself where the library lacks a part."""
         from .forward import compile_model
 
-        return compile_model(self, model) or model
+        return cast(M, compile_model(self, model) or model)
 
-    def compile_drafter(self, drafter: Any) -> Any:
+    def compile_drafter(self, drafter: M) -> M:
         """A stand-in for an MTP drafter: `step` in one call, and `draft` for a whole round; the drafter itself where
         the library lacks a part."""
         from .forward import compile_drafter
 
-        return compile_drafter(self, drafter) or drafter
+        return cast(M, compile_drafter(self, drafter) or drafter)
 
-    def host_cycle(self, model: Any, drafter: Any, store: Any, features: Tensor, taps: tuple[int, ...]) -> Any:
-        """Whole decode cycles in one call (cycle.HostCycle) of a compiled model; None where it was not compiled. `drafter`: an MTP
-        drafter's model; one that was not compiled is left out."""
-        from .cycle import HostCycle
+    def host_cycle(
+        self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
+    ) -> HostCycle | None:
+        """Of a compiled model; None where it was not compiled. `drafter`: an MTP drafter's model; one that was not compiled is left out."""
+        from .cycle import CpuCycle
         from .forward import CompiledDrafter, CompiledModel
 
         if not isinstance(model, CompiledModel) or features.dtype != torch.float32:
             return None
-        return HostCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, store, features, taps)
+        return CpuCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, cache, features, taps)
 
     # ---- attention ------------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
@@ -229,7 +234,7 @@ class CpuOps(ReferenceOps):
         self._batch = (weakref.ref(kv), batch)
         return batch
 
-    def pages(self, kv: KVView) -> Pages:
+    def pages(self, kv: KVPages) -> Pages:
         first = next(t for t in kv.keys if t is not None)
         if self._pages is None or self._pages[0]() is not first:
             self._pages = (weakref.ref(first), Pages(kv))

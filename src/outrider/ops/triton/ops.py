@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from ..reference import ReferenceOps, Weight
+from ..backend import Capabilities, M, Weight
+from ..reference import ReferenceOps
 from . import attention, choose, moe, norm, rope
 from .linear import MAX_ROWS, skinny
 
@@ -18,7 +19,7 @@ COUNTERS = 1 << 16  # tiles of the largest split product: (rows / 16) * (columns
 
 class TritonOps(ReferenceOps):
     name = "triton"
-    row_invariant = True
+    capabilities = Capabilities(independent_rows=MAX_ROWS, replay_rows=attention.PREFILL_ROWS, graphs=True)
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
@@ -102,15 +103,15 @@ class TritonOps(ReferenceOps):
     def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
         return choose.cluster_lean(tokens, seed, position, temperature, hot, self.pdl)
 
-    def compile_drafter(self, drafter: Any) -> Any:
+    def compile_drafter(self, drafter: M) -> M:
         """A stand-in with the drafter's own methods whose rounds take few launches, where there is one: Hopper on."""
         from . import draft, draft_steps  # here: they need the drafter's side of the package
 
         if not self.pdl:
             return drafter
         if draft.unsupported(drafter) is None:
-            return draft.FusedDrafter(drafter, pdl=True)
-        return draft_steps.SteppedDrafter(drafter, pdl=True) if draft_steps.unsupported(drafter) is None else drafter
+            return cast(M, draft.FusedDrafter(drafter, pdl=True))
+        return cast(M, draft_steps.SteppedDrafter(drafter, pdl=True)) if draft_steps.unsupported(drafter) is None else drafter
 
     def argmax(self, z: Tensor) -> Tensor:
         return choose.argmax(z, self.pdl)

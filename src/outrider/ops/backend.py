@@ -1,0 +1,141 @@
+"""What a backend is: the ops that models call, what it may run as a whole, and what it can do, stated once.
+
+`Backend` is the seam between the engine and the kernels. `ReferenceOps` defines every op in plain torch and stands in with "no" for
+what it does not have; other backends override what they do better. Nobody asks a backend by `hasattr`: what it can do is in its
+`Capabilities`, a frozen record that the engine, the loader and the benchmarks read. Limits that follow from kernels stand there only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..types import AttnSpec, KVPages, KVView
+
+M = TypeVar("M")
+Weight = Any  # a dense [out, in] tensor, or the backend's own packed form
+EVERY_ROW = 1 << 30  # "however many" where a number of rows is asked for
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What a backend promises. The defaults promise nothing."""
+
+    # A pass of at most so many rows gives each row the same bits, whichever rows stand beside it and how many they are.
+    # 0: never promised. The engine never lets a decode step grow beyond it (where it is not 0), and packs prompts up to it.
+    independent_rows: int = 0
+    # A prompt leaves the same bits in the cache wherever it is cut into chunks: then any full page may be shared.
+    prompts_independent: bool = False
+    # Tokens that were decoded once and must be run again (after a pre-emption) go in pieces of at most so many rows a sequence,
+    # so that the kernels that decoded them run again; wider passes take kernels that round otherwise.
+    replay_rows: int = EVERY_ROW
+    # Decode steps are captured as CUDA graphs unless the configuration says otherwise. A step has one of these numbers of
+    # sequences (filled up with idle ones) and at most so many rows.
+    graphs: bool = False
+    graph_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    graph_rows: int = 2048
+    # Whole decode cycles of a compiled model run in one call (`Backend.host_cycle`).
+    host_cycles: bool = False
+    # Prompt tokens of one sequence in one pass, where the configuration leaves it open.
+    prompt_chunk: int = 512
+    # Formats of stored weights that are multiplied as they are (names of ops.formats), and what `quantize` can make of dense ones.
+    formats: frozenset[str] = frozenset()
+    quantizes: tuple[str, ...] = ()
+    # What an MTP drafter's matrices are rounded to: a guess need not be exact, only soon. None: they stay as they are stored.
+    draft_format: str | None = None
+
+
+class Asked(NamedTuple):
+    """One sequence of a host cycle."""
+
+    slot: int
+    last: int  # the newest token
+    length: int  # its position
+    k: int  # most tokens to draft
+    guess: Sequence[int] | None  # k tokens that were guessed elsewhere; None: the drafter's
+    stop: float = 0.0  # where the draft may end itself: spec.plan.Choice
+    drop: float = 0.0
+
+
+class Told(NamedTuple):
+    """What became of it."""
+
+    k: int  # tokens drafted and verified
+    tokens: list[int]  # emitted: those accepted and the target's next
+    confidence: list[float] | None  # of the drafter's tokens
+
+
+class Tempered(Protocol):
+    """As much of spec.choose.SamplingBatch as a host cycle reads."""
+
+    temperature: Tensor  # float32 [B]
+    hot: Tensor  # bool [B]
+    seed: Tensor  # int64 [B]
+
+
+class HostCycle(Protocol):
+    """Draft, verify, choose and accept in one call, for requests that ask for nothing but greedy or tempered choosing."""
+
+    drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
+
+    def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None) -> list[Told]:
+        """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
+        ...
+
+
+class Backend(Protocol):
+    """Rows are tokens. Activations keep the dtype of `x`; norm weights are float32; logits are float32. The meaning of each op is
+    its body in `ReferenceOps`."""
+
+    name: str
+    version: str  # of the kernels: times measured with others do not hold
+    capabilities: Capabilities
+
+    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype: ...
+    def take_rows(self, weight: Weight, order: Tensor) -> Weight: ...
+
+    # ---- whole models: stand-ins with the same methods and the same bits, or the thing itself
+    def compile(self, model: M) -> M: ...
+    def compile_drafter(self, drafter: M) -> M: ...
+    def host_cycle(
+        self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
+    ) -> HostCycle | None: ...
+
+    # ---- dense pieces
+    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor: ...
+    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor: ...
+    def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor: ...
+    def rms_norm_pair(self, x: Tensor, w: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def per_layer_inputs(self, ids: Tensor, table: Weight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor: ...
+    def residual_norm(
+        self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
+    ) -> tuple[Tensor, Tensor]: ...
+    def gated_linear(self, x: Tensor, w: Weight, act: str) -> Tensor: ...
+    def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...
+    def linear_act_mul(self, x: Tensor, w: Weight, y: Tensor, act: str) -> Tensor: ...
+    def logits(self, h: Tensor, w: Weight, softcap: float | None) -> Tensor: ...
+
+    # ---- attention
+    def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]: ...
+    def rope_write(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
+    ) -> Tensor: ...
+    def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor: ...
+
+    # ---- mixture of experts
+    def moe_beside(
+        self, router_in: Tensor, x: Tensor, router: Weight, expert_scale: Tensor, gate_up: Weight, down: Weight, top_k: int, act: str,
+        dense: Tensor, dense_w: Tensor, post_w: Tensor, eps: float,
+    ) -> Tensor: ...  # fmt: skip
+
+    # ---- drafting and choosing
+    def clustered_logits(
+        self, g: Tensor, centroids: Weight, rows: Weight, top: int, lean: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]: ...
+    def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor: ...
+    def argmax(self, z: Tensor) -> Tensor: ...
+    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor: ...

@@ -1,0 +1,66 @@
+"""What backends promise, and that they are what the seam asks for."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from tests.unit.engine.test_host_cycle import SHAPES
+
+import outrider.ops.triton
+from outrider import ops
+from outrider.cache.store import CacheSpec, KVStore
+from outrider.models import build
+from outrider.models.config import ModelConfig
+from outrider.ops.backend import Backend, Capabilities
+from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.reference import ReferenceOps
+from outrider.ops.triton import TritonOps
+from outrider.weights.load import dummy_weights
+
+
+def test_backends_fit_the_protocol() -> None:
+    made: list[Backend] = [ReferenceOps(), CpuOps(1), TritonOps("cpu", pdl=False)]  # mypy checks the signatures
+    wanted = [name for name in vars(Backend) if not name.startswith("_")] + list(Backend.__annotations__)
+    for backend in made:
+        assert not [name for name in wanted if not hasattr(backend, name)]
+
+
+def test_nothing_is_promised_by_default() -> None:
+    assert ReferenceOps.capabilities == Capabilities()
+    assert not Capabilities().independent_rows and not Capabilities().graphs and not Capabilities().prompts_independent
+
+
+def test_kernels_are_built_for_the_device_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--device cuda:1` used to get the counters of cuda:0."""
+    built: list[str] = []
+    monkeypatch.setattr(outrider.ops.triton, "TritonOps", lambda device="cuda": built.append(str(device)))
+    ops.choose(torch.device("cuda:1"))
+    assert built == ["cuda:1"]
+
+
+@pytest.mark.parametrize("shape", ["llama", "sliding"])
+@torch.inference_mode()
+def test_prompts_of_the_cpu_do_not_hang_on_where_they_are_cut(shape: str) -> None:
+    backend = CpuOps(threads=2)
+    assert backend.capabilities.prompts_independent
+    config = ModelConfig.from_hf(SHAPES[shape])
+    model = backend.compile(build(config, dummy_weights(config, "cpu", torch.float32, backend, None, seed=3), backend))
+    rng = random.Random(4)
+    ids = torch.tensor([rng.randrange(config.vocab_size) for _ in range(300)])
+    store = KVStore(config, CacheSpec(4, 320, 16, 320, 1280), torch.float16, "cpu")
+    left = []
+    for cut in (lambda: 512, lambda: 64, lambda: 1, lambda: rng.randrange(1, 90)):
+        seq, _ = store.open(ids.tolist(), 16, reuse=False)
+        assert store.reserve(seq, len(ids))
+        at, hidden = 0, []
+        while at < len(ids):
+            end = min(len(ids), at + cut())
+            where = torch.arange(at, end)
+            start = torch.tensor([0, end - at], dtype=torch.int32)
+            kv = store.view(torch.tensor([seq.slot]), where, torch.zeros_like(where), start, end - at, end)
+            hidden.append(model.forward(ids[at:end], kv))
+            at = end
+        left.append(torch.cat(hidden))
+    assert all(torch.equal(left[0], other) for other in left[1:])
