@@ -60,9 +60,9 @@ def assistant(target: dict[str, Any], clustered: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def tiny_model(variant: str, seed: int = 0) -> Any:
+def tiny_model(variant: str, seed: int = 0, ops: Any = None) -> Any:
     config = ModelConfig.from_hf(VARIANTS[variant])
-    ops = ReferenceOps()
+    ops = ops or ReferenceOps()
     weights = dummy_weights(config, "cpu", torch.float32, ops, None, seed)
     for weight in weights.values():
         if weight.ndim >= 2:

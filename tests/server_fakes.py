@@ -16,6 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from outrider.engine.answer import Answer
 from outrider.engine.engine import Event
 from outrider.engine.metrics import Metrics
 from outrider.engine.scheduler import Request
@@ -51,13 +52,10 @@ def tokenizer(gemma: bool = False) -> Tokenizer:
 @dataclass
 class _Running:
     request: Request
-    detok: Detokenizer
+    answer: Answer
     script: list[int] | None
-    matcher: Any
     rng: random.Random
     out: list[int] = field(default_factory=list)
-    text: str = ""
-    shown: int = 0
     stats: RequestStats = field(default_factory=RequestStats)
     arrived: float = field(default_factory=time.perf_counter)
 
@@ -87,7 +85,8 @@ class FakeEngine:
         script = None if p.grammar is not None else [*self.tokenizer.encode(self.say(request)), 1]
         matcher = p.grammar.matcher() if p.grammar is not None else None  # type: ignore[attr-defined]
         detok = Detokenizer(self.tokenizer, request.prompt, p.keep_special)
-        self.running[request.id] = _Running(request, detok, script, matcher, random.Random(p.seed))
+        answer = Answer(p, self.tokenizer.eos_ids, detok, matcher)
+        self.running[request.id] = _Running(request, answer, script, random.Random(p.seed))
         self.running[request.id].stats.prompt_tokens = len(request.prompt)
         self.metrics.requests += 1
 
@@ -95,7 +94,7 @@ class FakeEngine:
         run = self.running.pop(id, None)
         if run is not None:
             self.aborted.append(id)
-            self._events.append(Event(id, [], [], "", finish_reason="abort", stats=run.stats))
+            self._events.append(Event(id, [], [], [], finish_reason="abort", stats=run.stats))
 
     @property
     def busy(self) -> bool:
@@ -123,30 +122,14 @@ class FakeEngine:
     def _advance(self, run: _Running) -> Event:
         p, k = run.request.params, self.draft if run.request.draft_tokens is None else run.request.draft_tokens
         tokens, accepted = self._tokens(run, k)
-        finish = None
-        for i, t in enumerate(tokens):
-            if t in self.tokenizer.eos_ids or t in p.stop_token_ids:
-                tokens, finish = tokens[: i + 1], "stop"
-                break
-            if len(run.out) + i + 1 >= p.max_tokens:
-                tokens, finish = tokens[: i + 1], "length"
-                break
+        taken = run.answer.take(tokens, p.max_tokens - len(run.out))
+        n = len(taken.texts)
         last = "plain" if k == 0 else "bonus" if accepted == k else "corrected"
-        kinds = (["accepted"] * accepted + [last])[: len(tokens)]
-        run.out += tokens
-        run.text += run.detok.push([t for t in tokens if t not in self.tokenizer.eos_ids and t not in p.stop_token_ids])
-        if finish:
-            run.text += run.detok.flush()
-        end = len(run.text)
-        for stop in p.stop:
-            if 0 <= run.text.find(stop) < end:
-                end, finish = run.text.find(stop), "stop"
-        held = 0 if finish else max((len(s) - 1 for s in p.stop), default=0)
-        safe = max(run.shown, end - held)
-        text, run.shown = run.text[run.shown : safe], safe
-        self._count(run, k, accepted, len(tokens))
-        tables = [{t: -0.5, 7: -1.5, 8: -2.5} for t in tokens] if p.logprobs is not None else None
-        return Event(run.request.id, tokens, kinds, text, tables, finish, run.stats if finish else None)
+        kinds = (["accepted"] * accepted + [last])[:n]
+        run.out += tokens[:n]
+        self._count(run, k, accepted, n)
+        tables = [{t: -0.5, 7: -1.5, 8: -2.5} for t in tokens[:n]] if p.logprobs is not None else None
+        return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, taken.finish, run.stats if taken.finish else None, taken.error)
 
     def _tokens(self, run: _Running, k: int) -> tuple[list[int], int]:
         """(tokens of this cycle, how many of them were drafted)"""
@@ -155,19 +138,19 @@ class FakeEngine:
             at = len(run.out)
             tokens = run.script[at : at + accepted + 1]
             return tokens, min(accepted, len(tokens))
+        assert run.answer.matcher is not None
         # under a grammar: random drafts, and at each position a seeded choice among what the mask allows
         drafts = [run.rng.randrange(VOCAB) for _ in range(k)]
         for j in range(k):  # make some drafts legal, so that accepted ones occur
-            rows, n = run.matcher.masks(drafts[:j])
+            rows, n = run.answer.matcher.masks(drafts[:j])
             if n == j and run.rng.random() < 0.8:
                 drafts[j] = self._choose(run, rows[j], len(run.out) + j)
-        rows, _ = run.matcher.masks(drafts)
+        rows, _ = run.answer.matcher.masks(drafts)
         tokens: list[int] = []
         for j in range(k + 1):
             tokens.append(self._choose(run, rows[j], len(run.out) + j))
             if tokens[-1] in self.tokenizer.eos_ids or j == k or tokens[-1] != drafts[j]:
                 break
-        run.matcher.advance(tokens)
         return tokens, len(tokens) - 1
 
     def _choose(self, run: _Running, mask: Any, position: int) -> int:

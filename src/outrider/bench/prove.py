@@ -4,7 +4,8 @@
    sequences, are compared bit for bit.
 2. Identity: plain decoding against every drafter and K, greedy and sampled: the same tokens or the first difference,
    with the gap between the two candidates' log-probabilities there.
-3. The rejection verifiers draw from the target's distribution: chi-square tests on real logits.
+3. Whole answers: log-probabilities, text, finish reason and counts of answers that end at a stop string are the same too.
+4. The rejection verifiers draw from the target's distribution: chi-square tests on real logits.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..llm import LLM
+from ..llm import LLM, Completion
 from ..spec.rejection import verify_block, verify_rejection
 from ..types import MAX_DRAFT, Draft, SamplingParams
 
@@ -46,6 +47,7 @@ def prove(
                 for k in ks:
                     yield identity(llm, some, plain, params, drafter, k)
             yield identity(llm, some, plain, params, None, None)
+        yield from answers(llm, prompts[:BATCH], cases[0][0], ks)
     yield from chi_square(llm, prompts, seed)
 
 
@@ -153,6 +155,35 @@ def _logprob_gap(llm: LLM, prompt: list[int], want: list[int], got: list[int], a
 
 
 # ---- 3 ----------------------------------------------------------------------------------------------------------------
+def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ks: Sequence[int]) -> Iterator[Finding]:
+    """Everything an answer holds but statistics, with log-probabilities asked for and a stop string that is met on the way."""
+    asked = []
+    for prompt in prompts:
+        text = llm.generate(prompt, params, drafter=False)[0].text
+        middle = text[len(text) // 2 : len(text) // 2 + 3]
+        asked.append(replace(params, logprobs=3, stop=(middle,) if middle and llm.tokenizer is not None else ()))
+    plain = [_parts(llm.generate(p, a, drafter=False)[0]) for p, a in zip(prompts, asked)]
+    how = "greedy" if params.temperature == 0 else f"T = {params.temperature}"
+    for drafter in llm.engine.controller.drafters:
+        for k in ks:
+            case = f"{how}, stop string, logprobs, {drafter}, K = {k}"
+            got = [_parts(llm.generate(p, a, draft_tokens=k, drafter=drafter)[0]) for p, a in zip(prompts, asked)]
+            wrong = [(i, name) for i in range(len(prompts)) for name in plain[i] if plain[i][name] != got[i][name]]
+            detail = f"prompt {wrong[0][0] + 1}: {wrong[0][1]} differ" if wrong else f"{len(prompts)} answers identical"
+            yield Finding("whole answers", case, not wrong, detail)
+
+
+def _parts(answer: Completion) -> dict[str, object]:
+    return {
+        "token ids": answer.token_ids,
+        "log-probabilities": answer.logprobs,
+        "texts": answer.text,
+        "finish reasons": answer.finish_reason,
+        "counts": (answer.stats.new_tokens, len(answer.kinds or ())),
+    }
+
+
+# ---- 4 ----------------------------------------------------------------------------------------------------------------
 def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 20_000) -> Iterator[Finding]:
     """First emitted token of the rejection verifiers, K = 1, target p and a wrong but plausible q from real logits."""
     tokens = prompts[0] + llm.generate(prompts[0], SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids

@@ -23,12 +23,13 @@ from ..spec.mtp import MTPDrafter
 from ..spec.ngram import NgramIndex
 from ..spec.plan import PLAIN, Choice, SeqView
 from ..types import MAX_DRAFT, Draft, OutriderError, RequestStats
+from .answer import Answer
 from .cycle import CycleInput, Rows, cut, cycle, forward, grammar_masks, logprobs, verify_coupled
 from .graphs import Flight, GraphRunner, Key, plain
 from .metrics import Metrics
 from .propose import Proposer
 from .scheduler import Chunk, DecodeRow, Request, Scheduler, Seq
-from .text import Detokenizer, Tokenizer, overlap
+from .text import Detokenizer, Tokenizer
 from .verify import verify_block_rows, verify_rejection_rows
 
 log = logging.getLogger("outrider")
@@ -43,23 +44,23 @@ class Event:
     id: str
     tokens: list[int]
     kinds: list[str]  # accepted | corrected | bonus | plain
-    text: str
+    texts: list[str]  # what each token lets us show
     logprobs: list[dict[int, float]] | None = None  # per token: {id: logprob}, the chosen one first
     finish_reason: str | None = None  # stop | length | abort | error
     stats: RequestStats | None = None  # with the last event
     error: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
 
 
 @dataclass
 class Working:
     """What the engine keeps beside a sequence."""
 
-    detok: Detokenizer | None
+    answer: Answer
     ngram: NgramIndex | None
-    matcher: Any | None
-    text: str = ""  # all text so far, where there are stop strings
-    shown: int = 0  # how much of it has been emitted (text that might begin a stop string is held back)
-    held: Event | None = None
 
 
 class Engine:
@@ -148,11 +149,9 @@ class Engine:
         if index is not None:
             index.extend(request.prompt)
         grammar = request.params.grammar
-        seq.extra = Working(
-            Detokenizer(self.tokenizer, request.prompt, request.params.keep_special) if self.tokenizer is not None else None,
-            index,
-            grammar.matcher() if grammar is not None else None,  # type: ignore[attr-defined]
-        )
+        detok = Detokenizer(self.tokenizer, request.prompt, request.params.keep_special) if self.tokenizer is not None else None
+        matcher = grammar.matcher() if grammar is not None else None  # type: ignore[attr-defined]
+        seq.extra = Working(Answer(request.params, self.eos, detok, matcher), index)
         self._seqs[request.id] = seq
         self.scheduler.add(seq)
         self.metrics.requests += 1
@@ -161,7 +160,7 @@ class Engine:
     def abort(self, request_id: str, reason: str = "abort") -> None:
         seq = self._seqs.get(request_id)
         if seq is not None:
-            self._events.append(self._finish(seq, Event(request_id, [], [], ""), reason))
+            self._events.append(self._finish(seq, Event(request_id, [], [], []), reason))
 
     @property
     def busy(self) -> bool:
@@ -358,8 +357,8 @@ class Engine:
                     row.k = k
                 x.rows = Rows.of(tuple(r.k for r in rows), self.device)
                 draft = cut(draft, x.rows.k)
-        if any(s.extra.matcher for s in seqs):
-            matchers, ks = [s.extra.matcher for s in seqs], [r.k for r in rows]
+        if any(s.extra.answer.matcher for s in seqs):
+            matchers, ks = [s.extra.answer.matcher for s in seqs], [r.k for r in rows]
             x.masks = lambda drafts: grammar_masks(matchers, ks, drafts, self.model.config.vocab_size)
         out = cycle(self.model, self.store, (lambda: draft) if draft is not None and x.rows.k else None, self.verify, self.taps, x)
         self.features.index_copy_(0, slots, out.features)
@@ -405,33 +404,21 @@ class Engine:
         self, row: DecodeRow, tokens: list[int], now: float, logprobs: list[dict[int, float]] | None, sure: list[float] | None = None
     ) -> None:
         """Take the verdict into the sequence, cut at the end of the answer, and say what happened."""
-        seq, params, work = row.seq, row.seq.request.params, row.seq.extra
+        seq, work = row.seq, row.seq.extra
         accepted = len(tokens) - 1
         kinds = ["accepted"] * accepted + ["plain" if not row.k else ("bonus" if accepted == row.k else "corrected")]
-        finish: str | None = None
-        most = min(seq.remaining, self.max_context - len(seq.tokens))  # tokens that the answer may still have
-        least = params.min_tokens - seq.outputs
-        for i, token in enumerate(tokens, 1):
-            if i >= least and ((token in self.eos and not params.ignore_eos) or token in params.stop_token_ids):
-                tokens, kinds, finish = tokens[:i], kinds[:i], "stop"
-                break
-            if i >= most:
-                tokens, kinds, finish = tokens[:i], kinds[:i], "length"
-                break
-        self._count(seq, row, accepted, len(tokens), now, sure)
+        taken = work.answer.take(tokens, min(seq.remaining, self.max_context - len(seq.tokens)))
+        n = len(taken.texts)
+        tokens = tokens[:n]
+        self._count(seq, row, accepted, n, now, sure)
         seq.tokens.extend(tokens)
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
         if work.ngram is not None:
             work.ngram.extend(tokens)
-        if work.matcher is not None:
-            work.matcher.advance(tokens)
-        event = Event(seq.id, tokens, kinds, "", logprobs[: len(tokens)] if logprobs is not None else None)
-        if work.matcher is not None and work.matcher.failed is not None:
-            event.error, finish = work.matcher.failed, "error"
-        finish = self._speak(seq, event, finish)
-        if finish is not None:
-            self._events.append(self._finish(seq, event, finish))
+        event = Event(seq.id, tokens, kinds[:n], taken.texts, logprobs[:n] if logprobs is not None else None, error=taken.error)
+        if taken.finish is not None:
+            self._events.append(self._finish(seq, event, taken.finish))
         else:
             self.store.commit(seq.cache, seq.computed)
             self._events.append(event)
@@ -453,28 +440,6 @@ class Engine:
                 c.drafted_by_position[j] += 1
                 c.accepted_by_position[j] += j < accepted
         self.controller.observe(seq.id, row.drafter, row.k, accepted, sure)
-
-    def _speak(self, seq: Seq, event: Event, finish: str | None) -> str | None:
-        """Detokenise, look for stop strings; hold back text that may be the beginning of one. Returns the finish reason."""
-        work, params = seq.extra, seq.request.params
-        if work.detok is None:
-            return finish
-        shown = [t for t in event.tokens if t not in self.eos and t not in params.stop_token_ids] if finish == "stop" else event.tokens
-        event.text = work.detok.push(shown)
-        if finish is not None:
-            event.text += work.detok.flush()
-        if not params.stop:
-            return finish
-        work.text += event.text
-        end = len(work.text)
-        for stop in params.stop:
-            at = work.text.find(stop, max(0, work.shown - len(stop)))
-            if at >= 0 and at < end:
-                end, finish = at, "stop"
-        safe = end if finish is not None else end - max((overlap(work.text, stop) for stop in params.stop), default=0)
-        event.text = work.text[work.shown : safe]
-        work.shown = max(work.shown, safe)
-        return finish
 
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats

@@ -29,8 +29,9 @@ class Matcher:
     A grammar that turns out too complex on the way must not take the batch down: `failed` says why, masks then allow end
     tokens only, and the engine ends this request with an error."""
 
-    def __init__(self, inner: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._inner = inner
+    def __init__(self, start: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._start, self._inner = start, start.deep_copy()
+        self._taken: list[int] = []  # what was committed, to come back here from a draft that broke the parser
         self._vocab = vocab_size
         self._eos = list(eos_ids)
         self.failed: str | None = None
@@ -46,9 +47,15 @@ class Matcher:
             ended = self.done
             if not self._consume(draft):
                 break
-            valid, consumed = valid + 1, consumed + (not ended)
-            self._fill(bits[valid])
-        if consumed and not self._inner.rollback(consumed):
+            consumed += not ended
+            self._fill(bits[valid + 1])
+            if self.failed is not None:  # too complex behind this token: plain decoding may never go there, so the draft ends before it
+                bits[valid + 1] = -1
+                break
+            valid += 1
+        if self.failed is not None and valid + consumed:
+            self._replay()
+        elif consumed and not self._inner.rollback(consumed):
             self._fail(self._inner.get_error())
         rows = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab].astype(bool)  # [len + 1, V]
         return rows, valid
@@ -58,11 +65,18 @@ class Matcher:
         for token in tokens:
             if self.failed is None and not self._consume(token):
                 self._fail(self._inner.get_error() or f"token {token} is outside the grammar")
+            self._taken.append(token)
 
     @property
     def done(self) -> bool:
         """The text is complete: only an end token may follow."""
         return self.failed is not None or bool(self._inner.is_stopped())
+
+    def _replay(self) -> None:
+        """Where we were before the draft; a parser that has failed can't go back by itself."""
+        taken, self._taken = self._taken, []
+        self._inner, self.failed = self._start.deep_copy(), None
+        self.advance(taken)
 
     def _fail(self, why: str) -> None:
         self.failed = self.failed or f"the grammar failed: {first_line(why)}"
@@ -93,7 +107,7 @@ class Grammar:
         self._eos = tuple(eos_ids)
 
     def matcher(self) -> Matcher:
-        return Matcher(self._start.deep_copy(), self._vocab, self._eos)
+        return Matcher(self._start, self._vocab, self._eos)
 
 
 class GrammarCompiler:

@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +28,7 @@ from .prepare import Backend, Job, Preparer
 from .runner import EngineError, Event, Runner, Stream, where
 from .schema import ChatRequest, CompletionRequest
 from .settings import ServerSettings
-from .stream import Writer, sse
+from .stream import Writer, single_tokens, sse
 
 log = logging.getLogger("outrider.server")
 PAGE = Path(__file__).parent / "page"
@@ -196,24 +195,14 @@ async def smooth(events: AsyncIterator[Event | None], stream: Stream) -> AsyncIt
     async for event in events:
         now = time.monotonic()
         gap, last = (0.7 * gap + 0.3 * (now - last)) if gap else now - last, now
-        count = 0 if event is None else min(len(event.tokens), len(event.text))
-        if event is None or count < 2:
+        singles = [] if event is None else single_tokens(event)
+        if len(singles) < 2:
             yield event
             continue
-        cuts = [round(i * len(event.text) / count) for i in range(count + 1)]
-        for i in range(count):
-            final, first = i == count - 1, i == 0
-            yield replace(
-                event,  # type: ignore[type-var]
-                text=event.text[cuts[i] : cuts[i + 1]],
-                tokens=event.tokens if first else [],
-                kinds=event.kinds if first else [],
-                logprobs=event.logprobs if first else None,
-                finish_reason=event.finish_reason if final else None,
-                stats=event.stats if final else None,
-            )
-            if not final and not stream.waiting:
-                await asyncio.sleep(min(gap / count, 0.05))
+        for single in singles:
+            yield single
+            if single is not singles[-1] and not stream.waiting:
+                await asyncio.sleep(min(gap / len(singles), 0.05))
 
 
 def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:

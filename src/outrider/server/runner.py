@@ -30,8 +30,8 @@ class Event(Protocol):
     id: str
     tokens: list[int]
     kinds: list[str]
-    text: str
-    logprobs: list[Any] | None
+    texts: list[str]
+    logprobs: list[dict[int, float]] | None
     finish_reason: str | None
     stats: RequestStats | None
     error: str | None

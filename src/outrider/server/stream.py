@@ -6,12 +6,14 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
+from ..engine.engine import Event as EngineEvent
 from ..engine.scheduler import Request
 from ..engine.text import Detokenizer, Tokenizer
 from ..types import RequestStats
-from .output import Parser, Part
+from .output import Parser, Part, join
 from .prepare import Job
 from .runner import Event
 
@@ -20,6 +22,30 @@ DONE = "data: [DONE]\n\n"
 
 def sse(data: dict[str, Any]) -> str:
     return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+def single_tokens(event: Event) -> list[Event]:
+    """The event as one for each of its tokens; the last one ends the answer if it did."""
+    if len(event.tokens) < 2:
+        return [event]
+    whole = cast(EngineEvent, event)
+    tables: Sequence[dict[int, float] | None] = event.logprobs if event.logprobs is not None else [None] * len(event.tokens)
+    parts = [
+        replace(whole, tokens=[t], kinds=[k], texts=[x], logprobs=None if p is None else [p], finish_reason=None, stats=None, error=None)
+        for t, k, x, p in zip(event.tokens, event.kinds, event.texts, tables)
+    ]
+    parts[-1] = replace(parts[-1], finish_reason=event.finish_reason, stats=event.stats, error=event.error)
+    return list(parts)
+
+
+@dataclass
+class Update:
+    """What one event adds to an answer."""
+
+    parts: list[Part] = field(default_factory=list)
+    deltas: list[dict[str, Any]] = field(default_factory=list)
+    logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
+    tokens: list[list[str]] = field(default_factory=list)  # [text, kind]
 
 
 class Choice:
@@ -34,32 +60,36 @@ class Choice:
         self.logprobs: list[tuple[int, dict[int, float]]] = []
         self.tokens: list[list[str]] = []  # [text, kind]
         self.new_tokens = 0
+        self.offset = len(echo)  # where in the text the next token's entry begins
         self.finish: str | None = None
         self.stats: RequestStats | None = None
 
-    def take(self, event: Event) -> dict[str, Any]:
-        """The delta this event makes, empty when it makes none: {parts, logprobs, tokens}."""
-        parts = self._parser.feed(event.text)
+    def take(self, event: Event) -> Update:
+        """What is new with this event. Where only one call is wanted the answer ends at the token that begins the second one."""
+        update = Update()
+        for part in single_tokens(event) if self._one_call else [event]:
+            if self.finish is None:
+                self._take(part, update)
+        update.deltas = [self._remember(p) for p in join(update.parts)]
+        return update
+
+    def _take(self, event: Event, update: Update) -> None:
+        parts = self._parser.feed("".join(event.texts))
         self.new_tokens += len(event.tokens)
         if event.finish_reason is not None:
             complete = event.finish_reason == "stop"
             parts += self._parser.finish(complete)
             self.stats = event.stats
             self.finish = "tool_calls" if complete and self._parser.calls else event.finish_reason
-        if self._one_call:
-            parts = self._first_call_only(parts)
-        deltas = [self._remember(p) for p in parts]
-        update: dict[str, Any] = {"deltas": deltas} if deltas else {}
+        update.parts += self._first_call_only(parts) if self._one_call else parts
         if event.logprobs is not None:
             new = list(zip(event.tokens, event.logprobs))
             self.logprobs += new
-            if new:
-                update["logprobs"] = new
-        if self._pieces is not None and event.tokens:
-            new_tokens = [[self._piece(t), kind] for t, kind in zip(event.tokens, event.kinds)]
-            self.tokens += new_tokens
-            update["tokens"] = new_tokens
-        return update
+            update.logprobs += new
+        if self._pieces is not None:
+            tokens = [[self._piece(t), kind] for t, kind in zip(event.tokens, event.kinds)]
+            self.tokens += tokens
+            update.tokens += tokens
 
     def _piece(self, token: int) -> str:
         assert self._pieces is not None
@@ -107,7 +137,7 @@ class Writer:
     def whole(self) -> dict[str, Any]:
         choices = []
         for c in self.choices:
-            choice: dict[str, Any] = {"index": c.index, "finish_reason": c.finish, "logprobs": self._logprobs(c.logprobs)}
+            choice: dict[str, Any] = {"index": c.index, "finish_reason": c.finish, "logprobs": self._logprobs(c, c.logprobs)}
             if self._chat:
                 message: dict[str, Any] = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
                 if c.reasoning:
@@ -138,7 +168,7 @@ class Writer:
         if choice.finish is not None:
             return []
         update = choice.take(event)
-        deltas, logprobs, tokens = update.get("deltas", []), update.get("logprobs"), update.get("tokens")
+        deltas, logprobs, tokens = update.deltas, update.logprobs, update.tokens
         if not deltas and (logprobs or tokens):
             deltas = [{}]  # text is held back (half a character, a possible tag), the tokens are not
         out = []
@@ -170,7 +200,7 @@ class Writer:
         logprobs: Sequence[tuple[int, dict[int, float]]] | None = None,
         finish: str | None = None,
     ) -> dict[str, Any]:
-        body: dict[str, Any] = {"index": choice.index, "finish_reason": finish, "logprobs": self._logprobs(logprobs or [])}
+        body: dict[str, Any] = {"index": choice.index, "finish_reason": finish, "logprobs": self._logprobs(choice, logprobs or [])}
         if self._chat:
             body["delta"] = delta
         else:
@@ -190,7 +220,7 @@ class Writer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _logprobs(self, entries: Sequence[tuple[int, dict[int, float]]]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, entries: Sequence[tuple[int, dict[int, float]]]) -> dict[str, Any] | None:
         wanted = self._job.requests[0].params.logprobs
         if wanted is None or not entries:
             return None
@@ -198,10 +228,10 @@ class Writer:
             content = [{**self._token(t, table[t]), "top_logprobs": self._top(table, wanted)} for t, table in entries]
             return {"content": content, "refusal": None}
         tokens = [self._token(t, table[t]) for t, table in entries]
-        offsets, at = [], 0
+        offsets = []
         for t in tokens:
-            offsets.append(at)
-            at += len(t["token"])
+            offsets.append(choice.offset)
+            choice.offset += len(t["token"])
         return {
             "tokens": [t["token"] for t in tokens],
             "token_logprobs": [t["logprob"] for t in tokens],

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.server_fakes import VOCAB, tokenizer
 
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.grammar import GrammarCompiler, Matcher
 from outrider.types import OutriderError
 
 TOK = tokenizer()
@@ -115,3 +115,43 @@ def test_masked_choice_with_drafts_is_masked_choice_without(seed: int, width: in
     assert drafted == plain
     value = json.loads(TOK.decode(plain))
     assert value["a"] in ("x", "yy") and 0 <= value["n"] <= 99
+
+
+def test_a_draft_that_breaks_the_parser_costs_the_draft_only() -> None:
+    """Plain decoding might never go where the draft went, so a failure there must not end the answer."""
+
+    class Parser:
+        """Refuses nothing; its mask fails once 7 has been consumed."""
+
+        def __init__(self) -> None:
+            self.taken: list[int] = []
+
+        def deep_copy(self) -> Parser:
+            return Parser()
+
+        def is_stopped(self) -> bool:
+            return False
+
+        def try_consume_tokens(self, tokens: list[int]) -> int:
+            self.taken += tokens
+            return len(tokens)
+
+        def rollback(self, n: int) -> bool:
+            del self.taken[len(self.taken) - n :]
+            return True
+
+        def unsafe_compute_mask_ptr(self, pointer: int, size: int) -> None: ...
+
+        def is_error(self) -> bool:
+            return 7 in self.taken
+
+        def get_error(self) -> str:
+            return "too complex"
+
+    matcher = Matcher(Parser(), 32, [1])
+    matcher.advance([3, 4])
+    rows, valid = matcher.masks([5, 7, 6])
+    assert valid == 1 and matcher.failed is None and rows[1].all()
+    assert matcher._inner.taken == [3, 4]
+    matcher.advance([7])
+    assert matcher.masks([])[0][0].nonzero()[0].tolist() == [1] and "too complex" in str(matcher.failed)  # there plain decoding fails too
