@@ -98,7 +98,7 @@ def test_prove(cli: Any, model: Path) -> None:
     code, out, _ = cli("prove", model, "--count", 2, "--k", "2,5", "--max-tokens", 12, "--temperatures", "0,0.8", "--json", "--ops", "cpu")
     report = json.loads(out)
     assert report["passed"] and all(f["passed"] for f in report["findings"]), report
-    assert {f["check"] for f in report["findings"]} == {"row invariance", "identity", "distribution"}
+    assert {f["check"] for f in report["findings"]} == {"row invariance", "identity", "whole answers", "distribution"}
     assert code == 0
 
 
