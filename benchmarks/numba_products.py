@@ -69,14 +69,21 @@ class NumbaProducts:
         self.ours = ours
         self.layers = [self._q4(block.gate_up) for block in ours.model.blocks]
         w = ours.model.head
-        self.table = w.data.numpy().view(np.int8).reshape(-1, w.c.k // 32, 8, 16, 4), w.scale.numpy()[:, :, 0].astype(np.float32)
+        data, scale = w.keep
+        self.table = data.numpy().view(np.int8).reshape(-1, w.c.k // 32, 8, 16, 4), self._halves(w, scale)[:, :, 0]
         x = torch.randn(3, w.c.k)
         for mine, theirs in ((self._layer(x, 0), ours.ops.linear(x, ours.model.blocks[0].gate_up)), (self.head(x), ours.ops.linear(x, w))):
             assert np.allclose(mine, theirs.numpy(), rtol=1e-3, atol=1e-3), "the Numba products are wrong"
 
     @staticmethod
     def _q4(w: Any) -> tuple[np.ndarray, np.ndarray, int]:
-        return w.data.numpy().reshape(-1, w.c.k // 32, 4, 16, 4), w.scale.numpy().astype(np.float32), w.c.n
+        data, scale = w.keep
+        return data.numpy().reshape(-1, w.c.k // 32, 4, 16, 4), NumbaProducts._halves(w, scale), w.c.n
+
+    @staticmethod
+    def _halves(w: Any, scale: torch.Tensor) -> np.ndarray:
+        """float32 [groups, blocks, 1 or 2, 16]"""
+        return scale.view(torch.float16).numpy().reshape(-(-w.c.n // 16), w.c.k // 32, -1, 16).astype(np.float32)
 
     def _layer(self, x: torch.Tensor, i: int) -> np.ndarray:
         data, scale, n = self.layers[i]

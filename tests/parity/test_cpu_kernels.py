@@ -22,14 +22,16 @@ from outrider.ops.cpu.build import ISAS, NEEDS, cpu_flags
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
 from outrider.ops.cpu.lib import W_DENSE, W_Q4M, W_Q8
 from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.cpu.packing import KINDS as PACKED
 from outrider.ops.cpu.packing import PackedWeight
+from outrider.ops.quant import BLOCKS
 from outrider.ops.reference import ReferenceOps, gumbel
 from outrider.train import design
 from outrider.types import AttnSpec
 from outrider.weights.load import dummy_weights
 
 RUNNABLE = [isa for isa in ISAS if NEEDS[isa] <= cpu_flags()]
-KINDS = ("Q4_0", "Q4_1", "Q8_0", "Q5_1", "float32", "bfloat16", "float16")
+KINDS = (*PACKED, "mixed", "float32", "bfloat16", "float16")
 REF = ReferenceOps()
 
 
@@ -45,7 +47,10 @@ def seeded(*shape: int, seed: int = 0) -> Tensor:
 def weight(ops: CpuOps, kind: str, n: int, k: int) -> PackedWeight | Tensor:
     if kind.startswith(("float", "bfloat")):
         return ops.prepare((seeded(n, k, seed=1) * 0.05).to(getattr(torch, kind)))
-    packed = ops.pack([part(kind, n, k)])
+    if kind == "mixed":
+        packed = ops.pack([part("Q4_K", 16, k), part("Q6_K", 16, k, 1), part("Q5_0", n - 32, k, 2)])
+    else:
+        packed = ops.pack([part(kind, n, k)])
     assert packed is not None
     return packed
 
@@ -58,8 +63,10 @@ def whole(rows: int, k: int) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("n", "k"), [(48, 96), (40, 288)])
+@pytest.mark.parametrize(("n", "k"), [(48, 96), (40, 288), (40, 512)])
 def test_linear_is_exact_on_whole_numbers(ops: CpuOps, kind: str, n: int, k: int) -> None:
+    if k % 256 and (kind == "mixed" or (kind in PACKED and BLOCKS[kind][0] == 256)):
+        k = 256
     w, x, bias = weight(ops, kind, n, k), whole(11, k), seeded(n)
     want = x.double() @ ops.unpack(w).double().T + bias
     reach = x.abs().double() @ ops.unpack(w).abs().double().T
@@ -68,22 +75,29 @@ def test_linear_is_exact_on_whole_numbers(ops: CpuOps, kind: str, n: int, k: int
 
 def test_extremes_do_not_saturate(ops: CpuOps) -> None:
     """All weights and activations at their ends: 16-bit sums would overflow."""
-    for kind in ("Q4_1", "Q8_0", "Q5_1"):
-        p = part(kind, 16, 64)
-        p.data[:] = 0xFF if kind != "Q8_0" else 0x80
-        p.data.reshape(-1, p.data.shape[1] // 2)[:, :2] = torch.tensor([0.5], dtype=torch.float16).view(torch.uint8).numpy()
-        if kind != "Q8_0":
-            p.data.reshape(-1, p.data.shape[1] // 2)[:, 2:4] = torch.tensor([-1.0], dtype=torch.float16).view(torch.uint8).numpy()
-        w = ops.pack([p])
-        for sign in (1.0, -1.0):
-            x = torch.full((3, 64), 127.0 * sign)
-            want = x @ ops.unpack(w).T
-            assert torch.allclose(ops.linear(x, w), want, rtol=1e-6)
+    half = torch.tensor([0.5, -1.0], dtype=torch.float16).view(torch.uint8).numpy()
+    for kind in PACKED:
+        p = part(kind, 16, 256)
+        blocks = p.data.reshape(-1, BLOCKS[kind][1])
+        for fill in (0xFF, 0x80, 0x00):
+            blocks[:] = fill
+            if kind == "Q6_K":
+                blocks[:, 192:208], blocks[:, 208:210] = 0x7F, half[:2]
+            else:
+                blocks[:, :2] = half[:2]
+                if kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K"):
+                    blocks[:, 2:4] = half[2:]
+            w = ops.pack([p])
+            assert torch.equal(ops.unpack(w), torch.from_numpy(p.dense()))
+            for sign in (1.0, -1.0):
+                x = torch.full((3, 256), 127.0 * sign)
+                want = x.double() @ ops.unpack(w).double().T
+                assert torch.allclose(ops.linear(x, w).double(), want, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_are_row_invariant(ops: CpuOps, kind: str) -> None:
-    w, x = weight(ops, kind, 80, 160), seeded(150, 160)
+    w, x = weight(ops, kind, 80, 256), seeded(150, 256)
     alone = torch.cat([ops.linear(x[i : i + 1], w) for i in range(150)])
     for m in (*range(1, 33), 150):
         assert torch.equal(ops.linear(x[:m], w), alone[:m]), m

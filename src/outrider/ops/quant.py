@@ -6,14 +6,15 @@ Decoding happens in float32 with one rounding per operation, in the order writte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import numpy as np
 
 # kind: (weights in a block, bytes of a block)
 BLOCKS: dict[str, tuple[int, int]] = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
-    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
 }  # fmt: skip
 
 
@@ -24,6 +25,7 @@ class QuantPart:
     kind: str
     shape: tuple[int, int]  # (N, K)
     data: np.ndarray  # uint8 [N, bytes per row]
+    release: Callable[[int, int], None] | None = field(default=None, compare=False)  # rows [lo, hi) have been read: forget their pages
 
     def rows(self, lo: int, hi: int) -> np.ndarray:
         """float32 [hi - lo, K]"""
@@ -119,7 +121,22 @@ def _q6_k(b: np.ndarray) -> np.ndarray:
     return scales[:, :, None] * q.reshape(-1, 16, 16).astype(np.float32)
 
 
+IQ4_VALUES = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.float32)
+
+
+def _iq4_nl(b: np.ndarray) -> np.ndarray:
+    return _half(b, 0) * IQ4_VALUES[_nibbles(b[:, 2:18])]
+
+
+def _iq4_xs(b: np.ndarray) -> np.ndarray:
+    """d, 16 bits with the top two bits of eight scales, 4 bytes with their low halves, 8 x 16 bytes of nibbles."""
+    low = np.stack((b[:, 4:8] & 15, b[:, 4:8] >> 4), axis=2).reshape(-1, 8)
+    high = (np.ascontiguousarray(b[:, 2:4]).view("<u2") >> np.arange(0, 16, 2, dtype=np.uint16)[None]) & 3  # [blocks, 8]
+    scale = _half(b, 0) * ((low | (high << 4)).astype(np.float32) - 32)
+    return scale[:, :, None] * IQ4_VALUES[_nibbles(b[:, 8:].reshape(-1, 16)).reshape(-1, 8, 32)]
+
+
 _DECODERS = {
     "Q4_0": _q4_0, "Q4_1": _q4_1, "Q5_0": _q5_0, "Q5_1": _q5_1, "Q8_0": _q8_0,
-    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k,
+    "Q4_K": _q4_k, "Q5_K": _q5_k, "Q6_K": _q6_k, "IQ4_NL": _iq4_nl, "IQ4_XS": _iq4_xs,
 }  # fmt: skip

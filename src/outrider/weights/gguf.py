@@ -22,7 +22,7 @@ SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?
 STRING, ARRAY = 8, 9
 TENSOR_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16",
+    20: "IQ4_NL", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16",
 }  # fmt: skip
 
 
@@ -71,6 +71,19 @@ class _Reader:
         self.at += length
         return bytes(self.view[self.at - length : self.at]).decode("utf-8", errors="replace")
 
+    def strings(self, count: int, key: str) -> list[str]:
+        """A vocabulary has hundreds of thousands: one tight loop."""
+        view, at, size, length = self.view, self.at, self.file.size, struct.Struct("<Q").unpack_from
+        out = []
+        for _ in range(count):
+            end = at + 8 + length(view, at)[0]
+            if end > size:
+                raise self.bad(f"an item of {key!r} runs past the end (truncated?)")
+            out.append(str(view[at + 8 : end], "utf-8", "replace"))
+            at = end
+        self.at = at
+        return out
+
     def name(self, what: str) -> str:
         name = self.string(what)
         if len(name) > 100 or not name.isprintable():
@@ -86,7 +99,7 @@ class _Reader:
             raise self.bad(f"key {key!r} has unknown type {kind}")
         inner = self.number("<I")
         if inner == STRING:
-            return [self.string(f"an item of {key!r}") for _ in range(self.count(8, f"array {key!r}"))]
+            return self.strings(self.count(8, f"array {key!r}"), key)
         if inner not in SCALARS:
             raise self.bad(f"array {key!r} has unknown type {inner}")
         width = struct.calcsize(SCALARS[inner])

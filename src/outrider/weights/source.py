@@ -86,7 +86,9 @@ class Entry:
     def quant_part(self) -> QuantPart:
         """The rows as they are stored; a view of the file unless they have to be reordered."""
         data = self.data()
-        return QuantPart(self.kind, (self.rows, self.columns), data if self.order is None else data[self.order])
+        if self.order is not None:
+            return QuantPart(self.kind, (self.rows, self.columns), data[self.order])
+        return QuantPart(self.kind, (self.rows, self.columns), data, self.release)
 
 
 @dataclass(frozen=True)

@@ -109,3 +109,12 @@ def test_many_python_threads_share_one_team() -> None:
     with ThreadPoolExecutor(4) as pool:
         together = list(pool.map(lambda x: ops.linear(x, w), xs))
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def test_a_compile_is_told_on_a_terminal_and_only_there(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with build.told("Compiling"):
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with build.told("Compiling"):
+        assert "Compiling" in capsys.readouterr().err

@@ -11,11 +11,17 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SOURCES = ("kernels.c", "cycle.h", "draft.h", "forward.h", "attend.h", "score.h", "rows.h", "product.h", "pool.h", "vec.h")
+SOURCES = (
+    "kernels.c", "cycle.h", "draft.h", "forward.h", "attend.h", "score.h", "rows.h", "pack.h", "product.h",
+    "tile_avx512.h", "tile_avx2.h", "tile_portable.h", "formats.h", "pool.h", "vec.h",
+)  # fmt: skip
 ISAS = ("avx512bf16", "avx512", "avx2", "generic")
 AVX512 = ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
 FLAGS = {
@@ -76,6 +82,19 @@ def shared_object(isa: str | None = None) -> Path:
     raise failed
 
 
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """A line on the terminal while something takes seconds; it is wiped afterwards."""
+    shown = sys.stderr is not None and sys.stderr.isatty()
+    if shown:
+        print(f"{what} …", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
 def build(isa: str) -> Path:
     digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, platform.machine())).encode())
     for name in SOURCES:
@@ -99,7 +118,8 @@ def build(isa: str) -> Path:
     os.close(fd)
     try:
         command = [cc, *COMMON, *FLAGS[isa], str(HERE / "kernels.c"), "-o", scratch, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        with told(f"Compiling the CPU kernels for {isa} (once; 10 to 20 s)"):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise BuildError(f"{cc} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
         os.chmod(scratch, 0o755)

@@ -1,5 +1,6 @@
 /* The library: what Python calls. One translation unit; see build.py for the flags. */
 #include "cycle.h"
+#include "pack.h"
 
 int or_isa(void) {
 #if ISA_BF16
@@ -15,6 +16,24 @@ int or_isa(void) {
 int or_sizes(int which) {
     const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle)};
     return (int)sizes[which];
+}
+
+/* ---- packing ---- */
+/* Bytes of `data` (which = 0) or `scale` (1) that a weight of this kind needs */
+int64_t or_packed_bytes(int kind, int n, int k, int which) {
+    const int64_t groups = (n + LANES - 1) / LANES, blocks = k / 32;
+    return which ? groups * (blocks / k_blocks(kind)) * (int64_t)k_scale_step(kind) : groups * blocks * 64 * k_lines(kind);
+}
+/* `rows` rows of a file, in the format of w->kind, become rows first.. of w */
+void or_pack(Team *team, const Weight *w, int first, const uint8_t *from, int64_t row_bytes, int rows) {
+    PackJob job = {w, first, rows, from, (size_t)row_bytes};
+    team_begin(team);
+    team_run(team, pack_region, &job);
+    team_end(team);
+}
+/* Row i of `to` is row order[i] of `from` */
+void or_take(const Weight *from, const int64_t *order, const Weight *to) {
+    for (long i = 0; i < to->n; i++) copy_lane(from, order[i], to, i);
 }
 
 /* ---- products ---- */

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_long, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_long, c_void_p
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...types import AttnSpec, KVPages, KVView
 from .build import shared_object
 
-W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q8M = range(6)
+W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_IQ4X, W_PARTS, W_FILE = range(14)  # formats.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
@@ -79,13 +79,16 @@ class CCycle(Structure):
     ]  # fmt: skip
 
 
-P, I, F, L = c_void_p, c_int, c_float, c_long
+P, I, F, L, I64 = c_void_p, c_int, c_float, c_long, c_int64
 SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "or_isa": (I, []),
     "or_sizes": (I, [I]),
     "or_team_new": (P, [I]),
     "or_team_free": (None, [P]),
     "or_team_size": (I, [P]),
+    "or_packed_bytes": (I64, [I, I, I, I]),
+    "or_pack": (None, [P, P, I, P, I64, I]),
+    "or_take": (None, [P, P, P]),
     "or_linear": (None, [P, P, P, I, P, P]),
     "or_gated_linear": (None, [P, P, P, I, I, P]),
     "or_logits": (None, [P, P, P, I, F, P]),

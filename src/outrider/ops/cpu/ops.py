@@ -65,7 +65,7 @@ class CpuOps(ReferenceOps):
         self.threads = threads or default_threads()
         self.team: int = self.lib.or_team_new(self.threads)
         self._close = weakref.finalize(self, self.lib.or_team_free, self.team)
-        self.arena = Arena()
+        self.packer = packing.Packer(self.lib, self.team, Arena())
         self._specs: dict[AttnSpec, CSpec] = {}
         self._batch: tuple[weakref.ref[KVView], Batch] | None = None
         self._pages: tuple[Any, Pages] | None = None
@@ -77,17 +77,17 @@ class CpuOps(ReferenceOps):
 
     # ---- weights --------------------------------------------------------------------------------------------------
     def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
-        return packing.pack(parts, self.arena)
+        return self.packer.pack(parts)
 
     def quantize(self, dense: Tensor, mode: str) -> Weight:
         if mode not in ("int8", "int4"):
             raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")
-        packed = packing.quantize(dense, mode, self.arena)
+        packed = self.packer.quantize(dense, mode)
         return self.prepare(dense) if packed is None else packed
 
     def take_rows(self, weight: Weight, order: Tensor) -> Weight:
         """Rows in another order, kept as they are held: a head by clusters."""
-        return weight[order] if isinstance(weight, Tensor) else packing.take(weight, order.numpy(), self.arena)
+        return weight[order] if isinstance(weight, Tensor) else self.packer.take(weight, order.numpy())
 
     def prepare(self, dense: Tensor) -> Tensor:
         return dense.contiguous()
