@@ -11,6 +11,7 @@ from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import KINDS, in_file
 from outrider.ops.quant import BLOCKS, QuantPart
 
+
 @pytest.fixture(scope="module")
 def ops() -> CpuOps:
     return CpuOps(threads=1)

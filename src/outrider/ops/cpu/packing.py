@@ -119,7 +119,9 @@ def join(parts: Sequence[PackedWeight]) -> PackedWeight:
     """Rows of several packed weights, one after the other."""
     n, k = sum(p.c.n for p in parts), parts[0].c.k
     array = (CWeight * len(parts))(*[p.c for p in parts])
-    return PackedWeight((n, k), CWeight(W_PARTS, n, k, len(parts), ctypes.addressof(array), None), sum(p.nbytes for p in parts), (array, *parts))
+    return PackedWeight(
+        (n, k), CWeight(W_PARTS, n, k, len(parts), ctypes.addressof(array), None), sum(p.nbytes for p in parts), (array, *parts)
+    )
 
 
 def in_file(part: QuantPart) -> PackedWeight:
