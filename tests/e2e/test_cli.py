@@ -58,6 +58,13 @@ def test_the_beside_assistant_is_found_and_said_once(cli: Any, model: Path) -> N
     assert err.count("drafter: mtp") == 1 and "tiny-assistant" in err
 
 
+@pytest.mark.parametrize("drafter", ["ngram", "draft:MODEL"])
+def test_drafters_without_an_assistant_start_twice(cli: Any, model: Path, drafter: str) -> None:
+    for _ in range(2):
+        code, out, err = cli("generate", model, "Hi", "--max-tokens", 6, "--drafter", drafter.replace("MODEL", str(model)), "--json")
+        assert code == 0 and json.loads(out)["stats"]["new_tokens"] > 0, err
+
+
 def test_text_colours_and_statistics(cli: Any, model: Path) -> None:
     code, out, err = cli("generate", model, "Hello", "--max-tokens", 12, "--show-draft", "--compare")
     assert code == 0 and out.strip() and "tok/s" in err and "identical: yes" in err and "drafted and right" in err

@@ -20,6 +20,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..types import OutriderError, TextFiles
+from .control import ChatPrompt, ControlText
 
 Messages = Sequence[Mapping[str, Any]]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -106,7 +107,15 @@ class Tokenizer:
 
     def chat(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
         """Ids of a conversation. The template writes bos itself where the model wants one."""
-        return self.encode(self.render(messages, tools, add_generation_prompt, **variables))
+        return self.prompt(messages, tools, add_generation_prompt, **variables).ids
+
+    def prompt(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> ChatPrompt:
+        """A conversation encoded: control tokens are what the template writes, never what a message spells."""
+        return self._control.prompt(messages, tools, lambda m, t: self.render(m, t, add_generation_prompt, **variables))
+
+    @cached_property
+    def _control(self) -> ControlText:
+        return ControlText(self.backend, self.files.chat_template or "")
 
     def render(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str:
         if self.files.chat_template is None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from ..engine.control import ChatPrompt
 from ..engine.grammar import Grammar, GrammarCompiler
 from ..engine.scheduler import Request
 from ..engine.text import Tokenizer
@@ -110,8 +111,8 @@ class Preparer:
         structured = body.response_format is not None and body.response_format.type != "text"
         if use_tools and structured:
             raise bad("response_format can't be combined with tools; set tool_choice to 'none' or drop one.", "response_format")
-        text = self._render(body, use_tools)
-        ids = self._encode(text, bos=False)
+        prompt = self._prompt(body, use_tools)
+        ids = prompt.ids
         grammar: Grammar | None = None
         if structured:
             grammar = self._format_grammar(body)
@@ -121,7 +122,7 @@ class Preparer:
             field = "min_tokens" if body.min_tokens else "ignore_eos"
             raise bad(f"{field} can't be combined with response_format or a forced tool call.", field)
         params = self._params(body, ids, body.limit, (body.top_logprobs or 0) if body.logprobs else None, grammar)
-        tail = text[-64:]
+        tail = prompt.written[-64:]
 
         def parser() -> Parser:
             thoughts = Thoughts(self.dialect.thoughts, tail)
@@ -154,7 +155,7 @@ class Preparer:
 
     # ---- prompt
 
-    def _render(self, body: ChatRequest, use_tools: bool) -> str:
+    def _prompt(self, body: ChatRequest, use_tools: bool) -> ChatPrompt:
         tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if use_tools else None
         messages = [self._message(m) for m in body.messages]
         if not self.dialect.template_tools:
@@ -162,9 +163,11 @@ class Preparer:
             tools = None
         options = {} if body.reasoning_effort is None else {"enable_thinking": body.reasoning_effort != "none"}
         try:
-            return self.tokenizer.render(messages, tools=tools, **options)
+            return self.tokenizer.prompt(messages, tools=tools, **options)
         except OutriderError as e:
             raise bad(_one_line(e), "messages", "template_error") from e
+        except (UnicodeError, TypeError) as e:
+            raise bad("The text is not valid Unicode.") from e
 
     def _message(self, message: Message) -> dict[str, Any]:
         out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
