@@ -50,7 +50,9 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as p:
         browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        page = open_page(browser, url, 1180, 760, "dark")
+        page = open_page(browser, url, 1280, 800, "dark")
+        page.click("#measure")  # plain decoding's speed, for the chart
+        page.wait_for_selector("#against:has-text('tokens/s')", timeout=300_000)
         ask(page, CHAT)
         page.screenshot(path=args.out / "chat.png")
         page.click("#tab-race")
@@ -59,8 +61,11 @@ def main() -> None:
         page.wait_for_selector("#verdict.same, #verdict.differs", timeout=300_000)
         page.screenshot(path=args.out / "race.png")
         page.click("#tab-server")
-        page.wait_for_timeout(2500)
+        page.wait_for_timeout(4500)
         page.screenshot(path=args.out / "server.png")
+        light = open_page(browser, url, 1280, 800, "light")
+        ask(light, CHAT)
+        light.screenshot(path=args.out / "light.png")
         phone = open_page(browser, url, 390, 844, "light")
         ask(phone, CHAT)
         phone.screenshot(path=args.out / "phone.png")
@@ -79,7 +84,7 @@ def open_page(browser: Any, url: str, width: int, height: int, scheme: str) -> A
 def ask(page: Any, text: str) -> None:
     page.fill("#prompt", text)
     page.keyboard.press("Enter")
-    page.wait_for_selector(".message.assistant .foot", timeout=300_000)
+    page.wait_for_selector(".message.assistant:last-child .foot", timeout=300_000)
 
 
 if __name__ == "__main__":

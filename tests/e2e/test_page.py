@@ -6,6 +6,7 @@ OUTRIDER_SCREENSHOTS=folder writes the pictures of docs/server.md there.
 
 from __future__ import annotations
 
+import gzip
 import os
 import re
 import shutil
@@ -30,11 +31,31 @@ STORY = (
     "A fox lived at the edge of the wood and could not count. One evening she found three eggs, and then she found two more. "
     "She laid them in a row and touched each with her nose: one, two, three, four, five. From then on she counted everything."
 )
+MARKDOWN = """## Reversing
+
+There are **two** ways:
+
+1. a slice
+2. `reverse`
+   - in place
+
+```python
+def back(xs):
+    return xs[::-1]  # **not bold**
+
+```
+
+| name | value |
+|------|-------|
+| a    | 1     |
+
+See [this](https://example.org/x_(y)) or [that](javascript:alert(1)) ![picture](https://example.org/p.png)."""
 
 
 def say(request: Request) -> str:
     text = TOK.decode(request.prompt)
-    return "<b>not markup</b>" if "markup" in text else STORY
+    last = text.rsplit("user", 1)[-1]
+    return "<b>not markup</b>" if "markup" in last else MARKDOWN if "code" in last else STORY
 
 
 TOK = tokenizer()
@@ -81,29 +102,37 @@ def shoot(page: Any, name: str) -> None:
 
 def ask(page: Any, text: str) -> None:
     page.fill("#prompt", text)
+    page.focus("#prompt")
     page.keyboard.press("Enter")
-    page.wait_for_selector(".message.assistant .foot")
+    page.wait_for_selector(".message.assistant:last-child .foot, .message.refused:last-child .foot")
+
+
+def kinds(node: Any) -> set[str]:
+    return set(node.locator(".body span[class]").evaluate_all("nodes => nodes.map(n => n.className)"))
 
 
 def test_type_stream_and_read_the_statistics(page: Any) -> None:
     ask(page, "Tell me about the fox.")
     answer = page.locator(".message.assistant").last
-    assert answer.inner_text().startswith(STORY)
-    kinds = set(answer.locator("span:not(.foot)").evaluate_all("nodes => nodes.map(n => n.className)"))
-    assert {"accepted", "corrected", "bonus"} <= kinds
+    assert answer.locator(".body").inner_text() == STORY
+    assert {"accepted", "corrected", "bonus"} <= kinds(answer)
     assert float(page.inner_text("#s-tps")) > 0 and page.inner_text("#s-ttft").endswith("ms")
     assert 1 < float(page.inner_text("#s-cycle")) <= 4
     assert page.locator("#positions div").count() == 3
     shoot(page, "chat")
 
 
-def test_colours_toggle_without_losing_the_text(page: Any) -> None:
+def test_marks_toggle_without_losing_the_text_and_are_not_colour_alone(page: Any) -> None:
     ask(page, "Again.")
-    span = page.locator(".message.assistant .accepted").first
+    styles = {}
+    for kind in ("accepted", "corrected", "bonus"):
+        span = page.locator(f".message.assistant .{kind}").first
+        styles[kind] = span.evaluate("n => getComputedStyle(n).textDecorationStyle + getComputedStyle(n).textDecorationLine")
+    assert len(set(styles.values())) == 3  # three kinds of line
     coloured = span.evaluate("n => getComputedStyle(n).backgroundColor")
     page.uncheck("#colour")
     assert span.evaluate("n => getComputedStyle(n).backgroundColor") != coloured
-    assert page.locator(".message.assistant").last.inner_text().startswith(STORY)
+    assert page.locator(".message.assistant .body").last.inner_text() == STORY
 
 
 def test_answers_are_text_not_markup(page: Any) -> None:
@@ -112,15 +141,145 @@ def test_answers_are_text_not_markup(page: Any) -> None:
     assert "<b>not markup</b>" in page.locator(".message.assistant").last.inner_text()
 
 
-def test_sliders_go_into_the_request(page: Any, served: Served) -> None:
+def test_markdown_is_rendered_and_safe(page: Any) -> None:
+    page.locator("#max-tokens").fill("512")
+    ask(page, "Give me a list of code.")
+    body = page.locator(".message.assistant .body").last
+    assert body.locator("h4").inner_text() == "Reversing" and body.locator("strong").inner_text() == "two"
+    assert body.locator("ol > li").count() == 2 and body.locator("ol ul li").inner_text() == "in place"
+    code = body.locator(".code pre code")
+    assert code.inner_text() == "def back(xs):\n    return xs[::-1]  # **not bold**\n"
+    assert "mono" in code.evaluate("n => getComputedStyle(n).fontFamily").lower()
+    assert body.locator("td").all_inner_texts() == ["a", "1"]
+    assert body.locator("a").evaluate_all("n => n.map(x => x.href)") == ["https://example.org/x_(y)"]
+    assert "javascript:alert(1)" in body.inner_text() and "```" not in body.inner_text()
+    assert {"accepted", "corrected"} <= kinds(page.locator(".message.assistant").last)
+    page.reload()  # kept in the browser, marks too
+    page.wait_for_selector(".message.assistant .foot")
+    assert page.locator(".code pre code").inner_text() == code.inner_text()
+    assert {"accepted", "corrected"} <= kinds(page.locator(".message.assistant").last)
+
+
+def test_markdown_in_any_pieces_ends_the_same(page: Any) -> None:
+    """What streams in by pieces must end as what is rendered at once, and no prefix may throw."""
+    once, pieces = page.evaluate(
+        """async (source) => {
+        const { Document } = await import("./page/markdown.js");
+        const leaf = (text) => document.createTextNode(text);
+        const a = document.createElement("div"), b = document.createElement("div");
+        new Document(a, leaf).show(source);
+        const grown = new Document(b, leaf);
+        for (let i = 1; i <= source.length; i += 1) grown.show(source.slice(0, i));
+        return [a.innerHTML, b.innerHTML];
+    }""",
+        MARKDOWN + "\n\n> quote\n> more\n\n- a\n- b\n\n***\n*em* _em_ snake_case_name 2 * 3 * 4 `` a`b `` ~~del~~ \\*no\\*\n```\nopen",
+    )
+    assert once == pieces
+    assert "<em>em</em> <em>em</em> snake_case_name 2 * 3 * 4 <code> a`b </code> <del>del</del> *no*" in once
+
+
+def test_sliders_and_system_prompt_go_into_the_request(page: Any, served: Served) -> None:
     page.locator("#k").fill("0")
     page.locator("#temperature").fill("0.7")
     page.locator("#seed").fill("42")
+    page.fill("#system", "Be brief.")
     ask(page, "With settings.")
     request = served.engine.seen[-1]
     assert (request.draft_tokens, request.params.temperature, request.params.seed) == (0, 0.7, 42)
+    assert "system\nBe brief." in TOK.decode(request.prompt)
     assert page.inner_text("#k-out") == "0 (plain)"
-    assert set(page.locator(".message.assistant span:not(.foot)").evaluate_all("n => n.map(x => x.className)")) == {"plain"}
+    assert kinds(page.locator(".message.assistant").last) == {"plain"}
+    assert "plain" in page.inner_text("#against").lower()  # an answer without drafts is a measurement
+
+
+def test_conversations_are_kept_opened_and_deleted(page: Any) -> None:
+    ask(page, "The first question.")
+    page.click("#new-chat")
+    assert page.locator(".message").count() == 0
+    ask(page, "The second question.")
+    assert page.locator("#conversations .open").all_inner_texts() == ["The second question.", "The first question."]
+    page.reload()
+    expect(page.locator(".message.user .body")).to_have_text(["The second question."])
+    page.click("#conversations .open >> text=The first")
+    expect(page.locator(".message.user .body")).to_have_text(["The first question."])
+    page.on("dialog", lambda d: d.accept())
+    page.locator("#conversations li").filter(has_text="The first").get_by_label("Delete").click()
+    expect(page.locator("#conversations .open")).to_have_text(["The second question."])
+    assert page.locator(".message").count() == 0
+
+
+def test_copy_edit_and_retry(page: Any, served: Served) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    ask(page, "One.")
+    page.locator(".message.assistant .foot >> text=Copy").click()
+    assert page.evaluate("navigator.clipboard.readText()") == STORY
+    page.locator(".message.assistant .foot >> text=Retry").click()
+    page.wait_for_selector(".message.assistant .foot")
+    assert page.locator(".message").count() == 2 and served.engine.seen[-1].params.seed == 1
+    page.focus("#prompt")
+    page.keyboard.press("ArrowUp")
+    page.keyboard.type(" And two?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".message.assistant .foot")
+    assert page.locator(".message.user .body").all_inner_texts() == ["One. And two?"]
+    prompt = TOK.decode(served.engine.seen[-1].prompt)
+    assert "One. And two?" in prompt and prompt.count("user\n") == 1
+
+
+def test_a_full_context_forgets_the_oldest_turns(page: Any, served: Served) -> None:
+    for i in range(9):
+        ask(page, f"Question {i}. " + "x" * 60)
+    prompt = TOK.decode(served.engine.seen[-1].prompt)
+    assert "Question 8" in prompt and "Question 0" not in prompt
+    assert "no longer fit" in page.inner_text(".divider") and page.locator(".message").count() == 18
+    assert not page.is_visible("#error") and page.locator(".refused").count() == 0
+
+
+def test_a_reader_who_scrolled_up_stays_there(page: Any, served: Served) -> None:
+    for i in range(3):
+        ask(page, f"Fill the page {i}, list of code.")
+    served.engine.delay = 0.03
+    try:
+        page.fill("#prompt", "More.")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".message.running span")
+        page.evaluate("document.getElementById('log').scrollTop = 40")
+        page.wait_for_selector(".message:last-child .foot")
+        assert page.evaluate("document.getElementById('log').scrollTop") == 40
+        page.click("#latest")
+        assert (
+            page.evaluate("(() => { const n = document.getElementById('log'); return n.scrollHeight - n.scrollTop - n.clientHeight })()")
+            < 2
+        )
+    finally:
+        served.engine.delay = 0.004
+
+
+def test_text_areas_grow(page: Any) -> None:
+    before = page.locator("#prompt").bounding_box()["height"]
+    page.fill("#prompt", "a\nb\nc\nd\ne")
+    assert page.locator("#prompt").bounding_box()["height"] > 2.5 * before
+
+
+def test_screen_readers_get_sentences(page: Any) -> None:
+    page.evaluate("window.heard = []; new MutationObserver(m => m.forEach(r => r.addedNodes.forEach(n => heard.push(n.textContent))))"
+                  ".observe(document.getElementById('announce'), {childList: true})")  # fmt: skip
+    ask(page, "Tell me about the fox.")
+    heard = page.evaluate("heard")
+    assert heard[-1].startswith("The answer is complete: ")
+    assert all(h[-1] in ".!?" for h in heard) and " ".join(heard[:-1]) == STORY
+    assert page.locator("#log[aria-live], #log [aria-live]").count() == 0
+
+
+def test_speed_against_plain(page: Any) -> None:
+    page.evaluate("localStorage.clear()")
+    page.reload()
+    ask(page, "Tell me about the fox.")
+    assert "not measured" in page.inner_text("#against")
+    page.click("#measure")
+    expect(page.locator("#against")).to_contain_text("× plain")
+    assert page.locator("#speed path.line-1").get_attribute("d").startswith("M")
+    assert "tokens/s" in page.locator("#speed svg").get_attribute("aria-label")
 
 
 def test_stop_keeps_what_came_and_frees_the_server(page: Any, served: Served) -> None:
@@ -128,10 +287,10 @@ def test_stop_keeps_what_came_and_frees_the_server(page: Any, served: Served) ->
     try:
         page.fill("#prompt", "Something long.")
         page.keyboard.press("Enter")
-        page.wait_for_selector(".message.assistant span")
+        page.wait_for_selector(".message.assistant .body span")
         page.keyboard.press("Escape")
         page.wait_for_selector(".message.assistant .foot")
-        assert "stopped" in page.locator(".foot").last.inner_text()
+        assert "stopped" in page.locator(".foot .meta").last.inner_text()
         served.settle()
     finally:
         served.engine.delay = 0.004
@@ -159,14 +318,22 @@ def test_race_says_when_texts_differ(page: Any, served: Served) -> None:
         served.engine.say = old
 
 
-def test_server_metrics_and_keyboard(page: Any) -> None:
+def test_server_figures_and_keyboard(page: Any) -> None:
+    expect(page.locator("#model")).to_contain_text("fake")
     ask(page, "Make some figures.")
     page.focus("#tab-chat")
     page.keyboard.press("ArrowLeft")  # round to the last tab
     assert page.is_visible("#charts") and not page.is_visible("#log")
-    expect(page.locator(".chart b").filter(has_text="–")).to_have_count(0)
-    expect(page.locator(".chart polyline").first).to_have_attribute("points", re.compile(r"\S+ \S+"))
+    expect(page.locator("#charts .chart").first.locator("path")).to_have_attribute("d", re.compile(r"M\S+ \S+L"), timeout=20_000)
+    chart = page.locator("#charts .chart").first
+    ticks = chart.locator("text").all_text_contents()
+    assert "now" in ticks and "0" in ticks and any(t.endswith(" s") for t in ticks)  # both axes, with the span
+    assert "tokens/s" in chart.locator("figcaption").inner_text() and "highest" in chart.locator("svg").get_attribute("aria-label")
+    assert "requests" in page.inner_text("#totals")
     shoot(page, "server")
+    page.keyboard.press("Home")
+    page.keyboard.press("n")
+    assert page.evaluate("document.activeElement.id") == "prompt"
 
 
 def test_phone_sized_and_light(browser: Any, served: Served) -> None:
@@ -181,24 +348,26 @@ def test_phone_sized_and_light(browser: Any, served: Served) -> None:
     next(pages, None)
 
 
-def test_errors_are_shown_and_the_words_given_back(page: Any, served: Served) -> None:
+def test_a_refused_message_is_shown_as_refused_and_not_sent_again(page: Any, served: Served) -> None:
     served.engine.fail_steps = 1
-    page.fill("#prompt", "This will fail.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#error:not([hidden])")
-    assert "engine failed" in page.inner_text("#error-text")
-    assert page.input_value("#prompt") == "This will fail." and page.locator(".message.assistant").count() == 0
-    page.click("#error-close")
+    ask(page, "This will fail.")
+    refused = page.locator(".message.user.refused")
+    assert "engine failed" in refused.locator(".reason").inner_text() and page.locator(".message.assistant").count() == 0
     ask(page, "This works again.")
-    assert not page.is_visible("#error")
+    assert "This will fail." not in TOK.decode(served.engine.seen[-1].prompt)
+    refused.locator("text=Retry").click()
+    page.wait_for_selector(".message.assistant:last-child .foot")
+    assert page.locator(".message.refused").count() == 0 and page.locator(".message.user .body").last.inner_text() == "This will fail."
 
 
 def test_refusals_by_name(page: Any) -> None:
+    ask(page, "y" * 2100)
+    assert "2048" in page.inner_text(".message.refused .reason") or "tokens" in page.inner_text(".message.refused .reason")
+    page.locator(".message.refused >> text=Remove").click()
+    assert page.locator(".message").count() == 0
     page.locator("#max-tokens").evaluate("n => { n.max = 9999; n.value = 9999; n.dispatchEvent(new Event('input')); }")
-    page.fill("#prompt", "Too much.")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#error:not([hidden])")
-    assert "context holds" in page.inner_text("#error-text")
+    ask(page, "A limit beyond the context is lowered to it.")
+    assert page.locator(".message.assistant .body").inner_text() == STORY
 
 
 def test_api_key_is_asked_for(browser: Any) -> None:
@@ -221,8 +390,42 @@ def test_a_server_that_dies_is_reported(browser: Any) -> None:
     with Served(FakeEngine(TOK, say), TOK) as served:
         pages = open_page(browser, served.url)
         page = next(pages)
-    page.fill("#prompt", "Anyone there?")
-    page.keyboard.press("Enter")
-    page.wait_for_selector("#error:not([hidden])")
-    assert "can't be reached" in page.inner_text("#error-text")
+    ask(page, "Anyone there?")
+    assert "can't be reached" in page.inner_text(".message.refused .reason")
+    next(pages, None)
+
+
+def test_several_models_can_be_chosen(browser: Any, served: Served) -> None:
+    pages = open_page(browser, served.url)
+    page = next(pages)
+    card = {"id": "fake", "outrider": {"max_context": 2048, "drafter": "drafter: fake"}}
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [card, {**card, "id": "other"}]}))
+    page.reload()
+    page.select_option("#model-choice", "other")
+    ask(page, "Hello.")
+    assert "other" in page.inner_text(".message.refused .reason")  # the real server knows it not
+    next(pages, None)
+
+
+@pytest.mark.parametrize("scheme", ["dark", "light"])
+def test_axe_finds_nothing_serious(browser: Any, served: Served, scheme: str) -> None:
+    """axe-core over every view. See tests/data/axe/README.md for the file's origin."""
+    file = Path(__file__).parents[1] / "data" / "axe" / "axe.min.js.gz"
+    axe = gzip.decompress(file.read_bytes()).decode()
+    pages = open_page(browser, served.url, color_scheme=scheme)
+    page = next(pages)
+    page.emulate_media(reduced_motion="reduce")  # no half-faded colours
+    ask(page, "Give me a list of code.")
+    served.engine.fail_steps = 1
+    ask(page, "Refuse this.")
+    for view in ("chat", "race", "server"):
+        page.click(f"#tab-{view}")
+        page.evaluate(axe + ";0")
+        found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
+        serious = [
+            f"{v['id']}: {v['nodes'][0]['html'][:200]} {v['nodes'][0]['failureSummary']}"
+            for v in found
+            if v["impact"] in ("serious", "critical")
+        ]
+        assert not serious, f"{view}, {scheme}:\n" + "\n".join(serious)
     next(pages, None)

@@ -1,11 +1,12 @@
-// The API as the page uses it: a chat stream as an async generator of chunks, and the metrics as numbers.
+// The API as the page uses it: a chat stream as an async generator of chunks, the models, and the metrics as numbers.
+// All addresses are relative, so the page also works under a path of a proxy.
 
 export class ApiError extends Error {
-  constructor(status, message) { super(message); this.status = status; }
+  constructor(status, message, code = null) { super(message); this.status = status; this.code = code; }
   static async from(response) {
-    let message = `The server answered ${response.status}.`;
-    try { message = (await response.json()).error.message; } catch { /* not our JSON: keep the status */ }
-    return new ApiError(response.status, message);
+    let message = `The server answered ${response.status}.`, code = null;
+    try { ({ message, code } = (await response.json()).error); } catch { /* not our JSON: keep the status */ }
+    return new ApiError(response.status, message, code);
   }
   static headers() {
     const key = sessionStorage.getItem("outrider.key");
@@ -13,10 +14,17 @@ export class ApiError extends Error {
   }
 }
 
+async function get(path) {
+  let response;
+  try { response = await fetch(path, { headers: ApiError.headers() }); } catch { throw new Error("The server can't be reached."); }
+  if (!response.ok) throw await ApiError.from(response);
+  return response;
+}
+
 export async function* streamChat(body, signal) {
   let response;
   try {
-    response = await fetch("/v1/chat/completions", {
+    response = await fetch("v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json", ...ApiError.headers() },
       body: JSON.stringify({ ...body, stream: true }),
@@ -40,7 +48,7 @@ export async function* streamChat(body, signal) {
         const data = event.slice(6);
         if (data === "[DONE]") return;
         const chunk = JSON.parse(data);
-        if (chunk.error) throw new ApiError(500, chunk.error.message);
+        if (chunk.error) throw new ApiError(500, chunk.error.message, chunk.error.code);
         yield chunk;
       }
     }
@@ -52,17 +60,14 @@ export async function* streamChat(body, signal) {
   }
 }
 
+export const readModels = async () => (await (await get("v1/models")).json()).data;
+
+// Sums over all labels, without the prefix: { new_tokens: 12, ttft_seconds_sum: 0.4, ... }
 export async function readMetrics() {
-  const response = await fetch("/metrics", { headers: ApiError.headers() });
-  if (!response.ok) throw await ApiError.from(response);
   const totals = {};
-  for (const line of (await response.text()).split("\n")) {
+  for (const line of (await (await get("metrics")).text()).split("\n")) {
     const match = /^outrider_(\w+?)(?:_total)?(?:\{[^}]*\})? ([0-9.eE+-]+)$/.exec(line);
     if (match) totals[match[1]] = (totals[match[1]] ?? 0) + Number(match[2]);
   }
-  const pick = (name) => totals[name] ?? 0;
-  return {
-    new_tokens: pick("new_tokens"), cycles: pick("cycles"), drafted: pick("drafted"), accepted: pick("accepted"),
-    in_flight: pick("sequences_in_flight"), finished: pick("finished"), cached_tokens: pick("cached_tokens"),
-  };
+  return totals;
 }
