@@ -118,9 +118,11 @@ def randomise(model: nn.Module, seed: int) -> None:
             x.copy_(noise * x.shape[-1] ** -0.5)
 
 
-def target(name: str, seed: int = 0) -> PreTrainedModel:
-    """A transformers model in float32, ready to compare with."""
+def target(name: str, seed: int = 0, **sizes: int) -> PreTrainedModel:
+    """A transformers model in float32, ready to compare with. sizes: other values for fields of its text configuration."""
     config = _config(name)
+    for field, size in sizes.items():
+        setattr(config.get_text_config(), field, size)
     auto = transformers.AutoModelForImageTextToText if name in MULTIMODAL else transformers.AutoModelForCausalLM
     return _finish(auto.from_config(config, attn_implementation="eager"), seed)
 

@@ -24,7 +24,7 @@ from outrider.ops.cpu.lib import W_DENSE, W_Q4M, W_Q8
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import KINDS as PACKED
 from outrider.ops.cpu.packing import PackedWeight
-from outrider.ops.quant import BLOCKS
+from outrider.ops.formats import BLOCKS
 from outrider.ops.reference import ReferenceOps, gumbel
 from outrider.train import design
 from outrider.types import AttnSpec

@@ -160,7 +160,7 @@ class Rig:
         for name, w in self.weights.items():
             if name == "ple_embed" or (name == "embed" and not self.config.tied):
                 continue
-            size = float(w.numel() * w.element_size())
+            size = float(w.nbytes)
             if moe is not None and ".experts_" in name:
                 size *= 1.0 - (1.0 - moe.top_k / moe.experts) ** rows
             total += size

@@ -7,6 +7,7 @@ Whatever rests on assumed acceptance carries "synthetic" in its name, in the tab
 from __future__ import annotations
 
 import json
+import math
 import platform
 import subprocess
 import time
@@ -218,8 +219,8 @@ def measure_prefill(rig: Rig) -> dict[str, float]:
     rig.store.close(seq)
     moe, params = rig.config.moe, 0.0
     for name, w in rig.weights.items():
-        if w.ndim >= 2 and name not in ("embed", "head", "ple_embed"):
-            params += w.numel() * (moe.top_k / moe.experts if moe is not None and ".experts_" in name else 1.0)
+        if len(w.shape) >= 2 and name not in ("embed", "head", "ple_embed"):
+            params += math.prod(w.shape) * (moe.top_k / moe.experts if moe is not None and ".experts_" in name else 1.0)
     rate = 2 * params * PROMPT / ms * 1e3
     return {"tokens": PROMPT, "ms": ms, "tokens_per_s": PROMPT / ms * 1e3, "tflop_per_s": rate * 1e-12, "share_of_peak": rate / BF16_FLOPS}
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..engine.graphs import Graph
 from ..models.gemma4_assistant import Gemma4Assistant
-from ..ops.reference import ReferenceOps
+from ..ops.reference import ReferenceOps, plain
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import DraftBatch
 from ..types import SamplingParams
@@ -81,7 +81,7 @@ def follow(reference: Gemma4Assistant, rig: Rig, batch: DraftBatch, tokens: Tens
         if not batch.sampling.any_hot:
             # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
             row = token if reference.cluster_ids is None else (reference.cluster_ids.flatten() == token[:, None]).int().argmax(1)
-            score = (reference.head.reshape(-1, g.shape[1])[row] * g).sum(1)
+            score = (plain(reference.head).reshape(-1, g.shape[1])[row] * g).sum(1)
             short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))
     return Followed(round(short, 4), round(same / tokens.numel(), 3), g)
 

@@ -6,15 +6,19 @@ Importing `outrider.models.config`, `.known`, `.pairing` or `.inspect` does not 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .config import DrafterConfig, ModelConfig
 
 if TYPE_CHECKING:
+    from ..ops.backend import Backend
+    from ..ops.formats import Held
+    from .gemma4_assistant import Gemma4Assistant
     from .layers import TextModel
+    from .outrider_drafter import OutriderDrafter
 
 
-def build(config: ModelConfig, weights: Mapping[str, Any], ops: Any) -> TextModel:
+def build(config: ModelConfig, weights: Mapping[str, Held], ops: Backend) -> TextModel:
     """A target model over loaded weights (canonical names: `outrider.weights.names`)."""
     if config.family == "llama":
         from .llama import Llama
@@ -29,7 +33,7 @@ def build(config: ModelConfig, weights: Mapping[str, Any], ops: Any) -> TextMode
     return Gemma4(config, weights, ops)
 
 
-def build_drafter(config: DrafterConfig, weights: Mapping[str, Any], ops: Any, target: TextModel) -> Any:
+def build_drafter(config: DrafterConfig, weights: Mapping[str, Held], ops: Backend, target: TextModel) -> OutriderDrafter | Gemma4Assistant:
     """An MTP drafter over its target: Google's assistants, or one that we trained."""
     if not config.gemma:
         from .outrider_drafter import OutriderDrafter

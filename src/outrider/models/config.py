@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 from ..types import AttnSpec, OutriderError
 
+Foreign = Mapping[str, Any]  # what a JSON file or GGUF metadata holds: anything at any depth, until it is translated here
+ForeignDict = dict[str, Any]
 Family = Literal["llama", "gemma3", "gemma4"]
 
 LLAMA_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -92,7 +94,7 @@ class ModelConfig:
         return owners[-1]
 
     @staticmethod
-    def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(raw: Foreign) -> ModelConfig:
         kind = _field(raw, "model_type", str)
         text = raw.get("text_config")
         body = dict(text) if isinstance(text, Mapping) else dict(raw)
@@ -151,16 +153,17 @@ class DrafterConfig:
         return self.gemma or self.hidden != self.backbone_hidden
 
     @staticmethod
-    def from_hf(raw: Mapping[str, Any]) -> DrafterConfig:
+    def from_hf(raw: Foreign) -> DrafterConfig:
         kind = _field(raw, "model_type", str)
         if kind not in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
             known = ", ".join(ASSISTANT_TYPES + OWN_DRAFTER_TYPES)
             raise OutriderError(f"model_type {kind!r} is not an MTP drafter; known: {known}")
         text = raw.get("text_config")
         body = dict(text) if isinstance(text, Mapping) else dict(raw)
-        style: Any = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
-        if style not in ("gemma", "plain"):
-            raise OutriderError(f"config.json: unknown drafter style {style!r}; known: gemma, plain")
+        named = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
+        style: Literal["gemma", "plain"] = "plain" if named == "plain" else "gemma"
+        if style != named:
+            raise OutriderError(f"config.json: unknown drafter style {named!r}; known: gemma, plain")
         layers = _own_layers(raw) if style == "plain" else _gemma4_layers(body, drafter=True)
         clusters = int(raw.get("num_centroids", 2048)) if raw.get("use_ordered_embeddings") else 0
         vocab = _field(body, "vocab_size", int)
@@ -190,7 +193,7 @@ class DrafterConfig:
 
 
 # ---- reading one foreign dict -------------------------------------------------------------------------------------
-def _field(raw: Mapping[str, Any], key: str, kind: type) -> Any:
+def _field(raw: Foreign, key: str, kind: type) -> Any:
     value = raw.get(key)
     if value is None:
         raise OutriderError(f"config.json has no {key!r}")
@@ -199,7 +202,7 @@ def _field(raw: Mapping[str, Any], key: str, kind: type) -> Any:
     return value
 
 
-def _activation(name: Any) -> Literal["silu", "gelu_tanh"]:
+def _activation(name: object) -> Literal["silu", "gelu_tanh"]:
     if name in ("silu", "swish"):
         return "silu"
     if name in ("gelu_pytorch_tanh", "gelu_new", "gelu_tanh"):
@@ -207,13 +210,17 @@ def _activation(name: Any) -> Literal["silu", "gelu_tanh"]:
     raise OutriderError(f"config.json: unknown activation {name!r}; known: silu, gelu_pytorch_tanh")
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _ids(value: object) -> tuple[int, ...]:
     if value is None:
         return ()
-    return tuple(int(v) for v in value) if isinstance(value, (list, tuple)) else (int(value),)
+    if isinstance(value, (list, tuple)):
+        return tuple(int(v) for v in value)
+    if not isinstance(value, (int, float, str)):
+        raise OutriderError(f"config.json: a token id should be a number, got {str(value)[:40]}")
+    return (int(value),)
 
 
-def _rope(params: Mapping[str, Any] | None, theta: float, head_dim: int) -> RopeSpec:
+def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
     """One rope dict of a config: transformers 5 `rope_parameters` or the older `rope_scaling`."""
     params = params or {}
     theta = float(params.get("rope_theta", theta))
@@ -233,7 +240,7 @@ def _rope(params: Mapping[str, Any] | None, theta: float, head_dim: int) -> Rope
     raise OutriderError(f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3, proportional")
 
 
-def _llama(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
+def _llama(kind: str, raw: Foreign) -> ModelConfig:
     hidden, heads = _field(raw, "hidden_size", int), _field(raw, "num_attention_heads", int)
     count = _field(raw, "num_hidden_layers", int)
     head_dim = int(raw.get("head_dim") or hidden // heads)
@@ -270,7 +277,7 @@ def _llama(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
     )  # fmt: skip
 
 
-def _gemma3(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
+def _gemma3(kind: str, raw: Foreign) -> ModelConfig:
     hidden, heads = _field(raw, "hidden_size", int), int(raw.get("num_attention_heads", 8))
     count, head_dim = _field(raw, "num_hidden_layers", int), int(raw.get("head_dim", 256))
     eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 4096))
@@ -303,7 +310,7 @@ def _gemma3(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
     )  # fmt: skip
 
 
-def _gemma4_layers(raw: Mapping[str, Any], drafter: bool = False) -> tuple[LayerSpec, ...]:
+def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]:
     count, heads = _field(raw, "num_hidden_layers", int), _field(raw, "num_attention_heads", int)
     k_eq_v = bool(raw.get("attention_k_eq_v", False))
     kinds = list(raw.get("layer_types") or ["sliding_attention" if (i + 1) % 6 else "full_attention" for i in range(count)])
@@ -339,7 +346,7 @@ def _gemma4_layers(raw: Mapping[str, Any], drafter: bool = False) -> tuple[Layer
     return tuple(layers)
 
 
-def _own_layers(raw: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
+def _own_layers(raw: Foreign) -> tuple[LayerSpec, ...]:
     """The layers of a plain drafter: each is spelled out, because each may read a target layer of another shape."""
     listed = raw.get("layers")
     if not isinstance(listed, list) or not listed:
@@ -355,7 +362,7 @@ def _own_layers(raw: Mapping[str, Any]) -> tuple[LayerSpec, ...]:
     return tuple(layers)
 
 
-def _gemma4_shapes(raw: Mapping[str, Any], kinds: list[str], heads: int, k_eq_v: bool) -> list[tuple[int, int]]:
+def _gemma4_shapes(raw: Foreign, kinds: list[str], heads: int, k_eq_v: bool) -> list[tuple[int, int]]:
     """(head size, K/V heads) of every layer, from either spelling: `global_head_dim` and `num_global_key_value_heads`
     (which counts only with k_eq_v), or the newer `per_layer_config` with overrides by layer index."""
     head_dim, kv = int(raw.get("head_dim", 256)), int(raw.get("num_key_value_heads", 4))
@@ -378,7 +385,7 @@ def _gemma4_shapes(raw: Mapping[str, Any], kinds: list[str], heads: int, k_eq_v:
     return shapes
 
 
-def _text_decoder(kind: str, raw: Mapping[str, Any]) -> None:
+def _text_decoder(kind: str, raw: Foreign) -> None:
     """Options of the Gemma classes that no released text decoder uses: refuse rather than compute something else."""
     if raw.get("attention_bias"):
         raise OutriderError(f"{kind}: attention_bias is not supported")
@@ -386,7 +393,7 @@ def _text_decoder(kind: str, raw: Mapping[str, Any]) -> None:
         raise OutriderError(f"{kind}: bidirectional attention makes this an encoder, not a model that decodes")
 
 
-def _gemma4(kind: str, raw: Mapping[str, Any]) -> ModelConfig:
+def _gemma4(kind: str, raw: Foreign) -> ModelConfig:
     _text_decoder(kind, raw)
     hidden = _field(raw, "hidden_size", int)
     moe = None

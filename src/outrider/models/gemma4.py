@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..ops.formats import Held
+from ..ops.reference import plain
 from ..types import KVView
 from .config import ModelConfig
-from .layers import Ops, TextModel, Weight
+from .layers import Ops, TextModel
 from .moe import gather_experts, mix_experts
 
 
@@ -22,8 +24,8 @@ from .moe import gather_experts, mix_experts
 class PerLayerBlock:
     """How one layer takes in its per-layer embedding."""
 
-    gate: Weight  # [ple, H]
-    out: Weight  # [H, ple]
+    gate: Held  # [ple, H]
+    out: Held  # [H, ple]
     post_norm: Tensor
 
 
@@ -31,22 +33,22 @@ class PerLayerBlock:
 class PerLayerInput:
     """Where the per-layer embeddings of all layers come from."""
 
-    table: Weight  # [V, L·ple]
-    proj: Weight  # [L·ple, H]
+    table: Held  # [V, L·ple]
+    proj: Held  # [L·ple, H]
     norm: Tensor  # [ple]
 
 
 class Gemma4(TextModel):
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: Ops):
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops):
         super().__init__(config, weights, ops)
         count = range(len(config.layers))
         self.experts = gather_experts(weights, config) if config.moe else None
         self.ple_input: PerLayerInput | None = None
         self.ple_blocks: list[PerLayerBlock] = []
         if config.ple_dim:
-            self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], weights["ple_norm"])
+            self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], plain(weights["ple_norm"]))
             self.ple_blocks = [
-                PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], weights[f"layers.{i}.ple_post_norm"])
+                PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], plain(weights[f"layers.{i}.ple_post_norm"]))
                 for i in count
             ]
 

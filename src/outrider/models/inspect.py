@@ -8,9 +8,8 @@ once, which is why checking a draft is cheap: `intensity` says how many floating
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from .config import DrafterConfig, LayerSpec, ModelConfig
+from .config import DrafterConfig, ForeignDict, LayerSpec, ModelConfig
 from .pairing import fits, reads
 
 DECODE_ROWS = (1, 5, 9)
@@ -153,7 +152,7 @@ def drafter_size(config: DrafterConfig) -> DrafterSize:
     return DrafterSize(body + own + centroids, body + centroids + head // config.clusters * config.cluster_top)
 
 
-def layer_row(config: ModelConfig, i: int, size: LayerSize) -> dict[str, Any]:
+def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
     layer = config.layers[i]
     attn = layer.attn
     experts = config.moe.experts if config.moe else 0
@@ -167,10 +166,10 @@ def layer_row(config: ModelConfig, i: int, size: LayerSize) -> dict[str, Any]:
 
 def report(
     config: ModelConfig, drafter: DrafterConfig | None = None, weight_bytes: float = 2.0, drafter_bytes: float = 2.0, context: int = 1024
-) -> dict[str, Any]:
+) -> ForeignDict:
     """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared."""
     size = model_size(config)
-    out: dict[str, Any] = {
+    out: ForeignDict = {
         "model_type": config.model_type,
         "family": config.family,
         "parameters": size.total,

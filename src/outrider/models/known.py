@@ -7,7 +7,8 @@ to predict its speed, or to run it on dummy weights before anything is downloade
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+
+from .config import Foreign, ForeignDict
 
 _ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -26,8 +27,8 @@ def _layer_types(sliding: int, blocks: int) -> list[str]:
 
 def _target(
     model_type: str, *, hidden: int, sliding: int, blocks: int, heads: int, kv: int, global_kv: int | None, intermediate: int,
-    window: int, context: int, **rest: Any,
-) -> dict[str, Any]:  # fmt: skip
+    window: int, context: int, **rest: object,
+) -> ForeignDict:  # fmt: skip
     text = {
         **_FAMILY, "model_type": f"{model_type}_text", "hidden_size": hidden, "num_hidden_layers": (sliding + 1) * blocks,
         "layer_types": _layer_types(sliding, blocks), "num_attention_heads": heads, "num_key_value_heads": kv,
@@ -41,7 +42,7 @@ def _target(
 def _assistant(
     model_type: str, *, backbone: int, hidden: int, intermediate: int, heads: int, kv: int, global_kv: int | None, window: int,
     context: int, clustered: bool,
-) -> dict[str, Any]:  # fmt: skip
+) -> ForeignDict:  # fmt: skip
     text = {
         **_FAMILY, "model_type": model_type.replace("assistant", "text"), "hidden_size": hidden, "num_hidden_layers": 4,
         "layer_types": _layer_types(3, 1), "num_attention_heads": heads, "num_key_value_heads": kv,
@@ -55,7 +56,7 @@ def _assistant(
     }  # fmt: skip
 
 
-KNOWN: Mapping[str, Mapping[str, Any]] = {
+KNOWN: Mapping[str, Foreign] = {
     "google/gemma-4-E2B-it": _target(
         "gemma4", hidden=1536, sliding=4, blocks=7, heads=8, kv=1, global_kv=None, intermediate=6144, window=512, context=131072,
         num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,

@@ -9,16 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..ops.backend import Backend
+from ..ops.formats import Held
+from ..ops.reference import plain
 from ..types import AttnSpec
 from .config import DrafterConfig, LayerSpec, ModelConfig, RopeSpec
 
-Weight = Any  # a dense [out, in] tensor, or the packed form of the ops object in use
-Ops = Any  # outrider.ops.reference.ReferenceOps, or a twin of it
+Ops = Backend
 
 
 def inverse_frequencies(rope: RopeSpec, device: torch.device) -> Tensor:
@@ -51,17 +52,17 @@ class Block:
     spec: AttnSpec
     rope: int  # index into the pass's angles
     attn_norm: Tensor
-    qkv: Weight  # [spec.qkv_rows, H]
+    qkv: Held  # [spec.qkv_rows, H]
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Weight  # [H, heads·D]
+    out: Held  # [H, heads·D]
     out_bias: Tensor | None
     post_attn_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Weight  # [2·I, H]
+    gate_up: Held  # [2·I, H]
     gate_up_bias: Tensor | None
-    down: Weight  # [H, I]
+    down: Held  # [H, I]
     down_bias: Tensor | None
     post_mlp_norm: Tensor | None
     scalar: Tensor | None  # [1], multiplies the whole residual stream
@@ -69,27 +70,33 @@ class Block:
 
 
 def gather_blocks(
-    weights: Mapping[str, Weight], layers: Sequence[LayerSpec], rope_of: Sequence[int], *,
+    weights: Mapping[str, Held], layers: Sequence[LayerSpec], rope_of: Sequence[int], *,
     qkv_bias: bool = False, out_bias: bool = False, mlp_bias: bool = False,
     qk_norm: bool = False, sandwich: bool = False, layer_scalar: bool = False,
 ) -> list[Block]:  # fmt: skip
     blocks = []
     for i, layer in enumerate(layers):
 
-        def get(name: str, present: bool = True, at: int = i) -> Any:
-            return weights[f"layers.{at}.{name}"] if present else None
+        def get(name: str, at: int = i) -> Held:
+            return weights[f"layers.{at}.{name}"]
+
+        def vector(name: str, at: int = i) -> Tensor:
+            return plain(get(name, at))
+
+        def maybe(name: str, present: bool) -> Tensor | None:
+            return vector(name) if present else None
 
         last = i + 1 == len(layers)
         blocks.append(
             Block(
                 spec=layer.attn, rope=rope_of[i],
-                attn_norm=get("attn_norm"), qkv=get("qkv"), qkv_bias=get("qkv_bias", qkv_bias),
-                q_norm=get("q_norm", qk_norm), k_norm=get("k_norm", qk_norm and layer.attn.writes),
-                out=get("out"), out_bias=get("out_bias", out_bias), post_attn_norm=get("post_attn_norm", sandwich),
-                mlp_norm=get("mlp_norm"), gate_up=get("gate_up"), gate_up_bias=get("gate_up_bias", mlp_bias),
-                down=get("down"), down_bias=get("down_bias", mlp_bias), post_mlp_norm=get("post_mlp_norm", sandwich),
-                scalar=get("scalar", layer_scalar),
-                next_norm=weights["norm"] if last else get("attn_norm", at=i + 1),
+                attn_norm=vector("attn_norm"), qkv=get("qkv"), qkv_bias=maybe("qkv_bias", qkv_bias),
+                q_norm=maybe("q_norm", qk_norm), k_norm=maybe("k_norm", qk_norm and layer.attn.writes),
+                out=get("out"), out_bias=maybe("out_bias", out_bias), post_attn_norm=maybe("post_attn_norm", sandwich),
+                mlp_norm=vector("mlp_norm"), gate_up=get("gate_up"), gate_up_bias=maybe("gate_up_bias", mlp_bias),
+                down=get("down"), down_bias=maybe("down_bias", mlp_bias), post_mlp_norm=maybe("post_mlp_norm", sandwich),
+                scalar=maybe("scalar", layer_scalar),
+                next_norm=plain(weights["norm"]) if last else vector("attn_norm", at=i + 1),
             )
         )  # fmt: skip
     return blocks
@@ -98,11 +105,11 @@ def gather_blocks(
 class TextModel:
     """The frame of a target model: embedding in, head out. The families write `forward`."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Weight], ops: Ops):
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops):
         self.config, self.ops = config, ops
-        self.table: Weight = weights["embed"]  # [V, H]
-        self.head: Weight = self.table if config.tied else weights["head"]
-        norm: Tensor = weights["norm"]
+        self.table: Held = weights["embed"]  # [V, H]
+        self.head: Held = self.table if config.tied else weights["head"]
+        norm = plain(weights["norm"])
         self.device = norm.device
         # A packed table has no dtype of its own: ask the op what it hands out.
         self.dtype: torch.dtype = ops.embed(torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0).dtype
@@ -130,8 +137,8 @@ class DraftHead:
 
     ops: Ops
     config: DrafterConfig
-    head: Weight  # [V, h], or by cluster [C, S, h]
-    centroids: Weight | None  # [C, h]
+    head: Held  # [V, h], or by cluster [C, S, h]
+    centroids: Held | None  # [C, h]
     cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
 
     def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:

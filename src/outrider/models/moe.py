@@ -7,35 +7,37 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..ops.formats import Held
+from ..ops.reference import plain
 from .config import ModelConfig
-from .layers import Ops, Weight
+from .layers import Ops
 
 
 @dataclass(frozen=True)
 class Experts:
     """One layer's experts and their router."""
 
-    router: Weight  # [E, H]
+    router: Held  # [E, H]
     router_norm: Tensor  # [H] float32: the router's own scale times hidden^-0.5
     expert_scale: Tensor  # [E] float32
-    gate_up: Weight  # [E, 2·I, H]
-    down: Weight  # [E, H, I]
+    gate_up: Held  # [E, 2·I, H]
+    down: Held  # [E, H, I]
     norm: Tensor  # before the experts
     post_norm: Tensor  # after the experts
     post_dense_norm: Tensor  # after the dense MLP
 
 
-def gather_experts(weights: Mapping[str, Weight], config: ModelConfig) -> list[Experts]:
+def gather_experts(weights: Mapping[str, Held], config: ModelConfig) -> list[Experts]:
     return [
         Experts(
             router=weights[f"layers.{i}.router"],
-            router_norm=weights[f"layers.{i}.router_scale"] * config.hidden**-0.5,
-            expert_scale=weights[f"layers.{i}.expert_scale"],
+            router_norm=plain(weights[f"layers.{i}.router_scale"]) * config.hidden**-0.5,
+            expert_scale=plain(weights[f"layers.{i}.expert_scale"]),
             gate_up=weights[f"layers.{i}.experts_gate_up"],
             down=weights[f"layers.{i}.experts_down"],
-            norm=weights[f"layers.{i}.mlp_norm_2"],
-            post_norm=weights[f"layers.{i}.post_mlp_norm_2"],
-            post_dense_norm=weights[f"layers.{i}.post_mlp_norm_1"],
+            norm=plain(weights[f"layers.{i}.mlp_norm_2"]),
+            post_norm=plain(weights[f"layers.{i}.post_mlp_norm_2"]),
+            post_dense_norm=plain(weights[f"layers.{i}.post_mlp_norm_1"]),
         )
         for i in range(len(config.layers))
     ]

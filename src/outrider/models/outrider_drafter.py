@@ -21,9 +21,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops.formats import Held
+from ..ops.reference import plain
 from ..types import KVView
 from .config import DrafterConfig
-from .layers import DraftHead, Ops, TextModel, Weight, gather_blocks, rope_variants
+from .layers import DraftHead, Ops, TextModel, gather_blocks, rope_variants
 from .pairing import bind
 
 
@@ -37,20 +39,20 @@ class Round:
 
 
 class OutriderDrafter(DraftHead):
-    def __init__(self, config: DrafterConfig, weights: Mapping[str, Weight], ops: Ops, target: TextModel):
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Held], ops: Ops, target: TextModel):
         layers = bind(config, target.config)
         self.config, self.ops, self.target = config, ops, target
-        self.norm: Tensor = weights["norm"]
+        self.norm = plain(weights["norm"])
         self.device, self.dtype = self.norm.device, target.dtype
-        self.pre: Weight = weights["pre"]  # [h, (2 + taps)·Hb]
-        self.post: Weight | None = weights["post"] if config.has_post else None  # [Hb, h]
+        self.pre: Held = weights["pre"]  # [h, (2 + taps)·Hb]
+        self.post: Held | None = weights["post"] if config.has_post else None  # [Hb, h]
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
         self.blocks = gather_blocks(weights, layers, rope_of)
-        self.head: Weight = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
-        self.centroids: Weight | None = None
+        self.head: Held = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
+        self.centroids: Held | None = None
         if config.clusters:
             # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
-            order: Tensor = weights["token_ordering"].long()
+            order = plain(weights["token_ordering"]).long()
             self.centroids = weights["centroids"]
             self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
             self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)

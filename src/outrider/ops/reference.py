@@ -1,18 +1,21 @@
 """Every op in plain PyTorch: the definition that each kernel is checked against, and the path for any device.
 
 An ops object is chosen once (`outrider.ops.choose`) and handed to the models. Rows are tokens; every method is a
-function of its arguments. Weights are `[out, in]` tensors, or whatever `pack` of the same ops object returned.
+function of its arguments. Weights are `[out, in]` tensors, or whatever `hold` or `quantize` of the same ops object returned.
 Activations keep the dtype of `x`; norm weights are float32; logits are float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..types import AttnSpec, KVPages, KVView
-from .backend import Capabilities, HostCycle, M, Weight
+from ..types import AttnSpec, KVPages, KVView, OutriderError
+from .backend import Capabilities, HostCycle, M
+from .formats import Held, Weight
 
 
 def activation(name: str, x: Tensor) -> Tensor:
@@ -30,6 +33,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
 
 
+def plain(weight: Held) -> Tensor:
+    """A weight that these ops hold is a dense tensor; anything else was made by other ops."""
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{type(weight).__name__} is not a dense tensor: it belongs to the ops object that made it")
+    return weight
+
+
 class ReferenceOps:
     name = "reference"
     version = ""
@@ -39,9 +49,22 @@ class ReferenceOps:
         """What K/V is stored as, given the dtype of the activations."""
         return dtype
 
-    def take_rows(self, weight: Weight, order: Tensor) -> Weight:
+    # ---- weights ------------------------------------------------------------------------------------------------
+    def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
+        """The rows of all parts, one below the other, as the kernels read them; None: they should come as a dense tensor."""
+        return None
+
+    def prepare(self, dense: Tensor) -> Held:
+        """A dense matrix as the kernels read it."""
+        return dense
+
+    def quantize(self, dense: Tensor, mode: str) -> Held:
+        """A dense matrix rounded to int4, int8 or fp8, whichever of them the kernels multiply."""
+        raise OutriderError(f"the {self.name} ops cannot hold {mode} weights: choose others with --ops, or leave out --quantize")
+
+    def take_rows(self, weight: Held, order: Tensor) -> Held:
         """Rows of a matrix in another order, held as they were: a head by clusters."""
-        return weight[order]
+        return plain(weight)[order]
 
     # ---- whole models: backends that run them in fewer calls override these -------------------------------------
     def compile(self, model: M) -> M:
@@ -59,14 +82,14 @@ class ReferenceOps:
         return None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
-    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
+    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
         """[R] -> [R, H]. The factor is rounded to the table's dtype first, as the checkpoints were trained."""
-        rows = F.embedding(ids, table)
+        rows = F.embedding(ids, plain(table))
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
 
-    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
         """x [R, in] · w [out, in] -> [R, out]."""
-        return F.linear(x, w, bias)
+        return F.linear(x, plain(w), bias)
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         """Float32 inside, cast back after scaling; w None: scale-free."""
@@ -78,7 +101,7 @@ class ReferenceOps:
         """Two norms of the same rows."""
         return self.rms_norm(x, w, eps), self.rms_norm(x, v, eps)
 
-    def per_layer_inputs(self, ids: Tensor, table: Weight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
+    def per_layer_inputs(self, ids: Tensor, table: Held, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
         """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own part added."""
         shape = (ids.shape[0], -1, w.shape[0])
         token = self.embed(ids, table, w.shape[0] ** 0.5).view(shape)
@@ -96,7 +119,7 @@ class ReferenceOps:
             x = x * scale.to(x.dtype)
         return x, (x if next_w is None else self.rms_norm(x, next_w, eps))
 
-    def gated_linear(self, x: Tensor, w: Weight, act: str) -> Tensor:
+    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
         """w [2·I, H]: gate rows, then up rows -> act(gate) * up, [R, I]."""
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate) * up
@@ -104,11 +127,11 @@ class ReferenceOps:
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return activation(act, x) * y
 
-    def linear_act_mul(self, x: Tensor, w: Weight, y: Tensor, act: str) -> Tensor:
+    def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor:
         """act(x · wᵀ) * y, [R, out]."""
         return self.act_mul(self.linear(x, w), y, act)
 
-    def logits(self, h: Tensor, w: Weight, softcap: float | None) -> Tensor:
+    def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
         """Float32 logits [R, V], soft-capped where the model asks for it."""
         z = self.linear(h, w).float()
         return z if softcap is None else torch.tanh(z / softcap) * softcap
@@ -186,10 +209,10 @@ class ReferenceOps:
         self,
         router_in: Tensor,  # [R, H] already normed and scaled
         x: Tensor,  # [R, H] what the experts read
-        router: Weight,  # [E, H]
+        router: Held,  # [E, H]
         expert_scale: Tensor,  # [E] float32
-        gate_up: Tensor,  # [E, 2·I, H]
-        down: Tensor,  # [E, H, I]
+        gate_up: Held,  # [E, 2·I, H]
+        down: Held,  # [E, H, I]
         top_k: int,
         act: str,
     ) -> Tensor:
@@ -200,12 +223,12 @@ class ReferenceOps:
         out = torch.zeros_like(x)
         for e in chosen.unique().tolist():
             row, slot = (chosen == e).nonzero(as_tuple=True)
-            h = self.linear(self.gated_linear(x[row], gate_up[e], act), down[e])
+            h = self.linear(self.gated_linear(x[row], plain(gate_up)[e], act), plain(down)[e])
             out.index_add_(0, row, h * weight[row, slot, None].to(h.dtype))
         return out
 
     def moe_beside(
-        self, router_in: Tensor, x: Tensor, router: Weight, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str,
+        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
         dense: Tensor, dense_w: Tensor, post_w: Tensor, eps: float,
     ) -> Tensor:  # fmt: skip
         """norm(dense) + norm(moe): the routed experts beside the dense MLP's answer [R, H]."""
@@ -214,13 +237,13 @@ class ReferenceOps:
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(
-        self, g: Tensor, centroids: Weight, rows: Tensor, top: int, lean: Tensor | None = None
+        self, g: Tensor, centroids: Held, rows: Held, top: int, lean: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows in
         cluster order); lean [R, C] float32, added to the clusters' scores -> cluster ids [R, top], logits [R, top, S] float32."""
         score = self.linear(g, centroids).float()
         best = (score if lean is None else score + lean).topk(top, dim=-1).indices
-        return best, torch.einsum("rtsh,rh->rts", rows[best].float(), g.float())
+        return best, torch.einsum("rtsh,rh->rts", plain(rows)[best].float(), g.float())
 
     def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
         """How far sampling leans towards each cluster: temperature times the largest noise of its tokens, 0 where cold.

@@ -28,7 +28,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..ops.reference import ReferenceOps
+from ..ops.backend import Backend
 from ..types import Draft, SamplingParams, Verdict
 
 COLD = 1e-5  # below this temperature the choice is greedy
@@ -179,7 +179,7 @@ class SamplingBatch:
             z = z / self.temperature[row_seq][:, None]
         return self._filter(z, row_seq, exact=True) if self.any_filter else z
 
-    def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: ReferenceOps) -> Tensor:
+    def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: Backend) -> Tensor:
         """Tokens [R]; `position` [R] is where the chosen token will stand in its sequence."""
         if not self.any_hot:
             return ops.argmax(z)
@@ -206,7 +206,7 @@ class SamplingBatch:
         )  # fmt: skip
 
     # ---- drafting -------------------------------------------------------------------------------------------------
-    def lean(self, clusters: Tensor | None, position: Tensor, ops: ReferenceOps) -> Tensor | None:
+    def lean(self, clusters: Tensor | None, position: Tensor, ops: Backend) -> Tensor | None:
         """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_lean`), or None. clusters [C, S].
         Nothing where a filter cuts unlikely tokens off, however lucky: measured, leaning then finds the choice less often."""
         if clusters is None or not self.any_hot:
@@ -216,7 +216,7 @@ class SamplingBatch:
             free = free & (self.top_k == OFF) & (self.top_p >= 1.0) & (self.min_logp == -math.inf)
         return ops.cluster_lean(clusters, self.seed, position, self.temperature, free)
 
-    def guess(self, logits: Tensor, position: Tensor, ops: ReferenceOps, token_ids: Tensor | None = None) -> Tensor:
+    def guess(self, logits: Tensor, position: Tensor, ops: Backend, token_ids: Tensor | None = None) -> Tensor:
         """What the drafter thinks the target will choose, with the target's own noise: tokens [B] from its logits [B, N]
         (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: only the
         acceptance could suffer."""
@@ -227,7 +227,7 @@ class SamplingBatch:
         return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]
 
     def draw(
-        self, logits: Tensor, position: Tensor, start: Tensor, ops: ReferenceOps, vocab: int, token_ids: Tensor | None = None
+        self, logits: Tensor, position: Tensor, start: Tensor, ops: Backend, vocab: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """For rejection: tokens [B] drawn from q, and q [B, V] itself (a point mass where greedy). `start` [B] is the first
         position of the block: see `stream`."""

@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..ops.formats import Held
+from ..ops.reference import plain
 from ..types import MAX_DRAFT, Draft, OutriderError
 from ..weights.files import Files, open_source
 from ..weights.load import check, dense, finish
 from ..weights.names import TensorPlan
 from .drafter import DraftBatch
-
-Weight = Any
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class MedusaConfig:
 
 @dataclass(frozen=True)
 class Head:
-    layers: tuple[tuple[Weight, Tensor | None], ...]  # ([H, H], [H]) each
-    out: Weight | None  # [V, H]; None: the target's
+    layers: tuple[tuple[Held, Tensor | None], ...]  # ([H, H], [H]) each
+    out: Held | None  # [V, H]; None: the target's
 
 
 class Medusa:
@@ -76,14 +76,14 @@ class Medusa:
                     plans[f"{i}.{j}.b"] = TensorPlan((hidden,), (block.format(i, j) + ".bias",), "bias")
             if not config.tied:
                 plans[f"{i}.out"] = TensorPlan((vocab, hidden), (out.format(i) + ".weight",), "matrix")
-        check(source, plans, target.config)
+        pieces = check(source, plans, target.config)
         w = {
-            name: finish(plan, dense(plan, [source.entries[s] for s in plan.sources], device, dtype, False), ops, None)
+            name: finish(name, plan, dense(plan, pieces[name], device, dtype, False, source.where), ops, None)
             for name, plan in plans.items()
         }
         heads = []
         for i in range(config.heads):
-            layers = tuple((w[f"{i}.{j}.w"], w.get(f"{i}.{j}.b")) for j in range(config.layers))
+            layers = tuple((w[f"{i}.{j}.w"], plain(w[f"{i}.{j}.b"]) if biased else None) for j in range(config.layers))
             heads.append(Head(layers, w.get(f"{i}.out")))
         return Medusa(target, tuple(heads))
 

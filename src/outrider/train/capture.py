@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.reference import ReferenceOps, Weight, activation
+from ..ops.formats import Held
+from ..ops.reference import ReferenceOps, activation, plain
 from ..types import AttnSpec
 
 
@@ -52,9 +53,9 @@ class DenseOps(ReferenceOps):
     def __init__(self) -> None:
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # norm weights in the activations' dtype, kept alive beside the original
 
-    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
+    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
         """As the reference's, with the factor rounded on the host: a captured graph may not copy from there."""
-        rows = F.embedding(ids, table)
+        rows = F.embedding(ids, plain(table))
         return rows if scale == 1.0 else rows * float(torch.tensor(scale, dtype=rows.dtype))
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -67,7 +68,7 @@ class DenseOps(ReferenceOps):
             w = kept[1]
         return F.rms_norm(x, (x.shape[-1],), w, eps)
 
-    def gated_linear(self, x: Tensor, w: Weight, act: str) -> Tensor:
+    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate).mul_(up)
 

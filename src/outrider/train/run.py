@@ -30,7 +30,7 @@ from ..models.pairing import fits
 from ..types import OutriderError, TextFiles
 from ..weights import files as weight_files
 from ..weights import hub
-from ..weights.load import load_drafter, load_target
+from ..weights.load import load_drafter, load_target, plain_all
 from . import design
 from .capture import DenseOps
 from .clusters import Recall, choose_top, recall_curve
@@ -188,7 +188,7 @@ def make_net(job: TrainJob, target: Target, data: Sequences, say: Say) -> DraftN
         if reason is not None:
             raise OutriderError(f"--init {job.init}: {reason}")
         net = DraftNet(replace(config, target_hash=target.hash), target.config, settings.seed)
-        net.load(weights)
+        net.load(plain_all(weights))
         return net.to(model.device)
     net = DraftNet(drafter_config(job, target.config, target.hash), target.config, settings.seed).to(model.device)
     few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, settings.anchors, settings.tokens, settings.seed, 0)[:2]]

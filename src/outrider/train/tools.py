@@ -16,7 +16,7 @@ from ..engine.engine import Request
 from ..llm import LLM
 from ..models.pairing import fits
 from ..types import OutriderError, SamplingParams
-from ..weights.load import load_drafter
+from ..weights.load import load_drafter, plain_all
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .data import Prompt, Sequences, read_prompts
 from .evaluate import MAX_K, Head, best_k, matches, states, summary
@@ -74,7 +74,7 @@ def load_net(drafter: str, target: Target) -> DraftNet:
     if reason is not None:
         raise OutriderError(f"{drafter} does not fit the target: {reason}")
     net = DraftNet(config, target.config)
-    net.load(weights)
+    net.load(plain_all(weights))
     return net.to(target.model.device)
 
 
@@ -115,7 +115,8 @@ def cluster_drafter(
 ) -> dict[str, Any]:  # fmt: skip
     """Balanced k-means of the head's rows. Without a target the centroids are the clusters' means; with a target and
     prompts they are tuned on the drafter's own states there, and `top` is the cheapest that finds the full head's token."""
-    config, weights = load_drafter(drafter, "cpu", torch.float32)
+    config, loaded = load_drafter(drafter, "cpu", torch.float32)
+    weights = plain_all(loaded)
     if (target is None) != (prompts is None):
         raise OutriderError("--target and --prompts belong together")
     if config.tied_to_target and target is None:
@@ -150,7 +151,7 @@ def _states(
     if reason is not None:
         raise OutriderError(f"the drafter does not fit the target: {reason}")
     net = DraftNet(config, target.config)
-    net.load(weights)
+    net.load(plain_all(weights))
     net.to(target.model.device)
     data, _ = answers(target, spread(read_prompts(prompts), limit), max_new=max_new, temperature=0.0, chat=True, slots=8)
     cast = {k: v.detach() for k, v in net.cast(torch.float32).items()}

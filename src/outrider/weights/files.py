@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from ..models.config import ForeignDict
 from ..types import OutriderError, TextFiles
 from . import gguf, gguf_config, gguf_text, safetensors
 from .safetensors import read_json
 from .source import Source
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -19,7 +23,7 @@ class Files:
     name: str  # what the user asked for
     path: Path  # a folder, or a .gguf file
     kind: Literal["safetensors", "gguf"]
-    config: dict[str, Any]
+    config: ForeignDict
     gguf: gguf.GGUF | None = None
 
 
@@ -61,10 +65,10 @@ def text_files(files: Files) -> TextFiles:
     return _folder_text(files.path, files.config)
 
 
-def _folder_text(folder: Path, config: dict[str, Any]) -> TextFiles:
+def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
     path = folder / "tokenizer.json"
 
-    def build() -> Any:
+    def build() -> Tokenizer:
         from tokenizers import Tokenizer
 
         try:

@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from ..ops.quant import BLOCKS
+from ..models.config import ForeignDict
+from ..ops.formats import BLOCKS
 from ..types import OutriderError
 from .source import ITEM_BYTES, Entry, Mapped
 
@@ -29,7 +30,7 @@ TENSOR_TYPES = {
 @dataclass(frozen=True)
 class GGUF:
     path: Path
-    meta: dict[str, Any]  # arrays of numbers are numpy arrays, arrays of strings are lists
+    meta: ForeignDict  # arrays of numbers are numpy arrays, arrays of strings are lists
     tensors: dict[str, Entry]  # by GGUF name; shapes outermost first
     header: bytes
 
@@ -117,7 +118,7 @@ class _Reader:
         if version not in (2, 3):
             raise OutriderError(f"{self.file.path}: GGUF version {version} is not supported (2 and 3 are, little-endian)")
         tensors, keys = self.count(24, "the tensor list"), self.count(13, "the metadata")
-        meta: dict[str, Any] = {}
+        meta: ForeignDict = {}
         for _ in range(keys):
             key = self.name("a key")
             meta[key] = self.value(self.number("<I"), key)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ..models.config import ForeignDict
 from ..types import OutriderError
 from .gguf import GGUF
 from .source import Entry, Source
@@ -57,7 +58,7 @@ def unpermute(heads: int, rows: int) -> np.ndarray:
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def source(file: GGUF, config: dict[str, Any]) -> Source:
+def source(file: GGUF, config: ForeignDict) -> Source:
     entries: dict[str, Entry] = {}
     for name, entry in file.tensors.items():
         if name == "rope_freqs.weight":  # read by `hf_config`
@@ -115,7 +116,7 @@ def eos_ids(file: GGUF) -> list[int]:
     return list(dict.fromkeys(t for t in found if type(t) is int))
 
 
-def hf_config(file: GGUF) -> dict[str, Any]:
+def hf_config(file: GGUF) -> ForeignDict:
     if file.arch not in ARCHITECTURES:
         raise OutriderError(f"{file.path}: GGUF architecture {file.arch!r} is not supported; known: {', '.join(ARCHITECTURES)}")
     meta, tensors = _Meta(file), file.tensors
@@ -123,7 +124,7 @@ def hf_config(file: GGUF) -> dict[str, Any]:
     embedding = tensors.get("token_embd.weight")
     if not 1 <= layers <= 1000 or not heads or embedding is None or len(embedding.shape) != 2:
         raise OutriderError(f"{file.path}: no layers, no heads or no token_embd.weight: is this a language model?")
-    config: dict[str, Any] = {
+    config: ForeignDict = {
         "model_type": ARCHITECTURES[file.arch],
         "vocab_size": embedding.shape[0],
         "hidden_size": meta.whole("embedding_length"),
@@ -138,11 +139,11 @@ def hf_config(file: GGUF) -> dict[str, Any]:
     return config | (_gemma4(meta, layers) if file.arch == "gemma4" else _plain(meta, heads, layers, config["hidden_size"]))
 
 
-def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> dict[str, Any]:
+def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:
     """llama, qwen2, qwen3, gemma3."""
     tensors = meta.file.tensors
     head_dim = meta.whole("attention.key_length", hidden // heads)
-    config: dict[str, Any] = {
+    config: ForeignDict = {
         "intermediate_size": meta.whole("feed_forward_length"),
         "num_key_value_heads": meta.whole("attention.head_count_kv", heads),
         "head_dim": head_dim,
@@ -172,7 +173,7 @@ def _layer_types(meta: _Meta, layers: int) -> list[str]:
     return ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
 
 
-def _llama3_scaling(meta: _Meta, theta: float, head_dim: int) -> dict[str, Any]:
+def _llama3_scaling(meta: _Meta, theta: float, head_dim: int) -> ForeignDict:
     """Llama 3.1 files carry the divisors of the frequencies, not the parameters they came from: recover and prove them."""
     entry = meta.file.tensors["rope_freqs.weight"]
     if entry.kind != "F32" or entry.shape != (head_dim // 2,):
@@ -190,7 +191,7 @@ def _llama3_scaling(meta: _Meta, theta: float, head_dim: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _gemma4(meta: _Meta, layers: int) -> dict[str, Any]:
+def _gemma4(meta: _Meta, layers: int) -> ForeignDict:
     kinds = _layer_types(meta, layers)
     kv = meta.per_layer("attention.head_count_kv", layers)
     wide = meta.per_layer("feed_forward_length", layers)
@@ -201,7 +202,7 @@ def _gemma4(meta: _Meta, layers: int) -> dict[str, Any]:
     shared = meta.whole("attention.shared_kv_layers", 0)
     experts = meta.whole("expert_count", 0)
     cap = meta.number("final_logit_softcapping", 0.0)
-    config: dict[str, Any] = {
+    config: ForeignDict = {
         "layer_types": kinds,
         "head_dim": meta.whole("attention.key_length_swa"),
         "global_head_dim": meta.whole("attention.key_length"),

@@ -6,13 +6,16 @@ whose merges are recovered from the scores ("llama": Llama 2, Gemma 3), and the 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..types import OutriderError, TextFiles
 from .gguf import GGUF
 from .gguf_config import eos_ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # token types (2: unknown, 6: a byte)
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -49,7 +52,7 @@ def text_files(file: GGUF) -> TextFiles:
     )
 
 
-def build(file: GGUF) -> Any:
+def build(file: GGUF) -> Tokenizer:
     """A `tokenizers.Tokenizer`."""
     family = file.meta.get("tokenizer.ggml.model")
     tokens: list[str] = file.meta["tokenizer.ggml.tokens"]
@@ -75,7 +78,7 @@ def build(file: GGUF) -> Any:
     return tokenizer
 
 
-def _byte_level(file: GGUF, tokens: list[str]) -> Any:
+def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = file.meta.get("tokenizer.ggml.pre", "gpt-2")
@@ -85,7 +88,7 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Any:
     tokenizer = Tokenizer(models.BPE(vocab, _stored_merges(file, tokens), ignore_merges=pre == "llama-bpe"))
     split = SPLITS[pre]
     if pre == "smollm":
-        first: list[Any] = [pre_tokenizers.Digits(individual_digits=True)]
+        first: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)]
     else:
         first = [] if split is None else [pre_tokenizers.Split(Regex(split), behavior="isolated")]
     if pre == "qwen2":
@@ -112,7 +115,7 @@ def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tup
     return _merges({t: i for i, t in enumerate(tokens) if types[i] in (NORMAL, USER, UNUSED)}, scores)
 
 
-def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]], prefix: bool) -> Any:
+def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]], prefix: bool) -> Tokenizer:
     """`prefix`: a space is put before the text unless the metadata says otherwise."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
@@ -121,9 +124,9 @@ def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]],
     unknown = tokens[index] if type(index) is int and index < len(tokens) else None
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(file.meta.get("tokenizer.ggml.add_space_prefix", prefix))
-    steps: list[Any] = [normalizers.Prepend("▁")] if prefix else []
+    steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
-    ends: list[Any] = [decoders.Strip(" ", 1, 0)] if prefix else []
+    ends: list[decoders.Decoder] = [decoders.Strip(" ", 1, 0)] if prefix else []
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *ends])
     return tokenizer
 

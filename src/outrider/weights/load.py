@@ -1,44 +1,47 @@
 """Tensors straight into place: checked against the plan by name, then streamed in slices into fused tensors.
 
-Peak memory is the loaded size plus one slice: file pages are given back as they are copied. Where the ops object
-packs quantised rows it gets them as they are stored; otherwise they are dequantised slice by slice.
+Peak memory is the loaded size plus one slice: file pages are given back as they are copied. Quantised matrices are offered
+to the ops object as they are stored (`hold`); those it does not multiply are dequantised slice by slice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..ops.quant import BLOCKS, dequantize
+from ..ops.backend import Backend
+from ..ops.formats import BLOCKS, Held
+from ..ops.reference import ReferenceOps, plain
 from ..types import OutriderError, TextFiles
 from . import hub
 from .files import Files, open_source, text_files
 from .names import Config, TensorPlan, ignored, tensor_plan
+from .piece import DTYPES, FLOATS, Piece, find
 from .progress import progress
+from .recipe import Recipe, recipe
 from .source import ITEM_BYTES, Entry, Source
 
-Weight = Any
 C = TypeVar("C", ModelConfig, DrafterConfig)
 LoadFormat = Literal["auto", "dummy"]
 SLICE = 8 << 20  # bytes of the file copied at once
-INTEGERS, FLOATS = ("I64", "I32"), ("F64", "F32", "F16", "BF16", *BLOCKS)
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32}
+INTEGERS = ("I64", "I32")
+TABLES = ("embed", "ple_embed", "head")  # what quantised checkpoints for GPUs leave dense
 
 
 def load_target(
     name: str | Path | Files,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    ops: Any = None,
+    ops: Backend | None = None,
     quantize: str | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
-) -> tuple[ModelConfig, dict[str, Weight], TextFiles]:
+) -> tuple[ModelConfig, dict[str, Held], TextFiles]:
     files = name if isinstance(name, Files) else hub.resolve(name, weights=load_format == "auto")
     config = translate(ModelConfig.from_hf, files)
     return config, load(files, config, device, dtype, ops, quantize, load_format, seed), text_files(files)
@@ -48,17 +51,17 @@ def load_drafter(
     name: str | Path | Files,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    ops: Any = None,
+    ops: Backend | None = None,
     quantize: str | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
-) -> tuple[DrafterConfig, dict[str, Weight]]:
+) -> tuple[DrafterConfig, dict[str, Held]]:
     files = name if isinstance(name, Files) else hub.resolve(name, kind="drafter", weights=load_format == "auto")
     config = translate(DrafterConfig.from_hf, files)
     return config, load(files, config, device, dtype, ops, quantize, load_format, seed)
 
 
-def translate(reader: Callable[[dict[str, Any]], C], files: Files) -> C:
+def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
     """A foreign dict may hold anything at any depth; whatever trips over it is bad input."""
     try:
         return reader(files.config)
@@ -71,50 +74,64 @@ def load(
     config: Config,
     device: torch.device | str,
     dtype: torch.dtype,
-    ops: Any,
+    ops: Backend | None,
     quantize: str | None,
     load_format: LoadFormat,
     seed: int,
-) -> dict[str, Weight]:
-    if quantize is not None and not hasattr(ops, "quantize"):
-        raise OutriderError(f"these ops cannot hold {quantize} weights: choose others with --ops, or leave out --quantize")
+) -> dict[str, Held]:
+    ops = ops or ReferenceOps()
+    if quantize is not None and quantize not in ops.capabilities.quantizes:
+        can = f"{ops.name} holds {' and '.join(ops.capabilities.quantizes)}" if ops.capabilities.quantizes else "choose others with --ops"
+        raise OutriderError(f"the {ops.name} ops cannot hold {quantize} weights: {can}, or leave out --quantize")
+    how = recipe(files.config, files.name)
     if load_format == "dummy":
-        return dummy_weights(config, device, dtype, ops, quantize, seed)
+        return dummy_weights(config, device, dtype, ops, quantize, seed, how)
     source, plans = open_source(files), tensor_plan(config)
-    check(source, plans, config)
-    weights: dict[str, Weight] = {}
-    total = sum(source.entries[s].nbytes for plan in plans.values() for s in plan.sources)
-    with progress(f"Loading {Path(files.name).name}", total) as advance:
+    pieces = check(source, plans, config, how)
+    weights: dict[str, Held] = {}
+    with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
         for name, plan in plans.items():
-            entries = [source.entries[s] for s in plan.sources]
-            weight = pack(plan, entries, ops)  # quantised files stay as they are; `quantize` is for dense ones
+            weight = hold(plan, pieces[name], ops, device, source.where)  # quantised files stay as they are; `quantize` is for dense ones
             if weight is None:
-                weight = finish(plan, dense(plan, entries, device, dtype, source.plus_one_done), ops, held(config, name, quantize))
+                filled = dense(plan, pieces[name], device, dtype, source.plus_one_done, source.where)
+                weight = finish(name, plan, filled, ops, held(config, name, quantize))
             weights[name] = weight
-            advance(sum(e.nbytes for e in entries))
+            advance(sum(p.nbytes for p in pieces[name]))
     return weights
 
 
-def check(source: Source, plans: dict[str, TensorPlan], config: Config) -> None:
-    """Missing, left-over, wrongly shaped or unreadable tensors, by name."""
-    used: set[str] = set()
-    missing = []
-    for plan in plans.values():
+def plain_all(weights: Mapping[str, Held]) -> dict[str, Tensor]:
+    """Weights that were loaded with the reference ops: all of them dense."""
+    return {name: plain(weight) for name, weight in weights.items()}
+
+
+def check(source: Source, plans: Mapping[str, TensorPlan], config: Config, how: Recipe | None = None) -> dict[str, list[Piece]]:
+    """The pieces of every plan. Missing, left-over, wrongly shaped or unreadable tensors are errors, by name."""
+    used: set[int] = set()
+    missing: list[str] = []
+    pieces: dict[str, list[Piece]] = {}
+    for key, plan in plans.items():
+        pieces[key] = []
         for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
-            used.add(name)
-            entry = source.entries.get(name)
-            if entry is None:
+            piece = find(source, how if plan.role in ("matrix", "embedding") else None, name, shape)
+            if piece is None:
                 missing.append(name)
+                continue
+            pieces[key].append(piece)
+            used.update(id(e) for e in piece.entries())
+            entry = piece.entry
+            if entry is None:
                 continue
             if entry.shape != shape:
                 raise OutriderError(f"{source.where}: tensor {name} has shape {list(entry.shape)}, the config asks for {list(shape)}")
-            if entry.kind not in (INTEGERS if plan.role == "index" else FLOATS):
+            if entry.kind not in (INTEGERS if plan.role == "index" else (*FLOATS, *BLOCKS)):
                 raise OutriderError(f"{source.where}: tensor {name} is stored as {entry.kind}, which cannot be read as a {plan.role}")
     if missing:
         raise OutriderError(f"{source.where}: {_some(missing)} missing from the checkpoint")
-    extra = [name for name in source.entries if name not in used and not ignored(name, config)]
+    extra = [name for name, entry in source.entries.items() if id(entry) not in used and not ignored(name, config)]
     if extra:
         raise OutriderError(f"{source.where}: {_some(extra)} left over: the config does not describe this checkpoint")
+    return pieces
 
 
 def _some(names: list[str]) -> str:
@@ -122,15 +139,14 @@ def _some(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"
 
 
-def pack(plan: TensorPlan, entries: list[Entry], ops: Any) -> Weight | None:
-    """The ops object's own form of quantised rows; None where it has none for these."""
-    if plan.role not in ("matrix", "embedding") or len(plan.shape) != 2 or not hasattr(ops, "pack"):
+def hold(plan: TensorPlan, pieces: list[Piece], ops: Backend, device: torch.device | str, where: str) -> Held | None:
+    """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised."""
+    if plan.role not in ("matrix", "embedding") or not any(p.quantised for p in pieces):
         return None
-    if any(e.kind not in BLOCKS for e in entries):
-        return None
-    weight = ops.pack([e.quant_part() for e in entries])
-    for entry in entries:
-        entry.file.release(entry.start, entry.nbytes)
+    weight = ops.hold([p.weight(where) for p in pieces], device)
+    if weight is not None:
+        for piece in pieces:
+            piece.release()
     return weight
 
 
@@ -141,13 +157,13 @@ def held(config: Config, name: str, quantize: str | None) -> str | None:
     return quantize
 
 
-def finish(plan: TensorPlan, tensor: Tensor, ops: Any, quantize: str | None) -> Weight:
+def finish(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> Held:
     """What the ops object makes of a dense weight."""
-    if plan.role not in ("matrix", "embedding") or len(plan.shape) != 2:
+    if plan.role not in ("matrix", "embedding"):
         return tensor
-    if quantize is not None:
+    if quantize is not None and (ops.capabilities.quantizes_tables or name not in TABLES):
         return ops.quantize(tensor, quantize)
-    return ops.prepare(tensor) if hasattr(ops, "prepare") else tensor
+    return ops.prepare(tensor)
 
 
 def kept_dtype(plan: TensorPlan, dtype: torch.dtype) -> torch.dtype:
@@ -156,39 +172,56 @@ def kept_dtype(plan: TensorPlan, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if plan.role in ("norm", "vector") else dtype
 
 
-def dense(plan: TensorPlan, entries: list[Entry], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool) -> Tensor:
+def dense(plan: TensorPlan, pieces: list[Piece], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool, where: str) -> Tensor:
     out = torch.empty(plan.shape, dtype=kept_dtype(plan, dtype), device=device)
     at = 0
-    for entry, shape in zip(entries, plan.source_shapes, strict=True):
-        rows = out if len(entries) == 1 else out[at : at + shape[0]]
-        fill(rows.view(entry.rows, entry.columns), entry)
-        at += shape[0]
+    for piece in pieces:
+        rows = out if len(pieces) == 1 else out[at : at + piece.shape[0]]
+        if piece.entry is not None and not piece.quantised:
+            fill(rows.view(piece.entry.rows, piece.entry.columns), piece.entry)
+        else:
+            unfold(rows, piece, where)
+        at += piece.shape[0]
     if plan.plus_one and not plus_one_done:
         out += 1.0
     return out
 
 
 def fill(out: Tensor, entry: Entry) -> None:
-    """Copy rows [rows, columns] in slices, converting as they go, and give the file's pages back."""
+    """Copy dense rows [rows, columns] in slices, converting as they go, and give the file's pages back."""
     step = max(1, SLICE // max(1, entry.row_bytes))
     for lo in range(0, entry.rows, step):
         hi = min(entry.rows, lo + step)
         raw = entry.read(lo, hi)
-        if entry.kind in BLOCKS:
-            piece = torch.from_numpy(dequantize(entry.kind, raw))
-        else:
-            if raw.ctypes.data % ITEM_BYTES[entry.kind]:  # the format does not promise alignment
-                raw = raw.copy()
-            piece = torch.from_numpy(raw).view(DTYPES[entry.kind])
-        out[lo:hi].copy_(piece)
+        if raw.ctypes.data % ITEM_BYTES[entry.kind]:  # the format does not promise alignment
+            raw = raw.copy()
+        out[lo:hi].copy_(torch.from_numpy(raw).view(DTYPES[entry.kind]))
         entry.release(lo, hi)
 
 
+def unfold(out: Tensor, piece: Piece, where: str) -> None:
+    """Dequantise into rows [N, K] (experts [E, N, K]) in slices, and give the file's pages back."""
+    weight = piece.weight(where)
+    step = max(1, SLICE // max(1, weight.nbytes // weight.shape[0]))
+    for lo in range(0, weight.shape[0], step):
+        hi = min(weight.shape[0], lo + step)
+        out[lo:hi].copy_(weight.rows(lo, hi).dense())
+    piece.release()
+
+
 def dummy_weights(
-    config: Config, device: torch.device | str, dtype: torch.dtype, ops: Any = None, quantize: str | None = None, seed: int = 0
-) -> dict[str, Weight]:
-    """Seeded random weights of the right shapes, made on the device: finite logits, no checkpoint needed."""
-    weights: dict[str, Weight] = {}
+    config: Config,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    ops: Backend | None = None,
+    quantize: str | None = None,
+    seed: int = 0,
+    how: Recipe | None = None,
+) -> dict[str, Held]:
+    """Seeded random weights of the right shapes, made on the device: finite logits, no checkpoint needed. Matrices that the
+    checkpoint's recipe quantises are rounded to their formats."""
+    ops = ops or ReferenceOps()
+    weights: dict[str, Held] = {}
     generator = torch.Generator(device=device)
     for index, (name, plan) in enumerate(tensor_plan(config).items()):
         generator.manual_seed(seed * 1_000_003 + index)
@@ -202,5 +235,7 @@ def dummy_weights(
             tensor.fill_(1.0)
         else:  # small biases: they would drown the embedding
             tensor.normal_(0.0, 0.002 if plan.role == "bias" else 0.02, generator=generator)
-        weights[name] = finish(plan, tensor, ops, held(config, name, quantize))
+        stored = how(plan.sources[0].removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
+        rounded = None if stored is None else ops.hold([stored.format.quantise(tensor)], device)
+        weights[name] = finish(name, plan, tensor, ops, held(config, name, quantize)) if rounded is None else rounded
     return weights

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from math import prod
 from pathlib import Path
-from typing import Any
 
+from ..models.config import ForeignDict
 from ..types import OutriderError
 from .names import normalise
 from .source import ITEM_BYTES, Entry, Mapped, Source
@@ -16,7 +16,7 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 VOLATILE = ("transformers_version", "architectures", "torch_dtype", "dtype")  # config keys that do not change the model
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> ForeignDict:
     try:
         value = json.loads(path.read_bytes())
     except OSError as error:
@@ -46,7 +46,7 @@ def shard_names(folder: Path) -> list[str] | None:
     return found or None
 
 
-def open_folder(folder: Path, config: dict[str, Any]) -> Source:
+def open_folder(folder: Path, config: ForeignDict) -> Source:
     names = shard_names(folder)
     if names is None:
         raise OutriderError(f"{folder} holds no safetensors file ({SINGLE} or {INDEX})")
@@ -104,7 +104,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     return entries
 
 
-def _naturals(value: Any) -> list[int] | None:
+def _naturals(value: object) -> list[int] | None:
     """A short list of numbers that a file can have; None for anything else."""
-    good = isinstance(value, list) and len(value) <= 8 and all(type(v) is int and 0 <= v < 1 << 48 for v in value)
-    return value if good else None
+    if not isinstance(value, list) or len(value) > 8:
+        return None
+    return value if all(type(v) is int and 0 <= v < 1 << 48 for v in value) else None

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
-from ..ops.quant import BLOCKS, QuantPart
+from ..ops.formats import BLOCKS
 from ..types import OutriderError
 
-ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+ITEM_BYTES = {
+    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+}  # fmt: skip
 
 
 class Mapped:
@@ -45,7 +47,7 @@ class Entry:
     """Where a tensor lies. `order`: read its rows in this order (Llama's GGUF files store q and k permuted)."""
 
     file: Mapped
-    kind: str  # a dense type of ITEM_BYTES or a block format of ops.quant.BLOCKS
+    kind: str  # a dense type of ITEM_BYTES or a block format of ops.formats.BLOCKS
     shape: tuple[int, ...]
     start: int
     order: np.ndarray | None = field(default=None, compare=False)
@@ -82,13 +84,6 @@ class Entry:
             self.file.release(self.start + lo * self.row_bytes, (hi - lo) * self.row_bytes)
         elif hi == self.rows:
             self.file.release(self.start, self.nbytes)
-
-    def quant_part(self) -> QuantPart:
-        """The rows as they are stored; a view of the file unless they have to be reordered."""
-        data = self.data()
-        if self.order is not None:
-            return QuantPart(self.kind, (self.rows, self.columns), data[self.order])
-        return QuantPart(self.kind, (self.rows, self.columns), data, self.release)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from outrider.ops.cpu.lib import W_PARTS
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import KINDS, in_file
-from outrider.ops.quant import BLOCKS, QuantPart
+from outrider.ops.formats.gguf import BLOCKS, QuantPart
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from outrider.engine.text import Tokenizer
 from outrider.models.config import ModelConfig
-from outrider.ops.quant import BLOCKS, QuantPart, dequantize
+from outrider.ops.formats import Weight
+from outrider.ops.formats.gguf import BLOCKS, QuantPart, dequantize
+from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 from outrider.weights import hub, load_target
 from outrider.weights.files import fingerprint
@@ -64,14 +67,14 @@ def test_gguf_gives_the_same_model_as_safetensors(name: str, tmp_path: Path) -> 
         assert getattr(config, field) == getattr(want_config, field), field
 
 
-class PackingOps:
+class PackingOps(ReferenceOps):
     """Keeps what it is given; refuses Q8_0."""
 
     def __init__(self) -> None:
         self.dense = 0
 
-    def pack(self, parts: list[QuantPart]) -> Any:
-        return None if parts[0].kind == "Q8_0" else list(parts)
+    def hold(self, parts: Sequence[Weight], device: Any) -> Any:
+        return None if parts[0].format.name == "Q8_0" else list(parts)
 
     def prepare(self, x: Tensor) -> Tensor:
         self.dense += 1
@@ -100,10 +103,11 @@ def test_packing_ops_get_the_stored_rows_and_no_dequantised_copy(tmp_path: Path)
     assert files.gguf is not None
     stored = files.gguf.tensors["blk.0.ffn_gate.weight"]
     gate, _ = packed["layers.0.gate_up"]
-    assert gate.data.base is not None and np.array_equal(gate.data, stored.data())  # a view of the file, not a copy
+    held = gate.tensors["blocks"].numpy()
+    assert held.base is not None and np.array_equal(held, stored.data())  # a view of the file, not a copy
     assert [p.shape for p in packed["layers.0.qkv"]] == [(64, 64), (32, 64), (32, 64)]
     for key in ("layers.0.qkv", "layers.0.gate_up", "embed", "head"):
-        again = np.concatenate([p.dense() for p in packed[key]])
+        again = torch.cat([p.dense() for p in packed[key]]).numpy()
         assert np.array_equal(again, dense[key].numpy()), key
 
 

@@ -14,6 +14,8 @@ from tests import tiny
 from torch import Tensor
 
 from outrider.models.config import ModelConfig
+from outrider.ops.backend import Capabilities
+from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 from outrider.weights import hub, load_drafter, load_target
 from outrider.weights.files import fingerprint
@@ -200,7 +202,9 @@ def test_unknown_model_type_and_broken_config_are_refused(made: Callable[[str], 
     refused(folder, "has no config.json")
 
 
-class QuantizingOps:
+class QuantizingOps(ReferenceOps):
+    capabilities = Capabilities(quantizes=("int8",), quantizes_tables=True)
+
     def __init__(self) -> None:
         self.seen: list[tuple[int, ...]] = []
 
@@ -214,7 +218,7 @@ def test_quantize_goes_through_the_ops_and_needs_ops_that_can(made: Callable[[st
     _, weights, _ = load_target(made("smollm2"), ops=ops, quantize="int8")
     assert weights["layers.0.down"] == ("int8", (48, 48)) and weights["norm"].dtype == torch.float32
     with pytest.raises(OutriderError, match="cannot hold int4"):
-        load_target(made("smollm2"), ops=object(), quantize="int4")
+        load_target(made("smollm2"), ops=ReferenceOps(), quantize="int4")
 
 
 @pytest.mark.parametrize("name", tiny.TARGETS)
@@ -222,7 +226,6 @@ def test_dummy_weights_need_only_the_config_and_give_finite_logits(name: str, ma
     from tests.kv import build_kv
 
     from outrider.models import build
-    from outrider.ops.reference import ReferenceOps
 
     (tmp_path / "config.json").write_bytes((made(name) / "config.json").read_bytes())
     config, weights, _ = load_target(tmp_path, load_format="dummy", seed=4)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,14 +18,13 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
 from ..backend import EVERY_ROW, Capabilities, HostCycle, M
-from ..quant import QuantPart
-from ..reference import ReferenceOps
+from ..formats import BLOCKS, Block, Held, QuantPart, Weight
+from ..reference import ReferenceOps, plain
 from . import packing
 from .lib import Batch, CSpec, CWeight, Pages, c_spec, dense_weight, load
 from .memory import Arena, advise
 from .packing import PackedWeight
 
-Weight = Any
 BF16 = 3  # or_isa()
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
@@ -56,8 +56,9 @@ def at(x: Tensor | None) -> int | None:
 class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
-        independent_rows=EVERY_ROW, prompts_independent=True, host_cycles=True, quantizes=("int8", "int4"), draft_format="int8"
-    )
+        independent_rows=EVERY_ROW, prompts_independent=True, host_cycles=True, formats=frozenset(BLOCKS),
+        quantizes=("int8", "int4"), quantizes_tables=True, draft_format="int8",
+    )  # fmt: skip
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
         self.lib = load(isa)
@@ -76,51 +77,57 @@ class CpuOps(ReferenceOps):
         return torch.bfloat16 if self.lib.or_isa() == BF16 else torch.float16
 
     # ---- weights --------------------------------------------------------------------------------------------------
+    def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
+        if any(len(p.shape) != 2 or not isinstance(p.format, Block) for p in parts):
+            return None
+        return self.pack([QuantPart(p.format.name, (p.shape[0], p.shape[1]), p.tensors["blocks"].numpy(), p.release) for p in parts])
+
     def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
         return self.packer.pack(parts)
 
-    def quantize(self, dense: Tensor, mode: str) -> Weight:
+    def quantize(self, dense: Tensor, mode: str) -> Held:
         if mode not in ("int8", "int4"):
             raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")
-        packed = self.packer.quantize(dense, mode)
+        packed = self.packer.quantize(dense, mode) if dense.dim() == 2 else None
         return self.prepare(dense) if packed is None else packed
 
-    def take_rows(self, weight: Weight, order: Tensor) -> Weight:
+    def take_rows(self, weight: Held, order: Tensor) -> Held:
         """Rows in another order, kept as they are held: a head by clusters."""
-        return weight[order] if isinstance(weight, Tensor) else self.packer.take(weight, order.numpy())
+        return self.packer.take(weight, order.numpy()) if isinstance(weight, PackedWeight) else super().take_rows(weight, order)
 
     def prepare(self, dense: Tensor) -> Tensor:
         return dense.contiguous()
 
-    def unpack(self, weight: Weight) -> Tensor:
+    def unpack(self, weight: Held) -> Tensor:
         """float32, dense."""
         if isinstance(weight, Tensor):
             return weight.float()
-        ids = torch.arange(weight.c.n)
-        return self.embed(ids, weight, 1.0).view(weight.shape)
+        rows = torch.arange(self.c_weight(weight).n)
+        return self.embed(rows, weight, 1.0).view(weight.shape)
 
-    def c_weight(self, w: Weight) -> CWeight:
+    def c_weight(self, w: Held) -> CWeight:
         if isinstance(w, PackedWeight):
             return w.c
-        if not w.is_contiguous():
+        dense = plain(w)
+        if not dense.is_contiguous():
             raise OutriderError("a dense weight must be contiguous: pass it through prepare()")
-        return dense_weight(w)
+        return dense_weight(dense)
 
     # ---- dense pieces ---------------------------------------------------------------------------------------------
-    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
+    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
         w, ids = self.c_weight(table), ids.contiguous()
         out = torch.empty((ids.shape[0], w.k))
         self.lib.or_rows(ctypes.byref(w), ids.data_ptr(), ids.shape[0], table_scale(table, scale), out.data_ptr())
         return out
 
-    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
         c, x = self.c_weight(w), floats(x)
         out = torch.empty((x.shape[0], c.n))
         bias = None if bias is None else floats(bias)
         self.lib.or_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
         return out
 
-    def gated_linear(self, x: Tensor, w: Weight, act: str) -> Tensor:
+    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
         c, x = self.c_weight(w), floats(x)
         if c.n % 32:  # gate and up rows share a group
             gate, up = self.linear(x, w).chunk(2, dim=-1)
@@ -129,7 +136,7 @@ class CpuOps(ReferenceOps):
         self.lib.or_gated_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr())
         return out
 
-    def logits(self, h: Tensor, w: Weight, softcap: float | None) -> Tensor:
+    def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
         c, h = self.c_weight(w), floats(h)
         out = torch.empty((h.shape[0], c.n))
         self.lib.or_logits(self.team, ctypes.byref(c), h.data_ptr(), h.shape[0], softcap or 0.0, out.data_ptr())
@@ -245,7 +252,7 @@ class CpuOps(ReferenceOps):
 
     # ---- drafting and choosing --------------------------------------------------------------------------------------
     def clustered_logits(
-        self, g: Tensor, centroids: Weight, rows: Weight, top: int, lean: Tensor | None = None
+        self, g: Tensor, centroids: Held, rows: Held, top: int, lean: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         g, c = floats(g), self.c_weight(rows)
         clusters, size = rows.shape[0], rows.shape[1]
@@ -286,6 +293,6 @@ class CpuOps(ReferenceOps):
         return out
 
 
-def table_scale(table: Weight, scale: float) -> float:
+def table_scale(table: Held, scale: float) -> float:
     """The embedding's factor, rounded to the table's dtype where it has one."""
     return float(torch.tensor(scale, dtype=table.dtype)) if isinstance(table, Tensor) and scale != 1.0 else scale

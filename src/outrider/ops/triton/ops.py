@@ -9,8 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from ..backend import Capabilities, M, Weight
-from ..reference import ReferenceOps
+from ..backend import Capabilities, M
+from ..formats import Held
+from ..reference import ReferenceOps, plain
 from . import attention, choose, moe, norm, rope
 from .linear import MAX_ROWS, skinny
 
@@ -27,24 +28,24 @@ class TritonOps(ReferenceOps):
         self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
-    def embed(self, ids: Tensor, table: Weight, scale: float) -> Tensor:
-        return norm.embed(ids, table, scale, self.pdl)
+    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
+        return norm.embed(ids, plain(table), scale, self.pdl)
 
-    def linear(self, x: Tensor, w: Weight, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
         if x.shape[0] > MAX_ROWS:
-            return F.linear(x, w, bias)
-        return skinny(x, w, self.seen, bias=bias, pdl=self.pdl)
+            return F.linear(x, plain(w), bias)
+        return skinny(x, plain(w), self.seen, bias=bias, pdl=self.pdl)
 
-    def gated_linear(self, x: Tensor, w: Weight, act: str) -> Tensor:
+    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
         if x.shape[0] > MAX_ROWS:
-            gate, up = F.linear(x, w).chunk(2, dim=-1)
+            gate, up = F.linear(x, plain(w)).chunk(2, dim=-1)
             return norm.act_mul(gate, up, act, self.pdl)
-        return skinny(x, w, self.seen, act=act, gated=True, pdl=self.pdl)
+        return skinny(x, plain(w), self.seen, act=act, gated=True, pdl=self.pdl)
 
-    def linear_act_mul(self, x: Tensor, w: Weight, y: Tensor, act: str) -> Tensor:
+    def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor:
         if x.shape[0] > MAX_ROWS:
-            return norm.act_mul(F.linear(x, w), y, act, self.pdl)
-        return skinny(x, w, self.seen, mul=y, act=act, pdl=self.pdl)
+            return norm.act_mul(F.linear(x, plain(w)), y, act, self.pdl)
+        return skinny(x, plain(w), self.seen, mul=y, act=act, pdl=self.pdl)
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
@@ -52,8 +53,8 @@ class TritonOps(ReferenceOps):
     def rms_norm_pair(self, x: Tensor, w: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         return norm.rms_norm_pair(x, w, v, eps, self.pdl)
 
-    def per_layer_inputs(self, ids: Tensor, table: Weight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
-        return norm.per_layer_inputs(ids, table, projected, scale, w, eps, self.pdl)
+    def per_layer_inputs(self, ids: Tensor, table: Held, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
+        return norm.per_layer_inputs(ids, plain(table), projected, scale, w, eps, self.pdl)
 
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
@@ -63,10 +64,10 @@ class TritonOps(ReferenceOps):
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return norm.act_mul(x, y, act, self.pdl)
 
-    def logits(self, h: Tensor, w: Weight, softcap: float | None) -> Tensor:
+    def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
         if h.shape[0] > MAX_ROWS:
             return super().logits(h, w, softcap)
-        return skinny(h, w, self.seen, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl)
+        return skinny(h, plain(w), self.seen, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl)
 
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,23 +83,23 @@ class TritonOps(ReferenceOps):
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(
-        self, router_in: Tensor, x: Tensor, router: Weight, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str
+        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
     ) -> Tensor:
         z = self.logits(router_in, router, None)  # float32: a choice between experts should not hang on bf16 rounding
-        return moe.experts(z, x, expert_scale, gate_up, down, top_k, act, self.pdl)
+        return moe.experts(z, x, expert_scale, plain(gate_up), plain(down), top_k, act, self.pdl)
 
     def moe_beside(
-        self, router_in: Tensor, x: Tensor, router: Weight, expert_scale: Tensor, gate_up: Tensor, down: Tensor, top_k: int, act: str,
+        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
         dense: Tensor, dense_w: Tensor, post_w: Tensor, eps: float,
     ) -> Tensor:  # fmt: skip
         z = self.logits(router_in, router, None)
-        return moe.experts(z, x, expert_scale, gate_up, down, top_k, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))
+        return moe.experts(z, x, expert_scale, plain(gate_up), plain(down), top_k, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(
-        self, g: Tensor, centroids: Weight, rows: Tensor, top: int, lean: Tensor | None = None
+        self, g: Tensor, centroids: Held, rows: Held, top: int, lean: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return choose.cluster_scores(self.logits(g, centroids, None), lean, g, rows, top, self.pdl)
+        return choose.cluster_scores(self.logits(g, centroids, None), lean, g, plain(rows), top, self.pdl)
 
     def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
         return choose.cluster_lean(tokens, seed, position, temperature, hot, self.pdl)

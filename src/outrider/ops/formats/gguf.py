@@ -1,4 +1,4 @@
-"""The block formats of GGUF, decoded exactly as the format defines them. Numpy only.
+"""The block formats of GGUF, decoded exactly as the format defines them.
 
 A row of K weights is K / size blocks; a block is `nbytes` bytes. Numbers are little-endian; d, m are float16.
 Decoding happens in float32 with one rounding per operation, in the order written here (which is ggml's).
@@ -6,16 +6,41 @@ Decoding happens in float32 with one rounding per operation, in the order writte
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from .base import Format, Unit, Weight
 
 # kind: (weights in a block, bytes of a block)
 BLOCKS: dict[str, tuple[int, int]] = {
     "Q4_0": (32, 18), "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34),
     "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block(Format):
+    """One of the block formats; its tensor `blocks` is uint8 [N, bytes of a row], as it stands in the file."""
+
+    kind: str
+
+    @property
+    def name(self) -> str:
+        return self.kind
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        size, nbytes = BLOCKS[self.kind]
+        return {"blocks": Unit(size, nbytes)}
+
+    def dequantise(self, weight: Weight) -> Tensor:
+        blocks = weight.tensors["blocks"]
+        rows = blocks.reshape(-1, blocks.shape[-1]).cpu().numpy()
+        return torch.from_numpy(dequantize(self.kind, rows)).view(weight.shape).to(blocks.device)
 
 
 @dataclass(frozen=True)
@@ -26,6 +51,10 @@ class QuantPart:
     shape: tuple[int, int]  # (N, K)
     data: np.ndarray  # uint8 [N, bytes per row]
     release: Callable[[int, int], None] | None = field(default=None, compare=False)  # rows [lo, hi) have been read: forget their pages
+
+    @property
+    def weight(self) -> Weight:
+        return Weight(Block(self.kind), self.shape, {"blocks": torch.from_numpy(self.data)})
 
     def rows(self, lo: int, hi: int) -> np.ndarray:
         """float32 [hi - lo, K]"""

@@ -1,0 +1,179 @@
+"""What a weight is: a format, a shape and the format's tensors.
+
+A `Format` says what its tensors mean (`dequantise` is the definition that every kernel is checked against) and how many
+columns of the matrix each of their elements covers (`units`). Bytes, cutting for several GPUs and joining of fused tensors
+follow from the units alone, so a new format states them once and writes no code for these. Every tensor has the matrix's
+rows as its rows; scales of a whole tensor or of a block of rows are spread over the rows when they are read.
+
+A backend turns a `Weight` into what its kernels multiply (`Held`) with `hold(parts, device)`; where it has no kernel for a
+format the loader dequantises and hands over a dense tensor.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...types import OutriderError
+
+
+class Packed(Protocol):
+    """A matrix in a backend's own layout."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def view(self, *shape: int) -> Packed:
+        """The same rows under another shape, for instance by cluster [C, S, h]."""
+        ...
+
+
+Held = Tensor | Packed  # what models keep and hand back to their ops: a dense tensor, or the backend's own form
+
+
+@dataclass(frozen=True)
+class Unit:
+    """`columns` weights of a row take `items` elements of `bytes` bytes each in the last dimension of a tensor.
+
+    columns = 0: `items` elements for a whole row, however wide. shared: the tensor is one for all rows (an order of columns)."""
+
+    columns: int
+    items: int = 1
+    bytes: int = 1
+    shared: bool = False
+
+    def width(self, columns: int) -> int:
+        return self.items if self.columns == 0 else columns // self.columns * self.items
+
+
+class Format(ABC):
+    """One way to store a matrix. Implementations are frozen dataclasses: equal parameters are the same format."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Short and unique, for messages and tables: `Q4_0`, `int4 g32`, `fp8`."""
+
+    @property
+    def family(self) -> str:
+        """What a backend's `Capabilities.formats` names: the formats that one kernel multiplies share it."""
+        return self.name
+
+    @property
+    @abstractmethod
+    def units(self) -> Mapping[str, Unit]:
+        """The format's tensors."""
+
+    @abstractmethod
+    def dequantise(self, weight: Weight) -> Tensor:
+        """The definition: float32, of the weight's shape."""
+
+    def quantise(self, values: Tensor) -> Weight:
+        """The nearest weight in this format: for `--quantize` and for dummy weights."""
+        raise OutriderError(f"weights cannot be rounded to {self.name} here: load a checkpoint that holds them")
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Bytes that a matrix of this shape takes."""
+        rows, columns = prod(shape[:-1]), shape[-1]
+        return sum(u.width(columns) * u.bytes * (1 if u.shared else rows) for u in self.units.values())
+
+    def border(self) -> int:
+        """Columns may be cut at multiples of this; 0: nowhere."""
+        cut = 1
+        for unit in self.units.values():
+            if unit.shared:
+                return 0
+            cut = max(cut, unit.columns)  # units of one format divide each other
+        return cut
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A matrix [N, K] (or experts [E, N, K]) as it is stored. Tensors are often views of the file."""
+
+    format: Format
+    shape: tuple[int, ...]
+    tensors: Mapping[str, Tensor]
+    release: Callable[[int, int], None] | None = field(default=None, compare=False)  # rows [lo, hi) were read: forget their pages
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    def to(self, device: torch.device | str) -> Weight:
+        return replace(self, tensors={name: t.to(device) for name, t in self.tensors.items()}, release=None)
+
+    def dense(self) -> Tensor:
+        return self.format.dequantise(self)
+
+    def rows(self, lo: int, hi: int) -> Weight:
+        """Rows lo..hi-1 (of experts: experts lo..hi-1): views."""
+        units = self.format.units
+        kept = {name: t if units[name].shared else t[lo:hi] for name, t in self.tensors.items()}
+        return Weight(self.format, (hi - lo, *self.shape[1:]), kept)
+
+    def columns(self, lo: int, hi: int) -> Weight:
+        """Columns lo..hi-1: views. Both must lie on a border of the format's groups."""
+        border = self.format.border()
+        if border == 0 or lo % border or hi % border:
+            where = "nowhere: its columns are stored in an order of their own" if border == 0 else f"at multiples of {border}"
+            raise OutriderError(f"a weight in {self.format.name} cannot be cut at columns {lo} to {hi}: only {where}")
+        units = self.format.units
+        kept = {n: t if units[n].columns == 0 else t[..., units[n].width(lo) : units[n].width(hi)] for n, t in self.tensors.items()}
+        return Weight(self.format, (*self.shape[:-1], hi - lo), kept)
+
+    def check(self, where: str) -> Weight:
+        """Itself, or an error that names the tensor: every tensor there and of the shape that the format asks for."""
+        rows, columns = self.shape[:-1], self.shape[-1]
+        for name, unit in self.format.units.items():
+            if name not in self.tensors:
+                raise OutriderError(f"{where}: its {name} is missing ({self.format.name})")
+            if unit.columns and columns % unit.columns:
+                raise OutriderError(f"{where}: rows of {columns} are no whole groups of {unit.columns} ({self.format.name})")
+            want = ((unit.width(columns),) if unit.shared else (*rows, unit.width(columns))) if rows else ()
+            got = tuple(self.tensors[name].shape)
+            if got != want:
+                raise OutriderError(f"{where}: its {name} has shape {list(got)}, {self.format.name} asks for {list(want)}")
+        return self
+
+
+def join(parts: Sequence[Weight]) -> Weight | None:
+    """The rows of all parts, one below the other; None where they are not of one format (or one order of columns)."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(p.format != first.format or p.shape[:-2] != first.shape[:-2] or p.shape[-1] != first.shape[-1] for p in parts):
+        return None
+    if any({n: t.dtype for n, t in p.tensors.items()} != {n: t.dtype for n, t in first.tensors.items()} for p in parts):
+        return None
+    tensors: dict[str, Tensor] = {}
+    for name, unit in first.format.units.items():
+        each = [p.tensors[name] for p in parts]
+        if unit.shared:
+            if not all(torch.equal(t, each[0]) for t in each):
+                return None
+            tensors[name] = each[0]
+        else:
+            tensors[name] = torch.cat([bits(t) for t in each], dim=-2).view(each[0].dtype)
+    return Weight(first.format, (*first.shape[:-2], sum(p.shape[-2] for p in parts), first.shape[-1]), tensors)
+
+
+def stack(parts: Sequence[Weight]) -> Weight:
+    """Matrices of one format and shape as experts [E, N, K]."""
+    first = parts[0]
+    tensors = {n: torch.stack([bits(p.tensors[n]) for p in parts]).view(t.dtype) for n, t in first.tensors.items()}
+    return Weight(first.format, (len(parts), *first.shape), tensors)
+
+
+def bits(t: Tensor) -> Tensor:
+    """One-byte floats as bytes: torch moves them about on every device, which it does not do for float8 everywhere."""
+    return t.view(torch.uint8) if t.element_size() == 1 else t
