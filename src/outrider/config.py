@@ -14,16 +14,16 @@ VERIFIERS: tuple[Verify, ...] = ("coupled", "rejection", "block")
 @dataclass(frozen=True)
 class EngineConfig:
     max_batch: int = 8  # sequences that run at once
-    max_context: int = 4096  # prompt and answer together
+    max_context: int | None = None  # prompt and answer together; None: what the model and the memory hold (engine.room)
     page_size: int = 32
     prefill_chunk: int = 512  # prompt tokens between two decode steps
-    kv_tokens: int | None = None  # positions of K/V in all; None: every slot can hold max_context, within 2 GiB
+    kv_tokens: int | None = None  # positions of K/V in all; None: every slot can hold max_context, within 2 GiB or as much as one needs
     prefix_cache: bool = True
     graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.prefill_chunk % self.page_size:
             raise OutriderError(f"prefill_chunk ({self.prefill_chunk}) must be a multiple of page_size ({self.page_size})")

@@ -26,7 +26,7 @@ def batch(
     draft_tokens: common.DraftTokens = "auto",
     verify: common.VerifyBy = "coupled",
     max_concurrent: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 16,
-    max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 4096,
+    max_context: common.MaxContext = None,
     device: common.Device = None,
     dtype: common.Dtype = None,
     ops: common.Ops = "auto",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config import parse_draft_tokens
+from ..config import EngineConfig, parse_draft_tokens
 from ..types import OutriderError, RequestStats, SamplingParams
 from . import common
 from .common import err, out
@@ -36,12 +36,13 @@ def chat(
     ops: common.Ops = "auto",
     threads: common.Threads = None,
     quantize: common.Quantize = None,
+    max_context: common.MaxContext = None,
 ) -> None:
     """Chat. Ctrl-C stops an answer and keeps what was said; Ctrl-D or /quit ends."""
     params = common.sampling(max_tokens, temperature, top_p, top_k, seed)
     llm = common.load_llm(
         model, drafter=drafter, draft_tokens=draft_tokens, verify=verify,
-        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, engine=EngineConfig(max_context=max_context),
     )  # fmt: skip
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from ..types import OutriderError, RequestStats, SamplingParams
 
 if TYPE_CHECKING:
+    from ..config import EngineConfig
     from ..llm import LLM, Completion
 
 out = Console(highlight=False, soft_wrap=True)
@@ -27,6 +28,7 @@ Dtype = Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. D
 Ops = Annotated[str, typer.Option(help="Kernels: auto | reference | cpu | triton.")]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: the cores this process may use.")]
 Quantize = Annotated[str | None, typer.Option(help="int8 | int4: quantise a dense checkpoint while loading (CPU).")]
+MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. Default: what model and memory hold.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0: greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")]
@@ -40,7 +42,12 @@ def load_llm(model: str, quiet: bool = False, **options: Any) -> LLM:
     """Load and say once what was chosen."""
     from ..llm import LLM
 
-    return LLM.load(model, say=(lambda _: None) if quiet else (lambda line: err.print(f"[dim]{line}[/dim]")), **options)
+    say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: err.print(f"[dim]{line}[/dim]"))
+    llm = LLM.load(model, say=say, **options)
+    engine: EngineConfig | None = options.get("engine")
+    if engine is not None and engine.max_context is not None and engine.max_context > llm.config.max_context:
+        say(f"context: {llm.engine.max_context} tokens (--max-context {engine.max_context} is more than this model knows)")
+    return llm
 
 
 def encode_prompt(llm: LLM, prompt: str | list[dict[str, str]], raw: bool) -> list[int]:

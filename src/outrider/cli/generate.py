@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..config import EngineConfig
 from ..types import OutriderError, SamplingParams
 from . import common
 from .common import err, out
@@ -46,6 +47,7 @@ def generate(
     ops: common.Ops = "auto",
     threads: common.Threads = None,
     quantize: common.Quantize = None,
+    max_context: common.MaxContext = None,
 ) -> None:
     """Generate text. Speculation is on by default and never changes the answer.
 
@@ -64,7 +66,7 @@ def generate(
     rows = list(common.read_prompts(prompts)) if prompts is not None else []
     llm = common.load_llm(
         model, as_json, drafter=drafter, draft_tokens=draft_tokens, verify=verify,
-        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, engine=EngineConfig(max_context=max_context),
     )  # fmt: skip
     if prompts is not None:
         for row in rows:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from ..config import EngineConfig
 from ..types import MAX_DRAFT, OutriderError
 from . import common
 from .common import err, out
@@ -41,6 +42,7 @@ def prove(
     ops: common.Ops = "auto",
     threads: common.Threads = None,
     quantize: common.Quantize = None,
+    max_context: common.MaxContext = None,
 ) -> None:
     """Check, on your machine and with your weights, that speculation changes nothing. Exit code 1 if anything differs."""
     from ..bench.prove import prove as run
@@ -57,7 +59,10 @@ def prove(
     texts = (
         [row["prompt"] if "prompt" in row else str(row["turns"][0]) for row in common.read_prompts(prompts)] if prompts else list(PROMPTS)
     )
-    llm = common.load_llm(model, as_json, drafter=drafter, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize)
+    llm = common.load_llm(
+        model, as_json, drafter=drafter, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+        engine=EngineConfig(max_context=max_context),
+    )  # fmt: skip
     ids = [common.encode_prompt(llm, text, raw) for text in texts[:count]]
     findings = []
     for finding in run(llm, ids, lengths, max_tokens, seed, heats):

@@ -25,7 +25,7 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="More keys, one a line.")] = None,
     max_concurrent: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 8,
     max_queued: Annotated[int, typer.Option(help="Sequences that wait behind them; more get 429.")] = 64,
-    max_context: Annotated[int, typer.Option(help="Tokens of prompt and answer together.")] = 4096,
+    max_context: common.MaxContext = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one request, waiting included.")] = 600.0,
     max_body: Annotated[int, typer.Option(help="Bytes of a request body.")] = 4 << 20,
     max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt. 0: as many as the context holds.")] = 0,

@@ -28,13 +28,13 @@ from .cycle import CycleInput, Rows, cut, cycle, forward, grammar_masks, logprob
 from .graphs import Flight, GraphRunner, Key, plain
 from .metrics import Metrics
 from .propose import Proposer
+from .room import free_bytes, room
 from .scheduler import Chunk, DecodeRow, Request, Scheduler, Seq
 from .text import Detokenizer, Tokenizer
 from .verify import verify_block_rows, verify_rejection_rows
 
 log = logging.getLogger("outrider")
 VERIFY = {"coupled": verify_coupled, "rejection": verify_rejection_rows, "block": verify_block_rows}
-KV_BYTES = 2 << 30  # the default K/V budget
 
 
 @dataclass
@@ -81,17 +81,14 @@ class Engine:
         ops = model.ops
         exact = ops.capabilities.prompts_independent
         dtype = kv_dtype or model.dtype
-        self.max_context = min(config.max_context, model.config.max_context)
-        per_token = sum(2 * model.config.layers[i].attn.kv_heads * model.config.layers[i].attn.head_dim for i in model.config.kv_layers)
-        per_token *= torch.empty((), dtype=dtype).element_size()
-        tokens = config.kv_tokens or min(config.max_batch * self.max_context, max(self.max_context, KV_BYTES // per_token))
+        space = room(config, model.config, dtype, free_bytes(self.device))
         self.store = KVStore(
             model.config,
-            CacheSpec(config.max_batch, self.max_context, config.page_size, max(config.prefill_chunk, MAX_DRAFT + 1), tokens),
+            CacheSpec(config.max_batch, space.max_context, config.page_size, max(config.prefill_chunk, MAX_DRAFT + 1), space.tokens),
             dtype,
             self.device,
         )
-        self.max_context = min(self.max_context, tokens - config.page_size)  # one sequence must be able to finish alone
+        self.max_context = min(space.max_context, space.tokens - config.page_size)  # one sequence must be able to finish alone
         self.scheduler = Scheduler(
             self.store, config.max_batch, config.prefill_chunk,
             config.page_size if exact else config.prefill_chunk, ops.capabilities.replay_rows, config.prefix_cache,
@@ -131,7 +128,9 @@ class Engine:
             if not 0 <= token < vocab:
                 raise OutriderError(f"prompt token id {token} is outside the vocabulary (0..{vocab - 1})")
         if len(prompt) >= self.max_context:
-            raise OutriderError(f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: shorten it or raise max_context")
+            most = self.model.config.max_context
+            mend = "shorten it" if self.max_context >= most - 1 else f"shorten it or raise --max-context (the model knows up to {most})"
+            raise OutriderError(f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: {mend}")
         if request.draft_tokens is not None and not 0 <= request.draft_tokens <= MAX_DRAFT:
             raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {request.draft_tokens}")
         if request.id in self._seqs:

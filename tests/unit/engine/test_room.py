@@ -1,0 +1,49 @@
+"""Context by default: what the model knows and the memory holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.engines import VARIANTS, request, tiny_engine
+
+from outrider.config import EngineConfig
+from outrider.engine.room import KV_BYTES, free_bytes, room
+from outrider.models.config import ModelConfig
+from outrider.types import OutriderError
+
+LLAMA = ModelConfig.from_hf({**VARIANTS["llama"], "max_position_embeddings": 32768})
+PER_TOKEN = 2 * 2 * 2 * 8 * 4  # K and V, two layers, two heads of 8, float32
+PLENTY = 1 << 40
+
+
+def test_the_default_is_all_the_model_knows_where_memory_allows() -> None:
+    assert room(EngineConfig(), LLAMA, torch.float32, PLENTY).max_context == 32768
+    huge = ModelConfig.from_hf({**VARIANTS["llama"], "max_position_embeddings": 1 << 30})
+    scarce = room(EngineConfig(max_batch=1), huge, torch.float32, KV_BYTES * 2)
+    assert scarce.max_context == KV_BYTES // PER_TOKEN - 32 and scarce.tokens * PER_TOKEN <= KV_BYTES
+    assert room(EngineConfig(max_batch=1), huge, torch.float32, PLENTY).max_context * PER_TOKEN <= PLENTY // 8
+
+
+def test_what_is_asked_for_is_given_up_to_the_models_own_limit() -> None:
+    assert room(EngineConfig(max_context=100), LLAMA, torch.float32, PLENTY).max_context == 100
+    assert room(EngineConfig(max_context=1 << 20), LLAMA, torch.float32, PLENTY).max_context == 32768
+
+
+def test_more_than_the_memory_is_refused_in_one_line() -> None:
+    with pytest.raises(OutriderError, match=r"32768 tokens of context need .* GiB .* lower --max-context"):
+        room(EngineConfig(max_context=32768), LLAMA, torch.float32, 1 << 20)
+    windows = ModelConfig.from_hf(VARIANTS["mistral"])  # every layer slides: its K/V does not grow
+    assert room(EngineConfig(max_context=4096), windows, torch.float32, 1 << 10).max_context == 4096
+
+
+def test_free_memory_is_known_here() -> None:
+    assert 0 < free_bytes(torch.device("cpu")) < 1 << 50
+
+
+def test_a_long_prompt_runs_by_default_and_too_long_a_one_says_what_to_do() -> None:
+    engine = tiny_engine(max_context=None, page_size=32, prefill_chunk=512)
+    engine.validate(request("a", [2] * 10_000))
+    with pytest.raises(OutriderError, match=r"prompt has 20000 tokens; the context holds 16384: shorten it$"):
+        engine.validate(request("a", [2] * 20_000))
+    with pytest.raises(OutriderError, match=r"context holds 512: shorten it or raise --max-context \(the model knows up to 16384\)"):
+        tiny_engine().validate(request("a", [2] * 600))
