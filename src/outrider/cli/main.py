@@ -19,6 +19,7 @@ from .eval_drafter import eval_drafter
 from .generate import generate
 from .inspect import inspect
 from .load import load
+from .make_dummy import make_dummy
 from .predict import predict
 from .prove import prove
 from .serve import serve
@@ -30,7 +31,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding: the same answers, faster.",
 )
-for command in (generate, chat, serve, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, demo):
+COMMANDS = (
+    generate, chat, serve, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, make_dummy, demo,
+)  # fmt: skip
+for command in COMMANDS:
     app.command()(command)
 
 

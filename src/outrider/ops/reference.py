@@ -54,6 +54,10 @@ class ReferenceOps:
         """The rows of all parts, one below the other, as the kernels read them; None: they should come as a dense tensor."""
         return None
 
+    def look_up(self, table: Weight, device: torch.device | str) -> Held | None:
+        """A table of which only rows are ever read, left where it is; None: hold it like any other."""
+        return None
+
     def prepare(self, dense: Tensor) -> Held:
         """A dense matrix as the kernels read it."""
         return dense

@@ -91,7 +91,8 @@ def load(
     weights: dict[str, Held] = {}
     with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
         for name, plan in plans.items():
-            weight = hold(plan, pieces[name], ops, device, source.where)  # quantised files stay as they are; `quantize` is for dense ones
+            # quantised files stay as they are; `quantize` is for dense ones
+            weight = hold(plan, pieces[name], ops, device, source.where, only_looked_up(config, name))
             if weight is None:
                 filled = dense(plan, pieces[name], device, dtype, source.plus_one_done, source.where)
                 weight = finish(name, plan, filled, ops, held(config, name, quantize))
@@ -139,11 +140,20 @@ def _some(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"
 
 
-def hold(plan: TensorPlan, pieces: list[Piece], ops: Backend, device: torch.device | str, where: str) -> Held | None:
-    """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised."""
+def only_looked_up(config: Config, name: str) -> bool:
+    """A table that no product reads: per-layer embeddings, and the embedding of a model with a head of its own."""
+    return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
+
+
+def hold(plan: TensorPlan, pieces: list[Piece], ops: Backend, device: torch.device | str, where: str, table: bool) -> Held | None:
+    """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`: it is only
+    ever looked up, and may be read where it lies."""
     if plan.role not in ("matrix", "embedding") or not any(p.quantised for p in pieces):
         return None
-    weight = ops.hold([p.weight(where) for p in pieces], device)
+    parts = [p.weight(where) for p in pieces]
+    weight = ops.look_up(parts[0], device) if table and len(parts) == 1 else None
+    if weight is None:
+        weight = ops.hold(parts, device)
     if weight is not None:
         for piece in pieces:
             piece.release()

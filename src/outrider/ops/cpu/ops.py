@@ -85,6 +85,12 @@ class CpuOps(ReferenceOps):
     def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
         return self.packer.pack(parts)
 
+    def look_up(self, table: Weight, device: torch.device | str) -> Held | None:
+        """Where it lies in the file: it takes no memory but the pages that were asked for."""
+        if len(table.shape) != 2 or not isinstance(table.format, Block):
+            return None
+        return packing.in_file(QuantPart(table.format.name, (table.shape[0], table.shape[1]), table.tensors["blocks"].numpy()))
+
     def quantize(self, dense: Tensor, mode: str) -> Held:
         if mode not in ("int8", "int4"):
             raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")

@@ -1,0 +1,311 @@
+"""Checkpoints of full size with random weights, written as a stream: speed and memory without the download.
+
+`write_gguf` makes a file that llama.cpp reads too (where it knows the architecture), with the mix of formats its own quantiser would
+choose; `write_folder` makes a Hugging Face folder in bfloat16. Weights repeat a few megabytes of random blocks of about the usual
+spread, so that logits are finite; text made with them means nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from ..models.config import DrafterConfig, ModelConfig
+from ..ops.formats import BLOCKS
+from ..types import OutriderError
+from .gguf import SCALARS, STRING, TENSOR_TYPES
+from .gguf_config import ARCHITECTURES, LAYER, LAYER_WHOLE, TOP
+from .names import Role, tensor_plan
+from .source import ITEM_BYTES
+
+FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")
+ALIGN, CHUNK, SPREAD = 32, 4 << 20, 0.02
+CODES = {name: code for code, name in TENSOR_TYPES.items()}
+ARCH_OF = {model.removesuffix("_text"): arch for arch, model in ARCHITECTURES.items()} | {"gemma4_unified": "gemma4", "mistral": "llama"}
+TO_GGUF = {hf: stem for stem, hf in (*TOP.items(), *LAYER.items())}
+WHOLE_TO_GGUF = {hf: name for name, hf in LAYER_WHOLE.items()}
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+QWEN = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-6,
+            rope_theta=1e6, max_position_embeddings=32768, hidden_act="silu", eos_token_id=1)  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {  # beside models.known
+    "Qwen/Qwen2.5-0.5B-Instruct": QWEN | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864),
+    "Qwen/Qwen2.5-1.5B-Instruct": QWEN | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960),
+}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str  # Hugging Face's
+    shape: tuple[int, ...]
+    role: Role
+    kind: str
+
+
+def tensors(config: ModelConfig | DrafterConfig, fmt: str) -> list[Tensor]:
+    out = []
+    head = "lm_head.weight" if isinstance(config, ModelConfig) and not config.tied else "model.embed_tokens.weight"
+    for plan in tensor_plan(config).values():
+        for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
+            out.append(Tensor(name, shape, plan.role, kind_of(name, shape, plan.role, fmt, len(config.layers), head)))
+    return out
+
+
+def kind_of(name: str, shape: tuple[int, ...], role: Role, fmt: str, layers: int, head: str) -> str:
+    """The format of one tensor, as llama.cpp's quantiser mixes them: the head in 6 bits, values and down projections of some
+    layers of a Q4_K_M too; rows that are no whole super-blocks take the format of small blocks that is a little wider."""
+    if role in ("norm", "vector", "bias", "index") or "router.proj" in name:
+        return {"index": "I64"}.get(role, "F32")
+    if fmt in ("bf16", "f16"):
+        return fmt.upper()
+    kind = "Q4_K" if fmt == "q4_k_m" else fmt.upper()
+    if "embed_tokens_per_layer" in name:
+        kind = "Q8_0"
+    elif "per_layer_model_projection" in name:
+        kind = "F16"
+    elif fmt != "q8_0" and name == head:
+        kind = "Q6_K"
+    elif fmt == "q4_k_m" and ("v_proj" in name or "down_proj" in name):
+        i = int(name.split(".")[2])
+        if i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2:
+            kind = "Q6_K"
+    size = BLOCKS[kind][0] if kind in BLOCKS else 1
+    if shape[-1] % size:
+        kind = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}.get(kind, "F16")
+    return kind if shape[-1] % 32 == 0 else "F16"
+
+
+def nbytes(t: Tensor) -> int:
+    size, width = BLOCKS.get(t.kind) or (1, ITEM_BYTES[t.kind])
+    return prod(t.shape) // size * width
+
+
+# ---- content --------------------------------------------------------------------------------------------------------
+def blocks(kind: str, rng: np.random.Generator) -> bytes:
+    """About CHUNK bytes of random blocks whose weights have mean 0 and about the spread SPREAD."""
+    if kind in ("F32", "F16", "BF16"):
+        values = rng.normal(0, SPREAD, CHUNK // ITEM_BYTES[kind]).astype(np.float32)
+        if kind == "BF16":
+            return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+        return values.astype(np.float16 if kind == "F16" else np.float32).tobytes()
+    width = BLOCKS[kind][1]
+    b = rng.integers(0, 256, (CHUNK // width, width), dtype=np.uint8)
+
+    def half(at: int, value: float) -> None:
+        b[:, at : at + 2] = np.array([value], np.float16).view(np.uint8)
+
+    levels = {"Q4_0": 16, "Q4_1": 16, "Q5_0": 32, "Q5_1": 32, "Q8_0": 256, "Q4_K": 16, "Q5_K": 32, "Q6_K": 64}[kind]
+    step = SPREAD * 12**0.5 / levels  # of evenly spread codes
+    if kind in ("Q4_K", "Q5_K"):  # every scale and minimum 32
+        half(0, step / 32)
+        half(2, step / 32 * (levels - 1) / 2)
+        b[:, 4:12], b[:, 12:16] = 0xA0, 0
+    elif kind == "Q6_K":
+        half(208, step / 32)
+        b[:, 192:208] = 32
+    else:
+        half(0, step)
+        if kind in ("Q4_1", "Q5_1"):
+            half(2, -step * (levels - 1) / 2)
+    return b.tobytes()
+
+
+class Stream:
+    """Random content of any length, repeated from one chunk of each kind."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.chunks: dict[str, bytes] = {}
+        self.count = 0
+
+    def of(self, t: Tensor) -> Iterator[bytes]:
+        if t.role in ("norm", "vector", "bias", "index"):
+            yield self.small(t)
+            return
+        chunk = self.chunks.setdefault(t.kind, blocks(t.kind, self.rng)) if t.kind not in self.chunks else self.chunks[t.kind]
+        width = BLOCKS[t.kind][1] if t.kind in BLOCKS else ITEM_BYTES[t.kind]
+        self.count += 1
+        start, left = self.count * 7919 * width % len(chunk) // width * width, nbytes(t)
+        while left:
+            piece = chunk[start : start + min(left, len(chunk) - start)]
+            yield piece
+            left, start = left - len(piece), 0
+
+    def small(self, t: Tensor) -> bytes:
+        if t.role == "index":
+            return self.rng.permutation(t.shape[0]).astype(np.int64).tobytes()
+        middle, spread = {"norm": (1.0, 0.05), "vector": (1.0, 0.0)}.get(t.role, (0.0, 0.002))
+        values = self.rng.normal(middle, spread, prod(t.shape)).astype(np.float32)
+        return values.tobytes() if t.kind == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+# ---- GGUF -----------------------------------------------------------------------------------------------------------
+def gguf_name(name: str, arch: str) -> str:
+    """The inverse of gguf_config.hf_name."""
+    if not name.startswith("model.layers."):
+        stem, _, tail = name.rpartition(".")
+        return f"{TO_GGUF[stem]}.{tail}"
+    _, _, index, rest = name.split(".", 3)
+    if rest in WHOLE_TO_GGUF:
+        return f"blk.{index}.{WHOLE_TO_GGUF[rest]}"
+    stem, _, tail = rest.rpartition(".")
+    norm = "pre_feedforward_layernorm" if arch.startswith("gemma") else "post_attention_layernorm"
+    return f"blk.{index}.{'ffn_norm' if stem == norm else TO_GGUF[stem]}.{tail}"
+
+
+def metadata(config: ModelConfig, arch: str, context: int) -> dict[str, Any]:
+    """Keys in the order written. An int is a u32, a float an f32, a list an array."""
+    first, layers = config.layers[0], config.layers
+    keys: dict[str, Any] = {
+        "context_length": context, "embedding_length": config.hidden, "block_count": len(layers),
+        "attention.head_count": first.attn.heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
+    }  # fmt: skip
+    if arch == "gemma4":
+        full, sliding = (next(l for l in layers if (l.attn.window is None) == whole) for whole in (True, False))
+        keys |= {
+            "attention.head_count_kv": [layer.attn.kv_heads for layer in layers],
+            "feed_forward_length": [layer.intermediate for layer in layers],
+            "attention.key_length": full.attn.head_dim, "attention.value_length": full.attn.head_dim,
+            "attention.key_length_swa": sliding.attn.head_dim, "attention.value_length_swa": sliding.attn.head_dim,
+            "attention.sliding_window": sliding.attn.window,
+            "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers],
+            "attention.shared_kv_layers": sum(not layer.attn.writes for layer in layers),
+            "embedding_length_per_layer_input": config.ple_dim, "final_logit_softcapping": config.softcap or 0.0,
+            "rope.freq_base": full.rope.theta, "rope.freq_base_swa": sliding.rope.theta,
+            "rope.dimension_count": full.attn.head_dim, "rope.dimension_count_swa": sliding.attn.head_dim,
+        }  # fmt: skip
+        if config.moe is not None:
+            keys |= {"expert_count": config.moe.experts, "expert_used_count": config.moe.top_k,
+                     "expert_feed_forward_length": config.moe.intermediate}  # fmt: skip
+    else:
+        keys |= {
+            "attention.head_count_kv": first.attn.kv_heads, "feed_forward_length": first.intermediate, "rope.freq_base": first.rope.theta,
+        }  # fmt: skip
+        if arch != "qwen2":
+            keys |= {"attention.key_length": first.attn.head_dim, "attention.value_length": first.attn.head_dim}
+        if arch == "gemma3":
+            window = next(layer.attn.window for layer in layers if layer.attn.window is not None)
+            keys |= {"attention.sliding_window": window,
+                     "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers]}  # fmt: skip
+    tokens, types, merges = vocabulary(config.vocab_size)
+    return {
+        "general.architecture": arch, "general.name": "dummy weights", **{f"{arch}.{key}": value for key, value in keys.items()},
+        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(types, np.int32), "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": TEMPLATE,
+    }  # fmt: skip
+
+
+def vocabulary(size: int) -> tuple[list[str], list[int], list[str]]:
+    """A byte-level tokenizer: every text can be encoded; the rest of the vocabulary is filled up."""
+    from tokenizers import pre_tokenizers
+
+    tokens = ["<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "Ġthe"]
+    if size < len(tokens):
+        raise OutriderError(f"a vocabulary of {size} is too small for a byte-level tokenizer ({len(tokens)} tokens)")
+    types = [3] * 5 + [1] * (len(tokens) - 5) + [5] * (size - len(tokens))
+    return tokens + [f"[PAD{i}]" for i in range(len(tokens), size)], types, ["Ġ t", "h e", "Ġt he"]
+
+
+def _string(text: str) -> bytes:
+    data = text.encode()
+    return struct.pack("<Q", len(data)) + data
+
+
+def _value(value: Any) -> bytes:
+    """Type and value of a metadata entry."""
+    kinds = {form: code for code, form in SCALARS.items()}
+    if isinstance(value, bool):
+        return struct.pack("<I?", kinds["<?"], value)
+    if isinstance(value, int):
+        return struct.pack("<II", kinds["<I"], value)
+    if isinstance(value, float):
+        return struct.pack("<If", kinds["<f"], value)
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _string(value)
+    if isinstance(value, np.ndarray):
+        return struct.pack("<IIQ", 9, kinds["<i"], len(value)) + value.astype("<i4").tobytes()
+    if isinstance(value[0], str):
+        return struct.pack("<IIQ", 9, STRING, len(value)) + b"".join(map(_string, value))
+    kind, form = (kinds["<?"], "?") if isinstance(value[0], bool) else (kinds["<I"], "I")
+    return struct.pack("<IIQ", 9, kind, len(value)) + struct.pack(f"<{len(value)}{form}", *value)
+
+
+def write_gguf(path: Path, config: ModelConfig, fmt: str, seed: int = 0, advance: Callable[[int], None] = lambda _: None) -> int:
+    """Returns the size of the file."""
+    kind = config.model_type.removesuffix("_text")
+    if kind not in ARCH_OF:
+        raise OutriderError(f"no GGUF architecture for {config.model_type}; known: {', '.join(sorted(ARCH_OF))}")
+    arch = ARCH_OF[kind]
+    held = tensors(config, fmt)
+    keys = metadata(config, arch, config.max_context)
+    head = b"GGUF" + struct.pack("<IQQ", 3, len(held), len(keys)) + b"".join(_string(k) + _value(v) for k, v in keys.items())
+    at = 0
+    for t in held:
+        shape = t.shape[::-1]
+        head += _string(gguf_name(t.name, arch)) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, CODES[t.kind], at)
+        at += -(-nbytes(t) // ALIGN) * ALIGN
+    return _write(path, head.ljust(-(-len(head) // ALIGN) * ALIGN, b"\0"), held, seed, ALIGN, advance)
+
+
+# ---- safetensors ----------------------------------------------------------------------------------------------------
+def write_folder(
+    path: Path, raw: dict[str, Any], config: ModelConfig | DrafterConfig, seed: int = 0, advance: Callable[[int], None] = lambda _: None
+) -> int:
+    """config.json and model.safetensors; a target gets a byte-level tokenizer. Returns the size of the weights."""
+    held = [Tensor(t.name, t.shape, t.role, "I64" if t.role == "index" else "BF16") for t in tensors(config, "bf16")]
+    entries, at = {}, 0
+    for t in held:
+        entries[t.name] = {"dtype": t.kind, "shape": list(t.shape), "data_offsets": [at, at + nbytes(t)]}
+        at += nbytes(t)
+    header = json.dumps(entries).encode()
+    header += b" " * (-len(header) % 8)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "config.json").write_text(json.dumps(raw, indent=1))
+        if isinstance(config, ModelConfig):
+            tokens, _, merges = vocabulary(config.vocab_size)
+            (path / "tokenizer.json").write_text(json.dumps(_tokenizer(tokens, merges)))
+            (path / "chat_template.jinja").write_text(TEMPLATE)
+    except OSError as error:
+        raise OutriderError(f"cannot write {path}: {error.strerror or error}") from None
+    return _write(path / "model.safetensors", struct.pack("<Q", len(header)) + header, held, seed, 1, advance)
+
+
+def _tokenizer(tokens: list[str], merges: list[str]) -> dict[str, Any]:
+    special = [{"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+               for i in range(5)]  # fmt: skip
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return {
+        "version": "1.0", "added_tokens": special, "pre_tokenizer": level, "decoder": level,
+        "model": {"type": "BPE", "vocab": {t: i for i, t in enumerate(tokens)}, "merges": merges},
+    }  # fmt: skip
+
+
+def _write(path: Path, head: bytes, held: list[Tensor], seed: int, align: int, advance: Callable[[int], None]) -> int:
+    stream, scratch = Stream(seed), path.with_name(path.name + ".part")
+    try:
+        with open(scratch, "wb") as file:
+            file.write(head)
+            for t in held:
+                _write_tensor(file, stream, t, align)
+                advance(nbytes(t))
+            size = file.tell()
+        scratch.replace(path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise OutriderError(f"cannot write {path}: {error.strerror or error}") from None
+    return size
+
+
+def _write_tensor(file: BinaryIO, stream: Stream, t: Tensor, align: int) -> None:
+    for piece in stream.of(t):
+        file.write(piece)
+    file.write(b"\0" * (-nbytes(t) % align))

@@ -1,0 +1,107 @@
+"""Dummy checkpoints: sound files that our loader and the `gguf` package read, in the formats asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf as reference
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.known import KNOWN
+from outrider.ops.cpu.lib import W_FILE, W_PARTS
+from outrider.ops.cpu.ops import CpuOps
+from outrider.types import OutriderError
+from outrider.weights import load_drafter, load_target
+from outrider.weights.dummy_file import FORMATS, SHAPES, nbytes, tensors, write_folder, write_gguf
+
+QWEN: dict[str, Any] = dict(
+    model_type="qwen2", vocab_size=320, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=512, tie_word_embeddings=False, rms_norm_eps=2**-20, max_position_embeddings=512,
+)  # fmt: skip
+EDGE: dict[str, Any] = dict(
+    model_type="gemma4_text", vocab_size=320, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=64, global_head_dim=64, num_global_key_value_heads=2, intermediate_size=256, sliding_window=24, num_kv_shared_layers=2,
+    layer_types=["sliding_attention", "full_attention"] * 2, hidden_size_per_layer_input=64, final_logit_softcapping=30.0,
+    rms_norm_eps=2**-20,
+)  # fmt: skip
+MOE = EDGE | dict(
+    num_kv_shared_layers=0, hidden_size_per_layer_input=0, attention_k_eq_v=True, enable_moe_block=True, num_experts=4, top_k_experts=2,
+    moe_intermediate_size=96,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("raw", [QWEN, EDGE, MOE], ids=["qwen2", "edge", "moe"])
+def test_gguf_files_are_sound(tmp_path: Path, raw: dict[str, Any], fmt: str) -> None:
+    config = ModelConfig.from_hf(raw)
+    path = tmp_path / "d.gguf"
+    assert write_gguf(path, config, fmt) == path.stat().st_size
+    assert len(reference.GGUFReader(path).tensors) == len(tensors(config, fmt))
+    loaded, weights, text = load_target(path, "cpu", torch.float32)
+    assert loaded.layers == config.layers and loaded.moe == config.moe and text.build is not None
+    for tensor in weights.values():
+        assert torch.isfinite(tensor).all() and tensor.float().abs().mean() < 2
+    matrix = weights["layers.0.down"]
+    assert abs(float(matrix.mean())) < 0.003 and 0.015 < float(matrix.std()) < 0.025
+
+
+def test_a_q4_k_m_is_mixed_as_llama_cpp_mixes_it() -> None:
+    config = ModelConfig.from_hf(SHAPES["Qwen/Qwen2.5-1.5B-Instruct"])
+    kinds = {t.name: t.kind for t in tensors(config, "q4_k_m")}
+    assert kinds["lm_head.weight"] == "Q6_K" and kinds["model.embed_tokens.weight"] == "Q4_K"
+    assert sum(k == "Q6_K" for n, k in kinds.items() if "v_proj.weight" in n) == 14  # of 28
+    assert 1.05e9 < sum(map(nbytes, tensors(config, "q4_k_m"))) < 1.15e9
+    small = {t.name: t.kind for t in tensors(ModelConfig.from_hf(SHAPES["Qwen/Qwen2.5-0.5B-Instruct"]), "q4_k_m")}
+    assert small["model.layers.0.self_attn.q_proj.weight"] == "Q5_0" and small["lm_head.weight"] == "Q8_0"  # rows of 896
+
+
+def test_tables_that_are_only_looked_up_stay_in_the_file(tmp_path: Path) -> None:
+    """The per-layer embeddings of an edge model, and the embedding of a model with a head of its own."""
+    ops = CpuOps(threads=1)
+    for raw, names in ((QWEN, {"embed"}), (EDGE, {"ple_embed"})):
+        path = tmp_path / "d.gguf"
+        write_gguf(path, ModelConfig.from_hf(raw), "q4_k_m")
+        _, weights, _ = load_target(path, "cpu", torch.float32, ops)
+        assert {name for name, w in weights.items() if not isinstance(w, torch.Tensor) and w.c.kind == W_FILE} == names
+        dense = load_target(path, "cpu", torch.float32)[1]
+        for name, w in weights.items():
+            if not isinstance(w, torch.Tensor):
+                assert torch.equal(ops.unpack(w), dense[name])
+        if raw is QWEN:
+            assert weights["layers.0.qkv"].c.kind == W_PARTS  # q and k in 4 bits, v in 6
+
+
+def test_drafters_go_to_a_folder(tmp_path: Path) -> None:
+    raw = dict(KNOWN["google/gemma-4-E2B-it-assistant"])
+    raw["text_config"] = raw["text_config"] | {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64}
+    raw |= {"backbone_hidden_size": 64, "num_centroids": 64, "centroid_intermediate_top_k": 4}
+    write_folder(tmp_path / "d", raw, DrafterConfig.from_hf(raw))
+    config, weights = load_drafter(tmp_path / "d", "cpu", torch.float32)
+    assert config.clusters == 64 and sorted(weights["token_ordering"].tolist()) == list(range(4096))
+
+
+def test_folders_have_a_tokenizer(tmp_path: Path) -> None:
+    write_folder(tmp_path / "d", QWEN, ModelConfig.from_hf(QWEN))
+    _, _, text = load_target(tmp_path / "d", "cpu", torch.float32)
+    assert text.build is not None
+    tokenizer = text.build()
+    assert tokenizer.decode(tokenizer.encode("the day, 雨").ids) == "the day, 雨"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["Qwen/Qwen2.5-0.5B-Instruct", "x.gguf", "--format", "q3"], "known are q4_0"),
+        (["Qwen/Qwen2.5-0.5B-Instruct", "folder"], "written in bf16"),
+        (["google/gemma-4-E2B-it-assistant", "x.gguf"], "is a drafter"),
+        (["Qwen/Qwen2.5-0.5B-Instruct", "/nowhere/x.gguf"], "cannot write"),
+    ],
+)
+def test_bad_input(args: list[str], message: str) -> None:
+    result = CliRunner().invoke(app, ["make-dummy", *args])
+    assert isinstance(result.exception, OutriderError) and message in str(result.exception)
