@@ -100,6 +100,13 @@ def test_chat(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0 and out.strip() and "turn 2" in err and "whole number" in err
 
 
+def test_chat_takes_a_message_of_many_lines_from_a_pipe(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(['"""one', "two", 'three"""', '"""', 'four"""', "/stats"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines, "/quit"))
+    code, _, err = cli("chat", model, "--max-tokens", 2)
+    assert code == 0 and "turn 2" in err and "turn 3" not in err
+
+
 def test_prove(cli: Any, model: Path) -> None:
     """The CPU kernels promise the same bits: every check must hold."""
     code, out, _ = cli("prove", model, "--count", 2, "--k", "2,5", "--max-tokens", 12, "--temperatures", "0,0.8", "--json", "--ops", "cpu")

@@ -12,10 +12,12 @@ from ..types import OutriderError, RequestStats, SamplingParams
 from . import common
 from .common import err, out
 from .show import Painter
+from .terminal import Terminal
 
 if TYPE_CHECKING:
     from ..llm import LLM
 
+FENCE = '"""'
 HELP = "/stats  statistics of all turns · /seed N · /draft K|auto · /clear  forget the conversation · /quit"
 
 
@@ -38,7 +40,10 @@ def chat(
     quantize: common.Quantize = None,
     max_context: common.MaxContext = None,
 ) -> None:
-    """Chat. Ctrl-C stops an answer and keeps what was said; Ctrl-D or /quit ends."""
+    """Chat. Ctrl-C stops an answer and keeps what was said; Ctrl-D or /quit ends.
+
+    What is pasted is one message, with all its lines. From a pipe every line is one, or what stands between three quotes.
+    """
     params = common.sampling(max_tokens, temperature, top_p, top_k, seed)
     llm = common.load_llm(
         model, drafter=drafter, draft_tokens=draft_tokens, verify=verify,
@@ -53,6 +58,7 @@ def chat(
 class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None, show_draft: bool):
         self.llm, self.params, self.system, self.show_draft = llm, params, system, show_draft
+        self.terminal = Terminal.standard()
         self.draft_tokens: int | None = None
         self.turns: list[RequestStats] = []
         self.clear()
@@ -63,7 +69,7 @@ class Conversation:
     def run(self) -> None:
         while True:
             try:
-                line = out.input("[bold]>>> [/bold]").strip()
+                line = self.read().strip()
             except (EOFError, KeyboardInterrupt):
                 out.print()
                 return
@@ -76,6 +82,18 @@ class Conversation:
                     self.answer(line)
             except OutriderError as error:
                 err.print(f"[red]{error}[/red]")
+
+    def read(self) -> str:
+        """The next message. From a pipe a line is a message; three quotes begin one that goes on until three quotes end it."""
+        if self.terminal is not None:
+            return self.terminal.read("\x1b[1m>>> \x1b[0m")
+        line = out.input("[bold]>>> [/bold]")
+        if not line.startswith(FENCE):
+            return line
+        lines = [line.removeprefix(FENCE)]
+        while not (lines[-1].endswith(FENCE) and (len(lines) > 1 or len(lines[0]) >= len(FENCE))):
+            lines.append(out.input(""))
+        return "\n".join(lines).removesuffix(FENCE)
 
     def command(self, line: str) -> None:
         name, _, argument = line.partition(" ")
