@@ -23,8 +23,9 @@ from .files import Files, open_source, text_files
 from .names import Config, TensorPlan, ignored, tensor_plan
 from .piece import DTYPES, FLOATS, Piece, find
 from .progress import progress
-from .recipe import Recipe, recipe
+from .recipe import recipe
 from .source import ITEM_BYTES, Entry, Source
+from .stored import Recipe
 
 C = TypeVar("C", ModelConfig, DrafterConfig)
 LoadFormat = Literal["auto", "dummy"]

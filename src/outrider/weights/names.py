@@ -39,8 +39,9 @@ SKIPPED_PREFIXES = (
     "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.",
     "model.multi_modal_projector.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.",
 )  # fmt: skip
-SKIPPED_SUFFIXES = (".rotary_emb.inv_freq",)  # buffers that old exports stored
-SHARED_KV = ("k_proj.weight", "v_proj.weight", "k_norm.weight", "v_norm.weight", "k_proj.bias", "v_proj.bias")
+# Buffers that old exports stored, and factors for a K/V cache in 8 bits, which is not kept so here.
+SKIPPED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_cache_scale", ".v_cache_scale")
+SHARED_KV = ("k_proj", "v_proj", "k_norm", "v_norm")
 
 
 def normalise(name: str) -> str:
@@ -60,13 +61,13 @@ def ignored(name: str, config: Config) -> bool:
     """True for a (normalised) tensor that a checkpoint may hold and that this model does not use."""
     if name.startswith(SKIPPED_PREFIXES) or name.endswith(SKIPPED_SUFFIXES):
         return True
-    if name == "lm_head.weight":  # the tied head, stored twice
+    if name.startswith("lm_head."):  # the tied head, stored twice
         return config.tied if isinstance(config, ModelConfig) else True
     if name.startswith("model.layers.") and ".self_attn." in name:
         head, tail = name.split(".self_attn.", 1)
         index = head.removeprefix("model.layers.")
         if index.isdigit() and int(index) < len(config.layers):
-            return tail in SHARED_KV and not config.layers[int(index)].attn.writes
+            return tail.partition(".")[0] in SHARED_KV and not config.layers[int(index)].attn.writes
     return False
 
 

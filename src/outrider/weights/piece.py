@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..ops.formats import BLOCKS, Block, Weight, dense, join, stack
 from ..types import OutriderError
-from .recipe import Recipe, Stored
 from .source import ITEM_BYTES, Entry, Source
+from .stored import Recipe, Stored
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 DTYPES = {
@@ -77,7 +77,7 @@ class Piece:
             if rows is None:
                 raise OutriderError(f"{where}: tensor {self.name}: {' and '.join(m.module for m in group)} are not of one format")
             made.append(rows)
-        return made[0] if len(self.shape) == 2 else stack(made)
+        return made[0] if made[0].shape == self.shape else stack(made)
 
     def release(self) -> None:
         """Give the file's pages back."""
@@ -100,9 +100,9 @@ def find(source: Source, recipe: Recipe | None, name: str, shape: tuple[int, ...
     if recipe is None or (entry is not None and entry.kind in (*FLOATS, *BLOCKS)):
         return None if entry is None else Piece(name, shape, entry)
     module = name.removesuffix(".weight")
-    if len(shape) == 3:
-        return _experts(source, recipe, name, shape)
     matrix = _matrix(source, recipe, module, shape)
+    if matrix is None and len(shape) == 3:
+        return _experts(source, recipe, name, shape)
     if matrix is None:
         return None if entry is None else Piece(name, shape, entry)
     return Piece(name, shape, None, ((matrix,),))

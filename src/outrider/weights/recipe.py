@@ -1,53 +1,30 @@
-"""Which matrices of a checkpoint are quantised, and how its container keeps them.
+"""Which matrices of a checkpoint are quantised: the table of containers.
 
-A configuration's `quantization_config` names a method; the method's row in `METHODS` reads the rest of it into a `Recipe`: a
-function from a module's name (`model.layers.0.mlp.down_proj`) to how that module's matrix is `Stored`, or None where it is dense.
-A new container is one file and one row; a GGUF file needs none, each of its tensors says what it is.
+A configuration's `quantization_config` names a method; the method's row in `METHODS` reads the rest of it into a `Recipe`, a
+function from a module's name to how its matrix is stored. A new container is one file and one row here; a GGUF file needs none,
+each of its tensors says what it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
 
-from torch import Tensor
-
-from ..ops.formats import Format, Weight
 from ..types import OutriderError
+from .awq import awq
+from .compressed import compressed_tensors
+from .fp8 import fp8
+from .gptq import gptq
+from .modelopt import modelopt
+from .stored import Recipe, Settings
 
-Settings = Mapping[str, object]
-
-
-class Stored(Protocol):
-    """How a container keeps one matrix."""
-
-    @property
-    def scheme(self) -> str:
-        """The container's own name for it, for messages."""
-        ...
-
-    @property
-    def format(self) -> Format:
-        """What it becomes."""
-        ...
-
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """The tensors it needs, by what follows the module's name: `weight_packed`, `weight_scale`."""
-        ...
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        """Tensors that may be there beside them, whether they are used or not."""
-        ...
-
-    def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
-        """The weight; `where` names the matrix in errors."""
-        ...
-
-
-Recipe = Callable[[str], Stored | None]
-METHODS: dict[str, Callable[[Settings], Recipe]] = {}
+METHODS: dict[str, Callable[[Settings], Recipe]] = {
+    "compressed-tensors": compressed_tensors,
+    "awq": awq,
+    "gptq": gptq,
+    "fp8": fp8,
+    "modelopt": modelopt,
+    "modelopt_fp4": modelopt,
+}
 
 
 def recipe(config: Settings, where: str) -> Recipe | None:
@@ -58,5 +35,8 @@ def recipe(config: Settings, where: str) -> Recipe | None:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None
     if not isinstance(found, dict) or method not in METHODS:
-        raise OutriderError(f"{where}: weights quantised by {method!r} are not supported; known: {', '.join(sorted(METHODS)) or 'none'}")
-    return METHODS[str(method)](found)
+        raise OutriderError(f"{where}: weights quantised by {str(method)[:40]!r} are not supported; known: {', '.join(METHODS)}")
+    try:
+        return METHODS[str(method)](found)
+    except OutriderError as error:
+        raise OutriderError(f"{where}: {error}") from None

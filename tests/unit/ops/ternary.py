@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.ops.formats import Format, Unit, Weight
-from outrider.weights.recipe import Recipe, Settings
+from outrider.weights.stored import Recipe, Settings
 
 POWERS = (1, 3, 9, 27, 81)
 

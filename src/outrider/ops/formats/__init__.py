@@ -2,6 +2,12 @@
 
 from .base import Format, Held, Packed, Unit, Weight, join, stack
 from .dense import Dense, dense
+from .fp8 import Float8
 from .gguf import BLOCKS, Block, QuantPart
+from .integer import Integer
+from .nvfp4 import NvFp4
 
-__all__ = ["BLOCKS", "Block", "Dense", "Format", "Held", "Packed", "QuantPart", "Unit", "Weight", "dense", "join", "stack"]
+__all__ = [
+    "BLOCKS", "Block", "Dense", "Float8", "Format", "Held", "Integer", "NvFp4", "Packed", "QuantPart", "Unit", "Weight", "dense", "join",
+    "stack",
+]  # fmt: skip

@@ -1,0 +1,51 @@
+"""NVFP4: four-bit floats (e2m1), an eight-bit factor (e4m3) for 16 columns and one float32 factor above it.
+
+Tensors: q uint8 [N, K / 2], the even column in the low half; scale float8_e4m3fn [N, K / 16]; factor float32 [N, 1], the tensor's one
+spread over the rows: weight[n, k] = e2m1(q[n, k]) * (scale[n, k // 16] * factor[n]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .base import Format, Unit, Weight
+from .integer import halves, pairs
+
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of the codes 0..7; 8..15 are their negatives
+GROUP = 16
+
+
+@dataclass(frozen=True)
+class NvFp4(Format):
+    @property
+    def name(self) -> str:
+        return "nvfp4"
+
+    @property
+    def units(self) -> Mapping[str, Unit]:
+        return {"q": Unit(2), "scale": Unit(GROUP), "factor": Unit(0, bytes=4)}
+
+    def dequantise(self, weight: Weight) -> Tensor:
+        q = weight.tensors["q"]
+        table = torch.tensor([*VALUES, *(-v for v in VALUES)], device=q.device)
+        scale = weight.tensors["scale"].float() * weight.tensors["factor"]
+        groups = table[halves(q).long()].reshape(*weight.shape[:-1], -1, GROUP)
+        return (groups * scale[..., None]).reshape(weight.shape)
+
+    def quantise(self, values: Tensor) -> Weight:
+        """One factor a tensor, so that the largest group factor is 448; then the nearest of the eight magnitudes."""
+        groups = values.float().reshape(*values.shape[:-1], -1, GROUP)
+        top = groups.abs().amax(-1)
+        factor = (top.amax() / (6.0 * 448.0)).clamp_min(1e-12)
+        scale = (top / 6.0 / factor).clamp(2**-9, 448.0).to(torch.float8_e4m3fn)
+        parts = groups / (scale.float() * factor)[..., None]
+        middles = torch.tensor([(a + b) / 2 for a, b in pairwise(VALUES)], device=values.device)
+        codes = torch.bucketize(parts.abs().contiguous(), middles) + 8 * (parts < 0)
+        rows = factor.expand(*values.shape[:-1], 1).contiguous()
+        q = pairs(codes.to(torch.uint8).reshape(values.shape))
+        return Weight(self, tuple(values.shape), {"q": q, "scale": scale, "factor": rows})

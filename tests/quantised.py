@@ -1,0 +1,177 @@
+"""Quantised checkpoints made from dense ones, container by container, from the containers' own definitions (none of ours is used).
+
+meant = quantised.rewrite(folder, "awq")      # the folder now holds the quantised model; `meant` are the values it stands for
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Made = tuple[dict[str, Tensor], Tensor]  # the stored tensors by suffix, and the values they mean
+
+
+def grid(w: Tensor, bits: int, group: int, symmetric: bool, kind: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q and zero (unsigned), scale, values."""
+    g = w.float().view(w.shape[0], -1, group)
+    top = (1 << bits) - 1
+    if symmetric:
+        scale = (g.abs().amax(-1) / (top / 2)).to(kind).float()
+        zero = torch.full_like(scale, 1 << (bits - 1))
+    else:
+        scale = ((g.amax(-1) - g.amin(-1)) / top).to(kind).float()
+        zero = (-g.amin(-1) / scale).round().clamp(1, top)
+    q = (g / scale[..., None] + zero[..., None]).round().clamp(0, top)
+    values = ((q - zero[..., None]) * scale[..., None]).view(w.shape)
+    return q.view(w.shape).int(), zero.int(), scale.to(kind), values
+
+
+def words(q: Tensor, bits: int, places: list[int] | None = None) -> Tensor:
+    """[.., n] -> int32 [.., n · bits / 32]; places[i]: which of the values stands in the i-th lowest bits."""
+    each = 32 // bits
+    short = -q.shape[-1] % each
+    q = torch.nn.functional.pad(q, (0, short)).view(*q.shape[:-1], -1, each)
+    out = torch.zeros(q.shape[:-1], dtype=torch.int64)
+    for i, place in enumerate(places or range(each)):
+        out |= q[..., place].long() << (bits * i)
+    return torch.where(out >= 1 << 31, out - (1 << 32), out).int()
+
+
+def compressed(bits: int, group: int, symmetric: bool, ordered: bool = False) -> Callable[[Tensor], Made]:
+    def make(w: Tensor) -> Made:
+        size, order = group or w.shape[1], torch.arange(w.shape[1])
+        if ordered:
+            order = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(w.shape[1]))
+        q, zero, scale, values = grid(w[:, order], bits, size, symmetric)
+        back = torch.argsort(order)
+        q, values = q[:, back], values[:, back]
+        out = {"weight_packed": words(q, bits), "weight_scale": scale, "weight_shape": torch.tensor(w.shape)}
+        if not symmetric:
+            out["weight_zero_point"] = words(zero.t(), bits).t().contiguous()
+        if ordered:
+            out["weight_g_idx"] = (back // size).int()
+        return out, values
+
+    return make
+
+
+def awq(w: Tensor) -> Made:
+    q, zero, scale, values = grid(w, 4, 32, False, torch.float16)
+    places = [0, 2, 4, 6, 1, 3, 5, 7]
+    pack = lambda t: words(t.t().contiguous(), 4, places)  # noqa: E731
+    return {"qweight": pack(q), "qzeros": pack(zero), "scales": scale.t().contiguous()}, values
+
+
+def gptq(bits: int, ordered: bool) -> Callable[[Tensor], Made]:
+    def make(w: Tensor) -> Made:
+        order = torch.randperm(w.shape[1], generator=torch.Generator().manual_seed(w.shape[1])) if ordered else torch.arange(w.shape[1])
+        back = torch.argsort(order)
+        q, zero, scale, values = grid(w[:, order], bits, 32, False, torch.float16)
+        out = {
+            "qweight": words(q[:, back], bits).t().contiguous(), "qzeros": words(zero.t().contiguous() - 1, bits),
+            "scales": scale.t().contiguous(), "g_idx": (back // 32).int(),
+        }  # fmt: skip
+        return out, values[:, back]
+
+    return make
+
+
+def fp8(how: str, name: str = "weight_scale") -> Callable[[Tensor], Made]:
+    def make(w: Tensor) -> Made:
+        w = w.float()
+        if how == "tensor":
+            scale = (w.abs().max() / 448).view(1)
+            full = scale.expand(w.shape)
+        elif how == "channel":
+            scale = w.abs().amax(1, keepdim=True) / 448
+            full = scale.expand(w.shape)
+        else:  # blocks of 16 by 32
+            rows, columns = -(-w.shape[0] // 16), w.shape[1] // 32
+            padded = torch.nn.functional.pad(w, (0, 0, 0, rows * 16 - w.shape[0]))
+            scale = padded.view(rows, 16, columns, 32).abs().amax((1, 3)) / 448
+            full = scale.repeat_interleave(16, 0)[: w.shape[0]].repeat_interleave(32, 1)
+        q = (w / full).to(torch.float8_e4m3fn)
+        return {"weight": q, name: scale}, q.float() * full
+
+    return make
+
+
+def nvfp4(modelopt: bool) -> Callable[[Tensor], Made]:
+    levels = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def make(w: Tensor) -> Made:
+        g = w.float().view(w.shape[0], -1, 16)
+        whole = g.abs().max() / (6 * 448)
+        scale = (g.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+        full = (scale.float() * whole)[..., None]
+        codes = ((g / full).abs()[..., None] - levels).abs().argmin(-1)
+        values = (levels[codes] * g.sign() * full).view(w.shape)
+        codes = (codes + 8 * (g < 0)).view(w.shape).to(torch.uint8)
+        q = codes[:, 0::2] | (codes[:, 1::2] << 4)
+        if modelopt:
+            return {"weight": q, "weight_scale": scale, "weight_scale_2": whole, "input_scale": torch.ones(())}, values
+        return {"weight_packed": q, "weight_scale": scale, "weight_global_scale": (1 / whole).view(1)}, values
+
+    return make
+
+
+def groups(layout: str, ignore: list[str], **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"dynamic": False, **weights}, "input_activations": None}
+    return {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}, "ignore": ignore}
+
+
+def ct(bits: int, group: int, symmetric: bool = True, **more: Any) -> dict[str, Any]:
+    how: dict[str, Any] = {"strategy": "group", "group_size": group} if group else {"strategy": "channel"}
+    return groups("pack-quantized", ["lm_head"], num_bits=bits, type="int", symmetric=symmetric, **how, **more)
+
+
+SCHEMES: dict[str, tuple[Callable[[Tensor], Made], dict[str, Any]]] = {
+    "ct-int4-g32": (compressed(4, 32, True), ct(4, 32)),
+    "ct-int4-g64-asym": (compressed(4, 64, False), ct(4, 64, False)),
+    "ct-int4-channel": (compressed(4, 0, True), ct(4, 0)),
+    "ct-int4-actorder": (compressed(4, 32, True, True), ct(4, 32, actorder="group")),
+    "ct-int8-g32": (compressed(8, 32, True), ct(8, 32)),
+    "ct-int8-channel-asym": (compressed(8, 0, False), ct(8, 0, False)),
+    "ct-fp8-tensor": (fp8("tensor"), groups("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="tensor")),
+    "ct-fp8-channel": (fp8("channel"), groups("float-quantized", ["re:.*lm_head"], num_bits=8, type="float", strategy="channel")),
+    "ct-fp8-block": (
+        fp8("block"), groups("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="block", block_structure=[16, 32]),
+    ),
+    "ct-nvfp4": (
+        nvfp4(False), groups("nvfp4-pack-quantized", ["lm_head"], num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    ),
+    "modelopt-nvfp4": (nvfp4(True), {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}),
+    "fp8-block": (fp8("block", "weight_scale_inv"), {"quant_method": "fp8", "weight_block_size": [16, 32]}),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True}),
+    "gptq-int4": (gptq(4, False), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False}),
+    "gptq-int4-actorder": (gptq(4, True), {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True}),
+    "gptq-int8": (gptq(8, False), {"quant_method": "gptq", "bits": 8, "group_size": 32}),
+}  # fmt: skip
+
+
+def linear(name: str, values: Tensor) -> bool:
+    return name.endswith(".weight") and values.dim() == 2 and ".layers." in name and "vision" not in name and "audio" not in name
+
+
+def rewrite(folder: Path, scheme: str, dense: Callable[[str], bool] = lambda name: False) -> dict[str, Tensor]:
+    """Quantise every linear matrix of the layers but those that `dense` names; returns the state dict of the values meant."""
+    make, settings = SCHEMES[scheme]
+    state = load_file(folder / "model.safetensors")
+    stored: dict[str, Tensor] = {}
+    meant: dict[str, Tensor] = {}
+    for name, values in state.items():
+        if linear(name, values) and not dense(name) and values.shape[0] % 8 == 0:
+            tensors, meant[name] = make(values)
+            stored |= {f"{name.removesuffix('.weight')}.{suffix}": t.contiguous() for suffix, t in tensors.items()}
+        else:
+            stored[name] = meant[name] = values
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return meant
