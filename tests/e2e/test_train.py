@@ -19,13 +19,16 @@ from tests import tiny
 from outrider.cli.main import main
 from outrider.llm import LLM
 from outrider.models import build
+from outrider.spec import card
 from outrider.train import run
+from outrider.train.answers import Answering, read_answers
 from outrider.train.capture import DenseOps
-from outrider.train.data import Sequences, load_folder, read_prompts
-from outrider.train.evaluate import matches, walk
-from outrider.train.generate import Answering
-from outrider.train.run import TrainJob
-from outrider.train.tools import answers, cluster_drafter, evaluate_drafter, heads, load_net
+from outrider.train.data import Sequences, read_prompts
+from outrider.train.evaluate import judge_drafts, walk
+from outrider.train.finish import views
+from outrider.train.job import TrainJob
+from outrider.train.target import describe, encode, open_target
+from outrider.train.tools import answers, cluster_drafter, evaluate_drafter, load_net
 from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import load_target
@@ -52,9 +55,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
 
 
 def job(target: Path, data: Path, out: Path, **change) -> TrainJob:
-    settings = TrainSettings(steps=60, unroll=3, anchors=768, tokens=4096, log_every=10, save_every=20, lr=4e-3, warmup=5, eval_every=20)
+    settings = TrainSettings(steps=60, unroll=3, log_every=10, save_every=20, lr=4e-3, warmup=5, eval_every=20)
     answering = Answering(max_new=32, slots=16)
-    base = TrainJob(str(target), data, out, layers=3, answering=answering, heldout=8, settings=settings)
+    base = TrainJob(str(target), data, out, layers=3, answering=answering, heldout=8, anchors=768, settings=settings)
     return replace(base, **change)
 
 
@@ -68,7 +71,7 @@ def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path])
     assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
     result = evaluate_drafter(str(target), str(out / "drafter"), data, max_new=32, say=QUIET)
     assert set(result["tokens_per_cycle"]) == set(range(1, 17)) and set(result["by_category"]) == {"a", "b"}
-    assert result["tokens_per_cycle"][4] > lookup_tokens_per_cycle(load_folder(out / "data"), 4) + 0.3
+    assert result["tokens_per_cycle"][4] > lookup_tokens_per_cycle(Sequences.load(out / "data.npz"), 4) + 0.3
     assert all(a >= b for a, b in zip(result["acceptance_by_position"][:4], result["acceptance_by_position"][1:4], strict=False))
 
 
@@ -122,10 +125,28 @@ def test_a_killed_run_continues_bit_by_bit(world: tuple[Path, Path, Path], tmp_p
     assert files[0] == files[1]
 
 
-def test_answers_are_kept_and_continued(world: tuple[Path, Path, Path]) -> None:
+def test_answers_are_kept_and_held_out_prompts_have_both_kinds(world: tuple[Path, Path, Path]) -> None:
     _, _, out = world
-    data = load_folder(out / "data")
-    assert sorted(data.index.tolist()) == list(range(48)) and 0.2 < data.greedy.mean() < 0.8
+    data = Sequences.load(out / "data.npz")
+    assert set(data.index.tolist()) == set(range(48)) and 0.2 < data.greedy.mean() < 0.8
+    assert len(data) == 48 + 8 and all(a.done for a in read_answers(out / "answers.jsonl").values())
+
+
+def test_the_folder_has_all_that_the_shipped_drafter_has(world: tuple[Path, Path, Path]) -> None:
+    """Card and prior included; the prior is the one of these weights, and the controller starts from it."""
+    target, _, out = world
+    shipped = Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2"
+    assert {p.name for p in (out / "drafter").iterdir()} >= {p.name for p in shipped.iterdir()}
+    llm = LLM.load(str(target), str(out / "drafter"), 3, device="cpu", ops="reference")
+    assert llm.drafter is not None and llm.drafter.card is not None  # type: ignore[attr-defined]
+    prior = llm.drafter.card  # type: ignore[attr-defined]
+    first = [r for r in log(out) if "final" in r][-1]["final"]["clustered"]["first_position_all_anchors"]
+    assert prior.judged > 100 and abs(prior.accepted[0] - first) < 0.05 and len(prior.trust) == 16
+    assert "tokens a cycle" in (out / "drafter" / "README.md").read_text().lower()
+    other = json.loads((out / "drafter" / card.FILE).read_text()) | {"weights": "of others"}
+    (out / "other").mkdir()
+    (out / "other" / card.FILE).write_text(json.dumps(other))
+    assert card.read(out / "other", prior.weights) is None
 
 
 def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
@@ -154,8 +175,8 @@ def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path],
 def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
     """The exported assistant is loaded by transformers, helps, and changes nothing."""
     target, data = tiny.write_target("gemma4_31b", tmp_path / "target"), prompts(tmp_path / "p.jsonl", 24)
-    settings = TrainSettings(steps=40, unroll=2, anchors=512, tokens=4096, lr=4e-3, warmup=5, log_every=20)
-    run.train(job(target, data, tmp_path / "run", hidden=24, intermediate=32, settings=settings), QUIET)
+    settings = TrainSettings(steps=40, unroll=2, lr=4e-3, warmup=5, log_every=20)
+    run.train(job(target, data, tmp_path / "run", hidden=24, intermediate=32, anchors=512, settings=settings), QUIET)
     model = transformers.AutoModelForCausalLM.from_pretrained(target).eval()
     helper = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "drafter", dtype=torch.float32).eval()
     assert type(helper).__name__ == "Gemma4AssistantForCausalLM"
@@ -208,9 +229,8 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
     target, data, out = world
     kept = tmp_path / "run"
     kept.mkdir()
-    for name in ("prompts.npz", "prompts.json"):
+    for name in ("prompts.npz", "prompts.json", "data.npz"):
         (kept / name).write_bytes((out / name).read_bytes())
-    (kept / "data").symlink_to(out / "data")
     real = module.Trainer.loss
 
     def poisoned(self, batch):
@@ -242,23 +262,22 @@ def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Pa
     one process, must give the same drafter."""
     target, data, _ = world
     out = tmp_path / "two"
-    options = (
-        "--steps 3 --unroll 2 --layers 2 --anchors 256 --max-new 16 --slots 16 --greedy 1 --heldout 8 --eval-every 2 --optimizer adamw"
-    )
+    options = "--steps 3 --unroll 2 --layers 2 --anchors 256 --max-new 16 --slots 16 --greedy 1 --heldout 8 --eval-every 2 --dtype float32"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "outrider.cli.main", "train"]
     command += ["--target", str(target), "--data", str(data), "--out", str(out), "--device", "cpu", *options.split()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parents[2])}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert {p.name for p in (out / "data").iterdir()} == {"data-0-00000.npz", "data-1-00000.npz"}
+    shares = [read_answers(out / f"answers-{rank}.jsonl") for rank in (0, 1)]
+    assert all(shares) and not shares[0].keys() & shares[1].keys() and sum(map(len, shares)) == 48
     assert [r["step"] for r in log(out) if "loss" in r] == [1, 3] and len([r for r in log(out) if "eval" in r]) == 1
     assert done.stderr.count("sequences to train on") == 1
     one = tmp_path / "one"
-    shutil.copytree(out / "data", one / "data")
-    for name in ("prompts.npz", "prompts.json"):
+    one.mkdir()
+    for name in ("prompts.npz", "prompts.json", "data.npz", "sizes.json"):
         shutil.copy(out / name, one / name)
-    settings = TrainSettings(steps=3, unroll=2, anchors=256, tokens=1024, accumulate=2, muon=False)
-    same = job(target, data, one, layers=2, answering=Answering(16, slots=16, greedy_share=1.0), settings=settings)
+    settings = TrainSettings(steps=3, unroll=2, accumulate=2, muon=False, warmup=10)
+    same = job(target, data, one, layers=2, answering=Answering(16, slots=16, greedy_share=1.0), anchors=256, settings=settings)
     run.train(same, QUIET)
     two, single = (torch.load(folder / "checkpoint.pt", weights_only=True)["net"] for folder in (out, one))
     for name in two:
@@ -269,20 +288,19 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
     """Cycles counted over known answers against cycles that the engine really took, clustered head and all."""
     target, data, out = world
     llm = LLM.load(str(target), str(out / "drafter"), 3, device="cpu", ops="reference")
-    opened = run.open_target(str(target), "cpu", torch.float32)
+    opened = open_target(str(target), "cpu", torch.float32)
     net = load_net(str(out / "drafter"), opened)
-    weights = {k: v.detach() for k, v in net.cast(torch.float32).items()}
     for temperature in (0.0, 1.0):
-        encoded = run.encode(read_prompts(data, 12), opened.text, opened.config.vocab_size, texts=False, max_tokens=64)
+        encoded = encode(read_prompts(data, 12), opened.text, opened.config.vocab_size, texts=False, max_tokens=64)
         prompts, seeds = [encoded[i].tolist() for i in range(12)], list(range(12))
         plain = [  # by the same ops: other kernels round otherwise, and may draw another token
             llm.generate([p], SamplingParams(temperature=temperature, max_tokens=24, seed=s), drafter=False)[0].token_ids
             for p, s in zip(prompts, seeds, strict=True)
         ]
         whole = [np.array(p + a) for p, a in zip(prompts, plain, strict=True)]
-        answered = Sequences.of(whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size)
-        full, clustered = heads(net, opened, weights, temperature or 1.0)
-        right = matches(opened.model, net, weights, clustered or full, answered, 3, seeds=seeds if temperature else None)
+        answered = Sequences.of(whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size, seeds)
+        weights, full, clustered = views(net, opened, temperature or 1.0)
+        right = judge_drafts(opened.model, net, weights, clustered or full, answered, 3, coupled=temperature > 0).right
         took, walked = [], []
         for i in range(12):
             (made,) = llm.generate([prompts[i]], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))
@@ -318,6 +336,5 @@ def test_eval_drafter_prints_what_it_promises(
 def test_one_prompt_can_be_answered(world: tuple[Path, Path, Path]) -> None:
     """A cache for one sequence alone: prompt, answer, and the page that the engine keeps aside."""
     target, data, _ = world
-    opened = run.open_target(str(target), "cpu", torch.float32)
-    made, _ = answers(opened, read_prompts(data, 1), max_new=24, temperature=0.0, chat=True, slots=8)
+    made = answers(describe(str(target)), read_prompts(data, 1), max_new=24, temperature=0.0, chat=True, slots=8)
     assert len(made) == 1 and made.answer_tokens == 24

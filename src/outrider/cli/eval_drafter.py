@@ -39,7 +39,7 @@ def eval_drafter(
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     result = evaluate_drafter(
         model, drafter, prompts, limit=limit, max_new=max_tokens, temperature=temperature, chat=not raw, full_head=full_head,
-        slots=slots or (256 if where.startswith("cuda") else 8), device=where, dtype=getattr(torch, kind),
+        slots=slots, device=where, dtype=getattr(torch, kind),
         say=(lambda _: None) if as_json else (lambda line: err.print(f"[dim]{line}[/dim]")),
     )  # fmt: skip
     if as_json:

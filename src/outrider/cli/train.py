@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,8 @@ import typer
 
 from ..types import OutriderError
 from . import common
-from .common import err, out
+from .common import out
+from .progress import StageProgress
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
@@ -22,15 +24,24 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
 
 
 def train(
+    ctx: typer.Context,
     target: Annotated[str, typer.Option(help="The model to draft for: smollm2, a folder, a .gguf file, or a Hugging Face id.")],
     data: Annotated[
         Path, typer.Option(help="Prompts as JSON lines ({'prompt': ...}, may be gzipped); with --texts plain text ({'text': ...}).")
     ],
     to: Annotated[Path, typer.Option("--out", help="Folder of the run; the same command continues it.")],
+    recipe: Annotated[
+        str | None, typer.Option(help="A training run written down: 'shipped' (the default model's drafter) or a TOML file.")
+    ] = None,
     texts: Annotated[bool, typer.Option("--texts", help="Train on the texts as they are instead of on the target's own answers.")] = False,
     init: Annotated[str | None, typer.Option(help="Start from this drafter (for a fine-tuned or quantised target).")] = None,
     steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 2000,
-    minutes: Annotated[float | None, typer.Option(help="Train this long instead of --steps.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="Wall-clock time of everything (loading, answering, training, evaluation), instead of --steps.")
+    ] = None,
+    answer_minutes: Annotated[
+        float | None, typer.Option(help="Of these, most for answering; then train on what there is. Default: 40 %.")
+    ] = None,
     style: Annotated[str, typer.Option(help="auto | plain (reads any layers, head of the target) | gemma (Gemma 4's layout).")] = "auto",
     layers: Annotated[int, typer.Option(help="Plain style: how many layers.")] = 6,
     reads: Annotated[str, typer.Option(help="Plain style: the target layers to read, e.g. 4,9,14,19,24,29. Default: evenly spread.")] = "",
@@ -45,79 +56,108 @@ def train(
     unroll: Annotated[int, typer.Option(help="Draft steps a training step unrolls.")] = 5,
     loss: Annotated[str, typer.Option(help="Weights of the terms soft, tv, hard, lk.")] = "soft=1,tv=0.5",
     survival: Annotated[float, typer.Option(help="0..1: weigh a step by the chance that those before it are accepted.")] = 0.0,
+    four_bits_from: Annotated[
+        float, typer.Option(help="0..1: share of the run after which the layers are trained as 4 bits hold them; 1: never.")
+    ] = 1.0,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-3,
-    warmup: Annotated[int, typer.Option(help="Steps until the learning rate is reached.")] = 50,
+    warmup: Annotated[int | None, typer.Option(help="Steps until the learning rate is reached. Default: 50, on a CPU 10.")] = None,
     hold: Annotated[float, typer.Option(help="0..1: share of the run at the full rate; then it falls linearly.")] = 0.3,
     optimizer: Annotated[str, typer.Option(help="adamw | muon.")] = "adamw",
-    anchors: Annotated[int, typer.Option(help="Positions drafted from in a batch.")] = 16384,
+    anchors: Annotated[int | None, typer.Option(help="Positions drafted from in a batch. Default: what memory and speed allow.")] = None,
     accumulate: Annotated[int, typer.Option(help="Batches an optimizer step.")] = 1,
     max_prompt: Annotated[int, typer.Option(help="Longer prompts are left out.")] = 512,
-    max_new: Annotated[int, typer.Option(help="Most tokens an answer.")] = 192,
+    max_new: Annotated[int | None, typer.Option(help="Most tokens an answer. Default: 192, on a CPU 96.")] = None,
     temperature: Annotated[float, typer.Option(help="Of the sampled answers.")] = 0.8,
     greedy: Annotated[float, typer.Option(help="Share of greedy answers.")] = 0.5,
-    slots: Annotated[int | None, typer.Option(help="Prompts answered at a time.")] = None,
-    answer_minutes: Annotated[float | None, typer.Option(help="Answer prompts for this long, then train on what there is.")] = None,
+    slots: Annotated[int | None, typer.Option(help="Prompts answered at a time. Default: 8, on a GPU 256, if they fit.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = None,
-    heldout: Annotated[int, typer.Option(help="Prompts kept for evaluation.")] = 256,
+    heldout: Annotated[int, typer.Option(help="Prompts kept for evaluation, a fifth of all at most.")] = 256,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: only at the end.")] = 500,
     patience: Annotated[int, typer.Option(help="Stop after this many evaluations without a better one; 0: never.")] = 0,
-    save_every: Annotated[int, typer.Option(help="Steps between checkpoints.")] = 500,
+    save_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints.")] = 1.0,
     seed: common.Seed = 0,
     device: common.Device = None,
-    dtype: common.Dtype = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16. Default: bfloat16 where the GPU or the CPU multiplies it.")] = None,
     as_json: common.AsJson = False,
 ) -> None:
-    """Train a drafter for a target: the target answers your prompts, and the drafter learns to foresee it."""
-    import torch
+    """Train a drafter for a target: the target answers your prompts, and the drafter learns to foresee it. Ctrl-C saves everything."""
+    with StageProgress(quiet=as_json) as progress:
+        progress("starting", 0, 1, "")
+        import torch
 
-    from ..train.generate import Answering
-    from ..train.losses import LossMix
-    from ..train.run import TrainJob
-    from ..train.run import train as run
-    from ..train.trainer import TrainSettings
+        from ..train.answers import Answering
+        from ..train.job import TrainJob
+        from ..train.losses import LossMix
+        from ..train.memory import cpu_dtype
+        from ..train.recipes import read_recipe, train_recipe
+        from ..train.run import train as run
+        from ..train.trainer import TrainSettings
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    kind = dtype or ("bfloat16" if where.startswith("cuda") else "float32")
-    if kind not in ("float32", "bfloat16"):
-        raise OutriderError(f"--dtype must be float32 or bfloat16 for training, got {kind!r}")
-    if style not in ("auto", "plain", "gemma"):
-        raise OutriderError(f"--style must be auto, plain or gemma, got {style!r}")
-    if optimizer not in ("muon", "adamw"):
-        raise OutriderError(f"--optimizer must be muon or adamw, got {optimizer!r}")
-    for name, value in (
-        ("--steps", steps),
-        ("--unroll", unroll),
-        ("--anchors", anchors),
-        ("--accumulate", accumulate),
-        ("--max-new", max_new),
-    ):
-        if value < 1:
-            raise OutriderError(f"{name} must be at least 1, got {value}")
-    for name, part in (("--greedy", greedy), ("--survival", survival), ("--hold", hold)):
-        if not 0.0 <= part <= 1.0:
-            raise OutriderError(f"{name} must be in [0, 1], got {part}")
-    settings = TrainSettings(
-        steps=steps, minutes=minutes, unroll=unroll, survival=survival, loss=LossMix.parse(loss), lr=lr, warmup=warmup, hold=hold,
-        muon=optimizer == "muon", anchors=anchors, tokens=4 * anchors, accumulate=accumulate, seed=seed, eval_every=eval_every,
-        patience=patience, save_every=save_every,
-    )  # fmt: skip
-    answering = Answering(max_new, temperature, slots or (1024 if where.startswith("cuda") else 16), greedy, seed=seed)
-    job = TrainJob(
-        target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=numbers(reads, "--reads"),  # type: ignore[arg-type]
-        hidden=hidden, intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters,
-        recall=recall, max_prompt=max_prompt, answering=answering, answer_minutes=answer_minutes, limit=limit, heldout=heldout,
-        settings=settings, device=where, dtype=getattr(torch, kind), command=shlex.join(["outrider", *sys.argv[1:]]),
-    )  # fmt: skip
-    result = run(job, say=lambda line: err.print(f"[dim]{line}[/dim]", markup=True))
+        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        cuda = where.startswith("cuda")
+        if dtype not in (None, "float32", "bfloat16"):
+            raise OutriderError(f"--dtype must be float32 or bfloat16 for training, got {dtype!r}")
+        kind = getattr(torch, dtype) if dtype else torch.bfloat16 if cuda else cpu_dtype()
+        check_choices(style=style, optimizer=optimizer)
+        check_numbers(
+            {"--steps": steps, "--unroll": unroll, "--anchors": anchors, "--accumulate": accumulate, "--max-new": max_new},
+            {"--greedy": greedy, "--survival": survival, "--hold": hold, "--four-bits-from": four_bits_from},
+            {"--minutes": minutes, "--answer-minutes": answer_minutes, "--save-minutes": save_minutes},
+        )
+        rise, most = warmup or (50 if cuda else 10), max_new or (192 if cuda else 96)
+        settings = TrainSettings(
+            steps=steps, unroll=unroll, survival=survival, loss=LossMix.parse(loss), lr=lr, warmup=rise, hold=hold,
+            muon=optimizer == "muon", accumulate=accumulate, seed=seed, eval_every=eval_every, patience=patience, save_minutes=save_minutes,
+            four_bits_from=four_bits_from,
+        )  # fmt: skip
+        job = TrainJob(
+            target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=numbers(reads, "--reads"),  # type: ignore[arg-type]
+            hidden=hidden, intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters,
+            recall=recall, max_prompt=max_prompt, answering=Answering(most, temperature, slots, greedy, seed=seed),
+            minutes=minutes, answer_minutes=answer_minutes, limit=limit, heldout=heldout, anchors=anchors, settings=settings, device=where,
+            dtype=kind, command=shlex.join(["outrider", *sys.argv[1:]]),
+        )  # fmt: skip
+        if recipe is None:
+            result = run(job, progress.say, progress)
+        else:
+            result = train_recipe(job, read_recipe(recipe), progress.say, progress, given(ctx))
     if not result:
         return  # rank 0 speaks
     if as_json:
         out.print_json(data={"drafter": str(to / "drafter"), **result})
     elif "full" in result:
-        final = result.get("clustered", result["full"])
+        final = result.get("clustered") or result["full"]
         per = final["tokens_per_cycle"]
         out.print(
             f"held-out prompts, greedy: {per[4]:.2f} tokens a cycle at K = 4, {per[8]:.2f} at K = 8; "
             f"first draft right {final['acceptance_by_position'][0]:.0%}"
         )
         out.print(f"use it: outrider chat {target} --drafter {to / 'drafter'}")
+    if "stopped" in result:
+        raise typer.Exit(128 + int(result["stopped"]))
+
+
+def given(ctx: typer.Context) -> frozenset[str]:
+    """Options that the command line names, as recipes call them: they win over the recipe's."""
+    other = {"greedy": "greedy_share"}
+    named = (name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE"))
+    return frozenset(other.get(name, name) for name in named)
+
+
+def check_choices(style: str, optimizer: str) -> None:
+    if style not in ("auto", "plain", "gemma"):
+        raise OutriderError(f"--style must be auto, plain or gemma, got {style!r}")
+    if optimizer not in ("muon", "adamw"):
+        raise OutriderError(f"--optimizer must be muon or adamw, got {optimizer!r}")
+
+
+def check_numbers(counts: Mapping[str, int | None], shares: Mapping[str, float], times: Mapping[str, float | None]) -> None:
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise OutriderError(f"{name} must be at least 1, got {count}")
+    for name, share in shares.items():
+        if not 0.0 <= share <= 1.0:
+            raise OutriderError(f"{name} must be in [0, 1], got {share}")
+    for name, minutes in times.items():
+        if minutes is not None and minutes <= 0:
+            raise OutriderError(f"{name} must be above 0, got {minutes:g}")

@@ -2,21 +2,24 @@
 
 The target's own model code runs over dense tensors instead of pages: `DenseOps` writes K/V as [B, kv_heads, T, D] and
 attends with the library's fused kernels. Sequences are padded on the right; causality keeps the padding harmless.
-`SlotKV` is the same for decoding: B slots, one row each, K/V preallocated, so that a step can be a CUDA graph.
+`Recorder` gives what the target shows of a batch: captured on the spot, or once a sequence and then kept in memory.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.layers import TextModel
 from ..ops.formats import Held
 from ..ops.reference import ReferenceOps, activation, plain
 from ..types import AttnSpec
+from .data import Batch, Sequences
+from .losses import likely_tokens
 
 
 @dataclass
@@ -34,19 +37,8 @@ class DenseKV:
         return DenseKV(batch, length, torch.arange(length, device=device).repeat(batch))
 
 
-@dataclass
-class SlotKV:
-    """One row a slot at `positions`; keys up to `limit` are looked at (a host number: the shape of a captured graph)."""
-
-    positions: Tensor  # int64 [B]
-    slots: Tensor  # int64 [B] 0..B-1
-    keys: dict[int, Tensor]  # by layer [B, kv_heads, T, D]
-    values: dict[int, Tensor]
-    limit: int
-
-
 class DenseOps(ReferenceOps):
-    """The reference ops over DenseKV or SlotKV, with fused norms and attention where the library has them."""
+    """The reference ops over DenseKV, with fused norms and attention where the library has them."""
 
     name = "dense"
 
@@ -72,44 +64,28 @@ class DenseOps(ReferenceOps):
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate).mul_(up)
 
-    def rope_write(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: Any
+    def rope_write(  # type: ignore[override]
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: DenseKV
     ) -> Tensor:
         """As the reference's; where q and k have no norms of their own, each turns in one kernel."""
         if not qkv.is_cuda or q_norm is not None or k_norm is not None or not spec.writes or spec.k_eq_v or spec.norm_v:
-            return super().rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv)
+            return super().rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv)  # type: ignore[arg-type]
         from .rotary import turn
 
         q, k, v = qkv.unflatten(1, (-1, spec.head_dim)).split((spec.heads, spec.kv_heads, spec.kv_heads), dim=1)
         self.write_kv(turn(k, cos, sin, 1.0), v, spec, kv)
         return turn(q, cos, sin, 1.0).flatten(1)
 
-    def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: Any) -> None:
-        if isinstance(kv, SlotKV):
-            kv.keys[spec.kv_layer][kv.slots, :, kv.positions] = k
-            kv.values[spec.kv_layer][kv.slots, :, kv.positions] = v
-            return
+    def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: DenseKV) -> None:  # type: ignore[override]
         shape = (kv.batch, kv.length, spec.kv_heads, spec.head_dim)
         kv.keys[spec.kv_layer] = k.view(shape).transpose(1, 2)
         kv.values[spec.kv_layer] = v.reshape(shape).transpose(1, 2)
 
-    def attend(self, q: Tensor, spec: AttnSpec, kv: Any) -> Tensor:
+    def attend(self, q: Tensor, spec: AttnSpec, kv: DenseKV) -> Tensor:  # type: ignore[override]
         k, v = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
-        if isinstance(kv, SlotKV):
-            return self._attend_slots(q, k[:, :, : kv.limit], v[:, :, : kv.limit], spec, kv)
         qs = q.view(kv.batch, kv.length, spec.heads, spec.head_dim).transpose(1, 2)
         out = causal_attention(qs, spread_heads(k, spec.heads), spread_heads(v, spec.heads), spec.scale, spec.window)
         return out.transpose(1, 2).reshape(q.shape)
-
-    def _attend_slots(self, q: Tensor, k: Tensor, v: Tensor, spec: AttnSpec, kv: SlotKV) -> Tensor:
-        qs = q.view(-1, spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
-        at = torch.arange(kv.limit, device=q.device)
-        hidden = at[None, :] > kv.positions[:, None]  # [B, T]
-        if spec.window is not None:
-            hidden |= at[None, :] <= kv.positions[:, None] - spec.window
-        scores = torch.matmul(qs, k.transpose(-1, -2)).float().mul_(spec.scale)  # [B, kv_heads, G, T]
-        weights = scores.masked_fill_(hidden[:, None, None, :], float("-inf")).softmax(-1).to(q.dtype)
-        return torch.matmul(weights, v).reshape(q.shape)
 
 
 def spread_heads(x: Tensor, heads: int) -> Tensor:
@@ -139,12 +115,74 @@ class Captured:
     taps: tuple[Tensor, ...]  # residual streams [B, T, H]
 
 
+def forward(model: TextModel, ids: Tensor, kv: DenseKV, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The target's forward over dense K/V: hidden states, and the residual streams that were asked for."""
+    out = model.forward(ids, kv, taps)  # type: ignore[attr-defined]
+    return out if taps else (out, ())
+
+
 @torch.no_grad()
-def capture(model: Any, ids: Tensor, taps: tuple[int, ...] = ()) -> Captured:
+def capture(model: TextModel, ids: Tensor, taps: tuple[int, ...] = ()) -> Captured:
     """ids [B, T] from position 0. `model` must have been built over DenseOps."""
     batch, length = ids.shape
     kv = DenseKV.of(batch, length, ids.device)
-    out = model.forward(ids.reshape(-1), kv, taps) if taps else (model.forward(ids.reshape(-1), kv), ())
-    hidden, streams = out
+    hidden, streams = forward(model, ids.reshape(-1), kv, taps)
     shape = (batch, length, hidden.shape[-1])
     return Captured(hidden.view(shape), kv.keys, kv.values, tuple(s.view(shape) for s in streams))
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One sequence's captured states, as they are kept."""
+
+    hidden: Tensor  # [T, H]
+    keys: dict[int, Tensor]  # by layer [kv_heads, T, D]
+    values: dict[int, Tensor]
+    taps: tuple[Tensor, ...]  # [T, H]
+    likely: Tensor  # int32 [judged positions, LIKELY] the likeliest tokens, where a loss looks at some of them only
+
+
+class Recorder:
+    """What the target shows of the batches of one dataset. With `keep` it runs once a sequence, each alone, so that what is seen
+    does not depend on who shares a batch; only the layers that the drafter reads are kept."""
+
+    def __init__(
+        self, model: TextModel, data: Sequences, reads: tuple[int, ...], taps: tuple[int, ...], keep: bool = False, rank: bool = False
+    ):
+        self.model, self.data, self.reads, self.taps, self.keep = model, data, reads, taps, keep
+        self.rank = rank  # `likely` will be asked for
+        self.kept: dict[int, Shown] = {}
+
+    def take(self, batch: Batch) -> Captured:
+        if not self.keep:
+            return capture(self.model, batch.ids, self.taps)
+        rows = [self._shown(int(i)) for i in batch.which]
+        width = batch.ids.shape[1]
+
+        def stack(parts: list[Tensor], at: int) -> Tensor:  # padded with zeros along dimension `at` of each
+            padding = [[0, 0] * (p.ndim - 1 - at) + [0, width - p.shape[at]] for p in parts]
+            return torch.stack([F.pad(p, tuple(pad)) for p, pad in zip(parts, padding, strict=True)])
+
+        return Captured(
+            stack([r.hidden for r in rows], 0), {l: stack([r.keys[l] for r in rows], 1) for l in self.reads},
+            {l: stack([r.values[l] for r in rows], 1) for l in self.reads},
+            tuple(stack([r.taps[n] for r in rows], 0) for n in range(len(self.taps))),
+        )  # fmt: skip
+
+    def likely(self, batch: Batch, seen: Captured) -> Tensor:
+        """The target's likeliest tokens at the batch's judged positions [N, LIKELY]."""
+        if self.keep:
+            return torch.cat([self._shown(int(i)).likely for i in batch.which]).long()
+        return likely_tokens(self.model, seen.hidden.flatten(0, 1)[batch.teacher])
+
+    def _shown(self, i: int) -> Shown:
+        if i not in self.kept:
+            ids = torch.from_numpy(self.data[i].astype(np.int64))[None].to(self.model.device)
+            seen = capture(self.model, ids, self.taps)
+            judged = seen.hidden[0, int(self.data.prompts[i]) : ids.shape[1] - 1]
+            likely = likely_tokens(self.model, judged).int() if self.rank else torch.zeros((0, 0), dtype=torch.int32)
+            self.kept[i] = Shown(
+                seen.hidden[0], {l: seen.keys[l][0].contiguous() for l in self.reads},
+                {l: seen.values[l][0].contiguous() for l in self.reads}, tuple(t[0] for t in seen.taps), likely,
+            )  # fmt: skip
+        return self.kept[i]

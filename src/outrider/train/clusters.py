@@ -9,7 +9,6 @@ token: the best one in a greedy answer, a drawn one (so, over many, the whole di
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -168,7 +167,7 @@ def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Re
 
 def fit_centroids(g: Tensor, label: Tensor, centroids: Tensor, steps: int, lr: float, batch: int = 8192, seed: int = 0) -> Tensor:
     """Centroids tuned on recorded states: g [A, h], label [A] the cluster of the token chosen there."""
-    generator: Any = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
     c = torch.nn.Parameter(centroids.float().clone())
     optimizer = torch.optim.AdamW([c], lr=lr, weight_decay=0.0)
     for step in range(steps):

@@ -1,8 +1,8 @@
 """Training data: prompts in, token sequences on disk, batches out.
 
 A prompt file is JSON lines (optionally gzipped) with `prompt`, `text`, or `turns` (of which the first is used), and
-optionally `id` and `category`. A dataset is a folder of shards of token ids (`data-00000.npz`): small, because no
-hidden states are stored. Everything here is numpy and the standard library; batches hold torch tensors.
+optionally `id` and `category`. A dataset is one file of token ids (`data.npz`): small, because no hidden states are
+stored. Everything here is numpy and the standard library; batches hold torch tensors.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import hashlib
 import json
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -38,9 +38,8 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     if not path.is_file():
         raise OutriderError(f"{path}: no such prompt file")
     prompts: list[Prompt] = []
-    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if limit is not None and len(prompts) >= limit:
                     break
@@ -86,6 +85,7 @@ class Sequences:
     prompts: np.ndarray  # int32 [N]
     index: np.ndarray  # int32 [N] the line of the prompt file it came from
     greedy: np.ndarray  # bool [N]
+    seeds: np.ndarray  # int64 [N] of the engine's noise in a sampled answer
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -102,33 +102,39 @@ class Sequences:
         return int(self.lengths.sum() - self.prompts.sum())
 
     @staticmethod
-    def of(rows: Iterable[np.ndarray], prompts: Iterable[int], index: Iterable[int], greedy: Iterable[bool], vocab: int) -> Sequences:
+    def of(
+        rows: Iterable[np.ndarray], prompts: Iterable[int], index: Iterable[int], greedy: Iterable[bool], vocab: int,
+        seeds: Iterable[int] | None = None,
+    ) -> Sequences:  # fmt: skip
         listed = list(rows)
         kind = np.uint16 if vocab <= 1 << 16 else np.uint32
         starts = np.zeros(len(listed) + 1, dtype=np.int64)
         np.cumsum([len(r) for r in listed], out=starts[1:])
         tokens = np.concatenate(listed).astype(kind) if listed else np.zeros(0, kind)
-        return Sequences(tokens, starts, np.array(list(prompts), np.int32), np.array(list(index), np.int32), np.array(list(greedy), bool))
+        noise = np.zeros(len(listed), np.int64) if seeds is None else np.array(list(seeds), np.int64)
+        return Sequences(
+            tokens, starts, np.array(list(prompts), np.int32), np.array(list(index), np.int32), np.array(list(greedy), bool), noise
+        )
 
     def select(self, which: np.ndarray) -> Sequences:
         vocab = 1 << 16 if self.tokens.dtype == np.uint16 else 1 << 32
-        return Sequences.of((self[i] for i in which), self.prompts[which], self.index[which], self.greedy[which], vocab)
+        return Sequences.of((self[i] for i in which), self.prompts[which], self.index[which], self.greedy[which], vocab, self.seeds[which])
 
     @staticmethod
     def join(parts: list[Sequences]) -> Sequences:
         starts = np.concatenate([[0], *(np.diff(p.starts) for p in parts)]).cumsum().astype(np.int64)
         return Sequences(
             np.concatenate([p.tokens for p in parts]), starts, np.concatenate([p.prompts for p in parts]),
-            np.concatenate([p.index for p in parts]), np.concatenate([p.greedy for p in parts]),
+            np.concatenate([p.index for p in parts]), np.concatenate([p.greedy for p in parts]), np.concatenate([p.seeds for p in parts]),
         )  # fmt: skip
 
     def save(self, path: Path) -> None:
-        """Atomic: a shard is whole or absent."""
+        """Atomic: the file is whole or absent."""
         part = path.with_suffix(".part")
         with open(part, "wb") as file:
             np.savez_compressed(
                 file, tokens=self.tokens, lengths=np.diff(self.starts).astype(np.int32), prompts=self.prompts,
-                index=self.index, greedy=self.greedy,
+                index=self.index, greedy=self.greedy, seeds=self.seeds,
             )  # fmt: skip
         part.replace(path)
 
@@ -137,16 +143,9 @@ class Sequences:
         try:
             with np.load(path) as file:
                 starts = np.concatenate([[0], file["lengths"]]).cumsum().astype(np.int64)
-                return Sequences(file["tokens"], starts, file["prompts"], file["index"], file["greedy"])
+                return Sequences(file["tokens"], starts, file["prompts"], file["index"], file["greedy"], file["seeds"])
         except (OSError, KeyError, ValueError) as error:
-            raise OutriderError(f"{path}: not a shard of token sequences: {error}") from None
-
-
-def load_folder(folder: Path) -> Sequences:
-    shards = sorted(folder.glob("data-*.npz"))
-    if not shards:
-        raise OutriderError(f"{folder}: holds no data-*.npz shards")
-    return Sequences.join([Sequences.load(p) for p in shards])
+            raise OutriderError(f"{path}: not a file of token sequences: {error}") from None
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------
@@ -160,13 +159,14 @@ class Batch:
     anchors: list[Tensor]  # per step j = 1..K: int64 [A_j] rows of [B·Tq]
     targets: list[Tensor]  # per step: int64 [A_j] which of the N teacher rows each anchor is compared with
     greedy: Tensor  # int64 [B] 1: a greedy answer
+    which: np.ndarray  # int64 [B] the sequences, by their place in the data
 
     def to(self, device: torch.device) -> Batch:
         def move(x: Tensor) -> Tensor:
             return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
         anchors, targets = [move(a) for a in self.anchors], [move(t) for t in self.targets]
-        return Batch(move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy))
+        return Batch(move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy), self.which)
 
 
 def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8) -> Batch:
@@ -186,7 +186,7 @@ def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8
         anchors.append(torch.from_numpy(rows * (width - first) + columns - first))
         targets.append(torch.from_numpy(number[rows, columns + j]))
     cold = torch.from_numpy(data.greedy[which].astype(np.int64))
-    return Batch(torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets, cold)
+    return Batch(torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets, cold, which)
 
 
 def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:
@@ -218,7 +218,7 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
 
 def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
     """Make items in a thread ahead of their use; an error there is raised here."""
-    ready: queue.Queue[Any] = queue.Queue(depth)
+    ready: queue.Queue[tuple[T, None] | tuple[None, BaseException]] = queue.Queue(depth)
     stop = threading.Event()
 
     def work() -> None:
@@ -244,6 +244,6 @@ def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
                 return
             if error is not None:
                 raise error
-            yield item
+            yield item  # type: ignore[misc]
     finally:
         stop.set()

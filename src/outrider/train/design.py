@@ -11,17 +11,21 @@ with a head of its own, which starts as the target's embedding in its principal 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
+from ..models.layers import TextModel
+from ..ops.reference import plain as held_dense
 from ..types import AttnSpec, OutriderError
 from .capture import capture
-from .clusters import balanced_kmeans
-from .data import Batch
+from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together
+from .data import Batch, Sequences
+from .evaluate import Head, states
+from .losses import exact_logits
 from .net import DraftNet, rms
 
 
@@ -31,6 +35,14 @@ def spread_reads(target: ModelConfig, count: int) -> tuple[int, ...]:
     if count > len(owners):
         raise OutriderError(f"{count} drafter layers cannot read different layers: the target has {len(owners)} that own K/V")
     return tuple(owners[round((i + 1) * len(owners) / count) - 1] for i in range(count))
+
+
+def default_clusters(vocab: int) -> int:
+    """The divisor of the vocabulary nearest to 4.2·√V: 1024 of 49,152; 2048 of 262,144; 1187 of 151,936. 0: there is none near it."""
+    aim = 4.2 * vocab**0.5
+    divisors = [d for d in range(8, vocab // 4 + 1) if vocab % d == 0]
+    best = min(divisors, key=lambda d: abs(math.log(d / aim)), default=0)
+    return best if best and aim / 8 <= best <= 8 * aim else 0
 
 
 def plain(
@@ -77,7 +89,7 @@ def gemma(
 
 # ---- where the weights start ----------------------------------------------------------------------------------------
 @torch.no_grad()
-def start_from_target(net: DraftNet, model: Any) -> None:
+def start_from_target(net: DraftNet, model: TextModel) -> None:
     """Plain style at the target's width: layer i starts as target layer reads[i], cut to the strongest MLP neurons."""
     config = net.config
     if config.gemma or config.hidden != config.backbone_hidden:
@@ -85,11 +97,11 @@ def start_from_target(net: DraftNet, model: Any) -> None:
     for i, layer in enumerate(net.layers):
         block, at = model.blocks[layer.attn.kv_layer], f"layers.{i}."
         net.weight(at + "attn_norm").copy_(block.attn_norm)
-        net.weight(at + "qkv").copy_(block.qkv[: layer.attn.heads * layer.attn.head_dim])
-        net.weight(at + "out").copy_(block.out)
+        net.weight(at + "qkv").copy_(held_dense(block.qkv)[: layer.attn.heads * layer.attn.head_dim])
+        net.weight(at + "out").copy_(held_dense(block.out))
         net.weight(at + "mlp_norm").copy_(block.mlp_norm)
-        gate, up = block.gate_up.float().chunk(2, dim=0)  # [I, H]
-        down = block.down.float()  # [H, I]
+        gate, up = held_dense(block.gate_up).float().chunk(2, dim=0)  # [I, H]
+        down = held_dense(block.down).float()  # [H, I]
         keep = (gate.norm(dim=1) * up.norm(dim=1) * down.norm(dim=0)).topk(min(layer.intermediate, gate.shape[0])).indices
         mine, count = net.weight(at + "gate_up"), keep.numel()  # a wider MLP than the target's keeps its random rest
         mine[:count], mine[layer.intermediate : layer.intermediate + count] = gate[keep], up[keep]
@@ -98,7 +110,7 @@ def start_from_target(net: DraftNet, model: Any) -> None:
 
 
 @torch.no_grad()
-def fit_inputs(net: DraftNet, model: Any, batches: list[Batch], ridge: float = 1e-3) -> float:
+def fit_inputs(net: DraftNet, model: TextModel, batches: list[Batch], ridge: float = 1e-3) -> float:
     """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the token fed.
     Returns the share of variance explained."""
     config, eps = net.config, net.config.norm_eps
@@ -126,11 +138,11 @@ def fit_inputs(net: DraftNet, model: Any, batches: list[Batch], ridge: float = 1
 
 
 @torch.no_grad()
-def start_gemma(net: DraftNet, model: Any, batch: Batch) -> None:
+def start_gemma(net: DraftNet, model: TextModel, batch: Batch) -> None:
     """Gemma style. The head: the target's rows in the principal directions of their spread, widest first. Projections at
     the scale of what they read and write (Gemma's hidden states are large), q norms as the donor layers have them."""
     config = net.config
-    table: Tensor = model.head.float()  # [V, Hb]
+    table = held_dense(model.head).float()  # [V, Hb]
     _, vectors = torch.linalg.eigh(table.T @ table)
     rows = table @ vectors[:, -config.hidden :].flip(-1)  # [V, h]
     net.weight("embed").copy_(rows * (config.hidden**-0.5 / rows.std()))
@@ -148,9 +160,34 @@ def start_gemma(net: DraftNet, model: Any, batch: Batch) -> None:
 
 
 @torch.no_grad()
-def start_clusters(net: DraftNet, model: Any, seed: int = 0) -> None:
+def start_clusters(net: DraftNet, model: TextModel, seed: int = 0) -> None:
     """token_ordering by balanced k-means of the head's rows; centroids start as the clusters' means."""
-    rows = model.head if net.config.tied_to_target else net.weight("embed")
+    rows = held_dense(model.head) if net.config.tied_to_target else net.weight("embed")
     order, means = balanced_kmeans(rows, net.config.clusters, seed=seed)
     net.weight("token_ordering").copy_(order)
     net.weight("centroids").copy_(means)
+
+
+@torch.no_grad()
+def drawn_states(net: DraftNet, model: TextModel, data: Sequences) -> tuple[Tensor, Tensor]:
+    """The drafter's states on `data`, and at each a token drawn from the full head's distribution."""
+    weights = {k: v.detach() for k, v in net.cast(model.dtype).items()}
+    g, _ = states(model, net, weights, Head(held_dense(model.head) if net.config.tied_to_target else weights["embed"]), data)
+    drawn = []
+    for part in g.split(1024):
+        z = exact_logits(model, part) if net.config.tied_to_target else (part @ weights["embed"].T).float()
+        drawn.append((z - torch.empty_like(z).exponential_().clamp_min_(1e-20).log_()).argmax(-1))
+    return g, torch.cat(drawn)
+
+
+def cluster_by_use(net: DraftNet, model: TextModel, data: Sequences, steps: int = 300, most: int = 300_000) -> int:
+    """Clusters of tokens that are likely in the same places; centroids fitted to drawn tokens before they learn along.
+    Returns the number of states looked at."""
+    g, token = drawn_states(net, model, data)
+    clusters, head = net.config.clusters, held_dense(model.head) if net.config.tied_to_target else net.weight("embed").to(g.dtype)
+    order = likely_together(g[:: max(1, g.shape[0] // most)], head, clusters)
+    fitted = fit_centroids(g, cluster_of(order, clusters)[token], cluster_means(head, order, clusters), steps, 1e-2, 16384)
+    with torch.no_grad():
+        net.weight("token_ordering").copy_(order)
+        net.weight("centroids").copy_(fitted)
+    return int(g.shape[0])

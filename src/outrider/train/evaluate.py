@@ -15,14 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..models.layers import TextModel
 from ..ops.reference import gumbel
+from ..spec.simulate import Trace
+from ..types import MAX_DRAFT
 from .capture import capture
 from .clusters import cluster_of
 from .data import Sequences, make_batch, plan_epoch
-from .losses import CHUNK_BYTES
+from .losses import chunk_rows
 from .net import DraftNet
 
-MAX_K = 16
+MAX_K = MAX_DRAFT
+Summary = dict[str, Any]  # JSON: see `summary`
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,12 @@ class Head:
     top: int = 0
     temperature: float = 1.0
 
-    def choose(self, g: Tensor, seeds: Tensor | None, positions: Tensor | None) -> Tensor:
-        """g [A, h] -> tokens [A]."""
+    def choose(self, g: Tensor, seeds: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """g [A, h] -> tokens [A], and float32 [A] how likely the drafter found each among the tokens it scored."""
         vocab = self.rows.shape[0]
-        step = max(1, CHUNK_BYTES // (8 * vocab * (4 if seeds is not None else 1)))
+        step = chunk_rows(g.device, 8 * vocab * (4 if seeds is not None else 1))
         of = cluster_of(self.order, self.centroids.shape[0]) if self.centroids is not None and self.order is not None else None
-        out = []
+        out, sure = [torch.zeros(0, dtype=torch.int64, device=g.device)], [torch.zeros(0, device=g.device)]
         for lo in range(0, g.shape[0], step):
             part = g[lo : lo + step]
             z = (part @ self.rows.T).float()
@@ -53,55 +57,76 @@ class Head:
                     score += self.temperature * noise[:, self.order].view(*score.shape, -1).amax(-1)
                 chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.topk(self.top, dim=-1).indices, True)
                 z = z.masked_fill_(~chosen[:, of], float("-inf"))
-            if noise is not None:
-                z = z.div_(self.temperature).add_(noise)
-            out.append(z.argmax(-1))
-        return torch.cat(out) if out else torch.zeros(0, dtype=torch.int64, device=g.device)
+            z = z if noise is None else z.div_(self.temperature)
+            token = (z if noise is None else z + noise).argmax(-1)
+            out.append(token)
+            sure.append((z.gather(1, token[:, None])[:, 0] - z.logsumexp(-1)).exp())
+        return torch.cat(out), torch.cat(sure)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """Per answer, for each of its anchors: how many drafted tokens are right, and how sure the drafter was of each."""
+
+    right: list[np.ndarray]  # int64 [anchors]
+    sure: list[np.ndarray]  # float32 [anchors, most]; of no meaning behind the first wrong token
+
+    def traces(self, data: Sequences, categories: Sequence[str]) -> list[Trace]:
+        """As the engine's own recordings are: what the card of acceptance is measured on."""
+        return [
+            Trace(
+                f"{data.index[i]}.{int(data.greedy[i])}", categories[i], "mtp", tuple(map(int, right)),
+                confidence=tuple(tuple(float(p) for p in row[: run + 1]) for row, run in zip(self.sure[i], right, strict=True)),
+                prompt_tokens=int(data.prompts[i]),
+            )
+            for i, right in enumerate(self.right) if len(right)
+        ]  # fmt: skip
 
 
 @torch.no_grad()
-def matches(
-    model: Any, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_K,
-    anchors: int = 16384, tokens: int = 65536, seeds: Sequence[int] | None = None,
-    record: Callable[[Tensor, Tensor], None] | None = None,
-) -> list[np.ndarray]:  # fmt: skip
-    """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right.
-    `record(g, choice)` is shown the states and choices of every step that counts."""
+def judge_drafts(
+    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_K,
+    anchors: int = 16384, tokens: int = 65536, coupled: bool = False, record: Callable[[Tensor, Tensor], None] | None = None,
+) -> Judged:  # fmt: skip
+    """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right; `coupled`: chosen with the
+    noise that the answers were sampled with. `record(g, choice)` is shown the states and choices of every step that counts."""
     out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
+    confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
     for which in plan_epoch(data, anchors, tokens, 0, 0):
         batch = make_batch(data, which, 1).to(model.device)
         seen = capture(model, batch.ids, net.config.taps)
         ctx = net.context(seen, batch.first)
         count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
         ids = torch.nn.functional.pad(batch.ids, (0, most + 2))
-        embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)
-        hidden = seen.hidden[:, batch.first :]
+        embedded = model.embed(ids[:, batch.first :].reshape(-1)).view(count, width + most + 2, -1)
         alive = batch.anchors[0]  # rows of [B·Tq]
         right = torch.zeros(count * width, dtype=torch.int64, device=model.device)
+        sure = torch.zeros(count * width, most, device=model.device)
         ends = torch.from_numpy(data.lengths[which]).to(model.device)
-        seed = torch.tensor([seeds[i] for i in which], device=model.device) if seeds is not None else None
-        for j in range(1, most + 1):
-            g, hidden = net.step(weights, ctx, embedded[:, batch.first + j : batch.first + j + width], hidden)
+        seed = torch.from_numpy(data.seeds[which]).to(model.device) if coupled else None
+        for j, g in enumerate(net.unroll(weights, ctx, embedded, seen.hidden[:, batch.first :], most), 1):
             b, at = alive // width, alive % width + batch.first + j + 1  # the position being guessed
             inside = at < ends[b]
             alive, b, at = alive[inside], b[inside], at[inside]
             if not alive.numel():
                 break
             states = g.reshape(count * width, -1)[alive]
-            choice = head.choose(states, None if seed is None else seed[b], at)
+            choice, likely = head.choose(states, None if seed is None else seed[b], at)
             if record is not None:
                 record(states, choice)
+            sure[alive, j - 1] = likely
             alive = alive[choice == ids[b, at]]
             right[alive] += 1
-        grid = right.view(count, width).cpu().numpy()
+        grid, trust = right.view(count, width).cpu().numpy(), sure.view(count, width, most).cpu().numpy()
         for row, i in enumerate(which):
             lo = int(data.prompts[i]) - 1 - batch.first
-            out[i] = grid[row, lo : lo + int(data.lengths[i]) - 1 - int(data.prompts[i])]
-    return out
+            hi = lo + int(data.lengths[i]) - 1 - int(data.prompts[i])
+            out[i], confidence[i] = grid[row, lo:hi], trust[row, lo:hi]
+    return Judged(out, confidence)
 
 
 def states(
-    model: Any, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = 4, anchors: int = 16384
+    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = 4, anchors: int = 16384
 ) -> tuple[Tensor, Tensor]:
     """The drafter's states in every step that counts [A, h], and what the head chose there [A]."""
     seen: list[Tensor] = []
@@ -111,7 +136,7 @@ def states(
         seen.append(g)
         chosen.append(choice)
 
-    matches(model, net, weights, head, data, most, anchors, record=record)
+    judge_drafts(model, net, weights, head, data, most, anchors, record=record)
     return torch.cat(seen), torch.cat(chosen)
 
 
@@ -127,7 +152,7 @@ def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
     return tokens, cycles, reached
 
 
-def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_K, at: int = 4) -> dict[str, Any]:
+def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_K, at: int = 4) -> Summary:
     """tokens_per_cycle {K: value} over all answers; acceptance_by_position: share of cycles at K = `at` (and, for later
     positions, at K = most) that accepted at least j; acceptance_given_before: at K = most, of the cycles whose drafts before j
     were right, the share where j was too; by_category at K = `at`; anchors: first-position acceptance everywhere."""

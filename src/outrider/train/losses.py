@@ -9,19 +9,32 @@ p is the target's distribution at the position, q the drafter's. Per row, weight
 is the dear part of training a drafter (a vocabulary a row and step), so the logits are made in chunks, turned into their
 own gradient in place, and multiplied back at once: nothing of size [rows, V] outlives its chunk. The head itself gets a
 gradient only if it wants one (a head tied to the target is frozen).
+
+On a CPU even that is too dear for a large vocabulary. There a batch's loss looks at some thousands of tokens (`Scored`): those that
+the target finds likely somewhere in the batch, those that were said, and random ones which stand for all the others.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..models.layers import TextModel
+from ..ops.reference import plain
 from ..types import OutriderError
 
-CHUNK_BYTES = 1 << 30
+CHUNK_BYTES, CPU_CHUNK_BYTES = 1 << 30, 1 << 25  # of logits made at once; plain torch makes about eight more like them
+LIKELY = 8  # tokens of each of the target's distributions that the loss must look at
+RANDOM_SHARE = 0.25  # of the scored tokens that are drawn from the others
+
+
+def chunk_rows(device: torch.device, row_bytes: int) -> int:
+    return max(1, (CHUNK_BYTES if device.type == "cuda" else CPU_CHUNK_BYTES) // row_bytes)
 
 
 @dataclass(frozen=True)
@@ -56,33 +69,73 @@ class LossMix:
 
 
 @dataclass(frozen=True)
-class Teacher:
-    """The target's next-token distribution at N positions."""
+class Scored:
+    """The tokens that a batch's loss looks at, in order; None: the whole vocabulary."""
 
-    logp: Tensor  # [N, V] log-probabilities: near 0 for the tokens that matter, where bfloat16 is finest
-    best: Tensor  # int64 [N]
+    ids: Tensor | None = None  # int64 [S], rising
+    bias: Tensor | None = None  # float32 [S]: log of how many tokens each stands for
+
+    def rows(self, head: Tensor) -> Tensor:
+        """Their rows of a head [V, h]."""
+        return head if self.ids is None else head.index_select(0, self.ids)
+
+    @staticmethod
+    def choose(likely: Tensor, said: Tensor, count: int, vocab: int, seed: tuple[int, ...]) -> Scored:
+        """likely [N, LIKELY] by each of the target's distributions, best first; said [M] tokens of the batch. What must be there
+        is there even if that makes more than `count`; then the likely ones found most often; the rest is drawn."""
+        must = torch.cat((likely[:, 0], said)).unique()
+        found, often = likely.unique(return_counts=True)
+        wanted = found[often.argsort(descending=True, stable=True)][: max(0, int(count * (1 - RANDOM_SHARE)) - must.numel())]
+        sure = torch.cat((must, wanted)).unique()
+        drawn = np.random.default_rng(seed).choice(vocab, size=max(1, count - sure.numel()), replace=False)
+        others = torch.from_numpy(drawn).to(sure.device)
+        others = others[~torch.isin(others, sure)]
+        ids, order = torch.cat((sure, others)).sort()
+        stands = math.log((vocab - sure.numel()) / max(1, others.numel()))
+        bias = torch.cat((torch.zeros(sure.numel()), torch.full((others.numel(),), max(0.0, stands)))).to(sure.device)
+        return Scored(ids, bias[order])
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """The target's next-token distribution at N positions, over the scored tokens (S of them)."""
+
+    logp: Tensor  # [N, S] log-probabilities: near 0 for the tokens that matter, where bfloat16 is finest
+    best: Tensor  # int64 [N] which of the scored tokens is likeliest
 
     @staticmethod
     @torch.no_grad()
-    def of(model: Any, hidden: Tensor, dtype: torch.dtype) -> Teacher:
+    def of(model: TextModel, hidden: Tensor, dtype: torch.dtype, scored: Scored | None = None) -> Teacher:
         """hidden [N, H] after the final norm."""
-        count, vocab = hidden.shape[0], model.config.vocab_size
-        logp = torch.empty((count, vocab), dtype=dtype, device=hidden.device)
+        scored = scored or Scored()
+        count, size = hidden.shape[0], model.config.vocab_size if scored.ids is None else scored.ids.numel()
+        rows = None if scored.ids is None else scored.rows(plain(model.head)).float()
+        logp = torch.empty((count, size), dtype=dtype, device=hidden.device)
         best = torch.empty(count, dtype=torch.int64, device=hidden.device)
-        step = max(1, CHUNK_BYTES // (4 * vocab))
+        step = chunk_rows(hidden.device, 4 * size)
         for lo in range(0, count, step):
-            z = exact_logits(model, hidden[lo : lo + step])
+            part = hidden[lo : lo + step]
+            z = exact_logits(model, part) if rows is None else capped(part.float() @ rows.T, model.config.softcap)
             best[lo : lo + step] = z.argmax(-1)
-            logp[lo : lo + step] = z.log_softmax(-1)
+            logp[lo : lo + step] = (z if scored.bias is None else z + scored.bias).log_softmax(-1)
         return Teacher(logp, best)
 
 
-def exact_logits(model: Any, hidden: Tensor) -> Tensor:
+@torch.no_grad()
+def likely_tokens(model: TextModel, hidden: Tensor) -> Tensor:
+    """hidden [N, H] -> the target's LIKELY likeliest tokens [N, LIKELY], best first."""
+    step = chunk_rows(hidden.device, 4 * model.config.vocab_size)
+    return torch.cat([exact_logits(model, part).topk(LIKELY, dim=-1).indices for part in hidden.split(step)])
+
+
+def capped(z: Tensor, cap: float | None) -> Tensor:
+    return z if cap is None else torch.tanh(z / cap) * cap
+
+
+def exact_logits(model: TextModel, hidden: Tensor) -> Tensor:
     """Float32 logits; on a GPU straight from the bf16 product's accumulators, so that near ties are not rounded into ties."""
     if hidden.is_cuda and hidden.dtype == torch.bfloat16 and isinstance(model.head, Tensor):
-        z = torch.mm(hidden, model.head.T, out_dtype=torch.float32)
-        cap = model.config.softcap
-        return z if cap is None else torch.tanh(z / cap) * cap
+        return capped(torch.mm(hidden, model.head.T, out_dtype=torch.float32), model.config.softcap)
     return model.logits(hidden)
 
 
@@ -107,15 +160,17 @@ def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
 
 class HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor) -> Any:
+    def forward(ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor, bias: Tensor | None) -> Any:
         count, vocab = g.shape[0], head.shape[0]
         terms = torch.empty((count, 3), dtype=torch.float32, device=g.device)
         back = torch.empty_like(g)
         own = torch.zeros(head.shape, dtype=torch.float32, device=g.device) if ctx.needs_input_grad[1] else None
-        step = max(1, CHUNK_BYTES // (g.element_size() * vocab))
+        step = chunk_rows(g.device, g.element_size() * vocab)
         for lo in range(0, count, step):
             hi = min(count, lo + step)
             z = g[lo:hi] @ head.T  # [chunk, V], becomes its own gradient
+            if bias is not None:
+                z = z + bias.to(z.dtype)
             if z.is_cuda:
                 from .head_kernel import head_terms
 
@@ -136,14 +191,14 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, up: Tensor, _: Any) -> Any:  # type: ignore[override]
         back, own = ctx.saved_tensors
-        return back * up.to(back.dtype), None if own is None else (own * up).to(ctx.head_dtype), None, None, None, None
+        return back * up.to(back.dtype), None if own is None else (own * up).to(ctx.head_dtype), None, None, None, None, None
 
 
 def head_loss(
-    g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix | Tensor
+    g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix | Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g [A, h] · head [V, h] against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit [A]).
+    """g [A, h] · head [S, h] (+ bias [S]) against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit [A]).
     `mix`: one for all rows, or float32 [A, 4] (soft, tv, hard, lk)."""
     factors = mix.rows(g.shape[0], g.device) if isinstance(mix, LossMix) else mix
-    loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, factors)
+    loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, factors, bias)
     return loss, terms[:, 1], terms[:, 2]

@@ -10,7 +10,7 @@ Parameters carry the canonical weight names.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +127,14 @@ class DraftNet(nn.Module):
         h = rms(x, w["norm"], eps)
         after = F.linear(h, w["post"]) if config.has_post else h
         return (after if config.tied_to_target else h), after
+
+    def unroll(self, w: Mapping[str, Tensor], ctx: Context, embedded: Tensor, hidden: Tensor, steps: int) -> Iterator[Tensor]:
+        """The draft loop of training and evaluation: g [B, Tq, h] of steps 1..steps, from all anchors at once. embedded
+        [B, Tq + steps, Hb] of the tokens from position `first` on: step j is fed the true token j places on; hidden [B, Tq, Hb]."""
+        width = hidden.shape[1]
+        for j in range(1, steps + 1):
+            g, hidden = self.step(w, ctx, embedded[:, j : j + width], hidden)
+            yield g
 
 
 def four_bits(w: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Several processes under `torchrun`: who we are, and the three things that processes must agree on.
+"""Several processes under `torchrun`: who we are, and the few things that processes must agree on.
 
 The drafter is small, so every process holds all of it and takes its own share of the batches; gradients are averaged.
 Decisions that would differ between processes (clocks, evaluations) are rank 0's. Without torchrun everything is a no-op.
@@ -44,6 +44,14 @@ class Group:
         shared = torch.tensor([value], dtype=torch.float64, device=self.device)
         dist.broadcast(shared, 0)
         return float(shared)
+
+    def any(self, mine: bool) -> bool:
+        """Whether it holds in any process."""
+        if self.world == 1:
+            return mine
+        shared = torch.tensor([float(mine)], device=self.device)
+        dist.all_reduce(shared)
+        return bool(shared > 0)
 
     def share_(self, tensors: Iterable[Tensor]) -> None:
         """Rank 0's contents, in place."""

@@ -2,304 +2,319 @@
 
 Everything lives in one folder and every stage continues where it stopped:
 
-    OUT/prompts.npz        encoded prompts
-    OUT/data/data-*.npz    sequences: prompt and the target's answer
-    OUT/checkpoint.pt      the run; OUT/best.pt the weights of its best evaluation
-    OUT/log.jsonl          learning curve and evaluations; OUT/curve.png
-    OUT/drafter/           the result, with provenance.json
+    OUT/prompts.npz      encoded prompts
+    OUT/answers.jsonl    the target's answers, appended as they end
+    OUT/data.npz         prompts with answers, once answering is over
+    OUT/sizes.json       sizes that were chosen by memory and speed; OUT/spent.json the seconds used so far
+    OUT/checkpoint.pt    the run; OUT/best.pt the weights of its best evaluation
+    OUT/log.jsonl        learning curve and evaluations; OUT/curve.png
+    OUT/drafter/         the result: weights, card, acceptance.json, provenance.json, log and curve
 """
 
 from __future__ import annotations
 
+import gc
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from ..engine.text import Tokenizer
-from ..models import build
-from ..models.config import DrafterConfig, ModelConfig
 from ..models.pairing import fits
-from ..types import OutriderError, TextFiles
-from ..weights import files as weight_files
-from ..weights import hub
-from ..weights.load import load_drafter, load_target, plain_all
-from . import design
-from .capture import DenseOps
-from .clusters import Recall, choose_top, recall_curve
-from .data import Prompt, Sequences, file_hash, load_folder, make_batch, plan_epoch, read_prompts
-from .evaluate import Head, matches, states, summary
-from .export import save_drafter, write_json
-from .generate import Answering, answer_all
+from ..types import OutriderError
+from ..weights.load import load_drafter, plain_all
+from . import design, finish
+from .answers import Answering, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks, read_answers
+from .clock import Budget, Stop, listening
+from .data import Sequences, file_hash, make_batch, plan_epoch, read_prompts
+from .export import write_json
+from .forecast import ANSWER_SHARE, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
+from .job import Say, TrainJob
+from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
 from .net import DraftNet, step_weights, target_weights
 from .parallel import Group, process_group
-from .trainer import JsonLog, Trainer, TrainSettings
+from .target import Described, Target, describe, encode, open_target
+from .trainer import JsonLog, Row, Trainer
 
-Say = Callable[[str], None]
-TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-
-
-@dataclass(frozen=True)
-class TrainJob:
-    target: str
-    data: Path
-    out: Path
-    texts: bool = False  # plain text instead of prompts to answer
-    init: str | None = None  # a drafter to start from
-    style: Literal["auto", "plain", "gemma"] = "auto"
-    layers: int = 6
-    reads: tuple[int, ...] = ()  # plain style; empty: spread evenly
-    hidden: int | None = None
-    intermediate: int | None = None
-    taps: tuple[int, ...] = ()
-    position_offset: int = 2  # plain style: the constant position is L - offset
-    clusters: int | None = None  # None: chosen by the vocabulary; 0: no clustered head
-    recall: float = 0.99  # the clustered head's top is the cheapest that finds the full head's token this often
-    max_prompt: int = 512
-    answering: Answering = field(default_factory=Answering)
-    answer_minutes: float | None = None  # stop answering after this long and train on what there is
-    limit: int | None = None  # prompts
-    heldout: int = 256
-    settings: TrainSettings = field(default_factory=TrainSettings)
-    device: str = "cpu"
-    dtype: torch.dtype = torch.float32
-    command: str = ""
+Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
+PROBE_SECONDS = 3.0  # of answering, before the forecast
+LOAD_RATE = 5e7  # weights a second that are surely read and dequantised
 
 
-@dataclass
-class Target:
-    model: Any
-    config: ModelConfig
-    text: TextFiles
-    hash: str
-    name: str = ""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return self.text.eos_ids or self.config.eos_ids
-
-
-def open_target(name: str, device: str, dtype: torch.dtype) -> Target:
-    files = hub.resolve(name)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
-    config, weights, text = load_target(files, device, dtype)
-    return Target(build(config, weights, DenseOps()), config, text, weight_files.fingerprint(files), name)
-
-
-# ---- data -----------------------------------------------------------------------------------------------------------
-def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True) -> Sequences:
-    """Prompts through the chat template (or plain texts, cut into pieces) as token sequences; over-long prompts are left out."""
-    tokenizer, rows, index = Tokenizer.load(text), [], []
-    template = chat and not texts and tokenizer.has_chat_template
-    for i, prompt in enumerate(prompts):
-        if template:
-            ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
-        else:
-            ids = tokenizer.encode(prompt.text, bos=True)
-        pieces = [ids[lo : lo + max_tokens] for lo in range(0, len(ids), max_tokens)] if texts else [ids]
-        for piece in pieces:
-            if len(piece) >= (4 if texts else 1) and len(piece) <= max_tokens:
-                rows.append(np.array(piece))
-                index.append(i)
-    if not rows:
-        raise OutriderError(f"none of the {len(prompts)} prompts fits {max_tokens} tokens: raise --max-prompt")
-    return Sequences.of(rows, [1 if texts else len(r) for r in rows], index, [False] * len(rows), vocab)
-
-
-def prepare(job: TrainJob, target: Target, say: Say, group: Group) -> Sequences:
-    """The training sequences: read from OUT where they are, made where not."""
-    kept = job.out / "prompts.npz"
-    most = job.max_prompt + job.answering.max_new if job.texts else job.max_prompt
-    if group.first and not kept.exists():
-        listed = read_prompts(job.data, job.limit)
-        encode(listed, target.text, target.config.vocab_size, texts=job.texts, max_tokens=most).save(kept)
-        write_json(job.out / "prompts.json", {"data": job.data.name, "data_sha256": file_hash(job.data)})
-    group.wait()
-    prompts = Sequences.load(kept)
-    say(f"{len(prompts)} {'texts' if job.texts else 'prompts'}, {int(prompts.lengths.sum())} tokens")
-    if job.texts:
-        return prompts
-    last = [0.0]
-
-    def report(done: int, count: int, tokens: int, seconds: float) -> None:
-        if seconds - last[0] >= 5 or done == count:
-            last[0] = seconds
-            say(f"answered {done}/{count} prompts, {tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
-
-    rows = [prompts[i] for i in range(len(prompts))]
-    deadline = None if job.answer_minutes is None else 60 * job.answer_minutes
-    answer_all(target.model, rows, job.answering, job.out / "data", target.eos_ids, report=report, deadline=deadline, group=group)
-    if job.device.startswith("cuda"):
-        torch.cuda.empty_cache()
-    group.wait()
-    return load_folder(job.out / "data")
-
-
-def heldout_lines(lines: np.ndarray, count: int) -> np.ndarray:
-    """`count` of the prompts, spread over the file; the same whatever the shards are."""
-    return lines[:: max(1, len(lines) // max(1, count))][:count] if count else lines[:0]
-
-
-def split(data: Sequences, heldout: int) -> tuple[Sequences, Sequences]:
-    """Train and held out, by prompt: held-out prompts are spread over the file, and only greedy answers are kept of them."""
-    lines = np.unique(data.index)
-    out = np.isin(data.index, heldout_lines(lines, min(heldout, len(lines) // 5)))
-    aside = data.select(np.nonzero(out & data.greedy)[0]) if (out & data.greedy).any() else data.select(np.nonzero(out)[0])
-    return data.select(np.nonzero(~out)[0]), aside
-
-
-# ---- the drafter ----------------------------------------------------------------------------------------------------
-def default_clusters(vocab: int) -> int:
-    """A power of two near 4·√V that divides the vocabulary: 1024 of 49,152; 2048 of 262,144."""
-    count = 1
-    while vocab % (2 * count) == 0 and 2 * count <= 4.7 * vocab**0.5:
-        count *= 2
-    return count if count >= 8 else 0
-
-
-def drafter_config(job: TrainJob, target: ModelConfig, target_hash: str) -> DrafterConfig:
-    clusters = default_clusters(target.vocab_size) if job.clusters is None else job.clusters
-    top = max(1, clusters // 16)
-    style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if job.style == "auto" else job.style
-    if style == "gemma":
-        return design.gemma(
-            target, hidden=job.hidden or 256, intermediate=job.intermediate, clusters=clusters, cluster_top=top, target_hash=target_hash
-        )
-    reads = job.reads or design.spread_reads(target, min(job.layers, len(target.kv_layers)))
-    return design.plain(
-        target, reads=reads, hidden=job.hidden, intermediate=job.intermediate, taps=job.taps, clusters=clusters, cluster_top=top,
-        position_offset=job.position_offset,
-        target_hash=target_hash,
-    )  # fmt: skip
-
-
-def make_net(job: TrainJob, target: Target, data: Sequences, say: Say) -> DraftNet:
-    model, settings = target.model, job.settings
-    if job.init is not None:
-        config, weights = load_drafter(job.init, "cpu", torch.float32)
-        reason = fits(config, target.config)
-        if reason is not None:
-            raise OutriderError(f"--init {job.init}: {reason}")
-        net = DraftNet(replace(config, target_hash=target.hash), target.config, settings.seed)
-        net.load(plain_all(weights))
-        return net.to(model.device)
-    net = DraftNet(drafter_config(job, target.config, target.hash), target.config, settings.seed).to(model.device)
-    few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, settings.anchors, settings.tokens, settings.seed, 0)[:2]]
-    if net.config.tied_to_target and net.config.hidden == net.config.backbone_hidden:
-        design.start_from_target(net, model)
-        fitted = design.fit_inputs(net, model, few)
-        say(f"drafter starts from target layers {net.config.reads}; its input explains {fitted:.0%} of the residual stream there")
-    if net.config.gemma:
-        design.start_gemma(net, model, few[0])
-    if net.config.clusters:
-        design.start_clusters(net, model, settings.seed)
-    return net
-
-
-def judge(
-    target: Target, net: DraftNet, data: Sequences, categories: list[str] | None = None, *, most: int = 8, clustered: bool = False
-) -> dict[str, Any]:
-    """Tokens a cycle on held-out answers; score: at K = 4."""
-    weights = net.cast(target.model.dtype)
-    rows = target.model.head if net.config.tied_to_target else weights["embed"]
-    head = Head(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top) if clustered else Head(rows)
-    right = matches(target.model, net, {k: v.detach() for k, v in weights.items()}, head, data, most)
-    result = summary(right, categories or ["all"] * len(data), most)
-    return {"score": result["tokens_per_cycle"][min(4, most)], **result}
-
-
-def tune_top(target: Target, net: DraftNet, data: Sequences, need: float, most: float = 0.1) -> tuple[int, list[Recall]]:
-    """The recall / cost curve of the clustered head on held-out states, and the top it suggests."""
-    weights = {k: v.detach() for k, v in net.cast(target.model.dtype).items()}
-    rows = target.model.head if net.config.tied_to_target else weights["embed"]
-    g, choices = states(target.model, net, weights, Head(rows), data)
-    tops = tuple(t for t in TOPS if t <= net.config.clusters)
-    curve = recall_curve(g, choices, weights["centroids"], weights["token_ordering"], tops)
-    return choose_top(curve, need, most).top, curve
-
-
-def provenance(job: TrainJob, target: Target, data: Sequences) -> dict[str, Any]:
-    try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        commit = ""
-    return {
-        "command": job.command or " ".join(sys.argv), "commit": commit or None, "target": job.target, "target_hash": target.hash,
-        **json.loads((job.out / "prompts.json").read_text()), "sequences": len(data),
-        "answer_tokens": data.answer_tokens, "greedy_share": round(float(data.greedy.mean()), 3), "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else "cpu",
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "settings": asdict(job.settings) | {"loss": str(job.settings.loss), "greedy_loss": str(job.settings.greedy_loss or "")},
-    }  # fmt: skip
-
-
-def train(job: TrainJob, say: Say = print) -> dict[str, Any]:
-    """The whole command. Returns the final evaluation (under torchrun: on rank 0; the others return nothing)."""
+def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> Row:
+    """The whole command. Returns the final evaluation (under torchrun: on rank 0; the others return nothing); "stopped" with the
+    number of the signal when somebody asked it to stop, after everything was saved."""
     try:
         job.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise OutriderError(f"--out {job.out}: {error.strerror}") from None
-    with process_group(job.device) as group:
-        return _train(replace(job, device=group.device), say if group.first else lambda _: None, group)
+    before = read_json(job.out / "spent.json").get("seconds", 0.0)
+    with listening() as stop, process_group(job.device) as group:
+        budget = Budget(job.minutes, time.perf_counter() - before)
+        run = Run(replace(job, device=group.device), budget, stop, group, say, progress)
+        try:
+            return run.whole()
+        finally:
+            if group.first:
+                write_json(job.out / "spent.json", {"seconds": round(budget.spent, 2)})
 
 
-def _train(job: TrainJob, say: Say, group: Group) -> dict[str, Any]:
-    target = open_target(job.target, job.device, job.dtype)
-    data, aside = split(prepare(job, target, say, group), job.heldout)
-    say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
-    net = make_net(job, target, data, say)
-    group.share_(net.state_dict().values())
-    cost = step_weights(net.config)
-    share = sum(cost.values()) / target_weights(target.config)
-    say(
-        f"a draft step reads {sum(cost.values()) / 1e6:.2f} M weights ({share:.1%} of a target step), "
-        f"{cost['head'] / 1e6:.2f} M of them in the head"
-    )
-    log_path = job.out / "log.jsonl"
-    scored = (lambda: judge(target, net, aside)) if len(aside) else None
-    log = JsonLog(log_path, say) if group.first else None
-    trainer = Trainer(target.model, net, data, job.settings, evaluate=scored, log=log, group=group)
-    resumed = trainer.resume(job.out)
-    group.wait()  # all have read the checkpoint before rank 0 writes another
-    if resumed:
-        say(f"continuing from step {trainer.progress.step}")
-    if group.first:
-        trim_log(log_path, trainer.progress.step if resumed else -1)
-    trainer.run(job.out)
-    return _finish(job, target, net, data, aside, trainer, share, say) if group.first else {}
+def read_json(path: Path) -> Row:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
 
 
-def _finish(
-    job: TrainJob, target: Target, net: DraftNet, data: Sequences, aside: Sequences, trainer: Trainer, share: float, say: Say
-) -> dict[str, Any]:
-    """The best weights, the top of the clustered head, the final evaluation, the files."""
-    best = job.out / "best.pt"
-    if job.settings.patience and best.exists():
-        net.load_state_dict(torch.load(best, map_location=target.model.device, weights_only=True)["net"])
-    result: dict[str, Any] = {"draft_step_share": round(share, 4)}
-    if len(aside):
+class Run:
+    """One invocation of the command."""
+
+    def __init__(self, job: TrainJob, budget: Budget, stop: Stop, group: Group, say: Say, progress: Progress | None):
+        self.job, self.budget, self.stop, self.group = job, budget, stop, group
+        self.say: Say = say if group.first else lambda _: None
+        self.progress: Progress = progress if progress is not None and group.first else lambda *_: None
+
+    def whole(self) -> Row:
+        job = self.job
+        self.progress("reading prompts", 0, 1, "")
+        known = describe(job.target)
+        prompts = self.prompts(known)
+        whole = self.data(known, prompts)
+        if whole is None:
+            self.say(f"stopped while answering; what there is lies in {job.out / 'answers.jsonl'}: the same command goes on from there")
+            return {"stopped": self.stop.signal}
+        gc.collect()  # the engine's weights, before the dense ones are loaded
+        self.progress("loading the target", 0, 1, "")
+        target = open_target(known, job.device, job.dtype)
+        data, aside = split(whole, prompts.index[heldout_prompts(len(prompts), job.heldout)])
+        self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
+        return self.drafter(target, data, aside)
+
+    # ---- data ------------------------------------------------------------------------------------------------------
+    def prompts(self, known: Described) -> Sequences:
+        job, kept = self.job, self.job.out / "prompts.npz"
+        most = job.max_prompt + job.answering.max_new if job.texts else job.max_prompt
+        most = min(most, known.config.max_context - (0 if job.texts else job.answering.max_new))
+        if most < 1:
+            raise OutriderError(f"--max-new {job.answering.max_new} leaves no room for a prompt in {known.config.max_context} positions")
+        if self.group.first and not kept.exists():
+            listed = read_prompts(job.data, job.limit)
+            encode(listed, known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(kept)
+            kinds = [p.category for p in listed]
+            write_json(job.out / "prompts.json", {"data": job.data.name, "data_sha256": file_hash(job.data), "categories": kinds})
+        self.group.wait()
+        prompts = Sequences.load(kept)
+        self.say(f"{len(prompts)} {'texts' if job.texts else 'prompts'}, {int(prompts.lengths.sum())} tokens")
+        return prompts
+
+    def data(self, known: Described, prompts: Sequences) -> Sequences | None:
+        """The sequences to learn from: as they were left, or made now. None: it was asked to stop before there were all."""
+        job, kept = self.job, self.job.out / "data.npz"
+        if job.texts:
+            return prompts
+        if not kept.exists():
+            own = job.out / (f"answers-{self.group.rank}.jsonl" if self.group.world > 1 else "answers.jsonl")
+            self.answer(known, prompts, own)
+            if self.group.any(self.stop.asked):
+                return None
+            self.group.wait()
+            if self.group.first:
+                found = [a for path in sorted(job.out.glob("answers*.jsonl")) for a in read_answers(path).values()]
+                made = [as_sequences(prompts, found, known.config.vocab_size), *(carried(p, job) for p in job.carry)]
+                Sequences.join(made).save(kept)
+            self.group.wait()
+        return Sequences.load(kept)
+
+    def answer(self, known: Described, prompts: Sequences, path: Path) -> None:
+        """The target's answers into `path`; before most of the time is spent on them, whether it will be enough."""
+        job, how = self.job, self.job.answering
+        weights = category_weights(job, prompts)
+        tasks = plan_tasks(len(prompts), heldout_prompts(len(prompts), job.heldout), how, weights)
+        tasks = tasks[self.group.rank :: self.group.world]
+        longest = int(prompts.lengths.max()) + how.max_new
+        self.progress("loading the engine", 0, 1, "")
+        began = time.perf_counter()
+        with answering_engine(known.name, known.config, job.device, job.dtype, how.slots, longest) as engine:
+            load = time.perf_counter() - began
+
+            foreseen = path.exists() or self.group.world > 1  # a run that goes on has been told
+            made: list[float] = [0, 0.0]  # tokens, seconds
+
+            def foresee() -> None:
+                nonlocal foreseen
+                if not foreseen and made[0] and not self.stop.asked:
+                    foreseen = True
+                    self.foresee(known, prompts, len(tasks), int(made[0]), made[1], load)
+
+            def report(done: int, count: int, tokens: int, seconds: float) -> None:
+                made[:] = [tokens, seconds]
+                self.progress("answering", done, count, f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
+                if seconds > PROBE_SECONDS:
+                    foresee()
+
+            limit = 60 * job.answer_minutes if job.answer_minutes is not None else ANSWER_SHARE * self.budget.seconds
+            deadline = time.perf_counter() + min(limit, self.budget.left)
+            answer_to_file(engine, prompts, tasks, how.max_new, path, report=report, deadline=deadline, stop=self.stop)
+            foresee()
+            self.say(f"answered {int(made[0])} tokens in {made[1]:.0f} s, {made[0] / max(made[1], 1e-9):.0f} tok/s")
+
+    def foresee(self, known: Described, prompts: Sequences, tasks: int, made: int, seconds: float, load: float) -> None:
+        """Says what the time allows; refuses what it does not. `made` tokens of answers took `seconds`, loading the engine `load`."""
+        job = self.job
+        if job.device.startswith("cuda"):
+            return
+        config = job.drafter_config(known.config, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
+        tokens = tasks * job.answering.max_new
+        work = Work.of(config, known.config, job.settings.unroll, item(job.dtype))
+        rate = product_rate(job.device, job.dtype, known.config.hidden)
+        sizes = self.choose(work, known.config.vocab_size, rate, tokens + int(prompts.lengths.sum()))
+        forecast = Forecast.of(
+            work, sizes, vocab=known.config.vocab_size, head=config.head_hidden, rate=rate, answer_rate=made / seconds,
+            load=load + target_weights(known.config) / LOAD_RATE, accumulate=job.settings.accumulate,
+        )  # fmt: skip
+        heldout = min(job.heldout, len(prompts) // 5) * job.answering.max_new
+        if job.minutes is not None:
+            self.say(check(forecast, job.minutes, tokens, heldout, self.budget.spent, made))
+        else:
+            whole = forecast.whole(tokens, job.settings.steps, heldout)
+            self.say(f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at any moment")
+
+    def choose(self, work: Work, vocab: int, rate: float, tokens: int) -> Sizes:
+        job, cuda = self.job, self.job.device.startswith("cuda")
+        return choose_sizes(
+            work, vocab, cuda=cuda, free=free_bytes(job.device), rate=rate * 0.45, item=item(job.dtype), tokens=tokens, anchors=job.anchors
+        )  # fmt: skip
+
+    # ---- the drafter -----------------------------------------------------------------------------------------------
+    def drafter(self, target: Target, data: Sequences, aside: Sequences) -> Row:
+        job, group = self.job, self.group
+        sizes = self.sizes(target, data)
+        settings = replace(job.settings, anchors=sizes.anchors, tokens=4 * sizes.anchors, scored=sizes.scored, keep=sizes.keep)
+        self.progress("starting the drafter", 0, 1, "")
+        net = self.start(target, data, settings.anchors)
+        if settings.four_bits_from < 1:
+            net.config = replace(net.config, weight_bits=4)
+        group.share_(net.state_dict().values())
+        cost = step_weights(net.config)
+        share = sum(cost.values()) / target_weights(target.config)
+        self.say(
+            f"a draft step reads {sum(cost.values()) / 1e6:.2f} M weights ({share:.1%} of a target step), "
+            f"{cost['head'] / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a batch"
+        )
+        aside, reserve = self.reserve(target, net, aside)
+        log_path = job.out / "log.jsonl"
+        scored = (lambda: finish.judge(target, net, aside.select(np.nonzero(aside.greedy)[0]))) if len(aside) else None
+        log = JsonLog(log_path) if group.first else None
+        trainer = Trainer(
+            target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop,
+            progress=lambda done, line: self.progress("training", done, 1.0, line),
+        )  # fmt: skip
+        resumed = trainer.resume(job.out)
+        group.wait()  # all have read the checkpoint before rank 0 writes another
+        if resumed:
+            self.say(f"continuing from step {trainer.progress.step}")
+        if job.minutes is not None:
+            trainer.settings = replace(settings, minutes=max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60)
+        if group.first:
+            trim_log(log_path, trainer.progress.step if resumed else -1)
+        trainer.run(job.out)
+        self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
+        if not group.first:
+            return {}
+        self.progress("evaluating", 0, 1, "")
+        result = finish.finish(job, target, net, data, aside, trainer, quick=self.stop.asked)
+        if self.stop.asked:
+            self.say(f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here")
+            return {**result, "stopped": self.stop.signal}
+        self.say(f"drafter written to {job.out / 'drafter'}")
+        return result
+
+    def sizes(self, target: Target, data: Sequences) -> Sizes:
+        """Chosen once a run: a run that continues must make the batches it made before."""
+        path = self.job.out / "sizes.json"
+        if self.group.first and not path.exists():
+            job = self.job
+            config = job.drafter_config(target.config, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
+            work = Work.of(config, target.config, job.settings.unroll, item(job.dtype))
+            rate = product_rate(job.device, job.dtype, target.config.hidden)
+            write_json(path, asdict(self.choose(work, target.config.vocab_size, rate, int(data.lengths.sum()))))
+        self.group.wait()
+        try:
+            return Sizes(**read_json(path))
+        except TypeError:
+            raise OutriderError(f"{path}: not the sizes of a run: delete it, or choose another --out") from None
+
+    def start(self, target: Target, data: Sequences, anchors: int) -> DraftNet:
+        job, model, settings = self.job, target.model, self.job.settings
+        if job.init is not None:
+            config, weights = load_drafter(job.init, "cpu", torch.float32)
+            reason = fits(config, target.config)
+            if reason is not None:
+                raise OutriderError(f"--init {job.init}: {reason}")
+            net = DraftNet(replace(config, target_hash=target.hash), target.config, settings.seed)
+            net.load(plain_all(weights))
+            net.to(model.device)
+            if job.recluster and config.clusters and not (job.out / "checkpoint.pt").exists():
+                some = data.select(np.random.default_rng(3).permutation(len(data))[:2500])
+                self.say(f"vocabulary clustered anew from {design.cluster_by_use(net, model, some)} states")
+            return net
+        net = DraftNet(job.drafter_config(target.config, target.hash), target.config, settings.seed).to(model.device)
+        if (job.out / "checkpoint.pt").exists():
+            return net  # its weights come from there
+        few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, anchors, 4 * anchors, settings.seed, 0)[:2]]
+        if net.config.tied_to_target and net.config.hidden == net.config.backbone_hidden:
+            design.start_from_target(net, model)
+            fitted = design.fit_inputs(net, model, few)
+            self.say(f"drafter starts from target layers {net.config.reads}; its input explains {fitted:.0%} of the residual stream there")
+        if net.config.gemma:
+            design.start_gemma(net, model, few[0])
         if net.config.clusters:
-            top, curve = tune_top(target, net, aside, job.recall)
-            net.config = replace(net.config, cluster_top=top)
-            result["draft_step_share"] = round(sum(step_weights(net.config).values()) / target_weights(target.config), 4)
-            result["recall"] = [asdict(r) for r in curve]
-            result["clustered"] = judge(target, net, aside, clustered=True)
-        result["full"] = judge(target, net, aside)
-        trainer.log({"step": trainer.progress.step, "final": result})
-    story = provenance(job, target, data)
-    if len(aside):  # what a controller may expect before it has seen anything
-        story["acceptance"] = {"greedy": result["clustered" if net.config.clusters else "full"]["acceptance_given_before"]}
-    save_drafter(job.out / "drafter", net.config, net.export(), provenance=story)
-    draw_curve(job.out / "log.jsonl", job.out / "curve.png")
-    say(f"drafter written to {job.out / 'drafter'}")
-    return result
+            design.start_clusters(net, model, settings.seed)
+        return net
+
+    def reserve(self, target: Target, net: DraftNet, aside: Sequences) -> tuple[Sequences, float]:
+        """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep."""
+        if self.job.minutes is None or not len(aside):
+            return aside, EXPORT_SECONDS
+        one = aside.select(np.array([int(np.argmin(np.abs(aside.lengths - np.median(aside.lengths))))]))
+        began = time.perf_counter()
+        finish.judge(target, net, one)
+        each = (time.perf_counter() - began) / max(1, one.answer_tokens)
+        allowed = FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
+        total = np.cumsum(aside.lengths - aside.prompts)
+        count = max(1, int(np.searchsorted(total, allowed, side="right")))
+        chosen = aside.select(np.arange(len(aside))[:: max(1, len(aside) // count)][:count])
+        return chosen, 1.2 * finish.PASSES * each * chosen.answer_tokens + EXPORT_SECONDS
+
+
+def item(dtype: torch.dtype) -> int:
+    return torch.empty((), dtype=dtype).element_size()
+
+
+def carried(path: Path, job: TrainJob) -> Sequences:
+    """Of an earlier run's data every greedy answer and a share of the sampled ones."""
+    data = Sequences.load(path)
+    luck = np.random.default_rng((job.settings.seed, 5)).random(len(data))
+    return data.select(np.nonzero(data.greedy | (luck < job.carry_sampled))[0])
+
+
+def category_weights(job: TrainJob, prompts: Sequences) -> np.ndarray | None:
+    """How many answers each prompt gets beside others [N], where the job says so by category."""
+    if not job.categories:
+        return None
+    kinds = read_json(job.out / "prompts.json")["categories"]
+    return np.array([job.categories.get(kinds[i], 1.0) for i in prompts.index])
+
+
+def split(data: Sequences, held: np.ndarray) -> tuple[Sequences, Sequences]:
+    """Train and held out, by prompt."""
+    out = np.isin(data.index, held)
+    if out.all():
+        raise OutriderError("every answer belongs to a held-out prompt: more prompts, more time, or a smaller --heldout")
+    return data.select(np.nonzero(~out)[0]), data.select(np.nonzero(out)[0])
 
 
 def trim_log(path: Path, step: int) -> None:
@@ -309,26 +324,4 @@ def trim_log(path: Path, step: int) -> None:
         path.write_text("".join(r + "\n" for r in rows))
 
 
-def draw_curve(log: Path, to: Path) -> None:
-    """The learning curve as a picture, where matplotlib is installed."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-    except ImportError:
-        return
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    curve, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval" in r]
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    left.plot([r["step"] for r in curve], [r["loss"] for r in curve])
-    left.set(xlabel="step", ylabel="loss", title="training loss")
-    for j in range(len(curve[0]["hit"]) if curve else 0):
-        right.plot([r["step"] for r in curve], [r["hit"][j] for r in curve], label=f"position {j + 1}")
-    if evals:
-        right.plot([r["step"] for r in evals], [r["eval"]["acceptance_by_position"][0] for r in evals], "k.", label="held out, position 1")
-    right.set(xlabel="step", ylabel="share of anchors", title="drafted token right, given those before it")
-    right.legend()
-    figure.tight_layout()
-    figure.savefig(to, dpi=80)
-    pyplot.close(figure)
+__all__ = ["Answering", "Run", "TrainJob", "open_target", "train"]

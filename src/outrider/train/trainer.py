@@ -24,20 +24,25 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..models.layers import TextModel
+from ..ops.reference import plain
 from ..types import OutriderError
-from .capture import capture
+from .capture import Recorder
+from .clock import Stop
 from .clusters import cluster_loss, cluster_of
 from .data import Batch, Sequences, make_batch, plan_epoch, prefetch
-from .losses import LossMix, Teacher, head_loss
+from .losses import LossMix, Scored, Teacher, head_loss
 from .net import DraftNet
 from .optim import make_optimizers
 from .parallel import Group
+
+Row = dict[str, Any]  # of the log: JSON
 
 
 @dataclass(frozen=True)
 class TrainSettings:
     steps: int = 1000
-    minutes: float | None = None  # stop after this long instead; the learning rate then follows the clock
+    minutes: float | None = None  # train this long instead; the learning rate then follows the clock
     unroll: int = 5
     decay: float = 0.8  # weight of step j: decay^(j-1)
     survival: float = 0.0  # 0..1: how far a step's weight follows the chance that the steps before it were accepted
@@ -45,7 +50,6 @@ class TrainSettings:
     greedy_loss: LossMix | None = None  # of greedy answers; None: as the others
     cluster_pull: float = 0.0  # share of the clustered head's gradient that reaches the drafter
     four_bits_from: float = 1.0  # share of the run after which the layers are trained as 4 bits hold them
-    average: float = 0.0  # decay of a running average of the weights (`averaged`); 0: none
     lr: float = 2e-3
     warmup: int = 50
     hold: float = 0.3  # share of the run at full rate; then linearly to `final`
@@ -55,12 +59,15 @@ class TrainSettings:
     clip: float = 1.0
     anchors: int = 16384  # query rows a batch
     tokens: int = 65536  # tokens a batch
+    scored: int = 0  # tokens of the vocabulary that the loss looks at; 0: all of them
+    keep: bool = False  # the target's states are kept: it runs once a sequence instead of once an epoch
     accumulate: int = 1  # batches a step
     seed: int = 0
     log_every: int = 20
     eval_every: int = 0  # 0: only at the end
     patience: int = 0  # evaluations without a better result before stopping; 0: never
-    save_every: int = 500
+    save_every: int = 0  # steps between checkpoints; 0: by time alone
+    save_minutes: float = 1.0  # minutes between checkpoints
 
 
 @dataclass
@@ -73,16 +80,37 @@ class Progress:
     since_best: int = 0
 
 
+@dataclass
+class Tally:
+    """Losses and statistics since the last report."""
+
+    loss: Tensor  # sum over batches
+    stats: Tensor  # [3, unroll]: hits, alpha, rows of each step
+    since: float
+    count: int = 0
+
+    @staticmethod
+    def empty(unroll: int, device: torch.device) -> Tally:
+        return Tally(torch.zeros((), device=device), torch.zeros(3, unroll, device=device), time.perf_counter())
+
+    def add(self, loss: Tensor, stats: Tensor) -> None:
+        self.loss, self.stats, self.count = self.loss + loss, self.stats + stats, self.count + 1
+
+
 class Trainer:
     def __init__(
-        self, model: Any, net: DraftNet, data: Sequences, settings: TrainSettings, *,
-        evaluate: Callable[[], dict[str, Any]] | None = None,  # must hold "score": larger is better
-        log: Callable[[dict[str, Any]], None] | None = None, group: Group | None = None,
+        self, model: TextModel, net: DraftNet, data: Sequences, settings: TrainSettings, *,
+        evaluate: Callable[[], Row] | None = None,  # must hold "score": larger is better
+        log: Callable[[Row], None] | None = None, group: Group | None = None, stop: Stop | None = None,
+        progress: Callable[[float, str], None] | None = None,  # share of the run that is done, and a line about it
     ):  # fmt: skip
         self.model, self.net, self.data, self.settings = model, net, data, settings
         self.evaluate, self.log = evaluate, log or (lambda row: None)
         self.device, self.dtype = model.device, model.dtype
-        self.group = group or Group()
+        self.group, self.stop = group or Group(), stop or Stop()
+        self.tell = progress or (lambda share, line: None)
+        reads = tuple(sorted({layer.attn.kv_layer for layer in net.layers}))
+        self.target = Recorder(model, data, reads, net.config.taps, settings.keep, rank=bool(settings.scored))
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
         self.optimizers = make_optimizers(self.params, settings.lr, settings.weight_decay, settings.muon)
@@ -90,7 +118,6 @@ class Trainer:
         mixes = [settings.loss, settings.greedy_loss or settings.loss]
         self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 4] by Batch.greedy
         self.bits: int | None = None
-        self.mean = [p.detach().clone() for p in self.params.values()] if settings.average else []
         self.clusters = net.config.clusters
         self.of = cluster_of(net.weight("token_ordering"), self.clusters) if self.clusters else None
         if net.config.tied_to_target and not isinstance(model.head, Tensor):
@@ -101,24 +128,26 @@ class Trainer:
         """-> loss (a mean over weighted rows), and statistics [3, unroll]: hits, alpha, rows of each step."""
         s, model, net = self.settings, self.model, self.net
         w = net.cast(self.dtype, self.bits)
-        head = model.head if net.config.tied_to_target else w["embed"]
-        seen = capture(model, batch.ids, net.config.taps)
-        teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype)
+        seen = self.target.take(batch)
+        scored = Scored()
+        if s.scored:
+            said = batch.ids[:, batch.first :].reshape(-1)
+            scored = Scored.choose(self.target.likely(batch, seen), said, s.scored, net.config.vocab_size, (s.seed, self.progress.step))
+        head = scored.rows(plain(model.head) if net.config.tied_to_target else w["embed"])
+        teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
         ctx = net.context(seen, batch.first)
         width = batch.ids.shape[1] - batch.first
         with torch.no_grad():
             ids = F.pad(batch.ids, (0, s.unroll))
             embedded = model.embed(ids[:, batch.first :].reshape(-1)).view(ids.shape[0], width + s.unroll, -1)
-        hidden = seen.hidden[:, batch.first :]
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
         chance = torch.ones(ids.shape[0] * width, device=self.device)  # that the steps so far were accepted
-        for j in range(1, s.unroll + 1):
-            g, hidden = net.step(w, ctx, embedded[:, j : j + width], hidden)
+        for j, g in enumerate(net.unroll(w, ctx, embedded, seen.hidden[:, batch.first :], s.unroll), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
             line = rows // width
-            part, alpha, hit = head_loss(picked, head, teacher, target, weight, self.mixes[batch.greedy[line]])
+            part, alpha, hit = head_loss(picked, head, teacher, target, weight, self.mixes[batch.greedy[line]], scored.bias)
             total = total + part
             if self.of is not None:
                 label = self.of[batch.ids[line, rows % width + (batch.first + j + 1)]]
@@ -163,41 +192,45 @@ class Trainer:
 
     # ---- the loop --------------------------------------------------------------------------------------------------
     def run(self, out: Path | None = None) -> None:
+        """Until the steps or minutes are done, evaluation says so, or somebody asks to stop. Saves as it goes and at the end."""
         s, p = self.settings, self.progress
         began = time.perf_counter() - p.seconds
-        stats, losses, count, since = (
-            torch.zeros(3, s.unroll, device=self.device),
-            torch.zeros((), device=self.device),
-            0,
-            time.perf_counter(),
-        )
+        tally, saved = Tally.empty(s.unroll, self.device), time.perf_counter()
         batches = prefetch(self.batches()) if self.device.type == "cuda" else self.batches()
+        slowest = 0.0  # seconds of a step: none is begun that would end too late
         for batch, epoch, taken in batches:
             passed = self.clock(began)
-            if self.finished(passed):
+            if self.finished(passed + (slowest if s.minutes is not None else 0.0)) or self.group.any(self.stop.asked):
                 break
             lr = s.lr * self.rate(passed)
             self.bits = 4 if self.share(passed) >= s.four_bits_from else None
             loss, stat = self.loss(batch.to(self.device))
             (loss / s.accumulate).backward()
-            losses, stats, count = losses + loss.detach(), stats + stat, count + 1
+            tally.add(loss.detach(), stat)
             p.epoch, p.taken = epoch, taken
-            if count % s.accumulate:
+            if tally.count % s.accumulate:
                 continue
             self.update(lr)
             p.step += 1
             p.seconds = time.perf_counter() - began
+            slowest = max(0.9 * slowest, p.seconds - passed)
             if p.step % s.log_every == 0 or p.step == 1:
-                self.report(losses / count, stats, count, lr, time.perf_counter() - since)
-                stats, losses, count, since = torch.zeros_like(stats), torch.zeros_like(losses), 0, time.perf_counter()
-            if out is not None and p.step % s.save_every == 0:
+                self.report(tally, lr)
+                tally = Tally.empty(s.unroll, self.device)
+            if self.device.type == "cpu":
+                self.tell(self.share(p.seconds), f"step {p.step}, loss {float(loss.detach()):.3f}")
+            if out is not None and ((s.save_every and p.step % s.save_every == 0) or self.due(saved)):
                 self.save(out)
+                saved = time.perf_counter()
             if s.eval_every and p.step % s.eval_every == 0 and self.judge(out):
                 break
-        if count:
-            self.report(losses / count, stats, count, 0.0, time.perf_counter() - since)
+        if tally.count:
+            self.report(tally, 0.0)
         if out is not None:
             self.save(out)
+
+    def due(self, saved: float) -> bool:
+        return self.group.agree(float(time.perf_counter() - saved >= 60 * self.settings.save_minutes)) > 0
 
     def update(self, lr: float) -> None:
         self.group.mean_(q.grad for q in self.params.values() if q.grad is not None)
@@ -207,22 +240,18 @@ class Trainer:
                 group["lr"] = lr
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if self.mean:
-            torch._foreach_lerp_(self.mean, [p.detach() for p in self.params.values()], 1 - self.settings.average)
 
-    def averaged(self) -> dict[str, Tensor]:
-        """The running average of the weights, by canonical name (with `settings.average`)."""
-        return dict(zip(self.params, self.mean, strict=True))
-
-    def report(self, loss: Tensor, stats: Tensor, count: int, lr: float, seconds: float) -> None:
+    def report(self, tally: Tally, lr: float) -> None:
+        loss, stats, seconds = tally.loss / tally.count, tally.stats, time.perf_counter() - tally.since
         self.group.mean_((loss, stats))  # so that all stop when one sees a loss that is not a number
         hits, alpha, rows = stats.cpu() * self.group.world
         value, p = float(loss), self.progress
         if not math.isfinite(value):
             raise OutriderError(f"the loss is {value} at step {p.step}: stopped; the last checkpoint is good; try a smaller --lr")
+        self.tell(self.share(p.seconds), f"step {p.step}, loss {value:.3f}, first draft right {float(hits[0] / rows[0].clamp_min(1)):.0%}")
         self.log({
             "step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2),
-            "steps_per_s": round(count / self.settings.accumulate / max(seconds, 1e-9), 2),
+            "steps_per_s": round(tally.count / self.settings.accumulate / max(seconds, 1e-9), 2),
             "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
             "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)], "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
         })  # fmt: skip
@@ -249,7 +278,6 @@ class Trainer:
         if self.group.first:
             write(out / "checkpoint.pt", {
                 "net": self.net.state_dict(), "optimizers": [o.state_dict() for o in self.optimizers], "progress": asdict(self.progress),
-                "mean": self.mean,
             })  # fmt: skip
 
     def resume(self, out: Path) -> bool:
@@ -259,10 +287,11 @@ class Trainer:
         try:
             kept = torch.load(path, map_location="cpu", weights_only=True)
             self.net.load_state_dict(kept["net"])
+            if self.clusters:
+                self.of = cluster_of(self.net.weight("token_ordering"), self.clusters)
             for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             self.progress = Progress(**kept["progress"])
-            self.mean = [m.to(self.device) for m in kept["mean"]]
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise OutriderError(
                 f"{path}: does not fit this run ({str(error).splitlines()[0]}): choose another --out or the same settings"
@@ -270,7 +299,7 @@ class Trainer:
         return True
 
 
-def write(path: Path, content: dict[str, Any]) -> None:
+def write(path: Path, content: Row) -> None:
     """Whole or not at all: a full disk leaves the file that was there."""
     part = path.with_suffix(".part")
     try:
@@ -292,7 +321,7 @@ class JsonLog:
     def __init__(self, path: Path, echo: Callable[[str], None] | None = None):
         self.path, self.echo = path, echo
 
-    def __call__(self, row: dict[str, Any]) -> None:
+    def __call__(self, row: Row) -> None:
         line = json.dumps(row)
         with open(self.path, "a") as file:
             file.write(line + "\n")

@@ -1,4 +1,4 @@
-"""Prompt files, shards of sequences, and batches: which anchors count and what they are compared with."""
+"""Prompt files, files of sequences, and batches: which anchors count and what they are compared with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from outrider.train.data import Sequences, load_folder, make_batch, plan_epoch, prefetch, read_prompts
+from outrider.train.data import Sequences, make_batch, plan_epoch, prefetch, read_prompts
 from outrider.types import OutriderError
 
 
@@ -50,19 +50,19 @@ def test_a_bad_prompt_file_names_the_line(content: bytes, message: str, tmp_path
         read_prompts(tmp_path / "p.gz")
 
 
-def test_shards_come_back_whole(tmp_path: Path) -> None:
+def test_sequences_come_back_whole(tmp_path: Path) -> None:
     data = some()
+    data.seeds = np.arange(len(data)) * 7
     order = np.random.default_rng(1).permutation(len(data))
-    data.select(order[:25]).save(tmp_path / "data-00000.npz")
-    data.select(order[25:]).save(tmp_path / "data-00001.npz")
-    back = load_folder(tmp_path)
+    Sequences.join([data.select(order[:25]), data.select(order[25:])]).save(tmp_path / "data.npz")
+    back = Sequences.load(tmp_path / "data.npz")
     assert not list(tmp_path.glob("*.part")) and back.answer_tokens == data.answer_tokens
     for row, i in enumerate(order):
-        assert np.array_equal(back[row], data[i])
+        assert np.array_equal(back[row], data[i]) and back.seeds[row] == 7 * i
         assert (back.prompts[row], back.index[row], back.greedy[row]) == (data.prompts[i], data.index[i], data.greedy[i])
-    (tmp_path / "data-00002.npz").write_bytes(b"half a shard")
-    with pytest.raises(OutriderError, match=r"data-00002\.npz: not a shard"):
-        load_folder(tmp_path)
+    (tmp_path / "data.npz").write_bytes(b"half a file")
+    with pytest.raises(OutriderError, match=r"data\.npz: not a file of token sequences"):
+        Sequences.load(tmp_path / "data.npz")
 
 
 def test_anchors_and_what_they_are_compared_with() -> None:

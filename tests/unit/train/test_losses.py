@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.train import losses
-from outrider.train.losses import LossMix, Teacher, head_loss
+from outrider.train.losses import LossMix, Scored, Teacher, head_loss
 from outrider.types import OutriderError
 
 MIXES = [LossMix(1, 0, 0, 0), LossMix(0, 1, 0, 0), LossMix(0, 0, 1, 0), LossMix(0, 0, 0, 1), LossMix(1, 0.5, 0.3, 0.2)]
@@ -25,7 +25,7 @@ def reference(g: torch.Tensor, head: torch.Tensor, teacher: Teacher, rows: torch
 
 @pytest.mark.parametrize("mix", MIXES, ids=str)
 def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 8 * 37 * 3)  # several chunks, the last one short
+    monkeypatch.setattr(losses, "CPU_CHUNK_BYTES", 8 * 37 * 3)  # several chunks, the last one short
     r = torch.Generator().manual_seed(0)
     g, head = torch.randn(10, 6, generator=r).requires_grad_(), torch.randn(37, 6, generator=r).requires_grad_()
     logp = (2 * torch.randn(5, 37, generator=r)).log_softmax(-1)
@@ -46,7 +46,7 @@ def test_a_frozen_head_gets_no_gradient() -> None:
 
 
 def test_teacher_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * 11 * 2)
+    monkeypatch.setattr(losses, "CPU_CHUNK_BYTES", 4 * 11 * 2)
     head = torch.randn(11, 4)
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=11), head=head, logits=lambda h: h @ head.T)
     hidden = torch.randn(5, 4)
@@ -61,3 +61,28 @@ def test_a_mix_reads_and_writes_itself() -> None:
     for bad in ("soft", "soft=x", "sort=1", "soft=0"):
         with pytest.raises(OutriderError, match="--loss"):
             LossMix.parse(bad)
+
+
+def test_some_scored_tokens_stand_for_all() -> None:
+    """Everything that must be scored is, rising and once; the random ones weigh as many as they stand for, so that the loss over a
+    part of the vocabulary is about the loss over all of it."""
+    r = torch.Generator().manual_seed(0)
+    vocab, hidden = 4000, 16
+    head, states = torch.randn(vocab, hidden, generator=r) * 0.5, torch.randn(60, hidden, generator=r)
+    states = states * 4
+    z = states @ head.T
+    said = torch.randint(vocab, (50,), generator=r)
+    scored = Scored.choose(z.topk(8).indices, said, 1500, vocab, (1, 2))
+    ids = scored.ids
+    assert ids is not None and scored.bias is not None and 1200 < ids.numel() <= 1500
+    assert bool((ids.diff() > 0).all()) and set(z.argmax(-1).tolist()) | set(said.tolist()) <= set(ids.tolist())
+    assert scored.ids.equal(Scored.choose(z.topk(8).indices, said, 1500, vocab, (1, 2)).ids)  # type: ignore[arg-type]
+    model = SimpleNamespace(head=head, config=SimpleNamespace(vocab_size=vocab, softcap=None), logits=lambda h: h @ head.T)
+    part, whole = Teacher.of(model, states, torch.float32, scored), Teacher.of(model, states, torch.float32)  # type: ignore[arg-type]
+    assert ids[part.best].equal(whole.best)
+    g, rows, weight = states + 0.5 * torch.randn(60, hidden, generator=r), torch.arange(60), torch.ones(60)
+    some, alpha, hit = head_loss(g, scored.rows(head), part, rows, weight, LossMix(), scored.bias)
+    every, alpha_all, hit_all = head_loss(g, head, whole, rows, weight, LossMix())
+    torch.testing.assert_close(some, every, rtol=0.03, atol=0)
+    torch.testing.assert_close(alpha.mean(), alpha_all.mean(), rtol=0.05, atol=0)
+    assert float((hit - hit_all).abs().mean()) < 0.1

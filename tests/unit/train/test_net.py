@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests import tiny
@@ -14,7 +15,8 @@ from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig
 from outrider.ops.reference import ReferenceOps
 from outrider.train import design
-from outrider.train.capture import DenseOps, capture
+from outrider.train.capture import DenseOps, Recorder, capture
+from outrider.train.data import Sequences, make_batch
 from outrider.train.evaluate import Head
 from outrider.train.export import config_dict
 from outrider.train.net import DraftNet, step_weights, target_weights
@@ -70,7 +72,29 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
         # the head too: the tokens that training scores are those that the drafter scores
         rows = dense.head if drafter.tied_to_target else own["embed"]
         head = Head(rows, own["centroids"], own["token_ordering"], drafter.cluster_top) if drafter.clusters else Head(rows)
-        assert torch.equal(head.choose(g, None, None), model.full_logits(g).argmax(-1))
+        assert torch.equal(head.choose(g, None, None)[0], model.full_logits(g).argmax(-1))
+
+
+def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
+    """Kept once a sequence and padded together again: what a batch's own capture shows, at every position that is not padding."""
+    config, weights, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
+    model = build(config, weights, DenseOps())
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (9, 17, 12)]
+    data = Sequences.of(rows, (3, 5, 4), range(3), [True] * 3, tiny.VOCAB)
+    batch = make_batch(data, np.array([2, 0, 1]), 2)
+    fresh, kept = (Recorder(model, data, (0, 2), (1,), keep, rank=True) for keep in (False, True))
+    for _ in range(2):  # the second time from memory
+        a, b = fresh.take(batch), kept.take(batch)
+        assert fresh.likely(batch, a).equal(kept.likely(batch, b))
+        for row, i in enumerate(batch.which):
+            n = int(data.lengths[i])
+            torch.testing.assert_close(a.hidden[row, :n], b.hidden[row, :n], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(a.taps[0][row, :n], b.taps[0][row, :n], rtol=1e-4, atol=1e-5)
+            for layer in (0, 2):
+                torch.testing.assert_close(a.keys[layer][row, :, :n], b.keys[layer][row, :, :n], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(a.values[layer][row, :, :n], b.values[layer][row, :, :n], rtol=1e-4, atol=1e-5)
+    assert len(kept.kept) == 3 and not fresh.kept
 
 
 @pytest.mark.parametrize("name", ["smollm2", "gemma3", "gemma4_e2b", "gemma4_31b"])

@@ -1,0 +1,64 @@
+"""Progress of long commands on stderr: a bar where somebody sees it, else a line now and then. Shown from the first second."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .common import err
+
+EVERY = 5.0  # seconds between lines where stderr is no terminal
+
+
+class StageProgress:
+    """Called with (stage, done, in all, a line about it); stages without a measure have 0 of 1 until the next begins."""
+
+    def __init__(self, quiet: bool = False):
+        self.quiet = quiet
+        self.bar: Progress | None = None
+        self.task: TaskID | None = None
+        self.stage, self.told, self.began = "", 0.0, 0.0
+
+    def __enter__(self) -> StageProgress:
+        if not self.quiet and sys.stderr.isatty():
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+            self.bar = Progress(*columns, TimeRemainingColumn(), console=err, transient=True)
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def say(self, line: str) -> None:
+        if not self.quiet:
+            err.print(f"[dim]{line}[/dim]", markup=True)
+
+    def __call__(self, stage: str, done: float, total: float, note: str) -> None:
+        if self.quiet:
+            return
+        new = stage != self.stage
+        if new:
+            self.stage, self.began = stage, time.perf_counter()
+        if self.bar is not None:
+            if new:
+                if self.task is not None:
+                    self.bar.remove_task(self.task)
+                self.task = self.bar.add_task(stage, total=total if done or total > 1 else None, note=note)
+            assert self.task is not None
+            measured = total if done or total > 1 else None
+            self.bar.update(self.task, completed=done, total=measured, note=note)
+        elif new or time.perf_counter() - self.told >= EVERY:
+            self.told = time.perf_counter()
+            self.say(self.line(done, total, note))
+
+    def line(self, done: float, total: float, note: str) -> str:
+        if not done and total <= 1:
+            return f"{self.stage} {note}".rstrip()
+        passed = time.perf_counter() - self.began
+        left = f", {(total - done) * passed / done:.0f} s left" if done and passed > 1 else ""
+        amount = f"{done:.0f}/{total:.0f}" if total > 1 else f"{done / total:.0%}"
+        return f"{self.stage} {amount}: {note}{left}"

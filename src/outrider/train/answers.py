@@ -1,0 +1,248 @@
+"""The target answers prompts: through the engine, many at a time, every answer on disk as soon as it ends.
+
+OUT/answers.jsonl, a line an answer: {"prompt": line of the prompt, "draw": the how-manieth answer to it, "temperature", "seed",
+"tokens", "done"}. What the clock or Ctrl-C cuts short is written with "done": false and goes on later where it was: the
+engine's noise depends on (seed, position) alone, so the text is the one that an undisturbed run would have given.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..config import EngineConfig
+from ..engine.engine import Engine, Request
+from ..llm import LLM
+from ..models.config import ModelConfig
+from ..models.inspect import kv_bytes_per_token
+from ..types import OutriderError, SamplingParams
+from .clock import Stop
+from .data import Sequences
+from .memory import free_bytes
+
+CPU_SLOTS, GPU_SLOTS = 8, 256  # sequences at a time that each device is good at
+HELD_EVERY = 5  # one answer in so many is held out while there are held-out prompts left
+Report = Callable[[int, int, int, float], None]  # answers done, answers in all, tokens made now, seconds
+
+
+@dataclass(frozen=True)
+class Answering:
+    """How the prompts are answered: one answer each, greedy for `greedy_share` of them; sampled answers may be several."""
+
+    max_new: int = 192
+    temperature: float = 0.8
+    slots: int | None = None  # answered at a time; None: as the device likes
+    greedy_share: float = 0.5
+    draws: float = 1.0  # answers a prompt, on average; those after the first are sampled
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """One answer to be made."""
+
+    prompt: int
+    draw: int
+    temperature: float
+    seed: int
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.prompt, self.draw
+
+
+@dataclass(frozen=True)
+class Answer:
+    prompt: int
+    draw: int
+    temperature: float
+    seed: int
+    tokens: list[int]
+    done: bool
+
+
+def plan_tasks(count: int, held: np.ndarray, how: Answering, weights: np.ndarray | None = None) -> list[Task]:
+    """All answers wanted to prompts 0..count-1, in an order of which every beginning is a fair sample. `held` prompts get a greedy
+    answer and, where answers are sampled at all, a sampled one. weights [count]: how many answers a prompt gets beside others."""
+    rng = np.random.default_rng((how.seed, 1))
+    order, cold, luck = rng.permutation(count), rng.random(count) < how.greedy_share, rng.random(count)
+    times = np.floor(how.draws * (np.ones(count) if weights is None else weights) + luck).astype(np.int64)
+    aside = set(held.tolist())
+    hot = how.temperature if how.greedy_share < 1.0 else 0.0
+    open_tasks: list[Task] = []
+    held_tasks: list[Task] = []
+    for i in map(int, order):
+        if i in aside:
+            heats = [0.0, hot] if hot > 0 else [0.0]
+        else:
+            heats = [0.0 if draw == 0 and cold[i] else hot for draw in range(times[i])]
+        made = [Task(i, draw, heat, how.seed + i + 1_000_003 * draw) for draw, heat in enumerate(heats)]
+        (held_tasks if i in aside else open_tasks).extend(made)
+    merged: list[Task] = []
+    waiting = deque(held_tasks)
+    for n, task in enumerate(open_tasks):
+        merged.append(task)
+        if waiting and n % (HELD_EVERY - 1) == HELD_EVERY - 2:
+            merged.append(waiting.popleft())
+    return merged + list(waiting)
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+def read_answers(path: Path) -> dict[tuple[int, int], Answer]:
+    """The last line of each answer counts; a last line that was torn by a crash does not."""
+    found: dict[tuple[int, int], Answer] = {}
+    if not path.exists():
+        return found
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
+        try:
+            answer = Answer(**json.loads(line))
+        except (ValueError, TypeError) as error:
+            if number == len(lines):  # no line feed after it: it was being written
+                continue
+            raise OutriderError(f"{path}:{number}: not an answer ({error}): delete the line, or choose another --out") from None
+        found[answer.prompt, answer.draw] = answer
+    return found
+
+
+def mend_end(path: Path) -> None:
+    """Cuts a torn last line off, so that what is appended starts on a line of its own."""
+    if path.exists():
+        content = path.read_bytes()
+        if content and not content.endswith(b"\n"):
+            path.write_bytes(content[: content.rfind(b"\n") + 1])
+
+
+def as_sequences(prompts: Sequences, answers: Sequence[Answer], vocab: int) -> Sequences:
+    """Prompts with their answers, in the order of the prompts whatever order they were finished in."""
+    listed = sorted((a for a in answers if a.tokens), key=lambda a: (a.prompt, a.draw))
+    if not listed:
+        raise OutriderError("no prompt was answered in the time there was: allow more (--minutes, --answer-minutes)")
+    rows = [np.concatenate([prompts[a.prompt].astype(np.int64), np.array(a.tokens, dtype=np.int64)]) for a in listed]
+    given, lines = [len(prompts[a.prompt]) for a in listed], [int(prompts.index[a.prompt]) for a in listed]
+    return Sequences.of(rows, given, lines, [a.temperature == 0 for a in listed], vocab, [a.seed for a in listed])
+
+
+# ---- the engine -----------------------------------------------------------------------------------------------------
+@contextmanager
+def answering_engine(
+    name: str, config: ModelConfig, device: str, dtype: torch.dtype, slots: int | None, longest: int, drafter: str = "none"
+) -> Iterator[Engine]:
+    """The engine as answering wants it: room for prompts and answers of `longest` tokens in all, no prefix cache, no text.
+    Afterwards its memory is free again and torch has the threads it had (the CPU kernels leave it one)."""
+    cuda = device.startswith("cuda")
+    wanted = slots or (GPU_SLOTS if cuda else CPU_SLOTS)
+    page = EngineConfig().page_size
+    context = longest + 1 + page  # the engine keeps a page aside
+    item = torch.empty((), dtype=dtype).element_size() if cuda else 4
+    room = free_bytes(device) // 3 // max(1, kv_bytes_per_token(config, item))  # positions of K/V: a third of what is free
+    wanted = max(1, min(wanted, room // context))
+    settings = EngineConfig(max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page))
+    threads = torch.get_num_threads()
+    short = str(dtype).removeprefix("torch.") if cuda else None
+    try:
+        llm = LLM.load(name, drafter, 0 if drafter == "none" else 4, device=device, dtype=short, engine=settings, say=lambda _: None)
+        engine = llm.engine
+        engine.tokenizer = None  # token ids are all that is wanted
+        del llm
+        yield engine
+        del engine
+    finally:
+        torch.set_num_threads(threads)
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
+
+
+def answer_tasks(
+    engine: Engine, prompts: Sequences, tasks: Sequence[Task], max_new: int, had: dict[tuple[int, int], Answer] | None = None, *,
+    report: Report | None = None, deadline: float = float("inf"), stop: Stop | None = None,
+) -> Iterator[Answer]:  # fmt: skip
+    """Yields answers as they end; when `deadline` (of time.perf_counter) passes or `stop` is asked, the unfinished ones too."""
+    had = had or {}
+    finished = sum(1 for t in tasks if t.key in had and had[t.key].done)
+    waiting = deque(t for t in tasks if t.key not in had or not had[t.key].done)
+    began, told, made, total = time.perf_counter(), 0.0, 0, len(tasks)
+    running: dict[str, tuple[Task, list[int]]] = {}
+    if report is not None:
+        report(finished, total, 0, 0.0)
+    while waiting or running:
+        now = time.perf_counter()
+        if now >= deadline or (stop is not None and stop.asked):
+            break
+        while waiting and len(running) < 2 * engine.config.max_batch:  # a few wait in the engine, so that no slot ever does
+            task = waiting.popleft()
+            before = had[task.key].tokens if task.key in had else []
+            running[f"{task.prompt}.{task.draw}"] = (task, list(before))
+            params = SamplingParams(temperature=task.temperature, max_tokens=max_new - len(before), seed=task.seed)
+            engine.submit(Request(f"{task.prompt}.{task.draw}", [*prompts[task.prompt].tolist(), *before], params))
+        for event in engine.step():
+            task, tokens = running[event.id]
+            tokens += event.tokens
+            made += len(event.tokens)
+            if event.finish_reason is not None:
+                if event.error:
+                    raise OutriderError(event.error)
+                finished += 1
+                yield Answer(**asdict(task), tokens=tokens, done=True)
+                del running[event.id]
+        if report is not None and now - told >= 0.5:
+            told = now
+            report(finished, total, made, now - began)
+    for id_ in running:
+        engine.abort(id_)
+    while engine.busy:
+        engine.step()
+    for task, tokens in running.values():
+        if tokens:
+            yield Answer(**asdict(task), tokens=tokens, done=False)
+    if report is not None:
+        report(finished, total, made, time.perf_counter() - began)
+
+
+def answer_to_file(
+    engine: Engine, prompts: Sequences, tasks: Sequence[Task], max_new: int, path: Path, *,
+    report: Report | None = None, deadline: float = float("inf"), stop: Stop | None = None,
+) -> None:  # fmt: skip
+    """Answers what `path` does not hold yet, and appends it there."""
+    mend_end(path)
+    had, flushed = read_answers(path), time.perf_counter()
+    try:
+        with open(path, "a", encoding="utf-8") as file:
+            for answer in answer_tasks(engine, prompts, tasks, max_new, had, report=report, deadline=deadline, stop=stop):
+                file.write(json.dumps(asdict(answer), separators=(",", ":")) + "\n")
+                if time.perf_counter() - flushed > 0.5:
+                    file.flush()
+                    flushed = time.perf_counter()
+    except OSError as error:
+        raise OutriderError(f"{path}: cannot be written ({error.strerror}); free some space and run the command again") from None
+
+
+def answer_once(
+    name: str, config: ModelConfig, device: str, dtype: torch.dtype, prompts: Sequences, temperature: float, max_new: int,
+    slots: int | None = None, drafter: str = "none", seed: int = 0,
+) -> Sequences:  # fmt: skip
+    """One answer to every prompt, at one temperature: for evaluation. Sampled ones have the engine's noise of seed + line."""
+    tasks = [Task(i, 0, temperature, seed + int(prompts.index[i])) for i in range(len(prompts))]
+    wanted = min(slots or (GPU_SLOTS if device.startswith("cuda") else CPU_SLOTS), len(prompts))
+    longest = int(prompts.lengths.max()) + max_new
+    with answering_engine(name, config, device, dtype, wanted, longest, drafter) as engine:
+        answers = list(answer_tasks(engine, prompts, tasks, max_new))
+    return as_sequences(prompts, answers, config.vocab_size)
+
+
+def heldout_prompts(count: int, heldout: int) -> np.ndarray:
+    """Which of the prompts are kept for evaluation: spread over the file, a fifth of them at most."""
+    want = min(heldout, count // HELD_EVERY)
+    return np.arange(count)[:: max(1, count // max(1, want))][:want]

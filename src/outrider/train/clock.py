@@ -1,0 +1,76 @@
+"""Time that a run may take, and being asked to stop: looked at between two pieces of work, never in the middle of one.
+
+A budget is wall-clock time of the whole command: loading, answering, training, evaluation and export together. Ctrl-C and
+SIGTERM set a flag, so that the piece of work at hand is finished and everything is saved; a second Ctrl-C does not wait.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`minutes` None: as long as it takes."""
+
+    minutes: float | None
+    began: float
+
+    @staticmethod
+    def start(minutes: float | None) -> Budget:
+        return Budget(minutes, time.perf_counter())
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the command began."""
+        return time.perf_counter() - self.began
+
+    @property
+    def seconds(self) -> float:
+        return float("inf") if self.minutes is None else 60 * self.minutes
+
+    @property
+    def left(self) -> float:
+        return self.seconds - self.spent
+
+
+@dataclass
+class Stop:
+    """Set from outside when the run shall end early."""
+
+    signal: int = 0  # the signal that asked; 0: nobody did
+
+    @property
+    def asked(self) -> bool:
+        return self.signal != 0
+
+    @property
+    def exit_code(self) -> int:
+        return 128 + self.signal
+
+
+@contextmanager
+def listening() -> Iterator[Stop]:
+    """Within, SIGINT and SIGTERM ask to stop. Only the main thread can listen; elsewhere nobody ever asks."""
+    stop = Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.signal = number
+
+    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,174 @@
+"""The end of a run: the top of the clustered head, the evaluation, and a folder that holds everything a drafter has.
+
+config.json, generation_config.json, model.safetensors    the drafter
+acceptance.json                                           what the controller expects of it (spec/card.py)
+README.md                                                 its card: what it is, what it reaches, how it was made
+provenance.json, log.jsonl, curve.png                     where it comes from
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..ops.reference import plain
+from ..spec import card as acceptance
+from ..spec.simulate import Trace
+from ..weights import files as weight_files
+from ..weights import hub
+from .clusters import Recall, choose_top, recall_curve
+from .data import Sequences
+from .evaluate import MAX_K, Head, Judged, Summary, judge_drafts, summary
+from .export import save_drafter
+from .job import TrainJob
+from .model_card import model_card
+from .net import DraftNet, step_weights, target_weights
+from .target import Target
+from .trainer import Row, Trainer
+
+TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+PASSES = 3  # over the held-out answers: full head, clustered head, clustered head on the sampled answers
+CPU_ANCHORS = 1024  # small batches end when their last draft fails
+
+
+def views(net: DraftNet, target: Target, temperature: float = 1.0) -> tuple[dict[str, Tensor], Head, Head | None]:
+    """The weights as they will be held, the full head and the clustered one, where the drafter has it."""
+    weights = {k: v.detach() for k, v in net.cast(target.model.dtype, net.config.weight_bits).items()}
+    rows = plain(target.model.head) if net.config.tied_to_target else weights["embed"]
+    full = Head(rows, temperature=temperature)
+    if not net.config.clusters:
+        return weights, full, None
+    return weights, full, Head(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top, temperature)
+
+
+def judged(
+    target: Target, net: DraftNet, data: Sequences, *, most: int, full: bool, temperature: float = 0.0,
+    states: tuple[list[Tensor], list[Tensor]] | None = None,
+) -> Judged:  # fmt: skip
+    """`states`: two lists that get the drafter's states and the head's choices of every step that counts."""
+    weights, whole, clustered = views(net, target, temperature or 1.0)
+
+    def record(g: Tensor, choice: Tensor) -> None:
+        if states is not None:
+            states[0].append(g)
+            states[1].append(choice)
+
+    anchors = 16384 if target.model.device.type == "cuda" else CPU_ANCHORS
+    head = whole if full or clustered is None else clustered
+    return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature > 0, record)
+
+
+def scored(result: Judged, most: int) -> Summary:
+    """Tokens a cycle; score: at K = 4."""
+    made = summary(result.right, ["all"] * len(result.right), most)
+    return {"score": made["tokens_per_cycle"][min(4, most)], **made}
+
+
+def judge(target: Target, net: DraftNet, data: Sequences, *, most: int = 8) -> Summary:
+    """What an evaluation during training says: held-out greedy answers, full head."""
+    return scored(judged(target, net, data, most=most, full=True), most)
+
+
+def tune_top(net: DraftNet, weights: dict[str, Tensor], g: Tensor, choices: Tensor, need: float) -> tuple[int, list[Recall]]:
+    """The recall / cost curve of the clustered head over recorded states, and the top it suggests."""
+    tops = tuple(t for t in TOPS if t <= net.config.clusters)
+    curve = recall_curve(g, choices, weights["centroids"], weights["token_ordering"], tops)
+    return choose_top(curve, need).top, curve
+
+
+def finish(
+    job: TrainJob, target: Target, net: DraftNet, data: Sequences, aside: Sequences, trainer: Trainer, *, quick: bool = False
+) -> Row:  # fmt: skip
+    """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used, nothing measured."""
+    best = job.out / "best.pt"
+    if job.settings.patience and best.exists():
+        net.load_state_dict(torch.load(best, map_location=target.model.device, weights_only=True)["net"])
+    result: Row = {}
+    traces: list[Trace] = []
+    cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
+    if len(cold) and not quick:
+        states: tuple[list[Tensor], list[Tensor]] = ([], [])
+        last = judged(target, net, cold, most=MAX_K, full=True, states=states)
+        result["full"] = scored(last, MAX_K)
+        if net.config.clusters:
+            top, curve = tune_top(net, views(net, target)[0], torch.cat(states[0]), torch.cat(states[1]), job.recall)
+            net.config = replace(net.config, cluster_top=top)
+            result["recall"] = [asdict(r) for r in curve]
+            last = judged(target, net, cold, most=MAX_K, full=False)
+            result["clustered"] = scored(last, MAX_K)
+        traces = last.traces(cold, ["all"] * len(cold))
+        if len(hot):
+            result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8)
+    result["draft_step_share"] = round(sum(step_weights(net.config).values()) / target_weights(target.config), 4)
+    if result.keys() > {"draft_step_share"}:
+        trainer.log({"step": trainer.progress.step, "final": result})
+    story = provenance(job, target, data, trainer)
+    write_drafter(job.out / "drafter", net, result, traces, story, job.out / "log.jsonl")
+    return result
+
+
+def write_drafter(folder: Path, net: DraftNet, result: Row, traces: list[Trace], story: Row, log: Path) -> None:
+    card = model_card(net.config, result, [story])
+    save_drafter(folder, net.config, net.export(), provenance=story, card=card)
+    (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
+    if traces:
+        print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))
+        acceptance.write(folder, acceptance.measure(traces, print_of))
+    if log.exists():
+        draw_curve(log, log.parent / "curve.png")
+        for path in (log, log.parent / "curve.png"):
+            if path.exists():
+                shutil.copyfile(path, folder / path.name)
+
+
+def provenance(job: TrainJob, target: Target, data: Sequences, trainer: Trainer) -> Row:
+    try:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        commit = ""
+    source = json.loads((job.out / "prompts.json").read_text())
+    settings = trainer.settings
+    return {
+        "command": job.command or " ".join(sys.argv), "commit": commit or None, "target": job.target, "target_hash": target.hash,
+        "data": source["data"], "data_sha256": source["data_sha256"], "sequences": len(data), "started_from": job.init,
+        "answer_tokens": data.answer_tokens, "greedy_share": round(float(data.greedy.mean()), 3), "temperature": job.answering.temperature,
+        "torch": torch.__version__, "device": torch.cuda.get_device_name() if job.device.startswith("cuda") else "cpu",
+        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "steps": trainer.progress.step,
+        "seconds": round(trainer.progress.seconds, 1),
+        "settings": asdict(settings) | {"loss": str(settings.loss), "greedy_loss": str(settings.greedy_loss or "")},
+    }  # fmt: skip
+
+
+def draw_curve(log: Path, to: Path) -> None:
+    """The learning curve as a picture, where matplotlib is installed."""
+    try:
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        return
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    curve, evals = [r for r in rows if "loss" in r], [r for r in rows if "eval" in r]
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    left.plot([r["step"] for r in curve], [r["loss"] for r in curve])
+    left.set(xlabel="step", ylabel="loss", title="training loss")
+    for j in range(len(curve[0]["hit"]) if curve else 0):
+        right.plot([r["step"] for r in curve], [r["hit"][j] for r in curve], label=f"position {j + 1}")
+    if evals:
+        right.plot([r["step"] for r in evals], [r["eval"]["acceptance_by_position"][0] for r in evals], "k.", label="held out, position 1")
+    right.set(xlabel="step", ylabel="share of anchors", title="drafted token right, given those before it")
+    if curve or evals:
+        right.legend()
+    figure.tight_layout()
+    figure.savefig(to, dpi=80)
+    pyplot.close(figure)

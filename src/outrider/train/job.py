@@ -1,0 +1,66 @@
+"""What `outrider train` is asked to do, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from ..models.config import DrafterConfig, ModelConfig
+from . import design
+from .answers import Answering
+from .trainer import TrainSettings
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class TrainJob:
+    target: str
+    data: Path
+    out: Path
+    texts: bool = False  # plain text instead of prompts to answer
+    init: str | None = None  # a drafter to start from
+    style: Literal["auto", "plain", "gemma"] = "auto"
+    layers: int = 6
+    reads: tuple[int, ...] = ()  # plain style; empty: spread evenly
+    hidden: int | None = None
+    intermediate: int | None = None
+    taps: tuple[int, ...] = ()
+    position_offset: int = 2  # plain style: the constant position is L - offset
+    clusters: int | None = None  # None: chosen by the vocabulary; 0: no clustered head
+    recluster: bool = False  # with init: the vocabulary is clustered anew, by what is likely together
+    recall: float = 0.99  # the clustered head's top is the cheapest that finds the full head's token this often
+    max_prompt: int = 512
+    answering: Answering = field(default_factory=Answering)
+    minutes: float | None = None  # of everything together, over all runs that continue one another
+    answer_minutes: float | None = None  # of these, most for answering
+    categories: dict[str, float] = field(default_factory=dict)  # answers that a prompt of a category gets beside others' 1
+    carry: tuple[Path, ...] = ()  # data of earlier runs to learn from too
+    carry_sampled: float = 1.0  # share of their sampled answers that is taken
+    limit: int | None = None  # prompts
+    heldout: int = 256
+    anchors: int | None = None  # query rows a batch; None: what fits
+    settings: TrainSettings = field(default_factory=TrainSettings)
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    command: str = ""
+
+    def drafter_config(self, target: ModelConfig, target_hash: str | None) -> DrafterConfig:
+        """The drafter that is made where none is given to start from."""
+        clusters = design.default_clusters(target.vocab_size) if self.clusters is None else self.clusters
+        top = max(1, clusters // 16)
+        style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if self.style == "auto" else self.style
+        if style == "gemma":
+            return design.gemma(
+                target, hidden=self.hidden or 256, intermediate=self.intermediate, clusters=clusters, cluster_top=top,
+                target_hash=target_hash,
+            )  # fmt: skip
+        reads = self.reads or design.spread_reads(target, min(self.layers, len(target.kv_layers)))
+        return design.plain(
+            target, reads=reads, hidden=self.hidden, intermediate=self.intermediate, taps=self.taps, clusters=clusters, cluster_top=top,
+            position_offset=self.position_offset, target_hash=target_hash,
+        )  # fmt: skip

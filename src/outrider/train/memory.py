@@ -1,0 +1,124 @@
+"""What fits: the sizes of a run chosen by the memory that is free and by how fast the device multiplies.
+
+The dear things are, per anchor, the teacher's distribution and the activations of all unrolled steps, and on a CPU every
+row of the head. So a CPU scores a few thousand tokens a batch instead of the whole vocabulary (losses.py), runs the target once
+a sequence and keeps what it showed where that fits (capture.py), and takes batches that last about two seconds.
+The choices are written to OUT/sizes.json: a run that continues keeps them, whatever is free then.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..models.config import DrafterConfig, ModelConfig
+from .net import step_weights, target_weights
+
+GPU_ANCHORS, FEWEST_ANCHORS = 16384, 64
+CPU_SCORED = 8192  # tokens of the vocabulary that a batch's loss looks at on a CPU
+CPU_STEP_SECONDS = 2.0  # that a batch shall take on a CPU
+SHARE = 0.4  # of the free memory that a batch may take; the same again is left to others
+KEEP_SHARE = 0.25  # of the free memory that captured states may take
+
+
+def free_bytes(device: str) -> int:
+    """Memory that this process may still take: of the GPU, or of the machine within the limit of its control group."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = 8 << 30  # where the system does not say
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) << 10
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
+    except (OSError, ValueError, IndexError):
+        pass
+    return max(free, 1 << 26)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How large the pieces of a run are."""
+
+    anchors: int  # query rows a batch
+    scored: int  # tokens of the vocabulary in the loss; 0: all of it
+    keep: bool  # captured states are kept: the target runs once a sequence, not once an epoch
+
+
+@dataclass(frozen=True)
+class Work:
+    """What training costs, in floating-point operations and bytes."""
+
+    body: float  # operations an anchor: forward and backward of all unrolled steps without the head
+    head: float  # operations an anchor and scored token
+    target: float  # operations a token of the target's forward
+    row_bytes: float  # an anchor's activations
+    token_bytes: float  # of a captured token that is kept
+
+    @staticmethod
+    def of(config: DrafterConfig, target: ModelConfig, unroll: int, item: int) -> Work:
+        parts = step_weights(config)
+        wide = max(config.hidden, config.backbone_hidden)
+        # a layer keeps about eight rows of the hidden width and four of its MLP's for the backward pass
+        layer = sum(8 * wide + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
+        reads = {n for n in config.reads or ()} or set(target.kv_layers[-2:])
+        kv = sum(2 * target.layers[r].attn.kv_heads * target.layers[r].attn.head_dim for r in reads)
+        return Work(
+            6.0 * parts["body"] * unroll, (4.0 * unroll + 2.0) * config.head_hidden, 2.0 * target_weights(target),
+            float(item * unroll * (layer + 4 * wide)), float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
+        )  # fmt: skip
+
+    def anchor(self, scored: int, kept: bool, spread: float = 1.5) -> float:
+        """Operations an anchor; `spread`: tokens of the sequences an anchor (prompts are read, not drafted from)."""
+        return self.body + self.head * scored + (0.0 if kept else self.target * spread)
+
+    def anchor_bytes(self, scored: int, item: int) -> float:
+        return self.row_bytes + 2.0 * item * scored  # activations; the teacher's distribution and a gathered copy
+
+
+def choose_sizes(
+    work: Work, vocab: int, *, cuda: bool, free: int, rate: float, item: int, tokens: int, anchors: int | None = None
+) -> Sizes:  # fmt: skip
+    """`free` bytes, `rate` operations a second, `tokens` in the data; `anchors`: as asked for, still cut to what fits."""
+    scored = 0 if cuda or vocab <= 2 * CPU_SCORED else CPU_SCORED
+    keep = not cuda and work.token_bytes * tokens < KEEP_SHARE * free
+    room = SHARE * free - (KEEP_SHARE * free if keep else 0.0) * 0.5
+    fit = int(room / max(1.0, work.anchor_bytes(scored or vocab, item)))
+    if anchors is None:
+        anchors = GPU_ANCHORS if cuda else int(CPU_STEP_SECONDS * rate / work.anchor(scored or vocab, keep))
+        anchors = min(anchors, GPU_ANCHORS) // FEWEST_ANCHORS * FEWEST_ANCHORS
+    return Sizes(max(FEWEST_ANCHORS, min(anchors, fit)), scored, keep)
+
+
+def product_rate(device: str, dtype: torch.dtype, width: int, seconds: float = 0.2) -> float:
+    """Operations a second of matrix products of the drafter's shape, measured for a moment."""
+    a, b = (torch.ones((n, width), dtype=dtype, device=device) for n in (512, 2048))
+    a @ b.T
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        a @ b.T
+        count += 1
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+    return count * 2.0 * 512 * 2048 * width / (time.perf_counter() - began)
+
+
+def cpu_dtype() -> torch.dtype:
+    """bfloat16 where the processor multiplies it itself (then several times faster), else float32."""
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def round_minutes(seconds: float) -> float:
+    """Minutes to ask for: rounded up to something one would type."""
+    minutes = seconds / 60
+    step = 0.1 if minutes < 1 else 0.5 if minutes < 5 else 1.0
+    return round(math.ceil(minutes / step) * step, 1)

@@ -1,0 +1,70 @@
+"""The card of a trained drafter, README.md: what it is, what it reaches on held-out answers, how it was made, what it cannot do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..models.config import DrafterConfig
+
+Row = Mapping[str, Any]  # JSON
+COLUMNS = (1, 2, 3, 4, 6, 8)
+VIEWS = {"clustered": "greedy, clustered head", "full": "greedy, full head", "sampled": "sampled, coupled"}
+
+
+def model_card(config: DrafterConfig, result: Row, runs: Sequence[Row]) -> str:
+    """`result` of finish.finish; `runs`: the provenance of every run that made it, the last one last."""
+    last = runs[-1]
+    lines = [
+        "---", "tags: [speculative-decoding, drafter, outrider]", "---", f"# Drafter for {last['target']}", describe(config), "",
+        f"It fits only the target it was trained for (hash {last['target_hash']}); other quantisations of the same model work with lower",
+        "acceptance. It drafts; the target decides: answers are the target's own, whatever the drafter says.", "",
+        "```", f"outrider chat {last['target']} --drafter THIS_FOLDER", "```", "", "## Figures",
+    ]  # fmt: skip
+    lines += figures(result) if any(v in result for v in VIEWS) else ["Not measured: the run was stopped before its evaluation."]
+    lines += ["", "## Training"]
+    for number, run in enumerate(runs, 1):
+        start = f" It went on from {run['started_from']}." if run.get("started_from") else ""
+        lines += [
+            f"{number}. {run['made'][:10]}, {run['device']}, {run['seconds']:.0f} s of training: {run['steps']} steps over "
+            f"{run['sequences']} answers of the target ({run['answer_tokens']} tokens, {run['greedy_share']:.0%} of them greedy, the "
+            f"others at T = {run['temperature']:g}) to the prompts of {run['data']}.{start}"
+        ]  # fmt: skip
+    lines += ["", "```", *dict.fromkeys(str(run["command"]) for run in runs), "```", ""]
+    lines += ["Everything else: `provenance.json`, `log.jsonl`. `acceptance.json` is what the controller starts from.", "", "## Licence"]
+    lines += ["As the target's. Trained only on text that the target wrote; the prompts' own licence is for whoever shares this to name."]
+    lines += ["", "## Limits", "- Measured on held-out prompts like those it was trained on, not on a benchmark."]
+    lines += ["- Sampled text is drafted less well than greedy text, and prompts of another kind less well than these.", ""]
+    return "\n".join(lines)
+
+
+def describe(config: DrafterConfig) -> str:
+    some = config.layers[0]
+    reads = f" that read the K/V cache of the target's layers {', '.join(map(str, config.reads))}" if config.reads else ""
+    taps = f", fed the target's hidden states after layers {', '.join(map(str, config.taps))} too" if config.taps else ""
+    tied = "head tied to the target's embedding" if config.tied_to_target else f"a head of its own ({config.vocab_size} tokens)"
+    head = f", in {config.clusters} clusters of which {config.cluster_top} are scored a step" if config.clusters else ""
+    bits = f" Its layers were trained as {config.weight_bits} bits hold them." if config.weight_bits else ""
+    return (
+        f"{len(config.layers)} query-only layers ({some.attn.heads} heads of {some.attn.head_dim}, MLP {some.intermediate}, hidden "
+        f"{config.hidden}){reads}{taps}; {tied}{head}.{bits}"
+    )
+
+
+def figures(result: Row) -> list[str]:
+    lines = [
+        "Tokens a cycle on held-out prompts, walked exactly:",
+        "",
+        "| | " + " | ".join(f"K = {k}" for k in COLUMNS) + " | first position |",
+    ]
+    lines.append("|---" * (len(COLUMNS) + 2) + "|")
+    for view, title in VIEWS.items():
+        if view in result:
+            found = {int(k): v for k, v in result[view]["tokens_per_cycle"].items()}
+            cells = " | ".join(f"{found[k]:.3f}" if k in found else "" for k in COLUMNS)
+            lines.append(f"| {title} | {cells} | {result[view]['acceptance_by_position'][0]:.3f} |")
+    counted = result.get("clustered", result.get("full", {}))
+    if counted:
+        share = f"A draft step reads {result['draft_step_share']:.2%} of a target step."
+        lines += ["", f"{counted['answers']} greedy answers, {counted['tokens']} tokens. {share}"]
+    return lines

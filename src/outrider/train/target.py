@@ -1,0 +1,74 @@
+"""The model that a drafter is made for: its files, its text, its weights held dense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..engine.text import Tokenizer
+from ..models import build
+from ..models.config import ModelConfig
+from ..models.layers import TextModel
+from ..types import OutriderError, TextFiles
+from ..weights import files as weight_files
+from ..weights import hub
+from ..weights.load import load_target, translate
+from .capture import DenseOps
+from .data import Prompt, Sequences
+
+
+@dataclass(frozen=True)
+class Described:
+    """A target before its weights are loaded."""
+
+    name: str
+    files: weight_files.Files
+    config: ModelConfig
+    text: TextFiles
+
+
+@dataclass(frozen=True)
+class Target:
+    model: TextModel  # over DenseOps
+    config: ModelConfig
+    text: TextFiles
+    hash: str
+    name: str = ""
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.text.eos_ids or self.config.eos_ids
+
+
+def describe(name: str) -> Described:
+    files = hub.resolve(name)
+    return Described(name, files, translate(ModelConfig.from_hf, files), weight_files.text_files(files))
+
+
+def open_target(name: str | Described, device: str, dtype: torch.dtype) -> Target:
+    known = describe(name) if isinstance(name, str) else name
+    torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
+    config, weights, text = load_target(known.files, device, dtype)
+    model = build(config, weights, DenseOps())  # type: ignore[arg-type]  # its K/V is dense, not in pages
+    return Target(model, config, text, weight_files.fingerprint(known.files), known.name)
+
+
+def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True) -> Sequences:
+    """Prompts through the chat template (or plain texts, cut into pieces) as token sequences; over-long prompts are left out."""
+    tokenizer, rows, index = Tokenizer.load(text), [], []
+    template = chat and not texts and tokenizer.has_chat_template
+    for i, prompt in enumerate(prompts):
+        if template:
+            ids = tokenizer.chat([{"role": "user", "content": prompt.text}])
+        else:
+            ids = tokenizer.encode(prompt.text, bos=True)
+        pieces = [ids[lo : lo + max_tokens] for lo in range(0, len(ids), max_tokens)] if texts else [ids]
+        for piece in pieces:
+            if len(piece) >= (4 if texts else 1) and len(piece) <= max_tokens:
+                rows.append(np.array(piece))
+                index.append(i)
+    if not rows:
+        raise OutriderError(f"none of the {len(prompts)} prompts fits {max_tokens} tokens: raise --max-prompt")
+    return Sequences.of(rows, [1 if texts else len(r) for r in rows], index, [False] * len(rows), vocab)

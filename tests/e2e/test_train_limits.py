@@ -1,0 +1,203 @@
+"""What a first day of training must not do: run past its time, forget everything on Ctrl-C, or be unable to make the shipped drafter."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tests import tiny
+from tests.e2e.test_train import QUIET, job, prompts
+
+from outrider.cli.main import main
+from outrider.llm import LLM
+from outrider.train import memory, run
+from outrider.train.answers import Answering, read_answers
+from outrider.train.data import Sequences
+from outrider.train.recipes import Phase, train_recipe
+from outrider.train.trainer import TrainSettings
+from outrider.types import OutriderError, SamplingParams
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("limits")
+    return tiny.write_target("smollm2", folder / "target"), prompts(folder / "prompts.jsonl")
+
+
+def endless(target: Path, data: Path, out: Path, *more: str) -> list[str]:
+    options = "--steps 1000000 --unroll 2 --layers 2 --anchors 256 --max-new 16 --heldout 8 --eval-every 0 --device cpu --dtype float32"
+    command = [sys.executable, "-m", "outrider.cli.main", "train", "--target", str(target), "--data", str(data), "--out", str(out)]
+    return [*command, *options.split(), *more]
+
+
+def interrupted(command: list[str], number: int, ready: Path, wait: float = 0.0) -> subprocess.CompletedProcess[str]:
+    """The command, sent the signal `wait` seconds after the file `ready` has appeared."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parents[2])}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        late = time.perf_counter() + 120
+        while not (ready.exists() and ready.stat().st_size) and time.perf_counter() < late and process.poll() is None:
+            time.sleep(0.05)
+        time.sleep(wait)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_a_drafter_and_a_run_to_continue(world: tuple[Path, Path], tmp_path: Path, number: int) -> None:
+    target, data = world
+    done = interrupted(endless(target, data, tmp_path), number, tmp_path / "log.jsonl", 1.0)
+    assert done.returncode == 128 + number, done.stderr[-2000:]
+    assert "stopped at step" in done.stderr and "Traceback" not in done.stderr
+    step = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["progress"]["step"]
+    assert step > 0
+    llm = LLM.load(str(target), str(tmp_path / "drafter"), 3, device="cpu", ops="reference")
+    assert llm.generate("red cat", SamplingParams(max_tokens=8))[0].token_ids
+    assert "Not measured" in (tmp_path / "drafter" / "README.md").read_text()
+    settings = TrainSettings(steps=step + 5, unroll=2, warmup=10, eval_every=0)
+    said: list[str] = []
+    more = job(target, data, tmp_path, layers=2, answering=Answering(16), anchors=256, settings=settings)
+    assert run.train(more, said.append)["full"]["answers"] > 0
+    assert any(f"continuing from step {step}" in line for line in said)
+    assert "Not measured" not in (tmp_path / "drafter" / "README.md").read_text()
+
+
+def test_a_signal_while_answering_keeps_the_answers(world: tuple[Path, Path], tmp_path: Path) -> None:
+    target, _ = world
+    many = prompts(tmp_path / "many.jsonl", 3000)
+    out = tmp_path / "out"
+    done = interrupted(endless(target, many, out), signal.SIGINT, out / "answers.jsonl")
+    assert done.returncode == 130 and "stopped while answering" in done.stderr and "Traceback" not in done.stderr, done.stderr[-2000:]
+    kept = read_answers(out / "answers.jsonl")
+    assert 0 < len(kept) < 3000 and not (out / "data.npz").exists()
+    first = {k: a.tokens for k, a in kept.items() if a.done}
+    again = interrupted(endless(target, many, out), signal.SIGINT, out / "answers.jsonl", 8.0)  # it is answering again by then, or done
+    assert again.returncode == 130, again.stderr[-2000:]
+    later = read_answers(out / "answers.jsonl")
+    assert len(later) >= len(kept) and all(later[k].tokens == tokens for k, tokens in first.items())
+
+
+def test_minutes_are_kept(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """Answering, training and evaluation together; what is continued has the time that was left."""
+    target, data = world
+    quick = job(
+        target, data, tmp_path, minutes=0.25, answering=Answering(max_new=12), settings=TrainSettings(steps=10**6, unroll=2, eval_every=0)
+    )
+    began = time.perf_counter()
+    result = run.train(quick, QUIET)
+    took = time.perf_counter() - began
+    assert result["full"]["answers"] > 0 and 8 < took < 15 * 1.1 + 2  # other processes may hold up the last step
+    spent = json.loads((tmp_path / "spent.json").read_text())["seconds"]
+    assert abs(spent - took) < 1
+    steps = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["progress"]["step"]
+    began = time.perf_counter()
+    run.train(quick, QUIET)
+    assert time.perf_counter() - began < 8
+    assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["progress"]["step"] <= steps + 200
+
+
+def test_answering_ends_in_time_and_training_takes_what_there_is(world: tuple[Path, Path], tmp_path: Path) -> None:
+    target, _ = world
+    many = prompts(tmp_path / "many.jsonl", 5000)
+    out = tmp_path / "out"
+    run.train(job(target, many, out, answer_minutes=0.05, settings=TrainSettings(steps=3, unroll=2, warmup=1)), QUIET)
+    data = Sequences.load(out / "data.npz")
+    assert 0 < len(data) < 5000 and (out / "drafter" / "acceptance.json").exists()
+
+
+def test_what_cannot_be_done_in_time_is_refused_before_it_begins(
+    world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, data = world
+    monkeypatch.setattr(run, "product_rate", lambda *_: 1e5)  # a machine of another century
+    began = time.perf_counter()
+    with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes"):
+        run.train(job(target, data, tmp_path, minutes=1.0), QUIET)
+    assert time.perf_counter() - began < 30 and not (tmp_path / "checkpoint.pt").exists()
+
+
+def test_a_large_vocabulary_is_scored_in_part_and_states_are_kept(
+    world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a CPU trains for a large model; it must learn all the same, and a run that continues keeps its sizes."""
+    target, data = world
+    monkeypatch.setattr(memory, "CPU_SCORED", 96)
+    settings = TrainSettings(steps=60, unroll=3, log_every=10, lr=4e-3, warmup=5)
+    result = run.train(job(target, data, tmp_path, settings=settings), QUIET)
+    sizes = json.loads((tmp_path / "sizes.json").read_text())
+    assert sizes["scored"] == 96 and sizes["keep"]
+    rows = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    losses = [r["loss"] for r in rows if "loss" in r]
+    assert losses[-1] < 0.8 * losses[0] and result["full"]["tokens_per_cycle"][4] > 1.5
+    monkeypatch.setattr(memory, "CPU_SCORED", 10**6)
+    more = TrainSettings(steps=62, unroll=3, log_every=10, lr=4e-3, warmup=5)
+    run.train(job(target, data, tmp_path, settings=more), QUIET)
+    assert json.loads((tmp_path / "sizes.json").read_text()) == sizes
+
+
+def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """Phases that go on from one another: 4 bits, Muon, new clusters, T = 1; files and configuration as the shipped one's."""
+    target, data = world
+    common = {"unroll": 2, "warmup": 2, "max_new": 16, "heldout": 8, "log_every": 3, "eval_every": 3}
+    first = Phase("first", 1.0, {**common, "style": "plain", "reads": [1, 2], "taps": [0], "intermediate": 32, "clusters": 16})
+    second = Phase("second", 1.0, {
+        **common, "recluster": True, "temperature": 1.0, "greedy_share": 0.3, "carry_sampled": 0.5, "answer_seed": 9, "optimizer": "muon",
+        "four_bits_from": 0.5, "cluster_pull": 0.1, "greedy_loss": "hard=1", "categories": {"a": 2.0},
+    })  # fmt: skip
+    short = job(target, data, tmp_path, settings=TrainSettings(steps=8))
+    result = train_recipe(short, [first, second], QUIET, keep=frozenset({"steps"}))
+    shipped = Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2"
+    made = tmp_path / "drafter"
+    assert {p.name for p in made.iterdir()} == {p.name for p in shipped.iterdir()}
+    mine, theirs = (json.loads((folder / "config.json").read_text()) for folder in (made, shipped))
+    assert mine.keys() == theirs.keys() and mine["weight_bits"] == 4 and mine["use_ordered_embeddings"] and mine["taps"] == [0]
+    story = json.loads((made / "provenance.json").read_text())
+    assert [r["steps"] for r in story["runs"]] == [8, 8] and story["runs"][1]["started_from"].endswith("drafter")
+    assert story.keys() == json.loads((shipped / "provenance.json").read_text()).keys() and result["sampled"]["answers"] > 0
+    assert {json.loads(line)["run"] for line in (made / "log.jsonl").read_text().splitlines()} == {1, 2}
+    text = (made / "README.md").read_text()
+    assert "trained as 4 bits hold them" in text and "sampled, coupled" in text and text.count("steps over") == 2
+    own = Sequences.load(tmp_path / "2-second" / "data.npz")
+    assert (own.index == Sequences.load(tmp_path / "1-first" / "data.npz").index[0]).sum() >= 2  # carried and new
+    llm = LLM.load(str(target), str(made), 3, device="cpu", ops="reference")
+    assert llm.drafter is not None and llm.drafter.card is not None  # type: ignore[attr-defined]
+
+
+def test_progress_is_shown_and_bad_options_are_one_line(
+    world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target, data = world
+    command = ["outrider", *endless(target, data, tmp_path)[3:], "--steps", "2"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as done:
+        main()
+    text = capsys.readouterr()
+    assert (
+        not done.value.code
+        and text.err.splitlines()[0] == "starting"
+        and "tok/s" in text.err
+        and "step 1, loss" in text.err
+        and "2 steps" in text.err
+    )
+    assert "use it: outrider chat" in text.out
+    for more, message in (
+        (("--minutes", "0"), "--minutes must be above 0"),
+        (("--recipe", "none"), "no such file"),
+        (("--hold", "2"), "--hold"),
+    ):
+        monkeypatch.setattr(sys, "argv", [*command, *more])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2 and message in capsys.readouterr().err.splitlines()[-1]

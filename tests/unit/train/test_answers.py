@@ -1,0 +1,110 @@
+"""Answers through the engine: on disk as they end, cut short and taken up again without a token's difference."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tests.engines import request, tiny_engine
+from tests.engines import run as run_engine
+
+from outrider.train.answers import Answer, Answering, Task, answer_tasks, answer_to_file, heldout_prompts, plan_tasks, read_answers
+from outrider.train.clock import Stop
+from outrider.train.data import Sequences
+from outrider.types import OutriderError
+
+
+def prompts(count: int = 11, vocab: int = 64) -> Sequences:
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(2, vocab, size=n) for n in rng.integers(2, 40, size=count)]
+    return Sequences.of(rows, map(len, rows), range(count), [False] * count, vocab)
+
+
+def plan(count: int = 11) -> list[Task]:
+    return plan_tasks(count, heldout_prompts(count, 2), Answering(max_new=20, temperature=1.0))
+
+
+@pytest.fixture(scope="module")
+def whole() -> dict[tuple[int, int], list[int]]:
+    """What the engine says undisturbed."""
+    rows = prompts()
+    asked = [
+        request(f"{t.prompt}.{t.draw}", rows[t.prompt].tolist(), max_tokens=20, temperature=t.temperature, seed=t.seed, ignore_eos=False)
+        for t in plan()
+    ]
+    said = run_engine(tiny_engine(), asked)
+    return {t.key: said[f"{t.prompt}.{t.draw}"] for t in plan()}
+
+
+def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
+    how = Answering(greedy_share=0.5, temperature=0.7, draws=2.0, seed=3)
+    held = heldout_prompts(200, 30)
+    tasks = plan_tasks(200, held, how)
+    assert len(held) == 30 and tasks == plan_tasks(200, held, how) and len({t.key for t in tasks}) == len(tasks)
+    for count in (40, 100, 300):
+        some = tasks[:count]
+        aside = [t for t in some if t.prompt in held]
+        assert 0 < len(aside) <= count / 5 and 0.1 < np.mean([t.temperature == 0 for t in some]) < 0.6
+    assert {t.temperature for t in tasks if t.prompt in held} == {0.0, 0.7}
+    assert all(t.temperature == 0.7 for t in tasks if t.draw > 0)
+    assert len(heldout_prompts(4, 30)) == 0 and {t.temperature for t in plan_tasks(9, held[:0], Answering(greedy_share=1.0))} == {0.0}
+
+
+def test_answers_are_the_engines(whole: dict[tuple[int, int], list[int]]) -> None:
+    made = list(answer_tasks(tiny_engine(max_batch=4), prompts(), plan(), 20))
+    assert {(a.prompt, a.draw): a.tokens for a in made} == whole and all(a.done for a in made)
+
+
+@pytest.mark.parametrize("cut", ["stop", "deadline", "killed"])
+def test_answering_goes_on_where_it_was(tmp_path: Path, whole: dict[tuple[int, int], list[int]], cut: str) -> None:
+    """Ctrl-C and the clock keep half an answer too; a crash keeps what was written, minus a torn last line."""
+    path, stop, engine, tasks = tmp_path / "answers.jsonl", Stop(), tiny_engine(max_batch=4), plan()
+    real, steps = engine.step, 0
+
+    def step():  # type: ignore[no-untyped-def]
+        nonlocal steps
+        steps += 1
+        if steps == 17:
+            stop.signal = 2 if cut == "stop" else 0
+            if cut == "deadline":
+                time.sleep(0.4)
+            if cut == "killed":
+                raise RuntimeError
+        return real()
+
+    engine.step = step  # type: ignore[method-assign]
+    try:
+        late = time.perf_counter() + (0.4 if cut == "deadline" else 1e9)
+        answer_to_file(engine, prompts(), tasks, 20, path, deadline=late, stop=stop)
+    except RuntimeError:
+        with open(path, "a") as file:
+            file.write('{"prompt": 3, "dra')
+    before = read_answers(path)
+    assert 0 < len(before) < len(tasks) and all(whole[k][: len(a.tokens)] == a.tokens for k, a in before.items())
+    assert any(not a.done for a in before.values()) == (cut != "killed")
+    submitted: list[int] = []
+    again = tiny_engine(max_batch=4)
+    submit = again.submit
+    again.submit = lambda r: (submitted.append(len(r.prompt)), submit(r))[1]  # type: ignore[method-assign]
+    answer_to_file(again, prompts(), tasks, 20, path)
+    after = read_answers(path)
+    assert {k: a.tokens for k, a in after.items()} == whole and all(a.done for a in after.values())
+    assert len(submitted) == len(tasks) - sum(a.done for a in before.values())
+
+
+def test_progress_is_told_from_the_start() -> None:
+    told: list[tuple[int, int, int, float]] = []
+    list(answer_tasks(tiny_engine(max_batch=4), prompts(), plan(), 20, report=lambda *row: told.append(row)))
+    assert told[0] == (0, len(plan()), 0, 0.0) and told[-1][0] == len(plan()) and told[-1][2] > 0
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    good = json.dumps({"prompt": 0, "draw": 0, "temperature": 0.0, "seed": 1, "tokens": [4], "done": True})
+    (tmp_path / "a.jsonl").write_text(good + "\nrubbish\n" + good + "\n")
+    with pytest.raises(OutriderError, match=r"a.jsonl:2: not an answer"):
+        read_answers(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").write_text(good + "\n" + good[:20])
+    assert read_answers(tmp_path / "a.jsonl") == {(0, 0): Answer(0, 0, 0.0, 1, [4], True)}

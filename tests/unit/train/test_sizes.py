@@ -1,0 +1,108 @@
+"""Sizes by what is free, forecasts before anything long begins, and recipes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engines import LLAMA
+
+from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.train.answers import Answering
+from outrider.train.design import default_clusters, plain, spread_reads
+from outrider.train.forecast import FEWEST_STEPS, Forecast, check
+from outrider.train.job import TrainJob
+from outrider.train.memory import (
+    CPU_SCORED,
+    FEWEST_ANCHORS,
+    GPU_ANCHORS,
+    Sizes,
+    Work,
+    choose_sizes,
+    free_bytes,
+    product_rate,
+    round_minutes,
+)
+from outrider.train.recipes import Phase, applied, read_recipe
+from outrider.train.trainer import TrainSettings
+from outrider.types import OutriderError
+
+# Qwen2.5-0.5B's shape
+HALF = ModelConfig.from_hf({
+    **LLAMA, "model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "num_hidden_layers": 24,
+    "intermediate_size": 4864, "vocab_size": 151936, "tie_word_embeddings": True,
+})  # fmt: skip
+
+
+def drafter(target: ModelConfig = HALF) -> DrafterConfig:
+    return plain(target, reads=spread_reads(target, 6), clusters=default_clusters(target.vocab_size), cluster_top=32)
+
+
+def sizes(free: int, cuda: bool = False, rate: float = 1e11, tokens: int = 40_000, anchors: int | None = None) -> Sizes:
+    work = Work.of(drafter(), HALF, 5, 2)
+    return choose_sizes(work, HALF.vocab_size, cuda=cuda, free=free, rate=rate, item=2, tokens=tokens, anchors=anchors)
+
+
+def test_a_batch_fits_what_is_free_and_lasts_seconds() -> None:
+    """Half a billion weights on two cores: 16,384 anchors over the whole vocabulary took 22 GB and minutes a step."""
+    work, small = Work.of(drafter(), HALF, 5, 2), sizes(20 << 30)
+    assert small.scored == CPU_SCORED and small.keep and FEWEST_ANCHORS <= small.anchors <= 2048
+    assert small.anchors * work.anchor_bytes(small.scored, 2) < 2 << 30
+    assert 0.5 < small.anchors * work.anchor(small.scored, True) / 1e11 < 2.5
+    assert sizes(20 << 30, anchors=10**6).anchors * work.anchor_bytes(CPU_SCORED, 2) < 8 << 30  # what is asked for must fit too
+    assert sizes(1 << 28).anchors < small.anchors and not sizes(1 << 28).keep
+    assert not sizes(20 << 30, tokens=10**8).keep
+    large = sizes(130 << 30, cuda=True)
+    assert large == Sizes(GPU_ANCHORS, 0, False) and sizes(10 << 30, cuda=True).anchors < GPU_ANCHORS
+
+
+def test_what_is_free_is_known() -> None:
+    assert 1 << 26 <= free_bytes("cpu") < 1 << 44 and product_rate("cpu", torch.float32, 64, 0.01) > 1e6
+
+
+def test_clusters_divide_the_vocabulary() -> None:
+    assert [default_clusters(v) for v in (49152, 262144, 151936, 32000)] == [1024, 2048, 1187, 800]
+    assert default_clusters(7919) == 0 and default_clusters(151937) == 0  # a prime, and only far divisors
+
+
+def test_too_short_a_time_is_refused_with_what_would_do() -> None:
+    work, chosen = Work.of(drafter(), HALF, 5, 2), sizes(20 << 30)
+    slow = Forecast.of(work, chosen, vocab=151936, head=896, rate=1e11, answer_rate=60.0, load=15.0, accumulate=1)
+    assert slow.step > 1.0
+    with pytest.raises(OutriderError, match=r"--minutes 1 is too short here.*try --minutes ") as refused:
+        check(slow, 1.0, 10_000, 1000, 5.0)
+    minutes = float(str(refused.value).split("try --minutes ")[1].split(",")[0])
+    assert "about" in check(slow, minutes, 10_000, 1000, 5.0) and minutes * 60 > FEWEST_STEPS * slow.step
+    assert [round_minutes(s) for s in (20, 61, 290, 700)] == [0.4, 1.5, 5.0, 12.0]
+
+
+def job() -> TrainJob:
+    return TrainJob("t", Path("d"), Path("o"), answering=Answering(seed=5), settings=TrainSettings(seed=6))
+
+
+def test_the_shipped_recipe_says_what_the_shipped_drafter_is() -> None:
+    phases = read_recipe("shipped")
+    jobs = [applied(job(), p) for p in phases]
+    assert [p.name for p in phases] == ["first", "second", "third"]
+    assert (
+        jobs[0].reads == (14, 17, 20, 23, 26, 29) and jobs[0].taps == (9, 19) and jobs[0].intermediate == 320 and jobs[0].clusters == 1024
+    )
+    assert [j.settings.four_bits_from for j in jobs] == [1.0, 0.5, 0.0] and [j.settings.muon for j in jobs] == [False, False, True]
+    assert jobs[1].recluster and jobs[2].answering.temperature == 1.0 and str(jobs[2].settings.greedy_loss) == "soft=0.5,tv=0.5,hard=0.5"
+    assert jobs[2].answering.seed == 17 and jobs[2].settings.seed == 11 and jobs[2].categories["rag"] == 2.0
+
+
+def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path: Path) -> None:
+    phase = Phase("a", 1.0, {"lr": 0.5, "max_new": 7, "reads": [1, 2]})
+    kept = applied(replace(job(), settings=TrainSettings(lr=0.1)), phase, frozenset({"lr"}))
+    assert kept.settings.lr == 0.1 and kept.answering.max_new == 7 and kept.reads == (1, 2)
+    with pytest.raises(OutriderError, match="unknown key 'lrr'"):
+        applied(job(), Phase("a", 1.0, {"lrr": 1}))
+    with pytest.raises(OutriderError, match="no such file; shipped recipes"):
+        read_recipe("nothing")
+    for text, message in (("phase = 3", "no .*phase.* tables"), ("x = ", "not TOML"), ("[[phase]]\nlr = 1", "phase 1 needs 'minutes'")):
+        (tmp_path / "r.toml").write_text(text)
+        with pytest.raises(OutriderError, match=message):
+            read_recipe(str(tmp_path / "r.toml"))
