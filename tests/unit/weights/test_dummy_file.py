@@ -11,10 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
+from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.known import KNOWN
+from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.lib import W_FILE, W_PARTS
 from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.cpu.packing import PackedWeight
 from outrider.types import OutriderError
 from outrider.weights import load_drafter, load_target
 from outrider.weights.dummy_file import FORMATS, SHAPES, nbytes, tensors, write_folder, write_gguf
@@ -74,6 +77,18 @@ def test_tables_that_are_only_looked_up_stay_in_the_file(tmp_path: Path) -> None
                 assert torch.equal(ops.unpack(w), dense[name])
         if raw is QWEN:
             assert weights["layers.0.qkv"].c.kind == W_PARTS  # q and k in 4 bits, v in 6
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_k_m", "q8_0"])
+def test_experts_stay_in_their_bits(tmp_path: Path, fmt: str) -> None:
+    path, ops = tmp_path / "d.gguf", CpuOps(threads=1)
+    write_gguf(path, ModelConfig.from_hf(MOE), fmt)
+    config, weights, _ = load_target(path, "cpu", torch.float32, ops)
+    dense = load_target(path, "cpu", torch.float32)[1]
+    for name in ("layers.1.experts_gate_up", "layers.1.experts_down"):
+        assert isinstance(weights[name], PackedWeight) and weights[name].shape == dense[name].shape
+        assert torch.equal(ops.unpack(weights[name]), dense[name])
+    assert isinstance(ops.compile(build(config, weights, ops)), CompiledModel)  # the whole pass in one call
 
 
 def test_drafters_go_to_a_folder(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SOURCES = (
-    "kernels.c", "cycle.h", "draft.h", "forward.h", "attend.h", "score.h", "rows.h", "pack.h", "product.h",
+    "kernels.c", "cycle.h", "draft.h", "forward.h", "moe.h", "share.h", "attend.h", "score.h", "rows.h", "pack.h", "product.h",
     "tile_avx512.h", "tile_avx2.h", "tile_portable.h", "formats.h", "pool.h", "vec.h",
 )  # fmt: skip
 ISAS = ("avx512bf16", "avx512", "avx2", "generic")

@@ -6,20 +6,6 @@
 
 typedef struct { const Weight *head; int clusters, top, size; } Clusters; /* head: rows in cluster order, `size` each */
 
-/* The best `top` in falling order; the earlier of equals first. */
-static void best_clusters(const float *z, int clusters, int top, int64_t *best) {
-    int have = 0;
-    for (int c = 0; c < clusters; c++) {
-        if (have == top && c % LANES == 0 && c + LANES <= clusters && !vf_any_ge(vf_load(z + c), vf_set(z[best[top - 1]]))) {
-            c += LANES - 1; /* none of sixteen is good enough */
-            continue;
-        }
-        if (have == top && !(z[c] > z[best[top - 1]])) continue;
-        int at = have < top ? have++ : top - 1;
-        for (; at > 0 && z[c] > z[best[at - 1]]; at--) best[at] = best[at - 1];
-        best[at] = c;
-    }
-}
 /* One member's share of: lean [rows, clusters] where hot, temperature · the largest noise of the cluster's tokens (that of
  * the smallest bits). hashes [clusters / 16, size, 16]: a lane is a cluster. position + step: of the token being chosen. */
 static void lean_phase(Team *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *hot,

@@ -3,12 +3,13 @@
  * are bitwise those of the operations called one by one.
  */
 #pragma once
-#include "attend.h"
+#include "moe.h"
 
 typedef struct {
     Spec attn;
     int32_t rope, inter;
     Weight qkv, out, gate_up, down, ple_gate, ple_out;
+    Moe moe;                          /* beside the dense MLP */
     const float *attn_norm, *qkv_bias, *q_norm, *k_norm, *out_bias, *post_attn_norm;
     const float *mlp_norm, *gate_up_bias, *down_bias, *post_mlp_norm, *scalar, *next_norm, *ple_post_norm;
 } Layer;
@@ -33,89 +34,6 @@ typedef struct {
     float *const *taps;    /* per layer: NULL or [rows, H] for the residual stream after it */
 } Call;
 
-typedef struct { float value[LANES], group[LANES]; } Best; /* of a row, by lane: the largest answer and the first group that gave it */
-
-typedef struct { /* where a product's answers go */
-    enum { TO_STORE, TO_GATED, TO_TIMES } how;
-    const float *bias;
-    float *out;            /* [rows, ldo] */
-    long ldo;
-    int act;               /* GATED: act(gate)·up; TIMES: act(y)·side */
-    const float *side;
-    long ldside;
-    float cap;             /* STORE: softcap; 0: none */
-    Acts *quantised;       /* GATED, TIMES: also quantise what was written */
-    Best *best;            /* [rows] or NULL: kept up to date */
-    int cut;               /* the first `cut` outputs and the rest are shared out separately (0: all together) */
-} To;
-
-#define PRIVATE_ROWS 16 /* up to here every member does the row work for itself: cheaper than handing rows over */
-#define SPLIT_ROWS 32    /* rows for each member from which products are shared out by rows, not by outputs */
-
-INLINE vf add_bias(vf y, const float *bias, int n, int left) { return bias ? vf_add(y, vf_load_n(bias + n, left)) : y; }
-
-INLINE void best_seen(Best *b, vf y, int g, int left) {
-    static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    if (left < LANES) y = vf_pick_lt(vf_load(lane), vf_set((float)left), y, vf_set(-INFINITY));
-    const vf top = vf_load(b->value);
-    vf_store(b->group, vf_pick_lt(top, y, vf_set((float)g), vf_load(b->group)));
-    vf_store(b->value, vf_max(y, top));
-}
-
-/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all */
-INLINE void product_group(const Weight *w, const Acts *a, const To *to, int n, int g, int m0, int mc, float *tile) {
-    float up[TILE_ROWS * LANES];
-    const int at = g * LANES, left = n - at;
-    for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
-    product_tile(w, g, a, m0, mc, tile);
-    if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
-    for (int m = 0; m < mc; m++) {
-        const long row = m0 + m;
-        vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
-        if (to->how == TO_GATED) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(up + LANES * m), to->bias, n + at, left));
-        else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
-        else if (to->cap > 0.0f) y = vf_softcap(y, to->cap);
-        if (to->best) best_seen(to->best + row, y, g, left);
-        if (to->out) vf_store_n(to->out + row * to->ldo + at, y, left);
-        if (to->quantised) vf_store(tile + LANES * m, y);
-    }
-}
-
-/* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
-static void product_units(const Weight *w, const Acts *a, const To *to, int n, int wide, int lo, int hi, int first, int last) {
-    float tile[2][TILE_ROWS * LANES], x[2 * LANES];
-    for (int base = first; base < last; base += BLOCK_ROWS) {
-        const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last;
-        for (int u = lo; u < hi; u++)
-            for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
-                const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
-                for (int half = 0; half < wide; half++) product_group(w, a, to, n, u * wide + half, m0, mc, tile[half]);
-                for (int m = 0; to->quantised && m < mc; m++) {
-                    const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
-                    vf_store(x, vf_load(tile[0] + LANES * m));
-                    vf_store(x + LANES, vf_load(tile[1] + LANES * m));
-                    quantize_block(x, to->quantised->q + at, to->quantised->blk + at / 32);
-                }
-            }
-    }
-}
-
-/* One member's share of a product, a fixed one: claiming tasks costs more than it evens out. No barrier at the end. */
-static void product_phase(Team *team, int me, const Weight *w, const Acts *a, int rows, const To *to) {
-    const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;
-    const int units = (n + LANES * wide - 1) / (LANES * wide), cut = to->cut / (LANES * wide);
-    int lo, hi;
-    if (rows >= SPLIT_ROWS * team->size) {
-        team_share(team, me, rows, &lo, &hi);
-        product_units(w, a, to, n, wide, 0, units, lo, hi);
-        return;
-    }
-    team_share(team, me, cut, &lo, &hi);
-    product_units(w, a, to, n, wide, lo, hi, 0, rows);
-    team_share(team, me, units - cut, &lo, &hi);
-    product_units(w, a, to, n, wide, cut + lo, cut + hi, 0, rows);
-}
-
 /* ---- the region ---- */
 typedef struct {
     Call call;
@@ -126,6 +44,7 @@ typedef struct {
     Acts norm, attn, mlp_acts, side_acts;
     char *norm_at;           /* members' copies of the quantised stream */
     size_t norm_step;
+    char *moe_at;            /* laid out anew for every layer: formats may differ */
     int own;                 /* row work is private */
     float *tmp;              /* [members, H] */
 } Run;
@@ -153,6 +72,28 @@ static void copy_out(const Run *run, const View *v, int me, float *to, const flo
     if (run->own && me) return; /* every member holds all rows: one of them is enough */
     const long n = run->call.stack->hidden;
     memcpy(to + v->lo * n, from + v->lo * n, (size_t)((v->hi - v->lo) * n) * 4);
+}
+
+/* run->y, the dense MLP's answer, becomes norm(y) + norm(the routed experts' answer): what they read is the stream itself */
+static void moe_beside(Team *team, int me, Run *run, const View *v, const Moe *m) {
+    const Stack *s = run->call.stack;
+    const long n = s->hidden;
+    MoeRun here, *r = &here; /* every member finds the same places */
+    int lo, hi;
+    moe_layout(r, m, run->call.batch.rows, run->moe_at);
+    team_share(team, me, r->rows, &lo, &hi);
+    for (int i = lo; i < hi; i++) {
+        norm_row(v->x + i * n, (int)n, m->router_norm, s->eps, r->router_in + i * n);
+        norm_row(v->x + i * n, (int)n, m->norm, s->eps, r->in + i * n);
+        moe_quantise(m, r, i);
+    }
+    team_barrier(team);
+    moe_phase(team, me, m, r, s->act);
+    for (int i = lo; i < hi; i++) {
+        norm_row(run->y + i * n, (int)n, m->post_dense_norm, s->eps, run->y + i * n);
+        residual_row(run->y + i * n, r->out + i * n, (int)n, m->post_norm, NULL, NULL, s->eps, NULL, run->tmp + me * n);
+    }
+    team_barrier(team);
 }
 
 /* One member's share of the whole stack. Ends without a barrier. */
@@ -249,6 +190,8 @@ static void stack_phase(Team *team, int me, Run *run) {
         product_phase(team, me, &l->down, &mlp, rows, &to_down);
         team_barrier(team);
 
+        if (l->moe.experts) moe_beside(team, me, run, &v, &l->moe);
+
         const Weight *next = i + 1 < s->layers ? &s->layer[i + 1].qkv : (s->post.kind != W_NONE ? &s->post : NULL);
         if (s->ple) {
             residual_phase(team, me, run, &v, l->post_mlp_norm, NULL, NULL, &l->ple_gate);
@@ -298,7 +241,6 @@ static size_t run_layout(Run *run, const Team *team, char *at) {
     run->own = b->rows <= PRIVATE_ROWS;
     const size_t copies = run->own ? T : 1, ple = (size_t)s->ple * s->layers;
     const size_t side_k = s->pre.kind != W_NONE && s->pre.k > s->ple ? (size_t)s->pre.k : (size_t)s->ple;
-#define TAKE(bytes) (used += UP(bytes), at ? at + used - UP(bytes) : NULL)
     run->cos = (float **)TAKE(2 * s->ropes * sizeof(float *));
     run->sin = run->cos + s->ropes;
     for (int k = 0; k < s->ropes; k++) {
@@ -321,6 +263,13 @@ static size_t run_layout(Run *run, const Team *team, char *at) {
     run->mlp_acts = acts_at(TAKE(acts_bytes(b->rows, (int)inter)), b->rows, (int)inter, run->mlp, (int)inter);
     run->side_acts = acts_at(TAKE(acts_bytes(b->rows, (int)side_k)), b->rows, (int)side_k, run->mlp, (int)side_k);
     run->tmp = (float *)TAKE(T * H * 4);
+    size_t most = 0;
+    for (int i = 0; i < s->layers; i++) {
+        MoeRun one;
+        const size_t need = s->layer[i].moe.experts ? moe_layout(&one, &s->layer[i].moe, b->rows, NULL) : 0;
+        if (need > most) most = need;
+    }
+    run->moe_at = TAKE(most);
     for (int g = 0; g < 2; g++)
         if (of[g]) {
             cut_plan(&run->cut[g], team, of[g], b);

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...types import KVView
 from .lib import Batch, CCall, CDraft, CLayer, CStack, c_spec
-from .ops import ACTIVATIONS, CpuOps, at, floats, table_scale
+from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
 from .packing import cluster_hashes
 
 
@@ -103,9 +103,18 @@ class CompiledModel:
 
 def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
     config = model.config
-    if config.moe is not None or unsupported(ops, model.blocks, config.hidden) or (config.ple_dim and config.ple_dim % 32):
+    if unsupported(ops, model.blocks, config.hidden) or (config.ple_dim and config.ple_dim % 32):
+        return None
+    if config.moe is not None and any(not routable(ops, e.router, e.gate_up, e.down) for e in model.experts):
         return None
     stack = Stack(ops, model.blocks, model.inv_freqs, config.hidden, config.norm_eps, config.activation)
+    if config.moe is not None:
+        for c, e in zip(stack.layers, model.experts, strict=True):
+            c.moe = c_moe(ops, e.router, e.expert_scale, e.gate_up, e.down, config.moe.top_k)
+            c.moe.router_norm, c.moe.norm, c.moe.post_norm, c.moe.post_dense_norm = map(
+                at, (e.router_norm, e.norm, e.post_norm, e.post_dense_norm)
+            )
+        stack.keep.append(model.experts)
     stack.c.embed = ops.c_weight(model.table)
     stack.c.embed_scale = table_scale(model.table, config.embed_scale)
     stack.keep.append(model.table)

@@ -14,7 +14,7 @@ int or_isa(void) {
 #endif
 }
 int or_sizes(int which) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle)};
+    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe)};
     return (int)sizes[which];
 }
 
@@ -144,6 +144,31 @@ void or_choose(Team *team, const float *z, int rows, int n, const int64_t *seed,
     team_begin(team);
     team_run(team, choose_region, &job);
     team_end(team);
+}
+
+/* ---- experts ---- */
+typedef struct { const Moe *m; MoeRun run; int act; } MoeJob;
+static void moe_region(Team *team, int me, void *job) {
+    MoeJob *j = job;
+    int lo, hi;
+    team_share(team, me, j->run.rows, &lo, &hi);
+    for (int i = lo; i < hi; i++) moe_quantise(j->m, &j->run, i);
+    team_barrier(team);
+    moe_phase(team, me, j->m, &j->run, j->act);
+}
+int or_moe(Team *team, const Moe *m, const float *router_in, const float *x, int rows, int act, float *out) {
+    MoeJob job = {m, {0}, act};
+    team_begin(team);
+    char *at = team_scratch(team, moe_layout(&job.run, m, rows, NULL));
+    if (at) {
+        moe_layout(&job.run, m, rows, at);
+        job.run.router_acts.x = router_in;
+        job.run.acts.x = job.run.in = (float *)x; /* only read */
+        job.run.out = out;
+        team_run(team, moe_region, &job);
+    }
+    team_end(team);
+    return at ? 0 : 1;
 }
 
 /* ---- attention ---- */

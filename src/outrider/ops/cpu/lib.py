@@ -35,10 +35,19 @@ class CBatch(Structure):
     ]  # fmt: skip
 
 
+class CMoe(Structure):
+    _fields_ = [
+        *[(name, CWeight) for name in ("router", "gate_up", "down")],
+        *[(name, c_void_p) for name in ("router_norm", "norm", "expert_scale", "post_norm", "post_dense_norm")],
+        ("experts", c_int32), ("top", c_int32),
+    ]  # fmt: skip
+
+
 class CLayer(Structure):
     _fields_ = [
         ("attn", CSpec), ("rope", c_int32), ("inter", c_int32),
         *[(name, CWeight) for name in ("qkv", "out", "gate_up", "down", "ple_gate", "ple_out")],
+        ("moe", CMoe),
         *[(name, c_void_p) for name in ("attn_norm", "qkv_bias", "q_norm", "k_norm", "out_bias", "post_attn_norm")],
         *[(name, c_void_p) for name in ("mlp_norm", "gate_up_bias", "down_bias", "post_mlp_norm", "scalar", "next_norm", "ple_post_norm")],
     ]  # fmt: skip
@@ -100,6 +109,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "or_act_mul": (None, [P, L, P, L, I, I, I, P]),
     "or_angles": (None, [P, I, P, I, P, P]),
     "or_choose": (None, [P, P, I, I, P, P, P, P, P]),
+    "or_moe": (I, [P, P, P, P, I, I, P]),
     "or_rope_write": (None, [P, P, P, P, P, P, P, P]),
     "or_attend": (I, [P, P, P, P, L, P]),
     "or_forward": (I, [P, P]),
@@ -114,7 +124,7 @@ def load(isa: str | None = None) -> Any:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle)]
+    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe)]
     assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "lib.py and the headers disagree"
     return lib
 

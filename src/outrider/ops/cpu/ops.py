@@ -21,9 +21,9 @@ from ..backend import EVERY_ROW, Capabilities, HostCycle, M
 from ..formats import BLOCKS, Block, Held, QuantPart, Weight
 from ..reference import ReferenceOps, plain
 from . import packing
-from .lib import Batch, CSpec, CWeight, Pages, c_spec, dense_weight, load
+from .lib import Batch, CMoe, CSpec, CWeight, Pages, c_spec, dense_weight, load
 from .memory import Arena, advise
-from .packing import PackedWeight
+from .packing import LANES, PackedWeight
 
 BF16 = 3  # or_isa()
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -61,6 +61,7 @@ class CpuOps(ReferenceOps):
     )  # fmt: skip
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
+        self.isa = isa
         self.lib = load(isa)
         self.version = Path(self.lib._name).stem
         self.threads = threads or default_threads()
@@ -78,9 +79,14 @@ class CpuOps(ReferenceOps):
 
     # ---- weights --------------------------------------------------------------------------------------------------
     def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
-        if any(len(p.shape) != 2 or not isinstance(p.format, Block) for p in parts):
+        if any(not isinstance(p.format, Block) for p in parts):
             return None
-        return self.pack([QuantPart(p.format.name, (p.shape[0], p.shape[1]), p.tensors["blocks"].numpy(), p.release) for p in parts])
+        if len(parts[0].shape) == 2:
+            return self.pack([stored_rows(p) for p in parts])
+        if len(parts) != 1 or parts[0].shape[1] % 32:  # an expert's rows, and the gates among them, must be whole groups
+            return None
+        packed = self.pack([stored_rows(parts[0])])
+        return None if packed is None else packed.view(*parts[0].shape)
 
     def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
         return self.packer.pack(parts)
@@ -89,13 +95,15 @@ class CpuOps(ReferenceOps):
         """Where it lies in the file: it takes no memory but the pages that were asked for."""
         if len(table.shape) != 2 or not isinstance(table.format, Block):
             return None
-        return packing.in_file(QuantPart(table.format.name, (table.shape[0], table.shape[1]), table.tensors["blocks"].numpy()))
+        return packing.in_file(stored_rows(table))
 
     def quantize(self, dense: Tensor, mode: str) -> Held:
         if mode not in ("int8", "int4"):
             raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")
-        packed = self.packer.quantize(dense, mode) if dense.dim() == 2 else None
-        return self.prepare(dense) if packed is None else packed
+        if dense.dim() == 3 and dense.shape[1] % 32:
+            return self.prepare(dense)
+        packed = self.packer.quantize(dense.reshape(-1, dense.shape[-1]), mode)
+        return self.prepare(dense) if packed is None else packed.view(*dense.shape)
 
     def take_rows(self, weight: Held, order: Tensor) -> Held:
         """Rows in another order, kept as they are held: a head by clusters."""
@@ -173,6 +181,18 @@ class CpuOps(ReferenceOps):
         rows, n = x.shape
         out = torch.empty((rows, n))
         self.lib.or_act_mul(x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), rows, n, ACTIVATIONS[act], out.data_ptr())
+        return out
+
+    def moe(
+        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
+    ) -> Tensor:
+        if not routable(self, router, gate_up, down):
+            return super().moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
+        router_in, x = floats(router_in), floats(x)
+        out = torch.empty_like(x)
+        c = c_moe(self, router, expert_scale, gate_up, down, top_k)
+        if self.lib.or_moe(self.team, ctypes.byref(c), router_in.data_ptr(), x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr()):
+            raise MemoryError("scratch of experts")
         return out
 
     # ---- whole models ---------------------------------------------------------------------------------------------
@@ -297,6 +317,24 @@ class CpuOps(ReferenceOps):
             seed.data_ptr(), position.data_ptr(), at(tokens), hot.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
+
+
+def stored_rows(w: Weight) -> QuantPart:
+    """All rows of a matrix, or of all experts."""
+    blocks = w.tensors["blocks"]
+    return QuantPart(w.format.name, (w.nbytes // blocks.shape[-1], w.shape[-1]), blocks.reshape(-1, blocks.shape[-1]).numpy(), w.release)
+
+
+def routable(ops: CpuOps, router: Held, gate_up: Held, down: Held) -> bool:
+    """Whether the library can run these experts: their rows are whole groups, the rows of dense ones as well."""
+    return gate_up.shape[1] % 32 == 0 and down.shape[1] % LANES == 0 and (down.shape[2] % 32 == 0 or isinstance(down, Tensor))
+
+
+def c_moe(ops: CpuOps, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int) -> CMoe:
+    return CMoe(
+        router=ops.c_weight(router), gate_up=ops.c_weight(gate_up), down=ops.c_weight(down),
+        expert_scale=expert_scale.data_ptr(), experts=gate_up.shape[0], top=top_k,
+    )  # fmt: skip
 
 
 def table_scale(table: Held, scale: float) -> float:

@@ -154,3 +154,18 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
     }
     return at;
 }
+
+/* The best `top` in falling order; the earlier of equals first. */
+static void best_clusters(const float *z, int clusters, int top, int64_t *best) {
+    int have = 0;
+    for (int c = 0; c < clusters; c++) {
+        if (have == top && c % LANES == 0 && c + LANES <= clusters && !vf_any_ge(vf_load(z + c), vf_set(z[best[top - 1]]))) {
+            c += LANES - 1; /* none of sixteen is good enough */
+            continue;
+        }
+        if (have == top && !(z[c] > z[best[top - 1]])) continue;
+        int at = have < top ? have++ : top - 1;
+        for (; at > 0 && z[c] > z[best[at - 1]]; at--) best[at] = best[at - 1];
+        best[at] = c;
+    }
+}

@@ -1,0 +1,143 @@
+/* Routed experts. The rows of a pass are grouped by the experts they chose, so that every chosen expert is read once, whatever the
+ * number of rows; the others are not read at all. An answer row is the sum over its own experts in the order of their weight: it does
+ * not depend on the rows beside it.
+ */
+#pragma once
+#include "share.h"
+
+typedef struct {
+    Weight router, gate_up, down; /* [experts, H]; [experts·2·inter, H], [experts·H, inter]: an expert's rows are whole groups */
+    const float *router_norm, *norm, *expert_scale, *post_norm, *post_dense_norm;
+    int32_t experts, top;         /* experts = 0: there are none */
+} Moe;
+
+typedef struct {
+    int rows, hidden, inter;
+    float *router_in, *in;        /* [rows, H] what router and experts read */
+    Acts router_acts, acts;
+    float *logits, *weight;       /* [rows, experts], [rows, top] */
+    int64_t *chosen;              /* [rows, top], best first */
+    int32_t *first;               /* [experts + 1] an expert's pairs are first[e] .. first[e + 1] - 1 */
+    int32_t *place, *row_of;      /* [rows, top] the pair of a row's choice; [pairs] the row of a pair */
+    float *pair_in, *mid, *y;     /* by pair: [H] (dense experts only), [inter] (the same), [H] */
+    Acts pair_acts, mid_acts;
+    float *out;                   /* [rows, H] */
+} MoeRun;
+
+INLINE Weight expert_of(const Weight *w, int experts, long e) {
+    Weight one = *w;
+    one.n = w->n / experts;
+    if (w->kind == W_DENSE) one.data = (const char *)w->data + (size_t)e * one.n * w->k * (w->dtype == DT_F32 ? 4 : 2);
+    else { one.data = w_data(w, e * (one.n / LANES)); one.scale = w_scale(w, e * (one.n / LANES)); }
+    return one;
+}
+
+/* One member's share of a product of every pair with its expert. A share is counted in units: reading one costs about as much as
+ * computing it for eight rows. */
+static void experts_phase(Team *team, int me, const Weight *w, int experts, const Acts *a, const To *to, int n, const int32_t *first) {
+    const int wide = to->quantised ? 2 : 1, units = n / (LANES * wide);
+    int active = 0;
+    for (int e = 0; e < experts; e++) active += first[e + 1] > first[e];
+    const long all = (long)units * (first[experts] + 8L * active), lo = all * me / team->size, hi = all * (me + 1) / team->size;
+    long at = 0;
+    for (int e = 0; e < experts; e++) {
+        const int rows = first[e + 1] - first[e];
+        if (!rows) continue;
+        const long cost = rows + 8, end = at + cost * units;
+        if (end > lo && at < hi) {
+            const Weight one = expert_of(w, experts, e);
+            const long from = lo <= at ? 0 : (lo - at + cost - 1) / cost, past = hi >= end ? units : (hi - at + cost - 1) / cost;
+            if (past > from) product_units(&one, a, to, n, wide, (int)from, (int)past, first[e], first[e + 1]);
+        }
+        at = end;
+    }
+}
+
+/* The best `top` experts of a row and their weights: softmax over all, the chosen ones scaled to 1, times the expert's own scale */
+static void route_row(const float *z, const Moe *m, int64_t *chosen, float *weight) {
+    best_clusters(z, m->experts, m->top, chosen);
+    float e[LANES], sum = 0.0f;
+    for (int t = 0; t < m->top; t += LANES) {
+        const int n = m->top - t < LANES ? m->top - t : LANES;
+        for (int i = 0; i < LANES; i++) e[i] = i < n ? z[chosen[t + i]] - z[chosen[0]] : 0.0f;
+        vf_store_n(weight + t, vf_exp(vf_load(e)), n);
+    }
+    for (int t = 0; t < m->top; t++) sum += weight[t];
+    for (int t = 0; t < m->top; t++) weight[t] = weight[t] / sum * m->expert_scale[chosen[t]];
+}
+
+/* router_in, in and their quantised forms are ready, and everybody knows; leaves the member's share of rows in `out`. */
+static void moe_phase(Team *team, int me, const Moe *m, MoeRun *r, int act) {
+    const int top = m->top, H = r->hidden, pairs = r->rows * top, packed = m->gate_up.kind != W_DENSE, packed_mid = m->down.kind != W_DENSE;
+    int lo, hi;
+    team_share(team, me, r->rows, &lo, &hi);
+    To to_logits = {TO_STORE, NULL, r->logits, m->experts};
+    product_phase(team, me, &m->router, &r->router_acts, r->rows, &to_logits);
+    team_barrier(team);
+    for (int i = lo; i < hi; i++) route_row(r->logits + (long)i * m->experts, m, r->chosen + (long)i * top, r->weight + (long)i * top);
+    team_barrier(team);
+    if (!me) { /* pairs in the order of their experts, then of their rows */
+        for (int e = 0; e <= m->experts; e++) r->first[e] = 0;
+        for (int p = 0; p < pairs; p++) r->first[r->chosen[p] + 1]++;
+        for (int e = 0; e < m->experts; e++) r->first[e + 1] += r->first[e];
+        for (int p = 0; p < pairs; p++) { /* first[e] runs to the end of e, then everything moves up by one */
+            r->place[p] = r->first[r->chosen[p]]++;
+            r->row_of[r->place[p]] = p / top;
+        }
+        for (int e = m->experts; e > 0; e--) r->first[e] = r->first[e - 1];
+        r->first[0] = 0;
+    }
+    team_barrier(team);
+    team_share(team, me, pairs, &lo, &hi);
+    for (long p = lo; p < hi; p++) {
+        const long row = r->row_of[p];
+        if (packed) {
+            memcpy(r->pair_acts.q + p * H, r->acts.q + row * H, (size_t)H);
+            memcpy(r->pair_acts.blk + p * (H / 32), r->acts.blk + row * (H / 32), (size_t)(H / 32) * sizeof(Blk));
+        } else memcpy(r->pair_in + p * H, r->in + row * H, (size_t)H * 4);
+    }
+    team_barrier(team);
+    To to_mid = {TO_GATED, NULL, packed_mid ? NULL : r->mid, r->inter, act, NULL, 0, 0.0f, packed_mid ? &r->mid_acts : NULL};
+    experts_phase(team, me, &m->gate_up, m->experts, &r->pair_acts, &to_mid, r->inter, r->first);
+    team_barrier(team);
+    To to_y = {TO_STORE, NULL, r->y, H};
+    experts_phase(team, me, &m->down, m->experts, &r->mid_acts, &to_y, H, r->first);
+    team_barrier(team);
+    team_share(team, me, r->rows, &lo, &hi);
+    for (long i = lo; i < hi; i++)
+        for (int n = 0; n < H; n += LANES) {
+            vf sum = vf_set(0.0f);
+            for (long t = i * top; t < (i + 1) * top; t++)
+                sum = vf_fma(vf_set(r->weight[t]), vf_load_n(r->y + (long)r->place[t] * H + n, H - n), sum);
+            vf_store_n(r->out + i * H + n, sum, H - n);
+        }
+}
+
+/* As run_layout. */
+static size_t moe_layout(MoeRun *r, const Moe *m, int rows, char *at) {
+    const size_t R = (size_t)rows, H = (size_t)m->gate_up.k, I = (size_t)m->down.k, P = R * m->top;
+    size_t used = 0;
+    r->rows = rows; r->hidden = (int)H; r->inter = (int)I;
+    r->router_in = (float *)TAKE(R * H * 4);
+    r->in = (float *)TAKE(R * H * 4);
+    r->logits = (float *)TAKE(R * m->experts * 4);
+    r->weight = (float *)TAKE(P * 4);
+    r->chosen = (int64_t *)TAKE(P * 8);
+    r->first = (int32_t *)TAKE((size_t)(m->experts + 1) * 4);
+    r->place = (int32_t *)TAKE(P * 4);
+    r->row_of = (int32_t *)TAKE(P * 4);
+    const int packed = m->gate_up.kind != W_DENSE, packed_mid = m->down.kind != W_DENSE;
+    r->pair_in = packed ? NULL : (float *)TAKE(P * H * 4);
+    r->mid = packed_mid ? NULL : (float *)TAKE(P * I * 4);
+    r->y = (float *)TAKE(P * H * 4);
+    r->out = (float *)TAKE(R * H * 4);
+    r->router_acts = acts_at(TAKE(acts_bytes(rows, (int)H)), rows, (int)H, r->router_in, (int)H);
+    r->acts = acts_at(TAKE(acts_bytes(rows, (int)H)), rows, (int)H, r->in, (int)H);
+    r->pair_acts = acts_at(packed ? TAKE(acts_bytes((int)P, (int)H)) : NULL, (int)P, (int)H, r->pair_in, (int)H);
+    r->mid_acts = acts_at(packed_mid ? TAKE(acts_bytes((int)P, (int)I)) : NULL, (int)P, (int)I, r->mid, (int)I);
+    return used;
+}
+INLINE void moe_quantise(const Moe *m, const MoeRun *r, int row) {
+    if (m->router.kind != W_DENSE) acts_row(&r->router_acts, row);
+    if (m->gate_up.kind != W_DENSE) acts_row(&r->acts, row);
+}
