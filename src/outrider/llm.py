@@ -74,7 +74,7 @@ class LLM:
     ) -> LLM:
         """`drafter`: auto | none | ngram | a folder or id of an MTP drafter, a draft model (draft:NAME) or Medusa heads."""
         spec = SpecConfig(parse_draft_tokens(draft_tokens), verify)
-        place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = ops_module.place(device)
         kind = _dtype(dtype, place)
         chosen = ops_module.choose(place, ops, threads)
         if chosen.name == "cpu":
@@ -99,7 +99,7 @@ class LLM:
                 f"{__version__} {FORMAT} {chosen.version}",
             )
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
-            controller.cost = calibrate(made, key, hub.cache_dir() / "costs" / f"{digest}.json")
+            controller.cost = calibrate(made, key, hub.keeping("costs", f"{digest}.json"))
         return cls(made, model, note)
 
     # ---- running --------------------------------------------------------------------------------------------------

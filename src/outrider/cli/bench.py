@@ -224,8 +224,10 @@ def _card(model: str, drafter: str, path: Path) -> None:
 def _accelerator(device: str | None) -> str | None:
     import torch
 
-    wanted = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.cuda.get_device_name(torch.device(wanted)) if wanted.startswith("cuda") else None
+    from ..ops import place
+
+    where = place(device)
+    return torch.cuda.get_device_name(where) if where.type == "cuda" else None
 
 
 def _list(text: str) -> tuple[str, ...]:

@@ -30,11 +30,11 @@ def cluster(
     as_json: common.AsJson = False,
 ) -> None:
     """Group a drafter's vocabulary so that a draft step scores only the best few clusters (the big Gemma drafters have no such head)."""
-    import torch
 
+    from ..ops import place
     from ..train.tools import cluster_drafter
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = str(place(device))
     result = cluster_drafter(
         drafter, to, clusters=clusters, top=top, target=target, prompts=prompts, limit=limit, recall=recall, max_new=max_tokens, seed=seed,
         device=where, say=(lambda _: None) if as_json else (lambda line: err.print(f"[dim]{line}[/dim]")),

@@ -25,8 +25,8 @@ DraftTokens = Annotated[str, typer.Option(help="How many tokens to draft a cycle
 VerifyBy = Annotated[str, typer.Option("--verify", help="coupled (same seed, same text) | rejection | block (same distribution).")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.")]
-Ops = Annotated[str, typer.Option(help="Kernels: auto | reference | cpu | triton.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads. Default: the cores this process may use.")]
+Ops = Annotated[str, typer.Option(help="Kernels: auto | reference | cpu | triton | cpu:LEVEL (avx512bf16, avx512, avx2, generic).")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads. Default, and at most: the cores this process may use.")]
 Quantize = Annotated[str | None, typer.Option(help="int8 | int4: quantise a dense checkpoint while loading (CPU).")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. Default: what model and memory hold.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
@@ -88,6 +88,13 @@ def stats_line(stats: RequestStats, finish: str) -> str:
     if stats.drafter_off:
         parts.append(f"drafter switched off: {stats.drafter_off}")
     return " · ".join(parts)
+
+
+def times(speedup: float) -> str:
+    """A ratio of speeds, in words that fit a slowdown too."""
+    if not speedup:
+        return "too short to compare"
+    return f"{speedup:.2f}x faster" if speedup >= 0.995 else f"slower: {speedup:.2f}x the speed of plain decoding"
 
 
 def stats_json(stats: RequestStats) -> dict[str, Any]:

@@ -31,9 +31,10 @@ def eval_drafter(
     """Acceptance by position and by category, tokens a cycle for K = 1..16, and the K that should be fastest."""
     import torch
 
+    from ..ops import place
     from ..train.tools import evaluate_drafter
 
-    where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    where = str(place(device))
     kind = dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")

@@ -103,7 +103,7 @@ def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, 
         speedup = fast.decode_tps / plain.stats.decode_tps if plain.stats.decode_tps else 0.0
         err.print(
             f"[dim]plain: {common.stats_line(plain.stats, plain.finish_reason)}[/dim]\n"
-            f"[bold]{speedup:.2f}x faster · identical: {'yes' if same else 'NO'}[/bold]"
+            f"[bold]{common.times(speedup)} · identical: {'yes' if same else 'NO'}[/bold]"
         )
 
 

@@ -85,6 +85,7 @@ def train(
         progress("starting", 0, 1, "")
         import torch
 
+        from ..ops import place
         from ..train.answers import Answering
         from ..train.job import TrainJob
         from ..train.losses import LossMix
@@ -93,7 +94,7 @@ def train(
         from ..train.run import train as run
         from ..train.trainer import TrainSettings
 
-        where = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        where = str(place(device))
         cuda = where.startswith("cuda")
         if dtype not in (None, "float32", "bfloat16"):
             raise OutriderError(f"--dtype must be float32 or bfloat16 for training, got {dtype!r}")

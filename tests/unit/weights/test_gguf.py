@@ -117,6 +117,15 @@ def test_ops_that_refuse_to_pack_get_dense_weights(tmp_path: Path) -> None:
     assert ops.dense == 6 and isinstance(weights["layers.0.qkv"], Tensor)
 
 
+def test_rounding_a_quantised_file_is_refused_in_one_line(tmp_path: Path) -> None:
+    from outrider.ops.cpu.ops import CpuOps
+
+    with pytest.raises(OutriderError, match=r"is quantised already \(Q4_1\): --quantize rounds dense checkpoints; leave it out"):
+        load_target(wide_llama(tmp_path / "q4.gguf", "Q4_1"), ops=CpuOps(1), quantize="int4")
+    _, dense = make("llama", tmp_path / "dense.gguf")
+    load_target(dense, ops=CpuOps(1), quantize="int8")
+
+
 def test_llama3_rope_scaling_is_recovered_from_the_stored_factors(tmp_path: Path) -> None:
     def file(factors: np.ndarray) -> Path:
         writer = gguf.GGUFWriter(tmp_path / "rope.gguf", "llama")

