@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check clean
+.PHONY: setup demo test check docs dist clean
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -22,6 +22,15 @@ check: setup
 
 test: check
 	$(BIN)/pytest tests/property tests/parity tests/e2e
+
+# The site, into build/site; a broken link or anchor is an error.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# Wheel and source archive, into dist/.
+dist: setup
+	rm -rf dist build/lib build/bdist.*
+	$(BIN)/python -m build --no-isolation --outdir dist .
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -15,6 +15,7 @@ from .bench_gpu import bench_gpu
 from .chat import chat
 from .cluster import cluster
 from .demo import demo
+from .doctor import doctor
 from .eval_drafter import eval_drafter
 from .generate import generate
 from .inspect import inspect
@@ -26,13 +27,12 @@ from .serve import serve
 from .train import train
 
 app = typer.Typer(
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     help="Lossless speculative decoding: the same answers, faster.",
 )
 COMMANDS = (
-    generate, chat, serve, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, make_dummy, demo,
+    generate, chat, serve, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, make_dummy, demo, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

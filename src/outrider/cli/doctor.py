@@ -1,0 +1,157 @@
+"""`outrider doctor`: what is installed, which kernels and devices this machine offers, what would be faster."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.markup import escape
+
+from .. import __version__
+from . import common
+from .common import out
+
+State = Literal["ok", "note", "bad"]
+MARKS = {"ok": "[green]ok  [/green]", "note": "[yellow]note[/yellow]", "bad": "[red]BAD [/red]"}
+EXTRAS = {
+    "serve": ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx"),
+    "gpu": ("triton",),
+    "train": ("matplotlib",),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    state: State
+    what: str
+    found: str
+    advice: str = ""  # what to do about it
+
+
+def doctor(
+    as_json: common.AsJson = False,
+    build: Annotated[bool, typer.Option(help="Compile the CPU kernels if that was not done yet.")] = True,
+) -> None:
+    """What is installed, which kernels and GPU will be used, and what would make this machine faster.
+
+    Exit code 1 when something is missing without which nothing runs well.
+    """
+    findings = [*_python(), *_extras(), *_cpu(build), *_gpu(), *_storage()]
+    if as_json:
+        print(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        for f in findings:
+            out.print(f"{MARKS[f.state]} {f.what:<16} {escape(f.found)}")
+            if f.advice:
+                out.print(f"     {'':<16} [dim]→ {escape(f.advice)}[/dim]")
+    if any(f.state == "bad" for f in findings):
+        raise typer.Exit(1)
+
+
+def _python() -> Iterator[Finding]:
+    yield Finding("ok", "outrider", f"{__version__} in {Path(__file__).resolve().parents[1]}")
+    yield Finding("ok", "python", f"{platform.python_version()} ({sys.platform}, {platform.machine()})")
+    torch = _version("torch")
+    if torch is None:
+        yield Finding("bad", "torch", "missing", "pip install torch")
+    else:
+        yield Finding("ok", "torch", torch)
+
+
+def _extras() -> Iterator[Finding]:
+    for extra, modules in EXTRAS.items():
+        missing = [m for m in modules if importlib.util.find_spec(m) is None]
+        if missing:
+            yield Finding("note", f"extra {extra}", f"without {', '.join(missing)}", f"pip install 'outrider[{extra}]'")
+        else:
+            yield Finding("ok", f"extra {extra}", ", ".join(f"{m} {_version(m) or ''}".strip() for m in modules))
+
+
+def _cpu(build: bool) -> Iterator[Finding]:
+    from ..ops.cpu.build import BuildError, best_isa, compiler, shared_object
+
+    isa, cores = best_isa(), len(os.sched_getaffinity(0))
+    slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
+    yield Finding(
+        "note" if isa in slow else "ok", "processor", f"{_processor()}, {cores} cores for this process, kernels: {isa}", slow.get(isa, "")
+    )
+    load = os.getloadavg()[0]
+    if load > cores / 2:
+        yield Finding("note", "load", f"{load:.1f} on {cores} cores", "other processes will slow decoding and spoil measured costs")
+    try:
+        name = compiler()
+    except BuildError as error:
+        yield Finding("bad", "CPU kernels", str(error), "apt-get install gcc, or set CC; without it: --ops reference, slowly")
+        return
+    if not build:
+        yield Finding("ok", "CPU kernels", f"compiled by {name} when first needed")
+        return
+    try:
+        yield Finding("ok", "CPU kernels", f"{shared_object()} (by {name})")
+    except BuildError as error:
+        yield Finding("bad", "CPU kernels", str(error), "set CC to a compiler that works")
+
+
+def _gpu() -> Iterator[Finding]:
+    if _version("torch") is None:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        seen = shutil.which("nvidia-smi") is not None
+        mend = "check the driver with nvidia-smi" if built else "an NVIDIA driver is here: install a CUDA build of torch"
+        yield Finding("note" if seen else "ok", "GPU", "none" if built else "none (torch is built without CUDA)", mend if seen else "")
+        return
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        free, total = torch.cuda.mem_get_info(i)
+        old = p.major < 8
+        text = f"cuda:{i} {p.name}, compute {p.major}.{p.minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
+        yield Finding("note" if old else "ok", "GPU", text, "bf16 needs compute capability 8.0 or later" if old else "")
+    if importlib.util.find_spec("triton") is None:
+        yield Finding("bad", "GPU kernels", "triton is missing", "pip install 'outrider[gpu]'")
+    else:
+        yield Finding("ok", "GPU kernels", f"triton {_version('triton')}, CUDA {torch.version.cuda}")
+
+
+def _storage() -> Iterator[Finding]:
+    from ..weights.hub import cache_dir
+
+    folder = cache_dir()
+    at = folder
+    while not at.exists():
+        at = at.parent
+    free = shutil.disk_usage(at).free / 2**30
+    if not os.access(at, os.W_OK):
+        yield Finding("bad", "cache", f"{folder} can't be written", "set OUTRIDER_CACHE to a folder that can")
+    else:
+        low = "models need room: set OUTRIDER_CACHE and HF_HOME to a larger disk" if free < 5 else ""
+        yield Finding("note" if low else "ok", "cache", f"{folder}, {free:.0f} GiB free", low)
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _version(module: str) -> str | None:
+    try:
+        return importlib.metadata.version(module.replace("_", "-"))
+    except importlib.metadata.PackageNotFoundError:
+        return None

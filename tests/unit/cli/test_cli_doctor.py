@@ -1,0 +1,53 @@
+"""`outrider doctor`: says what is missing and how to mend it; and shell completion answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.ops.cpu import build as kernels
+
+
+def call(*arguments: str, **env: str) -> Any:
+    return CliRunner().invoke(app, list(arguments), env=env)
+
+
+def findings(**env: str) -> tuple[int, dict[str, dict[str, str]]]:
+    result = call("doctor", "--json", "--no-build", **env)
+    return result.exit_code, {f["what"]: f for f in json.loads(result.stdout)}
+
+
+def test_what_is_here(tmp_path: Path) -> None:
+    code, found = findings(OUTRIDER_CACHE=str(tmp_path / "not" / "yet"))
+    assert code == 0 and found["torch"]["state"] == "ok" and found["cache"]["state"] in ("ok", "note")
+    assert "cores" in found["processor"]["found"] and "GPU" in found
+    said = call("doctor", "--no-build").stdout
+    assert "CPU kernels" in said and "Traceback" not in said
+
+
+def test_no_compiler_is_bad_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none() -> str:
+        raise kernels.BuildError("no C compiler (cc, gcc or clang) on the path")
+
+    monkeypatch.setattr(kernels, "compiler", none)
+    code, found = findings()
+    assert code == 1 and found["CPU kernels"]["state"] == "bad" and "gcc" in found["CPU kernels"]["advice"]
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "uvicorn" else real(name, *rest))
+    code, found = findings()
+    assert code == 0 and found["extra serve"]["state"] == "note" and "uvicorn" in found["extra serve"]["found"]
+    assert "pip install 'outrider[serve]'" in call("doctor", "--no-build").stdout  # the brackets are no markup
+
+
+def test_shell_completion() -> None:
+    words = {"COMP_WORDS": "outrider do", "COMP_CWORD": "1", "_OUTRIDER_COMPLETE": "complete_bash"}
+    assert "doctor" in CliRunner().invoke(app, [], prog_name="outrider", env=words).stdout
