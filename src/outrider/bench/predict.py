@@ -113,10 +113,7 @@ class Acceptance:
                 values = [float(v) for v in text.split(",")]
                 if any(not 0.0 <= v <= 1.0 for v in values) or any(a < b for a, b in pairwise(values)):
                     raise ValueError
-                ratio = values[-1] / values[-2] if values[-2] > 0 else 0.0
-                while len(values) < MAX_DRAFT:
-                    values.append(values[-1] * ratio)
-                return Acceptance(tuple(values[:MAX_DRAFT]), f"by position {text}")
+                return Acceptance.by_position(values, f"by position {text}")
             share, _, at = text.partition("@")
             k = int(at) if at else 4
             return Acceptance.of_share(float(share), k)
@@ -124,6 +121,20 @@ class Acceptance:
             raise OutriderError(
                 f"--accept {text!r}: give a share such as 0.72 or 0.58@8, or falling chances by position 0.84,0.60,0.39"
             ) from None
+
+    @staticmethod
+    def nothing(said: str) -> Acceptance:
+        """Nothing is promised: no draft is right."""
+        return Acceptance((0.0,) * MAX_DRAFT, said)
+
+    @staticmethod
+    def by_position(values: Sequence[float], said: str) -> Acceptance:
+        """The chances that the first 1, 2, 3 … tokens are right; beyond the last they fall as they did there."""
+        out = list(values)
+        ratio = out[-1] / out[-2] if len(out) > 1 and out[-2] > 0 else 0.0
+        while len(out) < MAX_DRAFT:
+            out.append(out[-1] * ratio)
+        return Acceptance(tuple(out[:MAX_DRAFT]), said)
 
     @staticmethod
     def of_share(share: float, k: int) -> Acceptance:
@@ -220,6 +231,7 @@ def predict(setup: Setup, accept: Acceptance) -> dict[str, Any]:
     need, moving = memory_bytes(setup), verify_parts(setup, 0)
     return {
         "machine": setup.on.label,
+        "drafter": None if setup.drafter is None else setup.drafter.model_type,
         "batch": setup.batch,
         "context": setup.context,
         "memory_gb": {k: v / 1e9 for k, v in need.items()},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,9 +30,14 @@ def predict(
     ] = "",
     gpu: Annotated[str, typer.Option("--gpu", "--machine", help="One of the table (--gpu list), or here: measure this machine.")] = "h200",
     accept: Annotated[
-        str, typer.Option(help="Share of drafted tokens accepted at K=4 (0.72), at another K (0.58@8), or by position.")
-    ] = "0.72",
-    drafter: Annotated[str, typer.Option(help="auto | none (n-gram: drafting takes no time) | a drafter's folder or id.")] = "auto",
+        str | None,
+        typer.Option(
+            help="Share of drafted tokens accepted at K=4 (0.72), at another K (0.58@8), by position. Default: the drafter's card, or 0.72."
+        ),
+    ] = None,
+    drafter: Annotated[
+        str, typer.Option(help="auto | none (n-gram: drafting takes no time; needs --accept) | a drafter's folder or id.")
+    ] = "auto",
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the one being decoded.")] = 1024,
     bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
@@ -54,7 +61,7 @@ def predict(
         return
     if batch < 1 or context < 1 or (bits is not None and bits <= 0):
         raise OutriderError("--batch and --context must be at least 1, --bits positive")
-    on = _here() if gpu == "here" else model_of.machine(gpu)
+    on = _here(model, bits) if gpu == "here" else model_of.machine(gpu)
     on = replace(on, bandwidth=bandwidth or on.bandwidth, rate=rate or on.rate)
     if check is not None:
         rows = [row for row in model_of.read_measured(check) if model in ("", row["model"])]
@@ -66,7 +73,12 @@ def predict(
     if not model:
         raise OutriderError("predict what? name a model: outrider predict google/gemma-4-31B-it")
     setup = _setup(model, drafter, on, batch, context, bits)
-    accepted = model_of.Acceptance.parse(accept)
+    if accept is not None:
+        accepted = model_of.Acceptance.parse(accept)
+    elif setup.drafter is None:
+        accepted = model_of.Acceptance.nothing("no drafter is known for this model: n-gram matches alone, whose gain depends on the text")
+    else:
+        accepted = _card(model, drafter) or model_of.Acceptance.parse("0.72")
     data = {"model": model, **model_of.predict(setup, accepted)}
     if plot is not None:
         roof, points = model_of.roofline(setup)
@@ -85,16 +97,36 @@ def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: 
     config = ModelConfig.from_hf(raw)
     helper = None
     if drafter == "auto":
-        name = f"{model}-assistant"
-        helper = DrafterConfig.from_hf(KNOWN[name]) if name in KNOWN else None
-        if helper is None and model == "smollm2":
-            from ..weights import hub
+        from ..weights import hub
 
-            where, _ = hub.auto_drafter(model)
-            helper = DrafterConfig.from_hf(read(where, "drafter")[0]) if where is not None else None
+        where, _ = hub.auto_drafter(model)
+        if where is not None and (where in KNOWN or Path(where).exists()):
+            helper = DrafterConfig.from_hf(read(where, "drafter")[0])
     elif drafter != "none":
         helper = DrafterConfig.from_hf(read(drafter, "drafter")[0])
     return model_of.Setup(config, helper, on, batch, context, bits / 8 if bits is not None else size)
+
+
+def _card(model: str, drafter: str) -> model_of.Acceptance | None:
+    """What the drafter's own folder says of its acceptance."""
+    from ..spec import card
+    from ..weights import hub
+    from ..weights.files import fingerprint
+
+    where = hub.auto_drafter(model)[0] if drafter == "auto" else drafter
+    if where is None or not Path(where).exists():
+        return None
+    files = hub.resolve(where, "drafter")
+    found = card.read(Path(files.path), fingerprint(files))
+    if found is None:
+        return None
+    return model_of.Acceptance.by_position(list(accumulate(found.accepted, mul)), f"the drafter's card ({found.judged} tokens judged)")
+
+
+def _here(model: str, bits: float | None) -> model_of.Machine:
+    from ..bench.here import here
+
+    return here(bits / 8 if bits is not None else read(model, "model")[1] if model else 2.0)
 
 
 def _show(data: dict[str, Any]) -> None:
@@ -105,13 +137,20 @@ def _show(data: dict[str, Any]) -> None:
     split = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
     out.print(f"plain   {data['plain_ms']:.2f} ms a token ({split})")
     out.print(f"assumed {data['acceptance']}")
+    if data["drafter"] is None and data["best_k"] > 0:
+        out.print("[bold]no drafter is known[/bold]: this is what one that takes no time would bring at that acceptance")
     table = Table("K", "cycle ms", "tokens a cycle", "ms a token", "speed-up")
     for point in data["points"]:
-        if point["k"] in (0, 1, 2, 4, 6, 8, 12, 16) or point["k"] == data["best_k"]:
+        if point["k"] in ((0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,)) or point["k"] == data["best_k"]:
             style = "bold" if point["k"] == data["best_k"] else ""
             cells = (f"{point['cycle_ms']:.2f}", f"{point['tokens']:.2f}", f"{point['ms_per_token']:.2f}", f"{point['speedup']:.2f}x")
             table.add_row(str(point["k"]), *cells, style=style)
     out.print(table)
+    if data["drafter"] is None and data["best_k"] == 0:
+        out.print(
+            "no speed-up is promised without a drafter: --accept 0.72 shows what one as good as that brings, `outrider train` makes one"
+        )
+        return
     if data["best_k"] == 0:
         out.print("speculation will not pay here:")
     elif data["why"]:
@@ -140,41 +179,3 @@ def _check(found: list[model_of.Check], as_json: bool) -> None:
             out.print(f"in brackets: batches and contexts beyond {model_of.JUDGED_CONTEXT}, shown but not judged")
     if any(one.judged and abs(one.off) > WITHIN for one in found):
         raise typer.Exit(1)
-
-
-def _here() -> model_of.Machine:
-    """A second of reading memory and of multiplying: what this machine really does."""
-    import time
-
-    import torch
-
-    cuda = torch.cuda.is_available()
-    place = torch.device("cuda" if cuda else "cpu")
-    big = torch.ones((2 << 30 if cuda else 64 << 20) // 4 * (1 if cuda else 4), dtype=torch.float32, device=place)
-    side = 8192 if cuda else 1024
-    square = torch.ones((side, side), dtype=torch.bfloat16 if cuda else torch.float32, device=place)
-
-    def best(run: Any, times: int = 5) -> float:
-        run()
-        taken = []
-        for _ in range(times):
-            if cuda:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            run()
-            if cuda:
-                torch.cuda.synchronize()
-            taken.append(time.perf_counter() - began)
-        return min(taken)
-
-    bandwidth = big.numel() * 4 / best(lambda: big.sum()) / 1e9
-    rate = 2.0 * side**3 / best(lambda: square @ square) / 1e12
-    if cuda:
-        name, memory = torch.cuda.get_device_name(place), torch.cuda.get_device_properties(place).total_memory / 1e9
-        return model_of.Machine(f"{name} (measured)", bandwidth, rate, memory, reach=0.94, rate_reach=0.9)
-    import os
-
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    return model_of.Machine(
-        "this CPU (measured)", bandwidth, rate, memory, kernel_us=2.0, reach=0.95, rate_reach=1.0, row_us=0.0, overlaps=False
-    )

@@ -156,3 +156,19 @@ def test_histories_of_bench_can_be_checked(tmp_path):
     path.write_text("{}\n")
     with pytest.raises(OutriderError, match="no measured cycles"):
         read_measured(path)
+
+
+def test_without_a_drafter_nothing_is_promised():
+    found = predict(setup("31B", drafter=False), Acceptance.nothing("no drafter"))
+    assert found["best_k"] == 0 and found["speedup"] == 1.0 and found["drafter"] is None
+
+
+def test_a_machine_fitted_to_two_products_predicts_them():
+    from outrider.bench.here import fitted
+
+    weights, size, one, many = 100_663_296, 0.5625, 4e-3, 9e-3
+    on = fitted(one, many, 9, weights, size, 16.0)
+    moving, row = weights * size / (on.bandwidth * 1e9 * on.reach), 2.0 * weights / (on.rate * 1e12 * on.rate_reach)
+    assert moving + row == pytest.approx(one) and moving + 9 * row == pytest.approx(many)
+    flat = fitted(4e-3, 3.9e-3, 9, weights, size, 16.0)  # a noisy moment: no free arithmetic, no negative time
+    assert 0 < flat.rate < 1e3 and flat.bandwidth > 0

@@ -1,0 +1,80 @@
+"""What this machine does with the engine's own kernels: the two figures that `predict --machine here` rests on.
+
+On a CPU a product of one row and one of many are timed over more weights than its caches hold, in the format the model is held in. The
+slope is the arithmetic of a row, what is left of the first the time to move the bytes: a prediction made of them is a
+prediction of these very products. On a GPU: a second of reading memory and of multiplying.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+import torch
+
+from .predict import Machine
+
+SIDE, MATRICES, ROWS = (2048, 4096), 12, 9  # 100 million weights
+REPEATS = 7
+
+
+def here(weight_bytes: float) -> Machine:
+    if torch.cuda.is_available():
+        return _gpu()
+    from ..ops import choose
+
+    ops = choose("cpu")
+    dense = torch.randn(SIDE, generator=torch.Generator().manual_seed(0))
+    mode = "int4" if weight_bytes < 0.8 else "int8" if weight_bytes < 1.5 else None
+    if mode not in ops.capabilities.quantizes:
+        mode = None
+    weights = [ops.prepare(dense.clone()) if mode is None else ops.quantize(dense, mode) for _ in range(MATRICES)]
+    if mode is None:
+        weight_bytes = dense.element_size()
+    x = torch.randn((ROWS, SIDE[1]), generator=torch.Generator().manual_seed(1))
+
+    def products(rows: int) -> Callable[[], None]:
+        def run() -> None:
+            for weight in weights:
+                ops.linear(x[:rows], weight)
+
+        return run
+
+    one, many = _best(products(1)), _best(products(ROWS))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    return fitted(one, many, ROWS, MATRICES * SIDE[0] * SIDE[1], weight_bytes, memory)
+
+
+def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float, memory: float) -> Machine:
+    """The machine on which a product with so many weights takes `one` seconds for one row and `many` for `rows`."""
+    row = max((many - one) / (rows - 1), 0.01 * one)
+    moving = max(one - row, 0.1 * one)
+    return Machine(
+        "this CPU (measured)", weights * weight_bytes / moving / 1e9, 2.0 * weights / row / 1e12, memory,
+        kernel_us=2.0, reach=1.0, rate_reach=1.0, row_us=0.0, overlaps=False,
+    )  # fmt: skip
+
+
+def _gpu() -> Machine:
+    big = torch.ones((2 << 30) // 4, dtype=torch.float32, device="cuda")
+    side = 8192
+    square = torch.ones((side, side), dtype=torch.bfloat16, device="cuda")
+    bandwidth = big.numel() * 4 / _best(lambda: big.sum()) / 1e9
+    rate = 2.0 * side**3 / _best(lambda: square @ square) / 1e12
+    memory = torch.cuda.get_device_properties(0).total_memory / 1e9
+    return Machine(f"{torch.cuda.get_device_name()} (measured)", bandwidth, rate, memory, reach=0.94, rate_reach=0.9)
+
+
+def _best(run: Callable[[], object]) -> float:
+    """Seconds of the quickest of some runs: what else the machine does only ever adds."""
+    wait = torch.cuda.synchronize if torch.cuda.is_available() else (lambda: None)
+    run()
+    taken = []
+    for _ in range(REPEATS):
+        wait()
+        began = time.perf_counter()
+        run()
+        wait()
+        taken.append(time.perf_counter() - began)
+    return min(taken)
