@@ -31,6 +31,10 @@ def serve(
     max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt. 0: as many as the context holds.")] = 0,
     log_prompts: Annotated[bool, typer.Option(help="Write prompts to the log (off: no prompt text is ever logged).")] = False,
     shutdown_grace: Annotated[float, typer.Option(help="Seconds for running requests to finish on shutdown.")] = 10.0,
+    max_connections: Annotated[int, typer.Option(help="Open connections; at the cap the one that keeps us waiting longest goes.")] = 512,
+    request_timeout: Annotated[float, typer.Option(help="Seconds for a request's head to arrive, and for its body.")] = 30.0,
+    idle_timeout: Annotated[float, typer.Option(help="Seconds a connection stays open between requests.")] = 60.0,
+    stall_timeout: Annotated[float, typer.Option(help="Seconds a client may leave its answer unread.")] = 20.0,
     device: common.Device = None,
     dtype: common.Dtype = None,
     ops: common.Ops = "auto",
@@ -43,6 +47,7 @@ def serve(
     Example: outrider serve smollm2, then open http://127.0.0.1:8000
     """
     try:
+        from ..server.main import listen
         from ..server.main import serve as run
         from ..server.prepare import Backend
         from ..server.settings import ServerSettings, public_name, read_keys
@@ -51,13 +56,15 @@ def serve(
     settings = ServerSettings(
         model_name=name or public_name(model), host=host, port=port, api_keys=read_keys(api_key, api_key_file),
         max_concurrent=max_concurrent, max_queued=max_queued, timeout=timeout, max_body=max_body, max_prompt=max_prompt,
-        log_prompts=log_prompts, shutdown_grace=shutdown_grace,
+        log_prompts=log_prompts, shutdown_grace=shutdown_grace, max_connections=max_connections,
+        request_timeout=request_timeout, idle_timeout=idle_timeout, stall_timeout=stall_timeout,
     )  # fmt: skip
+    listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute
     llm = common.load_llm(
         model, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
         quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
     )  # fmt: skip
     if not settings.loopback and not settings.api_keys:
         err.print(f"[yellow]warning: {host} can be reached from other machines and no API key is set[/yellow]")
-    err.print(f"serving [bold]{settings.model_name}[/bold] at http://{host}:{port} (page at /, API at /v1)")
-    run(Backend.of(llm), settings)
+    err.print(f"serving [bold]{settings.model_name}[/bold] at http://{host}:{listener.getsockname()[1]} (page at /, API at /v1)")
+    run(Backend.of(llm), settings, listener)

@@ -121,15 +121,11 @@ class GrammarCompiler:
         self._ll = llguidance
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
         self._vocab, self._eos = vocab_size, tuple(eos_ids)
-        self._compiled = functools.lru_cache(maxsize=cache)(self._compile)
+        self._compiled = functools.lru_cache(maxsize=cache)(self.compile)
 
     def json_schema(self, schema: Mapping[str, Any] | bool) -> Grammar:
         """JSON that validates against `schema`. Keywords llguidance can't enforce are refused, never ignored."""
-        try:
-            grammar = self._ll.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE})
-        except (ValueError, TypeError, RecursionError) as e:
-            raise OutriderError(f"the JSON schema can't be compiled: {first_line(str(e))}") from e
-        return self._compiled(grammar)
+        return self._compiled(schema_grammar(schema))
 
     def json_object(self) -> Grammar:
         return self.json_schema({"type": "object"})
@@ -141,7 +137,8 @@ class GrammarCompiler:
         """llguidance's Lark dialect: `%json {schema}` embeds a schema, `<[id]>` is a token by id."""
         return self._compiled(self._ll.LLMatcher.grammar_from_lark(text))
 
-    def _compile(self, grammar: str) -> Grammar:
+    def compile(self, grammar: str) -> Grammar:
+        """A grammar in llguidance's own form. May take as long and as much memory as the grammar makes it: bound it from outside."""
         error = self._ll.LLMatcher.validate_grammar(grammar, self._tokenizer)
         if error and not error.startswith("WARNING"):
             raise OutriderError(f"the grammar can't be compiled: {first_line(error)}")
@@ -156,6 +153,17 @@ class GrammarCompiler:
         return grammar_
 
 
+def schema_grammar(schema: object) -> str:
+    import llguidance
+
+    try:
+        return str(llguidance.LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides={"whitespace_pattern": WHITESPACE}))
+    except (ValueError, TypeError, RecursionError) as e:
+        raise OutriderError(f"the JSON schema can't be compiled: {first_line(str(e))}") from e
+
+
 def first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no reason given"
+    """One line that tells something: a heading that ends with a colon is joined with what it announces."""
+    lines = [line.strip() for line in text.splitlines() if line.strip(" ^~-|")]
+    line = " ".join(lines) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return line[:300] or "no reason given"

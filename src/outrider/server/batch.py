@@ -251,9 +251,10 @@ class BatchRunner:
             digest = hashlib.sha256(f"{self._seed} {custom_id}".encode("utf-8", "replace")).digest()
             body = {**body, "seed": int.from_bytes(digest[:4], "big") >> 1}
         try:
-            if chat:
-                return self._prepare.chat(ChatRequest.model_validate(body), stats=False)
-            return self._prepare.completion(CompletionRequest.model_validate(body), stats=False)
+            request = ChatRequest.model_validate(body) if chat else CompletionRequest.model_validate(body)
+            self._prepare.answers(request)
+            made = self._prepare.chat(request, False) if isinstance(request, ChatRequest) else self._prepare.completion(request, False)
+            return self._prepare.compiled(made)
         except ValidationError as e:
             raise from_validation(RequestValidationError(e.errors())) from None
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple"}
@@ -20,22 +22,31 @@ class ApiError(Exception):
         super().__init__(message)
         self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
 
-    def body(self) -> dict[str, Any]:
+    @property
+    def reason(self) -> str:
+        """For logs: says what was wrong and nothing of what was sent."""
+        return self.code or TYPES.get(self.status, "invalid_request" if self.status < 500 else "server_error")
+
+    def body(self) -> dict[str, object]:
         kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
+    @property
+    def headers(self) -> dict[str, str]:
+        out = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        return {**out, "WWW-Authenticate": "Bearer"} if self.status == 401 else out
+
     def response(self) -> JSONResponse:
-        headers = {"Retry-After": str(self.retry_after)} if self.retry_after is not None else None
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param, code)
 
 
-def from_validation(error: RequestValidationError) -> ApiError:
+def from_validation(error: RequestValidationError | ValidationError) -> ApiError:
     """One line about the most telling of pydantic's complaints (unknown fields first, then the deepest)."""
-    complaints = list(error.errors())
+    complaints: Sequence[ErrorDetails] = error.errors()
     first = min(complaints, key=lambda c: (c["type"] != "extra_forbidden", -len(c["loc"])))
     name = field_name(first["loc"])
     if first["type"] == "extra_forbidden":
@@ -48,7 +59,7 @@ def from_validation(error: RequestValidationError) -> ApiError:
     return bad(f"Invalid value for '{name}': {message}." if name else f"{message}.", name or None, "invalid_value")
 
 
-def field_name(loc: tuple[Any, ...]) -> str:
+def field_name(loc: Sequence[int | str]) -> str:
     """('body', 'messages', 0, 'content') -> 'messages[0].content', without pydantic's union tags."""
     name = ""
     for part in loc:

@@ -1,13 +1,16 @@
 """What stands before the routes: keys, body size, host names; and the count of what is in flight.
 
-Plain ASGI, so that streaming and disconnects pass through untouched. The page, /health and /version are open; everything
+Plain ASGI, so that streaming and disconnects pass through untouched. The page, health and version are open; everything
 else needs a key when keys are set.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Iterator
+import logging
+import re
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
 
@@ -17,7 +20,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .errors import ApiError, bad
 from .settings import LOOPBACK, ServerSettings
 
-OPEN_PATHS = ("/", "/health", "/version")
+log = logging.getLogger("outrider.server")
+OPEN_PATHS = ("/", "/health", "/livez", "/readyz", "/version")
+REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+ROUTE = re.compile(r"/(v1/|api/)?[a-z/-]{0,32}")
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -26,33 +32,45 @@ SECURITY_HEADERS = (
 
 
 class Admission:
-    """At most `most` sequences in flight. The engine queues; this only counts."""
+    """At most `most` sequences in flight, and no client more than its share of them while it has some. It only counts."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self.most = settings.max_concurrent + settings.max_queued
+        self.share = self.most - self.most // 8  # so that one client alone never shuts out the others
         self.in_flight = 0
         self.closing = False
+        self._of: dict[str, int] = {}
 
     @contextmanager
-    def enter(self, sequences: int) -> Iterator[None]:
+    def enter(self, sequences: int, client: str = "") -> Iterator[None]:
+        mine = self._of.get(client, 0)
         if self.closing:
-            raise ApiError(503, "The server is shutting down.", retry_after=5)
+            raise ApiError(503, "The server is shutting down.", retry_after=5, code="shutting_down")
         if sequences > self.most:
             raise bad(f"This call asks for {sequences} answers at once; the server takes {self.most}.", "n")
         if self.in_flight + sequences > self.most:
-            raise ApiError(429, f"The server is full ({self.in_flight} of {self.most} sequences in flight).", retry_after=1)
+            message = f"The server is full ({self.in_flight} of {self.most} sequences in flight)."
+            raise ApiError(429, message, retry_after=1, code="server_full")
+        if mine and mine + sequences > self.share:
+            message = f"This client has {mine} of the server's {self.most} sequences in flight; {self.share} are its share."
+            raise ApiError(429, message, retry_after=1, code="client_full")
         self.in_flight += sequences
+        self._of[client] = mine + sequences
         try:
             yield
         finally:
             self.in_flight -= sequences
+            self._of[client] -= sequences
+            if not self._of[client]:
+                del self._of[client]
 
 
 class Guard:
-    """Middleware: host, origin, key and body size, in that order."""
+    """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, here or behind it."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
-        self.app, self._settings = app, settings
+    def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, str, int], None]) -> None:
+        """`count`: (method, path, status) of every answer."""
+        self.app, self._settings, self._count = app, settings, count
         self._keys = [k.encode() for k in settings.api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -60,15 +78,11 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        try:
-            self._host(headers)
-            self._key(scope["path"], headers)
-            length = headers.get(b"content-length", b"0")
-            if not length.isdigit() or int(length) > self._settings.max_body:
-                raise self._too_large()
-        except ApiError as e:
-            await e.response()(scope, receive, send)
-            return
+        given = headers.get(b"x-request-id", b"").decode("latin-1")
+        id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        head = scope["method"] == "HEAD"
+        state = {**scope.get("state", {}), "request_id": id, "client": _address(scope)}
+        scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
         got, refused = 0, False
 
         async def counted() -> Message:
@@ -78,20 +92,38 @@ class Guard:
             refused = got > self._settings.max_body  # a chunked body has no length to check beforehand
             return {"type": "http.disconnect"} if refused else message
 
-        async def secured(message: Message) -> None:
-            if refused:
-                return  # whatever the app makes of the cut body, the answer is ours
+        async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), *SECURITY_HEADERS]
+                status = message["status"]
+                self._count(scope["method"], scope["path"], status)
+                if status >= 400:
+                    log.info("refused: id %s, route %s %s, %d %s", id, *_route(scope), status, state.get("refusal", "refused"))
+                extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()))
+                message["headers"] = [*message.get("headers", ()), *extra]
+            elif head:
+                message = {**message, "body": b""}
             await send(message)
 
+        async def secured(message: Message) -> None:
+            if not refused:  # whatever the app makes of a cut body, the answer is ours
+                await answer(message)
+
         try:
-            await self.app(scope, counted, secured)
-        except ClientDisconnect:
-            if not refused:
-                raise
-        if refused:
-            await self._too_large().response()(scope, receive, send)
+            self._host(headers)
+            state["client"] = self._key(scope["path"], headers) or state["client"]
+            length = headers.get(b"content-length", b"0")
+            if not length.isdigit() or int(length) > self._settings.max_body:
+                raise self._too_large()
+            try:
+                await self.app(scope, counted, secured)
+            except ClientDisconnect:
+                if not refused:
+                    raise
+            if refused:
+                raise self._too_large()
+        except ApiError as e:
+            state["refusal"] = e.reason
+            await e.response()(scope, receive, answer)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")
@@ -105,14 +137,28 @@ class Guard:
         if origin and urlsplit_netloc(origin) != host:
             raise ApiError(403, "Requests from other origins are not allowed.")
 
-    def _key(self, path: str, headers: dict[bytes, bytes]) -> None:
+    def _key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
+        """Who it is, by key; None where there are no keys or none is needed."""
         if not self._keys or path in OPEN_PATHS or path.startswith("/page/"):
-            return
+            return None
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            given = headers.get(b"x-api-key", b"")  # as Anthropic's clients send it
         # compare with every key, in constant time each, so that timing tells nothing
         matches = [hmac.compare_digest(given.strip(), key) for key in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        if not any(matches):
             raise ApiError(401, "A valid API key is needed: send 'Authorization: Bearer KEY'.", code="invalid_api_key")
+        return f"key {matches.index(True)}"
+
+
+def _address(scope: Scope) -> str:
+    return str((scope.get("client") or ("local",))[0])
+
+
+def _route(scope: Scope) -> tuple[str, str]:
+    """Method and path for the log: only what could be a route of ours, never a text somebody put into an address."""
+    path = scope["path"]
+    return scope["method"], path if ROUTE.fullmatch(path) else "(other)"
 
 
 def _hostname(host: str) -> str:

@@ -1,51 +1,75 @@
-"""Runs the app under uvicorn: graceful shutdown, logs without prompts."""
+"""Runs the app under uvicorn: bounded connections, graceful shutdown, logs without prompts."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from socket import socket
+import socket
+import time
 
 import uvicorn
 
+from ..types import OutriderError
 from .app import create_app
 from .prepare import Backend
+from .protocol import BACKLOG, BoundedProtocol, Connections, Quiet
 from .settings import ServerSettings
 
 
 class HttpServer(uvicorn.Server):
-    """On SIGTERM or Ctrl-C: no new requests; running ones get the grace time, then they are aborted and told so."""
+    """On SIGTERM or Ctrl-C: new requests get 503; running ones get the grace time, then they are aborted and told so."""
 
     def __init__(self, backend: Backend, settings: ServerSettings) -> None:
         self.app = create_app(backend, settings)
         self._settings = settings
+        self.connections = Connections(settings)
+        self.app.state.server.connections = self.connections
         super().__init__(
             uvicorn.Config(
                 self.app,
                 host=settings.host,
                 port=settings.port,
+                http=functools.partial(BoundedProtocol, self.connections),  # type: ignore[arg-type]
+                ws="none",
+                backlog=BACKLOG,
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_graceful_shutdown=int(settings.shutdown_grace) + 5,
+                timeout_keep_alive=int(settings.idle_timeout) + 1,
+                timeout_graceful_shutdown=5,
             )
         )
 
-    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().set_exception_handler(Quiet())
+        await super().startup(sockets)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """We go on listening while running requests finish, so that newcomers hear why they are refused."""
         state = self.app.state.server
         state.admission.closing = True
-
-        async def end() -> None:
-            await asyncio.sleep(self._settings.shutdown_grace)
-            await state.runner.stop()
-
-        timer = asyncio.create_task(end())
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
+        deadline = time.monotonic() + self._settings.shutdown_grace
+        while state.admission.in_flight and time.monotonic() < deadline and not self.force_exit:
+            await asyncio.sleep(0.02)
+        await state.runner.stop()
+        await super().shutdown(sockets)
 
 
-def serve(backend: Backend, settings: ServerSettings) -> None:
+def listen(host: str, port: int) -> socket.socket:
+    """The socket to serve on, before anything slow begins. Port 0: any free one."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+        made.listen(BACKLOG)  # so that a second server on this port fails now, too
+    except OSError as e:
+        made.close()
+        raise OutriderError(f"cannot listen on {host}:{port}: {e.strerror or e}; choose another --port or --host") from None
+    return made
+
+
+def serve(backend: Backend, settings: ServerSettings, listener: socket.socket) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    HttpServer(backend, settings).run()
+    HttpServer(backend, settings).run(sockets=[listener])

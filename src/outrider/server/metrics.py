@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from ..engine.metrics import Metrics as EngineMetrics
 from ..types import RequestStats
+from .names import route_of
 from .runner import Runner
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -21,7 +22,7 @@ CYCLE_TOKENS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 17)
 
 
 class ServerMetrics:
-    def __init__(self, engine: EngineMetrics, runner: Runner, in_flight: Callable[[], int]) -> None:
+    def __init__(self, engine: EngineMetrics, runner: Runner, in_flight: Callable[[], int], queued: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self.requests = Counter("outrider_http_requests", "Answers, by route and status.", ["route", "status"], registry=r)
@@ -30,10 +31,17 @@ class ServerMetrics:
         self.tokens_per_cycle = Histogram(
             "outrider_tokens_per_cycle", "Mean tokens a cycle, per request.", buckets=CYCLE_TOKENS, registry=r
         )
+        self.end_to_end = Histogram("outrider_request_seconds", "Submission to last token of a call.", buckets=SECONDS, registry=r)
+        self.queued = Histogram("outrider_queue_seconds", "Arrival of a call to its submission.", buckets=SECONDS, registry=r)
         self.aborted = Counter("outrider_requests_aborted", "Clients that went away, and time-outs.", registry=r)
         flight = Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r)
         flight.set_function(in_flight)
-        r.register(_EngineCollector(engine, runner))
+        r.register(_EngineCollector(engine, runner, queued))
+
+    def count(self, method: str, path: str, status: int) -> None:
+        """Every answer's route and status; of those that worked only the ones that were work."""
+        if method == "POST" or status >= 400:
+            self.requests.labels(route_of(path), str(status)).inc()
 
     def finished(self, stats: RequestStats) -> None:
         self.ttft.observe(stats.ttft_s)
@@ -49,8 +57,8 @@ class ServerMetrics:
 class _EngineCollector:
     """Reads the engine's own counters when asked; plain integers, so no lock is needed."""
 
-    def __init__(self, metrics: EngineMetrics, runner: Runner) -> None:
-        self._m, self._runner = metrics, runner
+    def __init__(self, metrics: EngineMetrics, runner: Runner, queued: Callable[[], int]) -> None:
+        self._m, self._runner, self._queued = metrics, runner, queued
 
     def collect(self) -> Iterator[Metric]:
         m = self._m
@@ -81,8 +89,8 @@ class _EngineCollector:
         for reason, count in list(m.finished.items()):
             finished.add_metric([reason], count)
         yield finished
-        for name, gauge in (("running", m.running), ("waiting", m.waiting)):
-            yield GaugeMetricFamily(f"outrider_{name}", f"Sequences {name} in the engine.", value=gauge)
+        for name, gauge in (("running", m.running), ("waiting", m.waiting + self._queued())):
+            yield GaugeMetricFamily(f"outrider_{name}", f"Sequences {name}.", value=gauge)
         pages = GaugeMetricFamily("outrider_free_pages", "Free cache pages.", labels=["group"])
         for group, count in list(m.free_pages.items()):
             pages.add_metric([group], count)

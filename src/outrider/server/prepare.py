@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import secrets
-import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 
 from ..engine.control import ChatPrompt
@@ -20,13 +20,14 @@ from ..engine.scheduler import Request
 from ..engine.text import Tokenizer
 from ..types import OutriderError, SamplingParams
 from .errors import ApiError, bad
+from .grammar_source import Source, build
 from .output import Chain, Parser, Plain
 from .reasoning import GEMMA4_CHANNEL, THINK_TAGS, ThoughtFormat, Thoughts
 from .runner import EngineLike
 from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions
-from .settings import ServerSettings
-from .tool_grammar import MAX_CALLS, gemma_calls, json_calls
-from .tools import GEMMA_OPEN, GEMMA_RESPONSE, JSON_CLOSE, JSON_OPEN, GemmaCalls, JsonCalls
+from .settings import ServerSettings, without_paths
+from .tool_grammar import MAX_CALLS
+from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, JSON_CLOSE, JSON_OPEN, GemmaCalls, JsonCalls
 
 TOOLS_PROMPT = """You can call functions. These are available:
 <tools>{tools}</tools>
@@ -50,7 +51,7 @@ class Backend:
     def of(cls, llm: Any) -> Backend:
         if llm.tokenizer is None:
             raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
-        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, llm.drafter_note)
+        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, without_paths(llm.drafter_note))
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,15 @@ class Job:
     include_usage: bool
     one_call: bool = False  # parallel_tool_calls: false
     echoes: tuple[str, ...] = ()  # /v1/completions with echo: the prompt's text, per request
+    grammar: Source | None = None  # what the answers must match, to be compiled before the job can run
 
     @property
     def prompt_tokens(self) -> int:
         """Each prompt once, however many answers it has."""
         return sum(len(p) for p in {id(r.prompt): r.prompt for r in self.requests}.values())
+
+    def under(self, grammar: Grammar) -> Job:
+        return replace(self, requests=[replace(r, params=replace(r.params, grammar=grammar)) for r in self.requests], grammar=None)
 
 
 class Preparer:
@@ -100,7 +105,6 @@ class Preparer:
         response = self.tokenizer.encode(GEMMA_RESPONSE, bos=False)
         self._hand_over = tuple(response) if len(response) == 1 else ()  # Gemma 4 hands over to the tool with this token
         self._compiler: GrammarCompiler | None = None
-        self._lock = threading.Lock()  # requests are prepared on several threads
 
     # ---- the two kinds of call
 
@@ -113,7 +117,7 @@ class Preparer:
             raise bad("response_format can't be combined with tools; set tool_choice to 'none' or drop one.", "response_format")
         prompt = self._prompt(body, use_tools)
         ids = prompt.ids
-        grammar: Grammar | None = None
+        grammar: Source | None = None
         if structured:
             grammar = self._format_grammar(body)
         elif forced:
@@ -121,7 +125,7 @@ class Preparer:
         if grammar is not None and (body.min_tokens or body.ignore_eos):
             field = "min_tokens" if body.min_tokens else "ignore_eos"
             raise bad(f"{field} can't be combined with response_format or a forced tool call.", field)
-        params = self._params(body, ids, body.limit, (body.top_logprobs or 0) if body.logprobs else None, grammar)
+        params = self._params(body, ids, body.limit, (body.top_logprobs or 0) if body.logprobs else None)
         tail = prompt.written[-64:]
 
         def parser() -> Parser:
@@ -130,30 +134,68 @@ class Preparer:
                 return thoughts if not structured else Plain()
             return Chain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
-        return self._job(body, [ids], params, parser, stats, one_call=body.parallel_tool_calls is False)
+        job = self._job(body, [ids], params, parser, stats, one_call=body.parallel_tool_calls is False)
+        return replace(job, grammar=grammar)
 
     def completion(self, body: CompletionRequest, stats: bool) -> Job:
         self._check_model(body.model)
         prompts = body.prompts
-        if not prompts or any(not p for p in prompts):
-            raise bad("The prompt is empty.", "prompt")
-        if len(prompts) * (body.n or 1) > self._settings.max_choices:
-            raise bad(f"At most {self._settings.max_choices} answers a call (prompts times n).", "n")
-        encoded = [self._encode(p, bos=True) if isinstance(p, str) else p for p in prompts]
-        for token in (t for ids in encoded for t in ids):
-            if token >= self._backend.vocab_size:
-                raise bad(f"Token id {token} is outside the vocabulary (0..{self._backend.vocab_size - 1}).", "prompt")
+        encoded = [self._encode(p, bos=True) if isinstance(p, str) else self._token_ids(p) for p in prompts]
         longest = max(encoded, key=len)
         room = max(1, self._backend.max_context - len(longest))
         limit = body.max_tokens if body.max_tokens is not None else min(16, room)  # 16 is OpenAI's default
-        params = self._params(body, longest, limit, body.logprobs, None)
+        params = self._params(body, longest, limit, body.logprobs)
         job = self._job(body, encoded, params, Plain, stats)
         if not body.echo:
             return job
-        texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in prompts]
+        texts = [p if isinstance(p, str) else self.tokenizer.decode(ids) for p, ids in zip(prompts, encoded)]
         return replace(job, echoes=tuple(t for t in texts for _ in range(body.n or 1)))
 
+    # ---- before any work
+
+    def answers(self, body: Common) -> int:
+        """How many answers a call asks for; refuses what can be seen to be too much without reading the text."""
+        n = body.n or 1
+        many = n
+        if isinstance(body, CompletionRequest):
+            prompts = body.prompts
+            if not prompts or any(not p for p in prompts):
+                raise bad("The prompt is empty.", "prompt")
+            many = n * len(prompts)
+            for prompt in prompts:
+                self._check_length(len(prompt), "prompt", isinstance(prompt, str))
+        elif isinstance(body, ChatRequest):
+            self._check_length(sum(len(m.text) for m in body.messages), "messages", True)
+        if many > self._settings.max_choices:
+            raise bad(f"At most {self._settings.max_choices} answers a call{' (prompts times n)' if many > n else ''}.", "n")
+        return many
+
+    def _check_length(self, length: int, field: str, text: bool) -> None:
+        """No token is longer than the longest one, so a text beyond this many characters can't fit, whatever it says."""
+        most = self._longest_prompt * (self._longest_token if text else 1)
+        if length > most:
+            message = f"{field}: {length} {'characters' if text else 'tokens'}; at most {most} can fit into the context here."
+            raise bad(message, field, "context_length_exceeded")
+
+    @property
+    def _longest_prompt(self) -> int:
+        context = self._backend.max_context
+        return min(self._settings.max_prompt or context - 1, context - 1)
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self.tokenizer.backend.get_vocab()), default=1)
+
     # ---- prompt
+
+    def _token_ids(self, prompt: Sequence[object]) -> list[int]:
+        ids: list[int] = []
+        for token in prompt:
+            if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._backend.vocab_size:
+                shown = token if isinstance(token, int) else type(token).__name__
+                raise bad(f"prompt: a token id must be an integer in 0..{self._backend.vocab_size - 1}, got {shown}.", "prompt")
+            ids.append(token)
+        return ids
 
     def _prompt(self, body: ChatRequest, use_tools: bool) -> ChatPrompt:
         tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if use_tools else None
@@ -194,9 +236,8 @@ class Preparer:
 
     # ---- parameters
 
-    def _params(self, body: Common, ids: Sequence[int], limit: int | None, logprobs: int | None, grammar: Grammar | None) -> SamplingParams:
-        context = self._backend.max_context
-        longest = min(self._settings.max_prompt or context - 1, context - 1)
+    def _params(self, body: Common, ids: Sequence[int], limit: int | None, logprobs: int | None) -> SamplingParams:
+        context, longest = self._backend.max_context, self._longest_prompt
         if len(ids) > longest:
             raise bad(f"The prompt has {len(ids)} tokens; at most {longest} are allowed here.", "messages", "context_length_exceeded")
         if limit is not None and len(ids) + limit > context:
@@ -216,7 +257,6 @@ class Preparer:
             max_tokens=limit if limit is not None else context - len(ids),
             seed=seed & (2**63 - 1),
             logprobs=logprobs,
-            grammar=grammar,
             keep_special=isinstance(body, ChatRequest) and self.dialect.tools == "gemma4",  # its tags are control tokens
             **{k: v for k, v in asked.items() if v is not None},  # type: ignore[arg-type]
         )
@@ -235,8 +275,6 @@ class Preparer:
         one_call: bool = False,
     ) -> Job:
         n = body.n or 1
-        if n > self._settings.max_choices:
-            raise bad(f"n can be at most {self._settings.max_choices} here.", "n")
         options = body.outrider or OutriderOptions()
         options = options.model_copy(update={"stats": options.stats or stats})
         k = None if options.draft_tokens == "auto" else options.draft_tokens
@@ -249,42 +287,41 @@ class Preparer:
         usage = body.stream_options is not None and body.stream_options.include_usage
         return Job(requests, parser, options, params.seed, bool(body.stream), usage, one_call)
 
-    def _check_model(self, name: str) -> None:
-        if name != self._settings.model_name:
+    def _check_model(self, name: str | None) -> None:
+        """With one model served, it need not be named."""
+        if name is not None and name != self._settings.model_name:
             message = f"The model '{name[:100]}' does not exist; this server has '{self._settings.model_name}'."
             raise ApiError(404, message, "model", "model_not_found")
 
     # ---- grammars
 
-    def _format_grammar(self, body: ChatRequest) -> Grammar:
+    def _format_grammar(self, body: ChatRequest) -> Source:
         assert body.response_format is not None
         spec = body.response_format.json_schema
-        try:
-            if spec is None or spec.schema_ is None:
-                return self.compiler.json_object()
-            return self.compiler.json_schema(spec.schema_)
-        except OutriderError as e:
-            raise bad(str(e), "response_format") from e
+        schema = {"type": "object"} if spec is None or spec.schema_ is None else spec.schema_
+        return Source("json_schema", _dumps(schema, "response_format"), "response_format")
 
-    def _tool_grammar(self, body: ChatRequest) -> Grammar:
+    def _tool_grammar(self, body: ChatRequest) -> Source:
         functions = [(t.function.name, t.function.parameters or {"type": "object"}) for t in body.tools or []]
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
         if isinstance(body.tool_choice, NamedTool):
             wanted = body.tool_choice.function.name
             functions, most = [f for f in functions if f[0] == wanted][:1], 1
-        try:
-            if self.dialect.tools == "gemma4":
-                return self.compiler.lark(gemma_calls(functions, most, self._token_id))
-            return self.compiler.lark(json_calls(functions, most))
-        except (OutriderError, RecursionError, TypeError) as e:
-            raise bad(_one_line(e), "tools") from e
+        if self.dialect.tools == "json":
+            return Source("json_calls", _dumps({"functions": functions, "most": most}, "tools"), "tools")
+        ids = {tag: self._token_id(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
+        return Source("gemma_calls", _dumps({"functions": functions, "most": most, "ids": ids}, "tools"), "tools")
 
-    @property
-    def compiler(self) -> GrammarCompiler:
-        with self._lock:
-            if self._compiler is None:
-                self._compiler = GrammarCompiler(self.tokenizer.json, self._backend.vocab_size, sorted(self.tokenizer.eos_ids))
-            return self._compiler
+    def compiled(self, job: Job) -> Job:
+        """The job with its grammar compiled here and now, without bounds: for requests of our own side only."""
+        if job.grammar is None:
+            return job
+        if self._compiler is None:
+            self._compiler = GrammarCompiler(self.tokenizer.json, self._backend.vocab_size, sorted(self.tokenizer.eos_ids))
+        try:
+            return job.under(self._compiler.compile(build(job.grammar)))
+        except OutriderError as e:
+            raise bad(_one_line(e), job.grammar.field) from e
 
     def _token_id(self, text: str) -> int:
         ids = self.tokenizer.encode(text, bos=False)
@@ -312,6 +349,13 @@ def _spell_out_tools(messages: list[dict[str, Any]], tools: Sequence[Mapping[str
         else:
             out.insert(0, {"role": "system", "content": prompt})
     return out
+
+
+def _dumps(value: object, field: str) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError) as e:
+        raise bad(f"{field}: it nests too deep.", field) from e
 
 
 def _one_line(error: BaseException) -> str:

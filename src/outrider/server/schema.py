@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
 
 from ..types import MAX_DRAFT
+from .errors import bad
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -122,7 +123,7 @@ class OutriderOptions(Strict):
 
 
 class Common(Strict):
-    model: str
+    model: str | None = None  # one model is served: it may be left out
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -171,7 +172,7 @@ class Common(Strict):
 
 
 class ChatRequest(Common):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=4096)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FailFast()]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -201,7 +202,7 @@ class ChatRequest(Common):
 
 
 class CompletionRequest(Common):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | list[object] = Field(description="A text, token ids, or a list of either.")  # a long list is looked at when there is room
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -215,9 +216,11 @@ class CompletionRequest(Common):
         return self
 
     @property
-    def prompts(self) -> list[str | list[int]]:
+    def prompts(self) -> list[str | list[object]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):
-            return [list(self.prompt)]  # type: ignore[arg-type]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        if not all(isinstance(p, str | list) for p in self.prompt):
+            raise bad("prompt must be a text, token ids, or a list of either.", "prompt")
+        return [p for p in self.prompt if isinstance(p, str | list)]

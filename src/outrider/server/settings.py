@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,10 @@ class ServerSettings:
     max_choices: int = 16  # the largest n, and the most prompts of one /v1/completions call
     log_prompts: bool = False
     shutdown_grace: float = 10.0  # seconds for running requests to finish
+    max_connections: int = 512  # fewer where the system lends fewer file descriptors
+    request_timeout: float = 30.0  # seconds for a request's head and body to arrive, each
+    idle_timeout: float = 60.0  # seconds a connection may stay open between two requests
+    stall_timeout: float = 20.0  # seconds a client may leave its answer unread
 
     def __post_init__(self) -> None:
         def need(ok: bool, what: str) -> None:
@@ -38,6 +43,10 @@ class ServerSettings:
         need(self.max_body >= 1024, f"--max-body must be at least 1024 bytes, got {self.max_body}")
         need(self.max_prompt >= 0, f"--max-prompt must be 0 (the model's context) or more tokens, got {self.max_prompt}")
         need(self.shutdown_grace >= 0, f"--shutdown-grace must be 0 or more seconds, got {self.shutdown_grace}")
+        need(self.max_connections >= 1, f"--max-connections must be at least 1, got {self.max_connections}")
+        for name in ("request_timeout", "idle_timeout", "stall_timeout"):
+            value = getattr(self, name)
+            need(value > 0, f"--{name.replace('_', '-')} must be more than 0 seconds, got {value}")
         fine = all(k.isascii() and k.isprintable() and " " not in k for k in self.api_keys)
         need(fine, "API keys must be printable ASCII without spaces")
 
@@ -65,3 +74,8 @@ def public_name(model: str) -> str:
     """The name clients use: never a local folder's path."""
     name = model.rstrip("/\\")
     return Path(name).name if name.startswith((".", "/", "~")) or "\\" in name or Path(name).exists() else name
+
+
+def without_paths(text: str) -> str:
+    """Words that are paths of this machine cut to their last part: what clients see must not tell where files lie."""
+    return re.sub(r"(?<![^\s(:='\"])(?:[A-Za-z]:\\|[~.]{0,2}/)[^\s,;:)'\"]*", lambda m: Path(m[0].rstrip("/\\")).name, text)

@@ -1,13 +1,12 @@
-"""Events to OpenAI's JSON: whole answers, and chunks as server-sent events. Pure: no sockets, no clock but `created`."""
+"""Events to OpenAI's JSON: whole answers, and the chunks of a stream. Pure: no sockets, no clock but `created`."""
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TypedDict, cast
 
 from ..engine.engine import Event as EngineEvent
 from ..engine.scheduler import Request
@@ -16,12 +15,7 @@ from ..types import RequestStats
 from .output import Parser, Part, join
 from .prepare import Job
 from .runner import Event
-
-DONE = "data: [DONE]\n\n"
-
-
-def sse(data: dict[str, Any]) -> str:
-    return f"data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+from .wire import Json
 
 
 def single_tokens(event: Event) -> list[Event]:
@@ -38,12 +32,29 @@ def single_tokens(event: Event) -> list[Event]:
     return list(parts)
 
 
+class CalledFunction(TypedDict):
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    id: str
+    type: str
+    function: CalledFunction
+
+
+class TokenEntry(TypedDict):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
 @dataclass
 class Update:
     """What one event adds to an answer."""
 
     parts: list[Part] = field(default_factory=list)
-    deltas: list[dict[str, Any]] = field(default_factory=list)
+    deltas: list[Json] = field(default_factory=list)
     logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
     tokens: list[list[str]] = field(default_factory=list)  # [text, kind]
 
@@ -56,7 +67,7 @@ class Choice:
         self._tokenizer, self._parser, self._one_call = tokenizer, parser, job.one_call
         self._pieces = Detokenizer(tokenizer, request.prompt) if job.options.token_kinds else None
         self.content, self.reasoning = echo, ""
-        self.calls: list[dict[str, Any]] = []
+        self.calls: list[ToolCall] = []
         self.logprobs: list[tuple[int, dict[int, float]]] = []
         self.tokens: list[list[str]] = []  # [text, kind]
         self.new_tokens = 0
@@ -101,7 +112,7 @@ class Choice:
             self.finish = "tool_calls"  # the second call began: enough
         return kept
 
-    def _remember(self, part: Part) -> dict[str, Any]:
+    def _remember(self, part: Part) -> Json:
         if part.kind == "content":
             self.content += part.text
             return {"content": part.text}
@@ -109,9 +120,9 @@ class Choice:
             self.reasoning += part.text
             return {"reasoning_content": part.text}
         if part.kind == "call":
-            id, function = f"call_{secrets.token_hex(12)}", {"name": part.text, "arguments": ""}
-            self.calls.append({"id": id, "type": "function", "function": function})
-            return {"tool_calls": [{"index": part.index, "id": id, "type": "function", "function": dict(function)}]}
+            id = f"call_{secrets.token_hex(12)}"
+            self.calls.append({"id": id, "type": "function", "function": {"name": part.text, "arguments": ""}})
+            return {"tool_calls": [{"index": part.index, "id": id, "type": "function", "function": {"name": part.text, "arguments": ""}}]}
         self.calls[part.index]["function"]["arguments"] += part.text
         return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
@@ -134,12 +145,12 @@ class Writer:
 
     # ---- whole
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> Json:
         choices = []
         for c in self.choices:
-            choice: dict[str, Any] = {"index": c.index, "finish_reason": c.finish, "logprobs": self._logprobs(c, c.logprobs)}
+            choice: Json = {"index": c.index, "finish_reason": c.finish, "logprobs": self._logprobs(c, c.logprobs)}
             if self._chat:
-                message: dict[str, Any] = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
+                message: Json = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
                 if c.reasoning:
                     message["reasoning_content"] = c.reasoning
                 if c.calls:
@@ -157,13 +168,13 @@ class Writer:
 
     # ---- chunks
 
-    def opening(self) -> list[str]:
+    def opening(self) -> list[Json]:
         """The first chunk of each choice: the role, or the echoed prompt."""
         if self._chat:
-            return [sse(self._chunk(c, {"role": "assistant", "content": ""})) for c in self.choices]
-        return [sse(self._chunk(c, {"content": c.content})) for c in self.choices if c.content]
+            return [self._chunk(c, {"role": "assistant", "content": ""}) for c in self.choices]
+        return [self._chunk(c, {"content": c.content}) for c in self.choices if c.content]
 
-    def chunks(self, event: Event) -> list[str]:
+    def chunks(self, event: Event) -> list[Json]:
         choice = self.choice(event.id)
         if choice.finish is not None:
             return []
@@ -185,22 +196,21 @@ class Writer:
         if self._job.include_usage:
             for chunk in out:
                 chunk["usage"] = None
-        return [sse(c) for c in out]
-
-    def closing(self) -> list[str]:
-        out = [DONE]
-        if self._job.include_usage:
-            out.insert(0, sse({**self._head, "object": self._chunk_object, "choices": [], "usage": self.usage()}))
         return out
+
+    def closing(self) -> list[Json]:
+        if not self._job.include_usage:
+            return []
+        return [{**self._head, "object": self._chunk_object, "choices": [], "usage": self.usage()}]
 
     def _chunk(
         self,
         choice: Choice,
-        delta: dict[str, Any],
+        delta: Json,
         logprobs: Sequence[tuple[int, dict[int, float]]] | None = None,
         finish: str | None = None,
-    ) -> dict[str, Any]:
-        body: dict[str, Any] = {"index": choice.index, "finish_reason": finish, "logprobs": self._logprobs(choice, logprobs or [])}
+    ) -> Json:
+        body: Json = {"index": choice.index, "finish_reason": finish, "logprobs": self._logprobs(choice, logprobs or [])}
         if self._chat:
             body["delta"] = delta
         else:
@@ -209,7 +219,7 @@ class Writer:
 
     # ---- parts of both
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Json:
         new = sum(c.new_tokens for c in self.choices)
         prompt = self._job.prompt_tokens
         cached = min((c.stats.cached_tokens for c in self.choices if c.stats is not None), default=0)
@@ -220,7 +230,7 @@ class Writer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _logprobs(self, choice: Choice, entries: Sequence[tuple[int, dict[int, float]]]) -> dict[str, Any] | None:
+    def _logprobs(self, choice: Choice, entries: Sequence[tuple[int, dict[int, float]]]) -> Json | None:
         wanted = self._job.requests[0].params.logprobs
         if wanted is None or not entries:
             return None
@@ -239,16 +249,16 @@ class Writer:
             "text_offset": offsets,
         }
 
-    def _top(self, table: dict[int, float], wanted: int) -> list[dict[str, Any]]:
+    def _top(self, table: dict[int, float], wanted: int) -> list[TokenEntry]:
         best = sorted(table.items(), key=lambda item: -item[1])[:wanted]
         return [self._token(t, v) for t, v in best]
 
-    def _token(self, token: int, logprob: float) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float) -> TokenEntry:
         raw = self._tokenizer.token_bytes(token)
         return {"token": raw.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(raw)}  # JSON has no -inf
 
 
-def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> dict[str, Any]:
+def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
     """The object `outrider`: counts are summed over the choices, the time to first token is the first choice's to speak."""
     known = [s for s in per_choice if s is not None]
     width = max((i + 1 for s in known for i, d in enumerate(s.drafted_by_position) if d), default=0)

@@ -1,0 +1,198 @@
+"""A submitted job: reads its events until the end, the deadline, or the client's departure, and writes them as they come.
+
+A client that goes away, one that does not read, a time-out and a shutdown all end in `Call.close()`, which aborts what still
+runs and frees its places.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import ExitStack
+from typing import TypeVar
+
+from fastapi import Request
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ..types import OutriderError
+from .errors import ApiError
+from .metrics import ServerMetrics
+from .prepare import Job
+from .runner import EngineError, Event, Stream
+from .stream import Json, Writer, single_tokens
+from .wire import Wire
+
+log = logging.getLogger("outrider.server")
+KEEP_ALIVE_S = 15.0
+MAX_UNREAD = 2048  # events of one call that wait to be written; a client that far behind does not read
+T = TypeVar("T")
+
+
+class Call:
+    def __init__(
+        self,
+        job: Job,
+        begin: Callable[[], Coroutine[object, object, Stream]],
+        writer: Writer,
+        wire: Wire,
+        slots: ExitStack,
+        deadline: float,
+        timeout: float,
+        route: str,
+        metrics: ServerMetrics,
+        closing: Callable[[], bool],
+    ) -> None:
+        self._job, self._begin, self._writer, self._wire, self._slots = job, begin, writer, wire, slots
+        self._stream: Stream | None = None
+        self.deadline, self._timeout, self._route = deadline, timeout, route
+        self._metrics, self._closing = metrics, closing
+        self._began = time.monotonic()
+        self._closed = False
+
+    @property
+    def streams(self) -> bool:
+        return self._job.stream
+
+    async def begin(self) -> Stream:
+        """Wait for our turn and hand the job to the engine, once."""
+        if self._stream is None:
+            self._stream = await self._begin()
+        return self._stream
+
+    async def whole(self) -> Json:
+        try:
+            async for event in self._events():
+                if event is not None and self._writer.choice(event.id).finish is None:
+                    self._writer.choice(event.id).take(event)
+            return self._wire.whole(self._writer.whole())
+        finally:
+            self.close()
+
+    async def chunks(self) -> AsyncIterator[str]:
+        """Errors after the first byte can only be told inside the stream."""
+        wire = self._wire
+        try:
+            for chunk in self._writer.opening():
+                yield wire.chunk(chunk)
+            try:
+                async for event in smooth(self._events()) if self._job.options.stream_smoothing else self._events():
+                    if event is None:
+                        yield wire.still_working
+                        continue
+                    text = "".join(map(wire.chunk, self._writer.chunks(event)))
+                    if text:
+                        yield text  # one cycle, one write
+                yield "".join(map(wire.chunk, self._writer.closing())) + wire.done()
+            except ApiError as e:
+                self._metrics.requests.labels(self._route, str(e.status)).inc()
+                yield wire.error(e)
+        finally:
+            self.close()
+
+    async def _events(self) -> AsyncIterator[Event | None]:
+        """The engine's events; None as a sign of life when nothing came for a while."""
+        waiting = asyncio.ensure_future(self.begin())
+        try:
+            while not (await asyncio.wait([waiting], timeout=min(self._left(), KEEP_ALIVE_S)))[0]:
+                yield None
+            stream = waiting.result()
+            while stream.open and any(c.finish is None for c in self._writer.choices):
+                if stream.waiting > MAX_UNREAD:
+                    raise ApiError(408, "The answer is not being read.", code="unread_answer")
+                yield await stream.next(min(self._left(), KEEP_ALIVE_S))
+        except OutriderError as e:  # the engine found out on the way that this request can't be done
+            raise ApiError(400, str(e), code="request_failed") from e
+        except EngineError as e:
+            raise ApiError(503 if self._closing() else 500, f"{e}.", code="engine_error") from e
+        finally:
+            waiting.cancel()
+
+    def _left(self) -> float:
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise late(self._timeout)
+        return left
+
+    def close(self) -> None:
+        """However the call ended; only the first time counts. Must not await: the task may be cancelled."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._stream is None or self._stream.open:
+            self._metrics.aborted.inc()
+        if self._stream is not None:
+            self._stream.close()
+        self._slots.close()
+        choices = self._writer.choices
+        for choice in choices:
+            if choice.stats is not None:
+                self._metrics.finished(choice.stats)
+        self._metrics.end_to_end.observe(time.monotonic() - self._began)
+        log.info(
+            "%s %d choice(s): %d prompt + %d new tokens in %.2f s, finished: %s",
+            self._route, len(choices), self._job.prompt_tokens, sum(c.new_tokens for c in choices), time.monotonic() - self._began,
+            ",".join(c.finish or "abort" for c in choices),
+        )  # fmt: skip
+
+
+class EventStream(StreamingResponse):
+    """Ends at the call's deadline also while a write blocks; closes its call also when the client left before the first chunk."""
+
+    def __init__(self, call: Call, media_type: str) -> None:
+        super().__init__(call.chunks(), media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self._call = call
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        grace = 1.0  # the call tells of its deadline itself, where its client reads
+        try:
+            async with asyncio.timeout(max(0.0, self._call.deadline + grace - time.monotonic())):
+                await super().__call__(scope, receive, send)
+        except TimeoutError:
+            log.info("a stream was ended at its deadline: its client does not read")
+            abort = scope.get("state", {}).get("abort")
+            if abort is not None:
+                abort()
+        finally:
+            self._call.close()
+
+
+def late(timeout: float) -> ApiError:
+    return ApiError(408, f"The request took longer than {timeout:g} seconds.", code="timeout")
+
+
+async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
+    """Await `work`, but cancel it when the client disconnects."""
+
+    async def departure() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(departure())
+    try:
+        await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ApiError(499, "The client went away.", code="client_gone")
+        return task.result()
+    finally:
+        for other in (task, gone):
+            other.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def smooth(events: AsyncIterator[Event | None]) -> AsyncIterator[Event | None]:
+    """Spread the tokens of a cycle over the time until the next one is due. Same text, same parts; only the pace changes."""
+    last, gap = time.monotonic(), 0.0
+    async for event in events:
+        now = time.monotonic()
+        gap, last = (0.7 * gap + 0.3 * (now - last)) if gap else now - last, now
+        singles = [] if event is None else single_tokens(event)
+        if len(singles) < 2:
+            yield event
+            continue
+        for single in singles:
+            yield single
+            if single is not singles[-1]:
+                await asyncio.sleep(min(gap / len(singles), 0.05))

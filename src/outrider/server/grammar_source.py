@@ -1,0 +1,103 @@
+"""What a grammar is made of, before it is compiled: a schema, a pattern, a grammar's text, or the functions of forced calls.
+
+Everything here may be as large and as twisted as a client likes, so `build` runs where its time and memory are bounded
+(see nursery.py), never on a thread that serves others.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from ..engine.grammar import schema_grammar
+from ..types import OutriderError
+from .tool_grammar import gemma_calls, json_calls
+
+Kind = Literal["json_schema", "regex", "lark", "gbnf", "choice", "json_calls", "gemma_calls"]
+MAX_CHARS = 512 << 10  # of a source, and of the text that is made of it
+CHILDREN = ("properties", "$defs", "definitions", "patternProperties")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+
+
+@dataclass(frozen=True)
+class Source:
+    """`payload`: JSON text for schemas and calls, else the text itself. `field`: what of the request it is, for refusals."""
+
+    kind: Kind
+    payload: str
+    field: str
+
+    @property
+    def too_large(self) -> bool:
+        return len(self.payload) > MAX_CHARS
+
+
+def build(source: Source) -> str:
+    """The grammar in the compiler's own language. OutriderError when it can't be one."""
+    import llguidance
+
+    try:
+        if source.kind == "json_schema":
+            return schema_grammar(close_objects(json.loads(source.payload)))
+        if source.kind == "regex":
+            return str(llguidance.LLMatcher.grammar_from_regex(source.payload))
+        if source.kind == "gbnf":
+            from llguidance.gbnf_to_lark import any_to_lark
+
+            return str(llguidance.LLMatcher.grammar_from_lark(any_to_lark(source.payload)))
+        if source.kind == "lark":
+            return str(llguidance.LLMatcher.grammar_from_lark(source.payload))
+        if source.kind == "choice":
+            words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(source.payload))
+            return str(llguidance.LLMatcher.grammar_from_lark(f"start: {words}"))
+        calls = json.loads(source.payload)
+        functions = [(str(name), cast(dict[str, object], close_objects(parameters))) for name, parameters in calls["functions"]]
+        if source.kind == "json_calls":
+            text = json_calls(functions, calls["most"])
+        else:
+            text = gemma_calls(functions, calls["most"], lambda token: int(calls["ids"][token]))
+        return str(llguidance.LLMatcher.grammar_from_lark(text))
+    except (ValueError, TypeError, KeyError, RecursionError) as e:
+        raise OutriderError(f"it can't be turned into a grammar: {' '.join(str(e).split())[:200] or type(e).__name__}") from e
+
+
+def close_objects(schema: object) -> object:
+    """The schema with `additionalProperties: false` where an object lists its properties and says nothing of others: what is
+    generated holds what was declared. Parts of an `allOf` stay open, since together they describe one object."""
+    shared: set[str] = set()
+    _refs_of_parts(schema, shared)
+    return _close(schema, schema, shared, "#")
+
+
+def _close(node: object, root: object, shared: set[str], path: str, part: bool = False) -> object:
+    if not isinstance(node, dict):
+        return node
+    out = dict(node)
+    for key in CHILDREN:
+        if isinstance(out.get(key), dict):
+            out[key] = {name: _close(child, root, shared, f"{path}/{key}/{name}") for name, child in out[key].items()}
+    for key in LISTS:
+        if isinstance(out.get(key), list):
+            several = part or (key == "allOf" and (len(out[key]) > 1 or "properties" in node))
+            out[key] = [_close(child, root, shared, f"{path}/{key}/{i}", several) for i, child in enumerate(out[key])]
+    for key in ("items", "additionalProperties"):
+        if isinstance(out.get(key), dict):
+            out[key] = _close(out[key], root, shared, f"{path}/{key}")
+    combined = part or path in shared or any(key in out for key in ("allOf", "anyOf", "oneOf", "$ref", "if"))
+    if out.get("properties") and not combined and not {"additionalProperties", "patternProperties", "unevaluatedProperties"} & out.keys():
+        out["additionalProperties"] = False
+    return out
+
+
+def _refs_of_parts(node: object, shared: set[str], part: bool = False) -> None:
+    """References from inside an `allOf` of several parts."""
+    if isinstance(node, dict):
+        if part and isinstance(node.get("$ref"), str):
+            shared.add(node["$ref"])
+        for key, child in node.items():
+            several = key == "allOf" and isinstance(child, list) and (len(child) > 1 or "properties" in node)
+            _refs_of_parts(child, shared, several)
+    elif isinstance(node, list):
+        for child in node:
+            _refs_of_parts(child, shared, part)

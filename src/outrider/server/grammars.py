@@ -1,0 +1,162 @@
+"""Compiled grammars for requests, within bounds: tried in another process first (nursery.py), kept for those who ask again.
+
+A trial that is over its bounds is a 400 that names the field; a client that goes away takes its trial with it. Clients take
+turns. What was compiled is kept while all of it together takes less than `KEEP` bytes; what was refused is remembered too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import uuid
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from ..engine.grammar import Grammar, GrammarCompiler
+from ..engine.text import Tokenizer
+from ..types import OutriderError
+from .errors import ApiError, bad
+from .fair import FairGate
+from .grammar_source import MAX_CHARS, Source
+
+SECONDS, MEMORY = 1.0, 192 << 20  # of one trial
+KEEP, KEEP_REFUSED = 128 << 20, 256
+AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
+
+
+class Grammars:
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self._tokenizer, self._vocab = tokenizer, vocab_size
+        self._gate = FairGate(AT_ONCE, WAITING, "a grammar")
+        self._kept: OrderedDict[Source, tuple[Grammar, int]] = OrderedDict()
+        self._refused: OrderedDict[Source, str] = OrderedDict()
+        self._nursery: _Nursery | None = None
+        self._compiler: GrammarCompiler | None = None
+        self._thread = ThreadPoolExecutor(1, "outrider-grammar")  # the compiler lets go of the interpreter while it works
+        self._starting = asyncio.Lock()
+
+    async def get(self, source: Source, client: str) -> Grammar:
+        """The grammar, or an ApiError. Cancel it, and what it has set going ends."""
+        if source.too_large:
+            raise bad(f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar.", source.field, "grammar_too_complex")
+        known = self._known(source)
+        if known is not None:
+            return known
+        async with self._gate.enter(client):
+            known = self._known(source)  # somebody else may have asked for the same in the meantime
+            if known is not None:
+                return known
+            said = await (await self._start()).trial(source)
+            if "error" in said:
+                self._refused[source] = str(said["error"])
+                while len(self._refused) > KEEP_REFUSED:
+                    self._refused.popitem(last=False)
+                raise _refusal(source, str(said["error"]))
+            return await self._compile(source, said)
+
+    async def close(self) -> None:
+        if self._nursery is not None:
+            await self._nursery.close()
+        self._thread.shutdown(wait=False)
+
+    def _known(self, source: Source) -> Grammar | None:
+        if source in self._refused:
+            raise _refusal(source, self._refused[source])
+        if source not in self._kept:
+            return None
+        self._kept.move_to_end(source)
+        return self._kept[source][0]
+
+    async def _compile(self, source: Source, said: dict[str, object]) -> Grammar:
+        text = str(said["text"])
+
+        def compile_here() -> Grammar:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._tokenizer.json, self._vocab, sorted(self._tokenizer.eos_ids))
+            return self._compiler.compile(text)
+
+        try:
+            grammar = await asyncio.get_running_loop().run_in_executor(self._thread, compile_here)
+        except OutriderError as e:
+            raise _refusal(source, str(e)) from e
+        size = said["bytes"]
+        assert isinstance(size, int)
+        self._kept[source] = (grammar, size + len(text) + len(source.payload))
+        while sum(n for _, n in self._kept.values()) > KEEP:
+            self._kept.popitem(last=False)
+        return grammar
+
+    async def _start(self) -> _Nursery:
+        async with self._starting:
+            if self._nursery is None or not self._nursery.alive:
+                self._nursery = await _Nursery.start(self._tokenizer, self._vocab)
+            return self._nursery
+
+
+class _Nursery:
+    """The other process, as seen from here."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self._waiting: dict[str, asyncio.Future[dict[str, object]]] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> _Nursery:
+        root = str(Path(__file__).parents[2])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "outrider.server.nursery", env=environment, limit=64 << 20, start_new_session=True,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        made = cls(process)
+        made._send(
+            {"tokenizer": tokenizer.json, "vocab": vocab_size, "eos": sorted(tokenizer.eos_ids), "seconds": SECONDS, "memory": MEMORY}
+        )
+        return made
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None and not self._reader.done()
+
+    async def trial(self, source: Source) -> dict[str, object]:
+        id = uuid.uuid4().hex
+        answer: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
+        self._waiting[id] = answer
+        self._send({"id": id, "kind": source.kind, "payload": source.payload, "field": source.field})
+        try:
+            return await answer
+        finally:
+            if self._waiting.pop(id, None) is not None and self.alive:
+                self._send({"cancel": id})
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+        await self._process.wait()
+
+    def _send(self, message: dict[str, object]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message).encode() + b"\n")
+
+    async def _read(self) -> None:
+        assert self._process.stdout is not None
+        try:
+            while line := await self._process.stdout.readline():
+                message = json.loads(line)
+                answer = self._waiting.pop(message.get("id", ""), None)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
+        finally:
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1))
+
+
+def _refusal(source: Source, why: str) -> ApiError:
+    return bad(f"{source.field}: {why}.", source.field, "invalid_grammar")

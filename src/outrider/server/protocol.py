@@ -1,0 +1,187 @@
+"""Connections within bounds, as a thin layer over uvicorn's HTTP/1.1 protocol.
+
+A connection waits for a request's head, for its body, for its answer to be written, or for the next request; each wait has a
+time after which it ends, counted from its beginning, so that a byte now and then buys nothing. At the cap the connection that
+has waited longest for its client makes room; where none waits, the newcomer is told 503. All on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import resource
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from .settings import ServerSettings
+
+log = logging.getLogger("outrider.server")
+SEND_BUFFER = 256 << 10  # bytes the system may hold for a client that does not read
+RESERVE, BACKLOG = 64, 64  # file descriptors for everything else, and for connections accepted in one go
+
+
+@dataclass
+class Connections:
+    """What the connections of one server share."""
+
+    settings: ServerSettings
+    most: int = 0
+    waiting: dict[BoundedProtocol, None] = field(default_factory=dict)  # for their client, the longest first
+    open: set[BoundedProtocol] = field(default_factory=set)
+    ended: dict[str, int] = field(default_factory=dict)  # why connections were ended by us, and how often
+
+    def __post_init__(self) -> None:
+        self.most = self.most or cap(self.settings.max_connections)
+
+    def count(self, why: str) -> None:
+        self.ended[why] = self.ended.get(why, 0) + 1
+
+
+def cap(wanted: int) -> int:
+    """Connections that the process's file descriptors allow. The soft limit is raised where that is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = wanted + RESERVE + BACKLOG
+    if soft != resource.RLIM_INFINITY and soft < need:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (need if hard == resource.RLIM_INFINITY else min(need, hard), hard))
+        soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    room = wanted if soft == resource.RLIM_INFINITY else soft - RESERVE - BACKLOG
+    return max(8, min(wanted, room))
+
+
+class BoundedProtocol(H11Protocol):
+    def __init__(self, shared: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._shared = shared
+        self._phase = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._stall: asyncio.TimerHandle | None = None
+
+    # ---- the connection
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        shared = self._shared
+        raw = transport.get_extra_info("socket")
+        if raw is not None:
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+        shared.open.add(self)
+        if len(shared.open) > shared.most:
+            longest = next(iter(shared.waiting), None)
+            if longest is None:
+                shared.count("full")
+                self._end(503, "Too many connections; try again in a moment.")
+                return
+            longest.give_way()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._shared.open.discard(self)
+        self._enter("closed", None)
+        self._stop_stall()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
+
+    # ---- waiting for the client
+
+    def _watch(self) -> None:
+        """Find out what is waited for. Idle connections are uvicorn's to close; what interrupts the idling is ours."""
+        settings = self._shared.settings
+        if self.transport.is_closing():
+            self._enter("closed", None)
+        elif self.cycle is None or self.cycle.response_complete:
+            idle = self.cycle is not None and self.timeout_keep_alive_task is not None
+            self._enter("idle" if idle else "head", settings.idle_timeout if idle else settings.request_timeout)
+        else:
+            if self.cycle.scope["state"].get("abort") is None:
+                self.cycle.scope["state"]["abort"] = self.transport.abort
+            self._enter("body" if self.cycle.more_body else "answer", settings.request_timeout if self.cycle.more_body else None)
+
+    def _enter(self, phase: str, seconds: float | None) -> None:
+        if phase == self._phase:
+            return
+        self._phase = phase
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._shared.waiting.pop(self, None)
+        if seconds is not None:
+            self._shared.waiting[self] = None
+            self._timer = self.loop.call_later(seconds, self._late)
+
+    def _late(self) -> None:
+        self._shared.count(f"{self._phase} timeout")
+        if self._phase == "idle":
+            self.transport.close()
+        else:
+            log.info("refused a connection: its request's %s did not arrive in time", self._phase)
+            self._end(408, "The request did not arrive in time.")
+
+    def give_way(self) -> None:
+        """Another connection needs the place; this one's client has kept us waiting longest."""
+        self._shared.count("gave way")
+        self._shared.open.discard(self)
+        self._enter("closed", None)
+        self.transport.abort()
+
+    def _end(self, status: int, message: str) -> None:
+        """An answer outside of any request, as far as the client still listens."""
+        reason = {408: "Request Timeout", 503: "Service Unavailable", 400: "Bad Request"}[status]
+        kind = {408: "timeout_error", 503: "server_error", 400: "invalid_request_error"}[status]
+        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}}).encode()
+        head = [f"HTTP/1.1 {status} {reason}", "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close"]
+        head += ["Retry-After: 1"] if status == 503 else []
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
+            self.transport.close()
+        else:
+            self.transport.abort()  # a body that never comes: the route is told that its client has gone
+
+    def send_400_response(self, msg: str) -> None:
+        self._end(400, "This is not a valid HTTP request.")
+
+    # ---- waiting for the client to read
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stall = self._stall or self.loop.call_later(self._shared.settings.stall_timeout, self._stalled)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_stall()
+
+    def _stalled(self) -> None:
+        self._shared.count("unread answer")
+        log.info("a connection was ended: its client did not read its answer for %g s", self._shared.settings.stall_timeout)
+        self.transport.abort()
+
+    def _stop_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+
+class Quiet:
+    """Hears the event loop's complaints. Running out of file descriptors comes thousands of times a second: once a minute is enough."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if "out of system resource" not in str(context.get("message", "")):
+            loop.default_exception_handler(context)
+        elif loop.time() - self._last >= 60.0:
+            self._last = loop.time()
+            log.warning("no file descriptors are left for new connections; raise `ulimit -n` or lower --max-connections")

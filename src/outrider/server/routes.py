@@ -1,0 +1,89 @@
+"""The routes. A protocol is a way to read a body into a request of ours and a wire that its answer goes out by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from fastapi.responses import FileResponse, JSONResponse, Response
+from pydantic import BaseModel
+
+from .. import __version__
+from .errors import ApiError
+from .schema import ChatRequest, Common, CompletionRequest
+from .wire import Json, OpenAIWire, Wire
+
+if TYPE_CHECKING:
+    from .app import Server
+
+PAGE = Path(__file__).parent / "page"
+PAGE_FILES = {p.name: p for p in sorted(PAGE.iterdir()) if p.suffix in (".html", ".css", ".js", ".svg")}
+STATUSES = (400, 401, 404, 408, 413, 415, 429, 500, 503)
+ERRORS: dict[int | str, dict[str, object]] = {s: {"description": "An error object"} for s in STATUSES}
+
+
+def add_routes(app: FastAPI, server: Server) -> None:
+    _post(app, server, "/v1/chat/completions", ChatRequest, ChatRequest.model_validate_json, OpenAIWire)
+    _post(app, server, "/v1/completions", CompletionRequest, CompletionRequest.model_validate_json, OpenAIWire)
+    _information(app, server)
+    _page(app)
+
+
+def _post(
+    app: FastAPI, server: Server, path: str, shape: type[BaseModel], parse: Callable[[bytes], Common], wire: Callable[[], Wire]
+) -> None:
+    """The body is read by us, off the event loop; its shape is told to those who read openapi.json."""
+
+    async def answer(request: Request) -> Response:
+        return await server.answer(request, parse, wire())
+
+    content = {"application/json": {"schema": shape.model_json_schema(ref_template="#/components/schemas/{model}")}}
+    app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra={"requestBody": {"content": content, "required": True}})(
+        answer
+    )
+
+
+def _information(app: FastAPI, server: Server) -> None:
+    def card() -> Json:
+        return {
+            "id": server.settings.model_name, "object": "model", "created": server.started, "owned_by": "outrider",
+            "outrider": {"max_context": server.backend.max_context, "drafter": server.backend.note},
+        }  # fmt: skip
+
+    @app.get("/v1/models", response_model=None)
+    async def models() -> Json:
+        return {"object": "list", "data": [card()]}
+
+    @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=None)
+    async def model(name: str) -> Json:
+        if name != server.settings.model_name:
+            raise ApiError(404, "No such model here.", "model", "model_not_found")
+        return card()
+
+    @app.get("/health", responses={503: {"description": "The engine has stopped"}}, response_model=None)
+    async def health() -> Response:
+        ok = server.runner.healthy and not server.admission.closing
+        state = "ok" if ok else ("shutting down" if server.admission.closing else "engine stopped")
+        return JSONResponse({"status": state, "in_flight": server.admission.in_flight}, status_code=200 if ok else 503)
+
+    @app.get("/version", response_model=None)
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics", response_model=None)
+    async def metrics() -> Response:
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _page(app: FastAPI) -> None:
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(PAGE_FILES["index.html"], headers={"Cache-Control": "no-cache"})
+
+    @app.get("/page/{name}", include_in_schema=False)
+    async def page_file(name: str) -> Response:
+        if name not in PAGE_FILES:
+            raise ApiError(404, "No such file.")
+        return FileResponse(PAGE_FILES[name], headers={"Cache-Control": "no-cache"})

@@ -1,0 +1,49 @@
+"""How an answer goes over the wire. Inside, every answer has OpenAI's shape; other protocols translate it on its way out.
+
+A `Wire` is made anew for each call and may remember what it has written.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Protocol
+
+from .errors import ApiError
+
+Json = dict[str, object]
+
+
+def sse(data: Json, event: str | None = None) -> str:
+    name = f"event: {event}\n" if event is not None else ""
+    return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
+
+
+class Wire(Protocol):
+    media_type: str
+    still_working: str  # written when nothing came for a while
+
+    def whole(self, answer: Json) -> Json: ...
+    def chunk(self, chunk: Json) -> str: ...
+    def done(self) -> str: ...
+    def error(self, error: ApiError) -> str: ...
+    def refusal(self, error: ApiError) -> Json: ...
+
+
+class OpenAIWire:
+    media_type = "text/event-stream"
+    still_working = ": still working\n\n"
+
+    def whole(self, answer: Json) -> Json:
+        return answer
+
+    def chunk(self, chunk: Json) -> str:
+        return sse(chunk)
+
+    def done(self) -> str:
+        return "data: [DONE]\n\n"
+
+    def error(self, error: ApiError) -> str:
+        return sse(error.body())
+
+    def refusal(self, error: ApiError) -> Json:
+        return error.body()

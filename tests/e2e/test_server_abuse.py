@@ -1,0 +1,407 @@
+"""Nothing one client sends may hurt another. Each test is a row of an attack that once worked, against real sockets.
+
+Catches: grammars that burn a core for ever, texts tokenised before anybody asked whether they may, connections that hold places
+by not reading or not writing, and answers that tell where files lie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
+
+from outrider.engine.grammar import GrammarCompiler
+from outrider.server import call, grammars
+from outrider.server.errors import ApiError
+from outrider.server.fair import Desk, FairGate
+from outrider.server.grammar_source import Source, build, close_objects
+from outrider.server.main import listen
+from outrider.server.prepare import Backend
+from outrider.server.protocol import cap
+from outrider.server.settings import without_paths
+from outrider.types import OutriderError
+
+TOK, GEMMA = tokenizer(), tokenizer(gemma=True)
+HI = [{"role": "user", "content": "hi"}]
+BOMB = {"type": "integer", "multipleOf": 62615533}
+CHAIN = {
+    "$defs": {**{f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(3000)}, "a3000": {"type": "null"}},
+    "$ref": "#/$defs/a0",
+}
+BOMBS: list[tuple[dict[str, Any], str]] = [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": BOMB}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": CHAIN}}}, "response_format"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["y" * 100] * 6000}}}}, "response_format"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {"x": BOMB}}}}],
+         "tool_choice": "required"}, "tools",
+    ),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    with Served(FakeEngine(TOK), TOK, max_concurrent=2, max_queued=2) as s:
+        yield s
+
+
+def post(s: Served, seconds: float = 60, **body: Any) -> httpx.Response:
+    return httpx.post(f"{s.url}/v1/chat/completions", json={"messages": HI, **body}, timeout=seconds)
+
+
+def raw(s: Served, data: bytes, small: bool = False) -> socket.socket:
+    made = socket.socket()
+    if small:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.connect(("127.0.0.1", s.port))
+    made.sendall(data)
+    return made
+
+
+def request(path: str, body: dict[str, Any]) -> bytes:
+    text = json.dumps(body).encode()
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(text)}\r\n\r\n".encode() + text
+    )
+
+
+def until(true: Any, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# ---- grammars
+
+
+@pytest.mark.parametrize(("fields", "field"), BOMBS, ids=["multipleOf", "refs", "enum", "tools"])
+def test_a_grammar_bomb_is_a_400_that_names_the_field(served: Served, fields: dict[str, Any], field: str) -> None:
+    answer = post(served, **fields)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == field, answer.text
+    assert "compile" in answer.text or "characters" in answer.text
+    assert post(served, **fields).json() == answer.json()  # the second time it is known
+
+
+def test_others_are_served_while_bombs_are_tried(served: Served) -> None:
+    def bomb(i: int) -> None:
+        schema = {"type": "integer", "multipleOf": 62615533 + 2 * i}
+        post(served, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+
+    threads = [threading.Thread(target=bomb, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(10):
+        assert httpx.get(f"{served.url}/health").status_code == 200
+    assert post(served).status_code == 200
+    for thread in threads:
+        thread.join(60)
+    served.settle()
+
+
+def test_a_trial_ends_with_its_client(served: Served) -> None:
+    post(served, response_format={"type": "json_object"})  # the nursery is up
+    nursery = served.state.grammars._nursery
+    children = lambda: subprocess.run(["ps", "--ppid", str(nursery._process.pid), "-o", "pid="], capture_output=True).stdout.split()  # noqa: E731
+    with pytest.raises(httpx.ReadTimeout):
+        schema = {"type": "integer", "multipleOf": 98765431}
+        post(served, seconds=0.2, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}})
+    until(lambda: not nursery._waiting and not children(), 5)
+    served.settle()
+
+
+def test_the_nursery_may_die(served: Served) -> None:
+    post(served, response_format={"type": "json_object"})
+    os.kill(served.state.grammars._nursery._process.pid, signal.SIGKILL)
+    schema = {"type": "object", "properties": {"fresh": {"type": "integer"}}}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    until(lambda: post(served, response_format=form, max_tokens=200).status_code == 200)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "KEEP", 3000)
+
+    async def run() -> None:
+        keeper = grammars.Grammars(TOK, VOCAB)
+        kept = [await keeper.get(Source("regex", f"a{{{i}}}b", "x"), "me") for i in range(1, 4)]
+        assert len(keeper._kept) <= 3 and kept[0].matcher().failed is None
+        with pytest.raises(ApiError, match=r"x: .*characters"):
+            await keeper.get(Source("regex", "a" * (1 << 20), "x"), "me")
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+def test_undeclared_properties_are_not_generated() -> None:
+    inner = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+    schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
+    compiler = GrammarCompiler(TOK.json, VOCAB, TOK.eos_ids)
+    matcher = compiler.compile(build(Source("json_schema", json.dumps(schema), "x"))).matcher()
+    whole, extra = TOK.encode('{"a":{"b":1}}'), TOK.encode('{"a":{"b":1,"z":2}}')
+    assert matcher.masks(whole)[1] == len(whole) and matcher.masks(extra)[1] < len(extra)
+    opened = {**schema, "additionalProperties": True}
+    assert close_objects(opened)["additionalProperties"] is True  # type: ignore[index]
+    assert close_objects({"type": "object"}) == {"type": "object"}
+    parts = {"allOf": [{"properties": {"a": {}}}, {"$ref": "#/$defs/d"}], "$defs": {"d": {"properties": {"b": {}}}}}
+    assert close_objects(parts) == parts  # together they are one object: neither may be closed alone
+
+
+# ---- admission before work
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object, **__: object) -> Any:
+        raise AssertionError("tokenised")
+
+    monkeypatch.setattr(type(served.state.prepare.tokenizer), "encode", never)
+    monkeypatch.setattr(type(served.state.prepare.tokenizer), "prompt", never)
+    long = "1" * 4_000_000
+    answer = post(served, messages=[{"role": "user", "content": long}])
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
+    for prompt in (long, [1] * 500_000, [long]):
+        answer = httpx.post(f"{served.url}/v1/completions", json={"prompt": prompt}, timeout=60)
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "prompt"
+
+
+def test_a_full_server_refuses_before_it_tokenises(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Served(FakeEngine(TOK, lambda r: "word " * 400, delay=0.02, draft=0), TOK, max_concurrent=1, max_queued=0) as s:
+        with httpx.stream("POST", f"{s.url}/v1/chat/completions", json={"messages": HI, "stream": True}) as stream:
+            pieces = stream.iter_raw()
+            next(pieces)
+            monkeypatch.setattr(type(s.state.prepare), "chat", lambda *_: pytest.fail("prepared"))
+            answer = post(s)
+            assert answer.status_code == 429 and answer.json()["error"]["code"] == "server_full" and answer.headers["retry-after"]
+        monkeypatch.undo()
+        s.settle()
+
+
+def test_clients_take_turns() -> None:
+    async def run() -> None:
+        gate, order = FairGate(1, 10, "a test"), []
+
+        async def one(client: str, i: int) -> None:
+            async with gate.enter(client):
+                order.append(f"{client}{i}")
+                await asyncio.sleep(0)
+
+        tasks = [asyncio.create_task(one("a", i)) for i in range(4)] + [asyncio.create_task(one("b", i)) for i in range(2)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert order == ["a0", "b0", "a1", "b1", "a2"] or order == ["a0", "a1", "b0", "a2", "b1"]
+        assert gate._free == 1 and not gate._waiting
+        full = FairGate(1, 2, "a test")
+        await full.acquire("x")
+        waiting = [asyncio.create_task(full.acquire("x")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="2 requests of this client wait"):
+            await full.acquire("x")
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_big_one_is_not_starved_and_cancelled_work_keeps_its_thread() -> None:
+    async def run() -> None:
+        gate, got = FairGate(2, 10, "a test"), []
+
+        async def one(client: str, weight: int) -> None:
+            held = await gate.acquire(client, weight)
+            got.append((client, held))
+            await asyncio.sleep(0.01)
+            gate.release(held)
+
+        await asyncio.gather(one("a", 1), one("big", 9), one("c", 1), one("d", 1))
+        assert got[:2] == [("a", 1), ("big", 2)] and len(got) == 4
+        desk, done = Desk(1, 10), threading.Event()
+        task = asyncio.create_task(desk.run("a", lambda: done.wait(30)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        other = asyncio.create_task(desk.run("b", lambda: 7))
+        await asyncio.sleep(0.05)
+        assert not other.done()  # the thread still works for the one who left
+        done.set()
+        assert await other == 7
+        desk.close()
+
+    asyncio.run(run())
+
+
+# ---- connections
+
+
+def test_a_client_that_does_not_read_gives_back_its_places() -> None:
+    body = {"messages": HI, "stream": True, "n": 2, "logprobs": True, "top_logprobs": 20, "max_tokens": 100000, "ignore_eos": True}
+    engine = FakeEngine(TOK, lambda r: "word " * 20000, draft=8)
+    engine.max_context = 1 << 20
+    for settings in (dict(timeout=2.0), dict(stall_timeout=1.0)):
+        with Served(engine, TOK, 1 << 20, max_concurrent=2, max_queued=0, **settings) as s:
+            silent = raw(s, request("/v1/chat/completions", body), small=True)
+            until(lambda: s.state.admission.in_flight == 2)
+            assert post(s).status_code == 429
+            until(lambda: not s.state.admission.in_flight, 15)
+            assert post(s, max_tokens=5).status_code == 200
+            silent.close()
+            s.settle()
+
+
+def test_unread_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call, "MAX_UNREAD", 50)
+    engine = FakeEngine(TOK, lambda r: "word " * 20000, draft=0)
+    with Served(engine, TOK, 1 << 20, max_concurrent=1, max_queued=0) as s:
+        silent = raw(
+            s,
+            request("/v1/chat/completions", {"messages": HI, "stream": True, "max_tokens": 90000, "top_logprobs": 9, "logprobs": True}),
+            True,
+        )
+        until(lambda: s.state.admission.in_flight == 1)
+        until(lambda: not s.engine.running, 60)
+        silent.close()
+        s.settle()
+
+
+def test_connections_that_say_nothing_or_half_are_ended() -> None:
+    with Served(FakeEngine(TOK), TOK, request_timeout=0.6, idle_timeout=0.6) as s:
+        half_body = request("/v1/chat/completions", {"messages": HI})[:-5]
+        kinds = {"nothing": b"", "half a head": b"POST /v1/chat/completions HTTP/1.1\r\nHost: x", "half a body": half_body}
+        whole = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+        open_ones = [raw(s, data) for data in (*kinds.values(), whole, whole + b"GET /hea")]
+        dripping = raw(s, b"GET /health HTTP/1.1\r\n")
+        for _ in range(30):  # a byte now and then buys nothing
+            time.sleep(0.05)
+            try:
+                dripping.sendall(b"X")
+            except OSError:
+                break
+        until(lambda: not s.server.connections.open, 20)
+        for made in open_ones:
+            made.settimeout(5)
+            try:
+                while made.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+            made.close()
+        dripping.close()
+
+
+def test_at_the_cap_silent_connections_make_room() -> None:
+    with Served(FakeEngine(TOK), TOK, max_connections=8) as s:
+        silent = [raw(s, b"") for _ in range(30)]
+        for _ in range(5):
+            assert httpx.get(f"{s.url}/health", timeout=20).status_code == 200
+        assert len(s.server.connections.open) <= 8
+        for made in silent:
+            made.close()
+
+
+def test_a_cap_of_busy_connections_answers_503() -> None:
+    with Served(FakeEngine(TOK, lambda r: "word " * 200, delay=0.02, draft=0), TOK, max_connections=8, max_concurrent=8) as s:
+        busy = [raw(s, request("/v1/chat/completions", {"messages": HI, "stream": True})) for _ in range(8)]
+        until(lambda: len(s.server.connections.open) == 8 and not s.server.connections.waiting)
+        late = raw(s, b"")
+        late.settimeout(10)
+        assert b"503" in late.recv(4096)
+        for made in (*busy, late):
+            made.close()
+        s.settle()
+
+
+def test_the_cap_fits_the_file_descriptors() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert cap(100) == 100 and cap(10**9) <= (hard if hard != resource.RLIM_INFINITY else 10**9)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+# ---- smaller rows
+
+
+def test_chats_refusals_are_counted_under_chat_and_logged(served: Served, caplog: pytest.LogCaptureFixture) -> None:
+    before = served.state.metrics.text().decode()
+    with caplog.at_level(logging.INFO, "outrider"):
+        answer = httpx.post(
+            f"{served.url}/v1/chat/completions", json={"messages": HI, "secret words": 1}, headers={"X-Request-Id": "abc-1"}
+        )
+    assert answer.status_code == 400 and answer.headers["x-request-id"] == "abc-1"
+    count = lambda text, route: sum(map(float, re.findall(rf'requests_total{{route="{route}",status="400"}} (\S+)', text)))  # noqa: E731
+    after = served.state.metrics.text().decode()
+    assert count(after, "chat") == count(before, "chat") + 1 and count(after, "completions") == count(before, "completions")
+    lines = [r.getMessage() for r in caplog.records if "refused" in r.getMessage()]
+    assert any("abc-1" in x and "/v1/chat/completions" in x and "unknown_field" in x for x in lines) and "secret words" not in "".join(
+        lines
+    )
+
+
+def test_odd_requests(served: Served) -> None:
+    url = f"{served.url}/v1/chat/completions"
+    json_type = {"Content-Type": "application/json"}
+    odd = httpx.post(url, content=b'{"model":"\\ud800","messages":[]}', headers=json_type)
+    assert odd.status_code in (400, 404) and "error" in odd.json()
+    plain = httpx.post(url, content="{}", headers={"Content-Type": "text/plain"})
+    assert plain.status_code == 415 and "application/json" in plain.json()["error"]["message"]
+    assert httpx.head(f"{served.url}/health").status_code == 200 and httpx.head(f"{served.url}/").content == b""
+    assert post(served).status_code == 200  # one model is served: it need not be named
+    deep = httpx.post(url, content=b"[" * 200_000, headers=json_type)
+    assert deep.status_code == 400 and "error" in deep.json()
+    many = httpx.post(f"{served.url}/v1/completions", json={"prompt": ["a", {}, 3] * 1000}, timeout=60)
+    assert many.status_code == 400
+
+
+def test_a_missing_key_says_how() -> None:
+    with Served(FakeEngine(TOK), TOK, api_keys=("k",)) as s:
+        answer = httpx.get(f"{s.url}/v1/models")
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert httpx.get(f"{s.url}/v1/models", headers={"x-api-key": "k"}).status_code == 200
+
+
+def test_paths_stay_private() -> None:
+    class Llm:
+        tokenizer, engine, drafter_note = TOK, FakeEngine(TOK), "drafter: mtp /home/me/secret/drafter (as asked)"
+
+        class config:
+            vocab_size = VOCAB
+
+    assert Backend.of(Llm()).note == "drafter: mtp drafter (as asked)"
+    assert without_paths("a google/gemma b ~/x/y: c") == "a google/gemma b y: c"
+
+
+def test_a_port_in_use_is_noticed_before_the_model_is_loaded() -> None:
+    taken = listen("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    with pytest.raises(OutriderError, match="cannot listen"):
+        listen("127.0.0.1", port)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "-c", "from outrider.cli.main import main; main()", "serve", "/nowhere", "--port", str(port)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 2 and "cannot listen" in run.stderr and "Traceback" not in run.stderr
+    taken.close()
+
+
+def test_while_draining_newcomers_hear_503() -> None:
+    s = Served(FakeEngine(TOK, lambda r: "word " * 30, delay=0.02, draft=0), TOK, shutdown_grace=20.0)
+    with s:
+        reader = threading.Thread(target=lambda: post(s, stream=True))
+        reader.start()
+        until(lambda: s.state.admission.in_flight)
+        s.server.should_exit = True
+        until(lambda: s.state.admission.closing)
+        answer = post(s)
+        assert answer.status_code == 503 and answer.headers["retry-after"]
+        assert httpx.get(f"{s.url}/health").status_code == 503
+        reader.join(30)
