@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 
@@ -20,10 +20,13 @@ from . import __version__
 from . import ops as ops_module
 from .config import EngineConfig, SpecConfig, Verify, parse_draft_tokens
 from .engine.calibrate import calibrate
-from .engine.engine import Engine, Event, Request
+from .engine.engine import Engine, Event
+from .engine.step import Request
 from .engine.text import Tokenizer
 from .models import build, build_drafter
+from .models.layers import TextModel
 from .models.pairing import fits
+from .ops.backend import Backend
 from .spec import card as cards
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostKey, CostTable, machine_name
@@ -32,10 +35,18 @@ from .spec.mtp import MTPDrafter
 from .types import OutriderError, RequestStats, SamplingParams
 from .weights import hub, load_drafter, load_target
 from .weights.files import fingerprint
+from .weights.load import LoadFormat
 
 log = logging.getLogger("outrider")
-Messages = Sequence[Mapping[str, Any]]
+Messages = Sequence[Mapping[str, object]]
 Prompt = str | Sequence[int]
+
+
+class Drafting(TypedDict, total=False):
+    """How an answer is drafted: see `Request`."""
+
+    draft_tokens: int | None
+    drafter: bool | str
 
 
 @dataclass
@@ -67,7 +78,7 @@ class LLM:
         ops: str = "auto",
         threads: int | None = None,
         quantize: str | None = None,
-        load_format: str = "auto",
+        load_format: LoadFormat = "auto",
         seed: int = 0,
         engine: EngineConfig | None = None,
         say: Callable[[str], None] = log.info,
@@ -75,11 +86,13 @@ class LLM:
         """`drafter`: auto | none | ngram | a folder or id of an MTP drafter, a draft model (draft:NAME) or Medusa heads."""
         spec = SpecConfig(parse_draft_tokens(draft_tokens), verify)
         place = ops_module.place(device)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)  # kernels are launched on the current device, wherever their tensors are
         kind = _dtype(dtype, place)
         chosen = ops_module.choose(place, ops, threads)
         if chosen.name == "cpu":
             torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
-        config, weights, text = load_target(model, place, kind, chosen, quantize, load_format, seed)  # type: ignore[arg-type]
+        config, weights, text = load_target(model, place, kind, chosen, quantize, load_format, seed)
         if quantize is not None and load_format == "auto":
             say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
         target = build(config, weights, chosen)
@@ -155,10 +168,10 @@ class LLM:
                 self.engine.abort(request.id)
                 self.engine.step()
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None, **options: Any) -> Completion:
+    def chat(self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[Drafting]) -> Completion:
         return self.generate(self.chat_prompt(messages), params, **options)[0]
 
-    def chat_prompt(self, messages: Messages, tools: Any = None) -> list[int]:
+    def chat_prompt(self, messages: Messages, tools: Sequence[Mapping[str, object]] | None = None) -> list[int]:
         return self._tokenizer().chat(messages, tools)
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -194,7 +207,14 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def pick_drafter(
-    model: str, drafter: str, target: Any, ops: Any, device: torch.device, dtype: torch.dtype, load_format: str = "auto", seed: int = 0
+    model: str,
+    drafter: str,
+    target: TextModel,
+    ops: Backend,
+    device: torch.device,
+    dtype: torch.dtype,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
 ) -> tuple[Drafter | None, tuple[str, ...], str]:
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why)."""
     if drafter == "none":
@@ -214,29 +234,27 @@ def pick_drafter(
 
 
 def _load_drafter(
-    where: str, note: str, target: Any, ops: Any, device: torch.device, dtype: torch.dtype, load_format: str, seed: int
+    where: str, note: str, target: TextModel, ops: Backend, device: torch.device, dtype: torch.dtype, load_format: LoadFormat, seed: int
 ) -> tuple[Drafter, tuple[str, ...], str]:
     if where.startswith("draft:"):
         from .spec.draft_model import DraftModel
 
-        config, weights, _ = load_target(where[6:], device, dtype, ops, None, load_format, seed)  # type: ignore[arg-type]
+        config, weights, _ = load_target(where[6:], device, dtype, ops, None, load_format, seed)
         if config.vocab_size != target.config.vocab_size:
             raise OutriderError(
                 f"{where[6:]} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer"
             )
-        small = build(config, weights, ops)
-        small = ops.compile(small) if hasattr(ops, "compile") else small
-        return DraftModel(small), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
+        return DraftModel(ops.compile(build(config, weights, ops))), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":
         from .spec.medusa import Medusa
 
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
-    config, weights = load_drafter(files, device, dtype, ops, ops.capabilities.draft_format, load_format, seed)  # type: ignore[arg-type, assignment]
-    reason = fits(config, target.config)  # type: ignore[arg-type]
+    own, parts = load_drafter(files, device, dtype, ops, ops.capabilities.draft_format, load_format, seed)
+    reason = fits(own, target.config)
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
-    drafter = build_drafter(config, weights, ops, target)  # type: ignore[arg-type]
+    drafter = build_drafter(own, parts, ops, target)
     made = MTPDrafter(ops.compile_drafter(drafter), target)
     if load_format == "auto":
         made.card = cards.read(Path(files.path), fingerprint(files))

@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
+    from numpy import ndarray
+    from tokenizers import Tokenizer
     from torch import Tensor
 
 GroupName = Literal["full", "sliding"]
 MAX_DRAFT = 16
+COLD = 1e-5  # below this temperature the choice is greedy
 
 
 class OutriderError(Exception):
@@ -56,7 +59,7 @@ class TextFiles:
     `tokenizers.Tokenizer` (late: a large vocabulary takes a second to read); None: the checkpoint has none."""
 
     where: str
-    build: Callable[[], Any] | None
+    build: Callable[[], Tokenizer] | None
     chat_template: str | None = None
     specials: Mapping[str, str] = field(default_factory=dict)  # bos_token, eos_token, ... as templates see them
     bos_id: int | None = None
@@ -110,6 +113,19 @@ class Verdict:
     counts: Tensor  # int64 [B] = accepted + 1
 
 
+class Matcher(Protocol):
+    """Where one request stands in its grammar (engine.grammar)."""
+
+    failed: str | None
+
+    def masks(self, drafts: Sequence[int]) -> tuple[ndarray, int]: ...
+    def advance(self, tokens: Sequence[int]) -> None: ...
+
+
+class Grammar(Protocol):
+    def matcher(self) -> Matcher: ...
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the target chooses. Greedy at temperature 0. Validated by `validate()`."""
@@ -131,8 +147,22 @@ class SamplingParams:
     seed: int = 0
     n: int = 1
     logprobs: int | None = None  # None: off; 0: the chosen token only; n: also the n most likely
-    grammar: object | None = None  # an engine.grammar.Grammar; masks logits position by position
+    grammar: Grammar | None = None  # masks logits position by position
     keep_special: bool = False  # text keeps control tokens other than EOS (the server parses tool calls and thoughts from them)
+
+    @property
+    def processed(self) -> bool:
+        """The logits are changed before a token is chosen, by its history or by a mask, or are wanted themselves."""
+        return bool(
+            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias or self.bad_words
+            or self.min_tokens or self.logprobs is not None or self.grammar is not None
+        )  # fmt: skip
+
+    @property
+    def tempered(self) -> bool:
+        """Temperature and seed alone say how a token is chosen: no filter, history, mask or logprobs."""
+        filtered = self.temperature >= COLD and (self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
+        return not filtered and not self.processed
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
         def need(ok: bool, what: str) -> None:

@@ -21,6 +21,7 @@ from outrider.bench import gpu_peer, rounds
 from outrider.bench.gpu import SIZES, Rig, collect, plain_run, shallow, speculative_run
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
+from outrider.engine.graphs import GraphExecutor
 from outrider.engine.scheduler import Request
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
@@ -397,9 +398,10 @@ def engine_tokens(size: str = "E2B") -> str:
             for _, r in jobs:
                 assert got[r.id] == plain[r.id], f"{label}: request {r.id} ({r.params}) differs from plain decoding alone"
             if graphs:
-                assert engine.graphs is not None and engine.graphs.broken is None, f"no graphs: {engine.graphs and engine.graphs.broken}"
-                made = len(engine.graphs._graphs)
-                engine.graphs.release()
+                executor = engine.executors[0]
+                assert isinstance(executor, GraphExecutor) and executor.broken is None, f"no graphs: {executor}"
+                made = len(executor._graphs)
+                executor.release()
             del engine
         return f"{len(jobs)} requests; eager {seconds['eager']:.1f} s, graphs {seconds['graphs']:.1f} s with {made} captures"
     finally:

@@ -15,7 +15,7 @@ ALLOWED = {
     "config": set(),
     "ops": set(),
     "models": {"ops"},
-    "weights": {"models.config", "ops"},
+    "weights": {"models.config", "models.known", "ops"},
     "cache": {"models.config", "ops.cpu.memory"},
     "spec": {"cache.store", "models", "weights", "ops"},
     "engine": {"spec", "cache", "models", "ops"},
@@ -28,7 +28,8 @@ ALLOWED = {
 }
 TORCH_FREE = [
     "types", "config", "models/config", "models/pairing", "models/known", "models/inspect", "cache/pages", "cache/prefix",
-    "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram", "engine/scheduler", "engine/metrics",
+    "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram",
+    "engine/scheduler", "engine/step", "engine/metrics",
     "bench/predict",
 ]  # fmt: skip
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from ..cache.store import CacheSpec, KVStore
-from ..engine.graphs import Graph, Inputs, Key, Pool, State, decode_step
+from ..engine.capture import Graph, Pool
+from ..engine.decode import Inputs, Key, State, decode_step
 from ..models import build
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.gemma4_assistant import Gemma4Assistant
@@ -232,7 +233,7 @@ class Rig:
         slots = torch.tensor([s.slot for s in seqs], device=self.device)
         rng = torch.Generator(device=self.device).manual_seed(2)
         features = torch.randn((idle + 1, self.config.hidden), device=self.device, generator=rng).to(self.model.dtype)
-        state, inputs = State.of(features), Inputs.of(self.device, idle)
+        state, inputs = State.of(features), Inputs.of(self.device, idle, batch)
         state.last[slots] = (slots * 7919 + 11) % self.config.vocab_size  # a sequence starts alike in any batch
         state.length[slots] = context
         inputs.slots[:batch] = slots

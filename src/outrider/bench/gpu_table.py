@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
-from ..engine.graphs import BATCHES, GraphRunner
+from ..engine.graphs import bound_of
 from ..models.known import KNOWN
+from ..ops.backend import Capabilities
 from ..types import MAX_DRAFT, OutriderError
 from . import gpu_peer
 from .gpu import H200_BYTES_PER_S, PUBLISHED, SIZES, Rig, Synthetic, by_position, collect, plain_run, speculative_run, time_ms
@@ -58,8 +59,9 @@ class Settings:
                 raise OutriderError(f"unknown size {size!r}; known: {', '.join(SIZES)}")
         if any(not 0 <= k <= MAX_DRAFT for k in self.ks):
             raise OutriderError(f"--k takes numbers in 0..{MAX_DRAFT}, got {list(self.ks)}")
-        if any(not 1 <= b <= BATCHES[-1] for b in self.batches):
-            raise OutriderError(f"--batch takes numbers in 1..{BATCHES[-1]}, got {list(self.batches)}")
+        most = Capabilities().graph_batches[-1]
+        if any(not 1 <= b <= most for b in self.batches):
+            raise OutriderError(f"--batch takes numbers in 1..{most}, got {list(self.batches)}")
         if any(c < 2 for c in self.contexts):
             raise OutriderError("--context takes numbers from 2 on")
         if self.accept is not None and any(not 0.0 <= a <= 1.0 for a in self.accept):
@@ -144,7 +146,7 @@ def measure_cell(rig: Rig, record: dict[str, Any], settings: Settings, say: Say)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     seqs = rig.open(batch, context, CYCLES * (MAX_DRAFT + 1) + 32)
-    bound = GraphRunner.bound(context + MAX_DRAFT + 2)
+    bound = bound_of(context + MAX_DRAFT + 2)
     kv = batch * rig.kv_bytes(context)
     need = rig.weight_bytes(batch) + kv
     plain = rig.graph(seqs, 0, context, bound)

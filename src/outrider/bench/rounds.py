@@ -6,17 +6,20 @@ after it. `short` is how far a guess lies below the best score, in standard devi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..engine.graphs import Graph
+from ..cache.store import SeqCache
+from ..engine.capture import Graph
 from ..models.gemma4_assistant import Gemma4Assistant
 from ..ops.reference import ReferenceOps, plain
 from ..spec.choose import SamplingBatch
-from ..spec.drafter import DraftBatch
+from ..spec.drafter import DraftBatch, Drafter, draft_round
+from ..spec.mtp import MTPDrafter
+from ..spec.nets import DraftNet
 from ..types import SamplingParams
 from .gpu import Rig
 
@@ -41,7 +44,7 @@ def float32_drafter(rig: Rig) -> Gemma4Assistant:
     return Gemma4Assistant(rig.drafter.model.config, weights, ReferenceOps(), rig.model)
 
 
-def batch_of(rig: Rig, seqs: list[Any], contexts: int | list[int], params: list[SamplingParams]) -> DraftBatch:
+def batch_of(rig: Rig, seqs: list[SeqCache], contexts: int | list[int], params: list[SamplingParams]) -> DraftBatch:
     """The first sequences, one for each of `params`, at one context or at one each."""
     n, device = len(params), rig.device
     lengths = [contexts] * n if isinstance(contexts, int) else contexts
@@ -69,35 +72,37 @@ class Followed:
 
 def follow(reference: Gemma4Assistant, rig: Rig, batch: DraftBatch, tokens: Tensor) -> Followed:
     """tokens: int64 [B, K], guesses of the path under test."""
-    state = reference.start(batch.kv)
-    token, hidden, short, same = batch.last, batch.features.float(), 0.0, 0
-    g = hidden
-    for j in range(tokens.shape[1]):
-        g, hidden = reference.step(rig.model.embed(token).float(), hidden, state)
-        ids, z = reference.candidates(g, batch.sampling.lean(reference.cluster_ids, batch.length + 1 + j, reference.ops))
-        own = batch.sampling.guess(z, batch.length + 1 + j, reference.ops, ids)
-        token = tokens[:, j]
-        same += int((own == token).sum())
-        if not batch.sampling.any_hot:
-            # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
-            row = token if reference.cluster_ids is None else (reference.cluster_ids.flatten() == token[:, None]).int().argmax(1)
-            score = (plain(reference.head).reshape(-1, g.shape[1])[row] * g).sum(1)
-            short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))
-    return Followed(round(short, 4), round(same / tokens.numel(), 3), g)
+    wide = replace(batch, features=batch.features.float(), ops=reference.ops)
+    own, states, scores = _round(reference, rig, wide, tokens.shape[1], tokens)
+    short = 0.0
+    for token, g, z in zip(tokens.T, states, scores) if not batch.sampling.any_hot else ():
+        # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
+        row = token if reference.cluster_ids is None else (reference.cluster_ids.flatten() == token[:, None]).int().argmax(1)
+        score = (plain(reference.head).reshape(-1, g.shape[1])[row] * g).sum(1)
+        short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))
+    return Followed(round(short, 4), round(float((own == tokens).float().mean()), 3), states[-1])
 
 
 @torch.inference_mode()
-def plain_round(model: Any, rig: Rig, batch: DraftBatch, steps: int) -> tuple[Tensor, Tensor]:
-    """Guesses [B, steps] of a drafter's own steps, and the last g."""
-    state = model.start(batch.kv, batch.features)
-    token, hidden, out = batch.last, batch.features, []
-    g = hidden
-    for j in range(steps):
-        g, hidden = model.step(rig.model.embed(token), hidden, state)
-        ids, z = model.candidates(g, batch.sampling.lean(model.cluster_ids, batch.length + 1 + j, rig.ops))
-        token = batch.sampling.guess(z, batch.length + 1 + j, rig.ops, ids)
-        out.append(token)
-    return torch.stack(out, 1), g
+def plain_round(model: DraftNet, rig: Rig, batch: DraftBatch, steps: int) -> tuple[Tensor, Tensor]:
+    """Guesses [B, steps] of a drafter's own steps, and what its head was given last."""
+    tokens, states, _ = _round(model, rig, batch, steps, None)
+    return tokens, states[-1]
+
+
+def _round(
+    model: DraftNet, rig: Rig, batch: DraftBatch, steps: int, tokens: Tensor | None
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
+    """Guesses behind `tokens` (None: behind themselves), and what the head was given and made of it at every step."""
+    states: list[Tensor] = []
+    scores: list[Tensor] = []
+
+    def saw(g: Tensor, z: Tensor) -> None:
+        states.append(g)
+        scores.append(z)
+
+    drafted = draft_round(batch, steps, MTPDrafter(model, rig.model).score(batch, saw), model.cluster_ids, tokens)
+    return drafted.tokens, states, scores
 
 
 class Clock:
@@ -107,7 +112,7 @@ class Clock:
         self.device, self.junk = device, torch.zeros(64 << 20, dtype=torch.float32, device=device)
         self.base = self._us(lambda: None)
 
-    def _us(self, call: Any) -> float:
+    def _us(self, call: Callable[[], object]) -> float:
         def once() -> None:
             self.junk.add_(1.0)
             call()
@@ -123,6 +128,6 @@ class Clock:
         torch.cuda.synchronize()
         return sorted(a.elapsed_time(b) * 1e3 for a, b in marks)[7]
 
-    def step(self, drafter: Any, batch: DraftBatch, k: int) -> float:
+    def step(self, drafter: Drafter, batch: DraftBatch, k: int) -> float:
         """Of one of the k steps of a round."""
         return (self._us(lambda: drafter.propose(batch, k)) - self.base) / k

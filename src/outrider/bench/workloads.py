@@ -1,7 +1,7 @@
 """What is asked: prompts by category, from the package (quick) or from a folder of prompt files (full).
 
 A prompt file is JSONL: {"id", "category", "prompt", "max_tokens", "check"?} or Spec-Bench's {"question_id", "category",
-"turns"} (its first turn is asked). `check` says how an answer is graded: see `quality`.
+"turns"} (its first turn is asked; a record that has a prompt as well is asked that). `check` says how an answer is graded: see `quality`.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _folder(data: Path | None) -> Path:
 def _prompt(line: str, where: str) -> Prompt:
     try:
         row: dict[str, Any] = json.loads(line)
-        if "turns" in row:
+        if "turns" in row and "prompt" not in row:
             return Prompt(f"spec_bench/{row['question_id']}", str(row["category"]), str(row["turns"][0]), 256)
         check = row.get("check")
         return Prompt(str(row["id"]), str(row["category"]), str(row["prompt"]), int(row.get("max_tokens", 128)), check)

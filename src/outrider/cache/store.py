@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from .pages import Group, OutOfPages, SeqPages
 from .prefix import PrefixCache
 
 
-def upload(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+def upload(values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small tensor on the device, without waiting for what runs there."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype, device=device)

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ..types import SamplingParams
-from .grammar import Matcher
+from ..types import Matcher, SamplingParams
 from .text import Detokenizer, overlap
 
 

@@ -10,13 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from ..ops.backend import Backend
 from ..spec.choose import SamplingBatch, accept
-from ..types import Draft, KVView, Verdict
+from ..spec.nets import Target
+from ..types import Draft, KVView, Matcher, Verdict
 
 
 class Pages(Protocol):
@@ -71,7 +73,7 @@ class CycleInput:
     last: Tensor  # int64 [B]
     length: Tensor  # int64 [B]
     sampling: SamplingBatch
-    ops: Any
+    ops: Backend
     max_context: int  # host bound of length + K + 1
     masks: Callable[[Tensor], Tensor | None] | None = None  # drafts [B, K] -> grammar masks bool [R, V]
 
@@ -84,7 +86,7 @@ class CycleOutput:
 
 
 def cycle(
-    model: Any,
+    model: Target,
     store: Pages,
     propose: Callable[[], Draft] | None,
     verify: Callable[[Tensor, Draft, CycleInput], Verdict],
@@ -110,11 +112,12 @@ def cycle(
     return CycleOutput(verdict, features, logits)
 
 
-def forward(model: Any, ids: Tensor, kv: Any, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    if not taps:
-        hidden = model.forward(ids, kv)
-        return hidden, hidden
-    hidden, streams = model.forward(ids, kv, taps)
+def forward(model: Target, ids: Tensor, kv: KVView, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """hidden [R, H], and features [R, H·(1 + taps)]: the same where nothing is tapped."""
+    out = model.forward(ids, kv, taps)
+    if isinstance(out, Tensor):
+        return out, out
+    hidden, streams = out
     return hidden, torch.cat((hidden, *streams), dim=-1)
 
 
@@ -151,7 +154,7 @@ def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
 
 
 # ---- what only some requests ask for; these wait for the device ------------------------------------------------------------
-def grammar_masks(matchers: Sequence[Any], ks: Sequence[int], drafts: Tensor, vocab: int) -> Tensor:
+def grammar_masks(matchers: Sequence[Matcher | None], ks: Sequence[int], drafts: Tensor, vocab: int) -> Tensor:
     """bool [R, V]: what each row's grammar (None: anything) allows after the drafted tokens before it."""
     host, parts = drafts.tolist(), []
     for matcher, k, tokens in zip(matchers, ks, host):

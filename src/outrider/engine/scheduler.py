@@ -12,93 +12,34 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..spec.plan import Choice
-from ..types import RequestStats, SamplingParams
+from .step import Lane, Request, Seq, StepBatch
+
+if TYPE_CHECKING:
+    from ..cache.store import SeqCache
+
+__all__ = ["Cache", "Request", "Scheduler", "Seq"]
 
 
 class Cache(Protocol):
     @property
     def free_slots(self) -> int: ...
-    def open(self, tokens: Sequence[int], granularity: int, reuse: bool = True) -> tuple[Any, int]: ...
-    def fits(self, seq: Any, positions: int) -> bool: ...
-    def reserve(self, seq: Any, positions: int) -> bool: ...
-    def close(self, seq: Any) -> None: ...
-
-
-@dataclass
-class Request:
-    id: str
-    prompt: list[int]
-    params: SamplingParams
-    draft_tokens: int | None = None  # None: as the engine is set
-    drafter: bool | str = True  # False: plain decoding; a name: only that drafter
-
-
-@dataclass(eq=False)
-class Seq:
-    """A request on its way. `tokens` are prompt and answer; K/V of `computed` of them is committed."""
-
-    request: Request
-    arrived: float
-    tokens: list[int]
-    computed: int = 0
-    cache: Any = None
-    has_features: bool = False  # the hidden state at tokens[-2] is known, so a drafter can start
-    stats: RequestStats = field(default_factory=RequestStats)
-    first_token_at: float | None = None
-    drafter_off: bool = False
-    ahead: int = 0  # most tokens that cycles in flight may add (the host reads one cycle behind)
-    hold: bool = False  # wait for the cycle in flight before the next
-    extra: Any = None  # the engine's own (detokeniser, n-gram index, grammar matcher)
-
-    @property
-    def id(self) -> str:
-        return self.request.id
-
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
-
-    @property
-    def outputs(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-    @property
-    def remaining(self) -> int:
-        return self.request.params.max_tokens - self.outputs
-
-
-@dataclass(frozen=True)
-class Chunk:
-    seq: Seq
-    start: int
-    count: int
-
-
-@dataclass(slots=True)
-class DecodeRow:
-    seq: Seq
-    drafter: str | None
-    k: int  # tokens to draft; once drafted: how many were
-    stop: float = 0.0  # where the draft may end itself: see spec.plan.Choice
-    drop: float = 0.0
-
-
-@dataclass
-class StepPlan:
-    prefill: list[Chunk] = field(default_factory=list)
-    decode: list[DecodeRow] = field(default_factory=list)
+    def open(self, tokens: Sequence[int], granularity: int, reuse: bool = True) -> tuple[SeqCache, int]: ...
+    def fits(self, seq: SeqCache, positions: int) -> bool: ...
+    def reserve(self, seq: SeqCache, positions: int) -> bool: ...
+    def close(self, seq: SeqCache) -> None: ...
 
 
 class Scheduler:
-    def __init__(self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool):
+    def __init__(
+        self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool, max_context: int = 1 << 30
+    ):
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
         pieces of at most so many rows, so that the same kernels run as the first time."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
-        self.replay_rows, self.prefix_cache = replay_rows, prefix_cache
+        self.replay_rows, self.prefix_cache, self.max_context = replay_rows, prefix_cache, max_context
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
@@ -116,33 +57,39 @@ class Scheduler:
             self.cache.close(seq.cache)
             seq.cache = None
 
-    def plan(self, choose: Callable[[list[Seq]], list[Choice]]) -> StepPlan:
+    def plan(self, choose: Callable[[list[Seq]], list[Choice]]) -> StepBatch:
         """`choose` gives drafter and K for each decoding sequence."""
-        plan, before = StepPlan(), self.preemptions
+        batch, before = StepBatch(), self.preemptions
         self._admit()
-        ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.hold]
+        ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not (s.ahead and self._may_be_over(s))]
         for seq, (drafter, k, stop, drop) in zip(ready, choose(ready) if ready else []):
             if seq.cache is None:
                 continue  # pre-empted by an older one in this very step
             if self._reserve(seq, len(seq.tokens) + seq.ahead + k):
-                plan.decode.append(DecodeRow(seq, drafter if k else None, k, stop, drop))
+                guess = seq.ngram.propose(k + seq.ahead)[0] if drafter == "ngram" and seq.ngram is not None else None
+                k = k if guess is None or guess else 0  # a plan that was made some steps ago: the match has ended since
+                batch.decode.append(Lane(seq, seq.held.slot, len(seq.tokens) - 1, 1, True, k, drafter if k else None, guess, stop, drop))
         budget = self.chunk + self.chunk // 4  # short prompts ride along with a long one instead of waiting for all of it
         for seq in list(self.running) if len(ready) < len(self.running) else ():
             if seq.cache is None:
                 continue
-            chunk = self._next_chunk(seq)
-            if chunk is None or (chunk.count > budget and plan.prefill):
+            start, count = self._next_chunk(seq)
+            if count <= 0 or (count > budget and batch.prompts):
                 continue
-            if self._reserve(seq, chunk.start + chunk.count):
-                plan.prefill.append(chunk)
-                budget -= chunk.count
+            if self._reserve(seq, start + count):
+                batch.prompts.append(Lane(seq, seq.held.slot, start, count, False))
+                budget -= count
             if budget <= 0:
                 break
         if self.preemptions != before:
             live = {id(s) for s in self.running}
-            plan.prefill = [c for c in plan.prefill if id(c.seq) in live]
-            plan.decode = [r for r in plan.decode if id(r.seq) in live]
-        return plan
+            batch.prompts = [lane for lane in batch.prompts if id(lane.seq) in live]
+            batch.decode = [lane for lane in batch.decode if id(lane.seq) in live]
+        return batch
+
+    def _may_be_over(self, seq: Seq) -> bool:
+        """What is in flight may end the answer, or fill its context: wait and see."""
+        return seq.remaining <= 1 or len(seq.tokens) + seq.ahead >= self.max_context
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch and self.cache.free_slots:
@@ -157,24 +104,23 @@ class Scheduler:
             self.waiting.popleft()
             self.running.append(seq)
 
-    def _next_chunk(self, seq: Seq) -> Chunk | None:
-        """Chunk borders lie on a grid from position 0, so that a prompt is always cut in the same places."""
+    def _next_chunk(self, seq: Seq) -> tuple[int, int]:
+        """First position and length of the next chunk. Borders lie on a grid from position 0, so that a prompt is always cut in the
+        same places."""
         start, end = seq.computed, len(seq.tokens) - 1
-        if start >= end:
-            return None
         count = min(self.chunk - start % self.chunk, end - start)
         if self.replay_rows < self.chunk:
             prompt_end = seq.prompt_len - 1
             count = min(count, prompt_end - start) if start < prompt_end else min(count, self.replay_rows)
-        return Chunk(seq, start, count)
+        return start, count
 
     def _reserve(self, seq: Seq, positions: int) -> bool:
         """Room for `positions`, pre-empting younger sequences (and at last this one) when there is none."""
-        while not self.cache.reserve(seq.cache, positions):
+        while not self.cache.reserve(seq.held, positions):
             victim = self.running[-1]
             self.preemptions += 1
             self.running.pop()
-            self.cache.close(victim.cache)
+            self.cache.close(victim.held)
             victim.cache, victim.computed, victim.has_features, victim.ahead = None, 0, False, 0
             self.waiting.appendleft(victim)
             if victim is seq:

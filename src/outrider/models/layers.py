@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..ops.reference import plain
-from ..types import AttnSpec
+from ..types import AttnSpec, KVView
 from .config import DrafterConfig, LayerSpec, ModelConfig, RopeSpec
 
 Ops = Backend
@@ -123,6 +123,10 @@ class TextModel:
         """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
         return self.ops.embed(ids, self.table, self.config.embed_scale)
 
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
+        raise NotImplementedError
+
     def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """cos, sin [R, D/2] of every rope variant."""
         return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
@@ -140,6 +144,7 @@ class DraftHead:
     head: Held  # [V, h], or by cluster [C, S, h]
     centroids: Held | None  # [C, h]
     cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
+    most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
 
     def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
@@ -148,6 +153,12 @@ class DraftHead:
             return None, self.ops.logits(g, self.head, None)
         best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, lean)  # [B, top], [B, top, S]
         return self.cluster_ids[best].flatten(1), z.flatten(1)
+
+    def draft(
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        raise NotImplementedError("this drafter goes step by step")
 
     def full_logits(self, g: Tensor) -> Tensor:
         """Float32 [B, V]; -inf where the clustered head did not look."""

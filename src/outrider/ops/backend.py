@@ -36,7 +36,8 @@ class Capabilities:
     # Decode steps are captured as CUDA graphs unless the configuration says otherwise. A step has one of these numbers of
     # sequences (filled up with idle ones) and at most so many rows.
     graphs: bool = False
-    graph_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    graph_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+    graph_widths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # the K of its sequences; one that drafts less has a limit
     graph_rows: int = 2048
     # Whole decode cycles of a compiled model run in one call (`Backend.host_cycle`).
     host_cycles: bool = False
@@ -48,6 +49,18 @@ class Capabilities:
     quantizes_tables: bool = False  # embeddings and head too; otherwise these stay dense, as GPU checkpoints keep them
     # What an MTP drafter's matrices are rounded to: a guess need not be exact, only soon. None: they stay as they are stored.
     draft_format: str | None = None
+
+    def bucket(self, batch: int) -> int:
+        """The number of sequences that a captured step for so many has."""
+        return next((size for size in self.graph_batches if size >= batch), batch)
+
+    def widest(self, batch: int, graphs: bool) -> int:
+        """Most drafted tokens a sequence in a step of so many, so that its rows stay independent (and it fits a graph)."""
+        rows = self.independent_rows or EVERY_ROW
+        if not graphs:
+            return rows // batch - 1
+        most = min(rows, self.graph_rows) // self.bucket(batch) - 1
+        return max((k for k in self.graph_widths if k <= most), default=0)
 
 
 class Asked(NamedTuple):

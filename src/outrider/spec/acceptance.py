@@ -93,15 +93,16 @@ class Source:
         self.a = list(self.prior)
         self.judged = 0  # drafts whose first position was judged
         self.accepted = 0
-        self.stale = 0
+        self.stale = 0  # drafts since the estimates were made
         self.bins = [[0.0, 0.0] for _ in range(BINS)]  # accepted and judged by confidence
-        self.carded = self.calibrated = trust is not None
+        self.carded = trust is not None  # a card says how confidences are to be taken
+        self.calibrated = self.carded  # it is known how confidences are to be taken, so drafts may end by them
         self.trust = list(trust) if trust is not None else [(i + 0.5) / BINS for i in range(BINS)]
         if trust is not None:
             self.bins = [[CARD_WEIGHT * t, CARD_WEIGHT] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the tokens asked for that are verified: less where drafts end themselves
-        self.worth: Yield | None = None  # of drafts that end themselves; None: there were none
+        self.worth: Yield | None = None  # what drafts that end themselves bring; None until the first is considered
 
     def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
         self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, GLOBAL_KEEP)

@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import Backend
-from ..types import Draft, SamplingParams, Verdict
+from ..types import COLD, Draft, SamplingParams, Verdict
 
-COLD = 1e-5  # below this temperature the choice is greedy
 OFF = 1 << 40  # a top-k that keeps everything
 ANY = -2  # in a bad word's prefix: matches whatever stands there
 MASS = float(1 << 40)  # fixed point of top-p; 2^40 · V stays below 2^63
@@ -78,30 +77,16 @@ class SamplingBatch:
     top_k: Tensor  # int64 [B] OFF: all
     top_p: Tensor  # float64 [B]
     min_logp: Tensor  # float32 [B] log(min_p)
-    plain_greedy: bool  # nothing but argmax is asked by anyone
     any_hot: bool
     any_filter: bool
     any_top_k: bool
     any_top_p: bool
     head: int | None  # how many candidates are sure to hold every sequence's top-k; None: someone has top-p without top-k
-    any_grammar: bool
-    max_logprobs: int | None
     penalties: Penalties | None
     bias: Sparse | None
     bad_words: BadWords | None
     stops: Sparse | None  # ids that may not come before min_tokens (value -inf)
     min_tokens: Tensor | None  # int64 [B]
-
-    any_penalty = property(lambda self: self.penalties is not None)
-    any_bias = property(lambda self: self.bias is not None)
-    any_bad_words = property(lambda self: self.bad_words is not None)
-    any_min_tokens = property(lambda self: self.min_tokens is not None)
-
-    @property
-    def bare(self) -> bool:
-        """Nobody asks for more than greedy or tempered choosing: no filter, history, mask or logprobs."""
-        parts = (self.penalties, self.bias, self.bad_words, self.stops, self.max_logprobs)
-        return not self.any_filter and not self.any_grammar and all(part is None for part in parts)
 
     # ---- building (host) ------------------------------------------------------------------------------------------
     @classmethod
@@ -119,15 +104,12 @@ class SamplingBatch:
         top_p = [p.top_p if h else 1.0 for p, h in zip(params, hot)]
         min_p = [p.min_p if h else 0.0 for p, h in zip(params, hot)]
         both = [k for k, p in zip(top_k, top_p) if k != OFF or p < 1.0]
-        asked = [p.logprobs for p in params if p.logprobs is not None]
-        grammar = any(p.grammar is not None for p in params)
         penalties = _penalties(params, prompts, outputs, vocab, device)
         bias = _sparse([dict(p.logit_bias) for p in params], device)
         bad_words = _bad_words(params, prompts, outputs, device)
         early = [p.min_tokens > len(o) for p, o in zip(params, outputs)]
         ids = [{*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)} if e else set() for p, e in zip(params, early)]
         stops = _sparse([dict.fromkeys(sorted(s), -math.inf) for s in ids], device)
-        special = grammar or any(x is not None for x in (penalties, bias, bad_words, stops))
         return cls(
             temperature=torch.tensor([p.temperature if h else 1.0 for p, h in zip(params, hot)], dtype=torch.float32, device=device),
             hot=torch.tensor(hot, device=device),
@@ -136,14 +118,11 @@ class SamplingBatch:
             top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
             top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
             min_logp=torch.tensor([math.log(m) if m > 0 else -math.inf for m in min_p], dtype=torch.float32, device=device),
-            plain_greedy=not special and not any(hot),
             any_hot=any(hot),
             any_filter=bool(both) or any(m > 0 for m in min_p),
             any_top_k=any(k != OFF for k in top_k),
             any_top_p=any(p < 1.0 for p in top_p),
             head=None if OFF in both else max(both, default=1),
-            any_grammar=grammar,
-            max_logprobs=max(asked) if asked else None,
             penalties=penalties,
             bias=bias,
             bad_words=bad_words,

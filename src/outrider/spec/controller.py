@@ -16,7 +16,7 @@ risk more (`SeqState.bank`); exploring may cost at most `EXPLORE` of all time, w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,28 +26,26 @@ from .acceptance import BINS, KEEP_CYCLES, Arm, Source, Yield
 from .cost import CostTable
 from .plan import PLAIN, Choice, SeqState, SeqView
 
-DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no model card says better; the last one goes on
-# by match length (see _bucket), a little below what answers of a 135M model show: copying grows surer the longer it has lasted
+DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no drafter's card says better; later positions take the last value
+# The same for copies of earlier text, by the length of the match (see _bucket), a little below what answers of a 135M model show:
+# the longer a copy has lasted, the surer it goes on.
 NGRAM_PRIOR = ((0.45, 0.6, 0.7), (0.6, 0.72, 0.78), (0.75, 0.8, 0.85), (0.86, 0.88, 0.9), (0.95, 0.97))
 REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over all requests is worth
-REQUEST_KEEP = 0.97
-RISK, RISK_RATE = 1.0, 0.04  # plain steps a request may lose to drafting: at once, and more for each token emitted
-BATCH_MARGIN = (
-    0.02,
-    0.006,
-)  # the same for a batch, and more for each sequence: its costs are known less well, and every row of it pays for a wrong guess
-REST, HOLD = 15, 2  # most steps a batch goes unplanned: while it decodes plainly, and while it drafts
+REQUEST_KEEP = 0.97  # what an observation in this request still weighs when the next one is made
+RISK, RISK_RATE = 1.0, 0.04  # plain steps a request may lose to drafting: from the start, and for each token it has emitted
+MARGIN = 0.01  # predicted gain below which a single sequence keeps decoding plainly
+BATCH_MARGIN = (0.02, 0.006)  # the same for a batch, and so much more for each sequence in it: every one of them pays for a wrong guess
+REST, HOLD = 15, 2  # how many steps a batch's plan is kept at most: while it decodes plainly, and while it drafts
 HOLD_ONE = 3  # the same for a single sequence whose drafts end themselves
-UNTOLD = 16  # observations that may wait to be learnt from
+UNTOLD = 16  # observations that may pile up before they are learnt from
 PLANNING = 2e-4  # seconds a step that planning a batch takes while it drafts
-MARGIN = 0.01  # predicted gain below which plain decoding is kept
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
 EXPLORE = 0.008  # share of all time that probing may cost
 PROBE_FIRST, PROBE_LAST = 8, 512  # cycles between probes: doubles while they fail
 BROKEN_AFTER, BROKEN_BELOW = 12, 0.02  # first positions judged, and the acceptance under which a drafter is called broken
 YIELD_WEIGHT = 10.0  # how many cycles of this request the yield over all requests is worth
 NEXT = 0.7  # chance of a token that is not drafted yet, given that all before it are right
-SURE = 0.96  # chance of a token in a stretch that the drafter is sure of: how far a draft that ends itself may reach
+SURE = 0.96  # chance of each token in a stretch that the drafter is sure of: says how far a draft that ends itself may reach
 
 
 Array = NDArray[np.float64]
@@ -86,13 +84,14 @@ class Controller:
         self._told: set[str] = set()
         self._time = 0.0  # all cycles so far, in table seconds
         self._explored = 0.0  # of it, lost to probes
-        self._cycle: list[tuple[str | None, int, int]] = []  # what became of the cycle under way: drafter, verified, drafted
-        self._phase = seed % PROBE_FIRST  # engines side by side do not probe in step
-        self._resting: list[str] = []  # the batch whose plan `_held` holds for `_rest` more steps
-        self._rest = self._pause = 0
-        self._held: list[Choice] = []
+        self._cycle: list[tuple[str | None, int, int]] = []  # of the cycle under way, a sequence each: drafter, tokens verified, drafted
+        self._phase = seed % PROBE_FIRST  # so that engines side by side do not probe at the same time
+        self._resting: list[str] = []  # the batch that was planned last,
+        self._held: list[Choice] = []  # its plan,
+        self._rest = 0  # for how many more steps that holds,
+        self._pause = 0  # and for how many it held the time before
         self._histogram = [0] * (MAX_DRAFT + 1)
-        self._untold: list[tuple[Callable[..., None], tuple[Any, ...]]] = []  # observations to be learnt from
+        self._untold: list[Callable[[], None]] = []  # observations to be learnt from
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
         """One that has seen nothing, with the same priors and a copy of the costs."""
@@ -131,14 +130,14 @@ class Controller:
         base = 1.0 / plain
         best, best_rate = PLAIN, base * (1.0 + MARGIN)
         kept, kept_rate = seq.last, base if seq.last.k == 0 else 0.0
-        least: Choice | None = None  # the drafting that loses least: what a probe would try
+        least: Choice | None = None  # where drafting does not pay: the draft that loses least, which a probe would try
         least_rate = 0.0
         for name in self.drafters:
             cap, key, shared = self._offer(view, name)
             if cap <= 0:
                 continue
             times = self.cost.curve(name, 1, view.context)
-            if shared.calibrated:  # the draft ends itself: what counts is what such drafts have brought
+            if shared.calibrated:  # drafts end themselves, so no K says what one brings: what counts is what they have brought
                 top = self._risk(seq, times, plain, min(cap, self._reach(name, 1, view.context)))
                 top_rate = self._yield(seq, name, shared, times)
                 if top > 0 and top_rate > best_rate:
@@ -164,11 +163,11 @@ class Controller:
         if best.k > 0:
             seq.interval = seq.wait = PROBE_FIRST
             best = self._ending(best, view.context, 1, best_rate)
-        elif least is not None:  # a probe is judged whole: what was dropped would teach nothing
+        elif least is not None:  # a probe's draft goes to its end: tokens left out of it would teach nothing
             best = self._maybe_probe(seq, least, self.cost.curve(least.drafter, 1, view.context)[least.k] - plain)
         self._note(view, seq, best, plain, self.cost.curve(best.drafter, 1, view.context), plain)
         seq.choice, seq.match = best, _bucket(view.match_len)
-        seq.hold = HOLD_ONE if best.stop and seq.bank > RISK else 0  # not while it might lose more than it may
+        seq.hold = HOLD_ONE if best.stop and seq.bank > RISK else 0  # a request near its limit of losses is planned every cycle
         return best
 
     def _reach(self, name: str, size: int, context: int) -> int:
@@ -188,7 +187,7 @@ class Controller:
 
     def _yield(self, seq: SeqState, name: str, shared: Source, times: Sequence[float]) -> float:
         """Tokens a second that drafts which end themselves bring in this request."""
-        if shared.worth is None:  # nothing drafted yet: what the best fixed K would bring by the card
+        if shared.worth is None:  # nothing was drafted yet: start from what the best fixed K would bring by the card
             expected = self._expected(seq, (name, 0), shared)
             k = max(range(1, len(expected)), key=lambda j: expected[j] / times[j])
             shared.worth = Yield(expected[k], k, k, YIELD_WEIGHT)
@@ -208,7 +207,8 @@ class Controller:
         k = max(2, self._reach(choice.drafter, size, context))
         verify, whole = self.cost.curve(None, size, context), self.cost.curve(choice.drafter, size, context)
         row, token = (verify[k] - verify[0]) / k / size, (whole[k] - whole[1]) / (k - 1) / size
-        return Choice(choice.drafter, choice.k, min(0.95, rate * token / NEXT), min(0.8, rate * row))  # what is sure is always tried
+        # Never above 0.95 and 0.8: a token that the drafter is nearly sure of is drafted and verified whatever the rate.
+        return Choice(choice.drafter, choice.k, min(0.95, rate * token / NEXT), min(0.8, rate * row))
 
     def _offer(self, view: SeqView, name: str) -> tuple[int, tuple[str, int], Source]:
         """How many tokens this drafter may offer, whose statistics count, and what is known of it."""
@@ -217,7 +217,7 @@ class Controller:
         shared = self._shared.get(key)
         if shared is None:
             shared = self._shared[key] = Source(self._prior_of(*key), self._trust.get(name))
-        if shared.judged < 8 and not self.cost.free(name) and name not in self._trust:  # an unproven drafter earns its length
+        if shared.judged < 8 and not self.cost.free(name) and name not in self._trust:  # unproven: drafts grow as tokens are accepted
             cap = min(cap, 2 + shared.accepted)
         return cap, key, shared
 
@@ -260,9 +260,9 @@ class Controller:
         return choice
 
     def again(self, ids: Sequence[str]) -> list[Choice] | None:
-        """Planning takes a few percent of a step, so a plan holds for some steps: a batch's for two where it drafts; where the same
-        sequences go on decoding plainly one, three, seven, then fifteen. None: it is time to plan. A choice of more tokens than are
-        left is void."""
+        """The last plan of a batch, if it still holds; None: it is time to plan. Planning takes a few percent of a step, so a plan is
+        kept for two steps where the batch drafts, and where the same sequences go on decoding plainly for one, three, seven, then
+        fifteen. The caller leaves out a draft that has become longer than what is left of the answer."""
         if self._rest == 0 or self._resting != ids:
             return None
         self._rest -= 1
@@ -280,8 +280,9 @@ class Controller:
         return choices
 
     def _joint(self, seqs: Sequence[SeqView]) -> list[Choice]:
-        """Most expected tokens a second for the whole batch: one widest K for all, each sequence trimmed where a further
-        token is worth less than its row costs. Two passes, since that worth depends on the rate reached."""
+        """The plan with most expected tokens a second for the whole batch: a widest K that holds for all, and within it for each
+        sequence the K behind which a further token is worth less than its row costs. What a row costs in tokens depends on the rate
+        that the plan reaches, so there are two passes."""
         size, context = len(seqs), sum(v.context for v in seqs) // len(seqs)
         verify = np.asarray(self.cost.curve(None, size, context))
         states = [self._seq(view.id) for view in seqs]
@@ -301,7 +302,7 @@ class Controller:
                         cap = self._risk(seq, times, float(verify[0]), cap)
                         if cap > 0 and expected[cap] > row[-1] * (1.0 if owner is None else 1.02):
                             row, owner = expected[: cap + 1], name
-                rows.append(row + [0.0] * (MAX_DRAFT + 1 - len(row)))  # 0 tokens: never chosen
+                rows.append(row + [0.0] * (MAX_DRAFT + 1 - len(row)))  # a K beyond the cap yields nothing, and so is never chosen
                 owners.append(owner)
             if (runs is not None and runs not in owners) or not any(owners):
                 continue
@@ -348,7 +349,7 @@ class Controller:
                         choices[i] = self._maybe_probe(seq, Choice(name, 1), loss)
                         break
                 if choices[i].k:
-                    break  # one probe a cycle: its neighbours pay for it too
+                    break  # one probe a cycle, since the neighbours of a probe pay for it too
         seconds = self._seconds([(c.drafter, c.k, c.k) for c in choices], context)
         for view, seq, choice in zip(seqs, states, choices, strict=True):
             self._note(view, seq, choice, plain / size, [seconds], plain)
@@ -376,19 +377,19 @@ class Controller:
         """What became of one sequence's draft (drafter None or drafted 0: a plain step)."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}")
-        self._untold.append((self._learn, (id, drafter, drafted, accepted, confidence)))
+        self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence))
 
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
         """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
-        self._untold.append((self._time_step, (batch, k, context, seconds, drafter)))
+        self._untold.append(partial(self._time_step, batch, k, context, seconds, drafter))
         if len(self._untold) >= UNTOLD:
             self._digest()
 
     def _digest(self) -> None:
-        """Learn from what was observed since the last plan. Some cycles together: between passes over the weights all code is cold,
-        and the second call of a function costs a fraction of the first."""
-        for learn, what in self._untold:
-            learn(*what)
+        """Learn from what was observed since the last plan, several cycles at once: between two passes over the weights all code is out
+        of the processor's caches, and the second call of a function costs a fraction of the first."""
+        for learn in self._untold:
+            learn()
         self._untold.clear()
 
     def _learn(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
@@ -401,12 +402,12 @@ class Controller:
         if drafter is None or seq.fixed or (drafted == 0 and confidence is None):
             return
         seconds = seq.curve[min(drafted, len(seq.curve) - 1)]
-        if confidence is not None and len(confidence) > drafted and len(seq.curve) > 1:  # the token that ended it was drafted too
+        if confidence is not None and len(confidence) > drafted and len(seq.curve) > 1:  # the token that was left out took time as well
             seconds += self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)
         gain = accepted + 1 - seconds / seq.step
         seq.bank += gain
         if seq.probing:
-            # the whole batch waits for a probe; only this sequence gains by it
+            # The whole batch waits for a probe, and only this sequence gains by it.
             self._explored = max(0.0, self._explored + seq.step * (accepted + 1 - gain - 1.0) - accepted * seq.plain)
             seq.probing = False
         key = seq.key if seq.key[0] == drafter else (drafter, 0)
@@ -423,7 +424,7 @@ class Controller:
         arm = seq.arms.get(key)
         if arm is None:
             arm = seq.arms[key] = Arm()
-        # a draft that ended itself emits no more than one that was rejected there, and counts so
+        # A draft that ended itself emits no more than one that was refused at that place, so it counts as refused there.
         arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, REQUEST_KEEP)
         seq.expected.pop(key, None)
         if shared.judged == BROKEN_AFTER or (shared.judged > BROKEN_AFTER and shared.judged % 64 == 0):
@@ -443,7 +444,7 @@ class Controller:
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self._seconds(cycle, context)
         elif batch == 1 and drafter is not None and cycle and cycle[0][2] > cycle[0][1]:
-            seconds -= self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)  # a token that was dropped again
+            seconds -= self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)  # a token was drafted and left out
         self.cost.observe(batch, k, context, seconds, drafter, mixed)
 
     def trust(self, drafter: str) -> list[float]:
@@ -462,7 +463,7 @@ class Controller:
         """Each said once, in the order they were noticed."""
         return list(self._warnings)
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, object]:
         self._digest()
         return {
             "acceptance": {f"{n}:{b}" if n == "ngram" else n: [round(a, 4) for a in d.a] for (n, b), d in self._shared.items()},

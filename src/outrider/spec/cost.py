@@ -31,8 +31,8 @@ Curve = list[float]  # seconds by K, WIDTH entries
 Probe = Callable[[str, int, int, int], object]  # (part: "verify" or a drafter's name, batch, k, context): runs that part once, to its end
 
 FORMAT = 2  # of stored tables: raised when what is timed changes
-DRIFT_GAIN = 0.1
-CELL_GAIN = 0.15
+DRIFT_GAIN = 0.1  # share of a surprise that is put down to the machine
+CELL_GAIN = 0.15  # share that is put down to the cell, where the step before was of another kind
 CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
 ROUNDS = 24  # samples of a cell, while time is left: the least of them counts, and on a busy machine most are spoilt
 DISAGREE = 0.25  # log of how far a stored table's ratio of a drafted to a plain cycle may be off before it is measured again
@@ -138,7 +138,7 @@ class CostTable:
         if factor is not None:
             curve = [t * f for t, f in zip(curve, factor, strict=True)]
         if base is not None:
-            curve[0] = plain * base[0]  # K = 0 is the same step whoever would have drafted
+            curve[0] = plain * base[0]  # a plain step takes as long, whichever drafter does not draft in it
         return _monotone(curve)
 
     def _contextual(self, batch: int, context: int) -> Curve:
@@ -162,17 +162,17 @@ class CostTable:
 
     # ---- refreshing ------------------------------------------------------------------------------------------------
     def observe(self, batch: int, k: float, context: int, seconds: float, drafter: str | None, mixed: float | None = None) -> None:
-        """One finished cycle (no prompt chunk in it): k drafted tokens a sequence by `drafter`, all of it in `seconds`.
-        `mixed`: what the table said of a cycle whose sequences drafted differently; no one cell answers for it."""
+        """One finished cycle (no prompt chunk in it): k drafted tokens a sequence by `drafter`, all of it in `seconds`. mixed: what the
+        table predicted for a cycle whose sequences drafted differently; it says something of the machine, and nothing of any one cell."""
         if not seconds > 0.0:
             return
         name = "" if drafter is None or drafter not in self._draft else drafter
         cell = min(MAX_DRAFT, max(0, round(k)))
         if name and cell == 0:
-            return  # drafted and dropped again: neither a plain step nor a draft of any width
+            return  # what was drafted was left out again: neither a plain step nor a draft of any width
         predicted = mixed if mixed is not None else _at(self.curve(drafter, batch, context), k)
         surprise = math.log(seconds / predicted) - self.drift
-        if self.observed == 0:  # the table may come from a busier or idler day: take the first step as it is
+        if self.observed == 0:  # the table may come from a busier or idler day: all of the first surprise is the machine's
             self.drift, self.observed, self._last = surprise, 1, (name, batch, cell)
             return
         surprise = min(CLAMP, max(-CLAMP, surprise))
@@ -192,12 +192,13 @@ class CostTable:
             self._wrong.clear()
 
     def _correct(self, name: str, knot: int, cell: int, log_gain: float) -> None:
-        """Move one cell; narrower ones by half as much a step, and all wider ones as far: what was wrong here is taken to be
-        wrong there too until they are seen, or one that looks too dear would never be tried again."""
+        """Move one cell, and its neighbours with it: wider cells by as much, narrower ones by half as much for every step away. What was
+        wrong here is taken to be wrong there too until they are timed themselves; otherwise one that looks too dear would never be tried
+        again."""
         name = "" if cell == 0 else name
         factor = self._factor.setdefault((name, knot), [1.0] * WIDTH)
         gain = math.exp(log_gain)
-        for k in range(1, WIDTH) if cell else (0,):  # plain decoding is a kind of its own
+        for k in range(1, WIDTH) if cell else (0,):  # a plain step says nothing of drafted ones, nor they of it
             share = gain if k >= cell else math.exp(log_gain * 0.5 ** (cell - k))
             factor[k] = min(4.0, max(0.25, factor[k] * share))
 
@@ -269,8 +270,8 @@ def measure(
     order += [("verify", b, k, first) for b in batches[1:] for k in (0, 1, 4)]
     order += [(d, b, 4, first) for d in drafters for b in batches[1:]]
     times: dict[tuple[str, int, int, int], list[float]] = {}
-    near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first]  # what a single user's choices rest on: timed most
-    for rounds in range(ROUNDS):  # not repeats in a row: a slow moment then spoils one sample of each cell, not all of one cell's
+    near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first]  # a single user's choices rest on these: timed most often
+    for rounds in range(ROUNDS):  # round by round, so that a slow moment spoils one sample of each cell and not all samples of one
         for cell in order if rounds < 2 else near:
             left = budget_s - (clock() - start)
             part, batch, k, _ = cell
@@ -287,7 +288,7 @@ def measure(
             began = clock()
             probe(*cell)
             times.setdefault(cell, []).append(clock() - began)
-    least = {cell: min(found) for cell, found in times.items()}  # what else the machine does only ever adds
+    least = {cell: min(found) for cell, found in times.items()}  # whatever else the machine does can only make a sample longer
     if whole:
         for cell in [cell for cell in least if cell[0] != "verify"]:
             seconds = least.pop(cell)

@@ -8,15 +8,15 @@ Pages are taken as needed and given back by `forget`; the pool grows by doubling
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..models.config import ModelConfig
 from ..types import Draft, KVView
-from .drafter import DraftBatch
+from .drafter import DraftBatch, draft_round
+from .nets import Target
 
 PAGE = 32
 CHUNK = 512  # most tokens of one sequence in a pass while catching up
@@ -84,7 +84,7 @@ class DraftModel:
     name = "draft_model"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Target):
         self.model = model
         self.pages = Pages(model.config, model.dtype, model.device)
         self.tracks: dict[str, Track] = {}
@@ -97,35 +97,29 @@ class DraftModel:
         if not fit:
             return Draft(tokens, torch.zeros_like(batch.length))
         at = torch.tensor(fit, device=batch.last.device)
-        guesses, q = self._chain(batch, fit, at, k)
-        lengths = torch.zeros_like(batch.length).index_fill_(0, at, k)
+        drafted = self._chain(batch, fit, at, k)
+        lengths, q = torch.zeros_like(batch.length).index_fill_(0, at, k), drafted.q
         if q is not None:
             q = q.new_zeros((len(batch.ids), *q.shape[1:])).index_copy_(0, at, q)
-        return Draft(tokens.index_copy_(0, at, guesses), lengths, q)
+        return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, q)
 
-    def _chain(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-        """k tokens [F, k] of the sequences `fit`, and q [F, k, V] when they were drawn."""
+    def _chain(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
+        """Of the sequences `fit`: k tokens [F, k], and q [F, k, V] when they were drawn."""
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)
-        first = batch.length[at] + 1  # [F] the position of the first guess
+        own = replace(batch, last=batch.last[at], length=batch.length[at], sampling=sampling)
         hidden = self._catch_up(tracks, texts, k)  # [F, H] of the newest token
-        guesses: list[Tensor] = []
-        laws: list[Tensor] = []
-        for j in range(k):
-            if j:
-                lengths = [len(t) + j - 1 for t in texts]
-                hidden = self.model.forward(guesses[-1], self.pages.view(tracks, lengths, [1] * len(fit)))
-            logits = self.model.logits(hidden)
-            if batch.sampled:
-                token, law = sampling.draw(logits, first + j, first, batch.ops, batch.vocab)
-                laws.append(law)
-            else:
-                token = sampling.guess(logits, first + j, batch.ops)
-            guesses.append(token)
-        drafted = torch.stack(guesses, 1)
-        self._last = (tracks, drafted[:, : k - 1])
-        return drafted, torch.stack(laws, 1) if laws else None
+
+        def score(j: int, token: Tensor, lean: Tensor | None) -> tuple[None, Tensor]:
+            if not j:
+                return None, self.model.logits(hidden)
+            view = self.pages.view(tracks, [len(t) + j - 1 for t in texts], [1] * len(fit))
+            return None, self.model.logits(self._forward(token, view))
+
+        drafted = draft_round(own, k, score)
+        self._last = (tracks, drafted.tokens[:, : k - 1])
+        return drafted
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
         """Run what each sequence's pages do not hold, at least its newest token; returns the hidden states of those."""
@@ -139,7 +133,7 @@ class DraftModel:
             counts = [min(CHUNK, len(texts[b]) - done[b]) for b in which]
             ids = [t for b, s, n in zip(which, starts, counts) for t in texts[b][s : s + n]]
             view = self.pages.view([tracks[b] for b in which], starts, counts)
-            hidden = self.model.forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view)  # [R, H]
+            hidden = self._forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view)  # [R, H]
             row = 0
             for b, start, count in zip(which, starts, counts):
                 row, done[b] = row + count, start + count
@@ -147,6 +141,11 @@ class DraftModel:
                 if done[b] == len(texts[b]):
                     out[b] = hidden[row - 1]
         return torch.stack([h for h in out if h is not None])
+
+    def _forward(self, ids: Tensor, kv: KVView) -> Tensor:
+        hidden = self.model.forward(ids, kv)
+        assert isinstance(hidden, Tensor)  # no taps were asked for
+        return hidden
 
     def _remember(self) -> None:
         """Note what the last proposal wrote. Only now: the target's answer has been waited for, so this wait is free."""

@@ -1,19 +1,28 @@
-"""The drafter protocol. A drafter sees a batch of sequences, read-only, and guesses K tokens for each.
+"""The drafter protocol, and the one loop of draft steps. A drafter sees a batch of sequences, read-only, and guesses K tokens for each.
 
 Nothing a drafter returns can change an answer: the target decides. A drafter that raises, or returns ids outside
-the vocabulary or numbers that are not finite, is switched off for the requests concerned (`spec.guard`).
+the vocabulary or numbers that are not finite, is switched off for the requests concerned (`engine.eager`).
+
+A kind of drafter says how a token is scored (`Score`); `draft_round` is the loop that everybody shares: drafters whose rounds are not
+one call of a backend, evaluation and benchmarks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
+from ..ops.backend import Backend
 from ..types import Draft, KVView
 from .choose import SamplingBatch
+
+# (j, the token before, lean) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary) and float32 logits [B, N].
+# lean [B, C]: what sampling adds to the scores of a clustered head's clusters.
+Score = Callable[[int, Tensor, Tensor | None], tuple[Tensor | None, Tensor]]
 
 
 @dataclass
@@ -28,7 +37,7 @@ class DraftBatch:
     kv: KVView  # one row a sequence at position L - 2, the last one the target has seen
     sampling: SamplingBatch  # temperature and noise, to guess as the target will choose
     sampled: bool  # True: draw from q with own noise and return q (rejection verifiers); False: guess with the target's noise
-    ops: Any
+    ops: Backend
     vocab: int
     # where a draft may end itself (plan.Choice); a drafter that does not know its confidence ignores them
     stop: Sequence[float] | None = None  # [B]
@@ -47,3 +56,27 @@ class Drafter(Protocol):
     def forget(self, request_id: str) -> None:
         """The request has ended: drop what was kept for it."""
         ...
+
+
+def draft_round(
+    batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None, follow: Tensor | None = None
+) -> Draft:  # fmt: skip
+    """k guesses, one after another. Each is chosen as the target will choose (the same noise at the same position), or drawn from its
+    own law where `batch.sampled`, and is the token before the next one. clusters [C, S]: ids of a clustered head. follow [B, k]: tokens
+    that stand in for the guesses as the tokens before, so that one wrong guess does not spoil what is measured behind it."""
+    sampling, token = batch.sampling, batch.last
+    guesses: list[Tensor] = []
+    laws: list[Tensor] = []
+    for j in range(k):
+        at = batch.length + 1 + j  # the position the guessed token will have
+        # Rejection wants tokens drawn from q: candidates may not depend on the noise that draws among them.
+        lean = None if batch.sampled else sampling.lean(clusters, at, batch.ops)
+        ids, logits = score(j, token, lean)
+        if batch.sampled:
+            token, law = sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab, ids)
+            laws.append(law)
+        else:
+            token = sampling.guess(logits, at, batch.ops, ids)
+        guesses.append(token)
+        token = token if follow is None else follow[:, j]
+    return Draft(torch.stack(guesses, 1), torch.full_like(batch.length, k), torch.stack(laws, 1) if laws else None)

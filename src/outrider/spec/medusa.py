@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +24,8 @@ from ..types import MAX_DRAFT, Draft, OutriderError
 from ..weights.files import Files, open_source
 from ..weights.load import check, dense, finish
 from ..weights.names import TensorPlan
-from .drafter import DraftBatch
+from .drafter import DraftBatch, draft_round
+from .nets import Target
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MedusaConfig:
     tied: bool
 
     @staticmethod
-    def from_hf(raw: Mapping[str, Any], where: str, target: Any) -> MedusaConfig:
+    def from_hf(raw: Mapping[str, object], where: str, target: Target) -> MedusaConfig:
         heads = raw.get("medusa_num_heads", raw.get("num_heads"))
         layers = raw.get("medusa_num_layers", raw.get("num_hidden_layers", 1))
         if not isinstance(heads, int) or not 1 <= heads <= MAX_DRAFT or not isinstance(layers, int) or layers < 1:
@@ -56,11 +56,11 @@ class Medusa:
     name = "medusa"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, target: Any, heads: tuple[Head, ...]):
+    def __init__(self, target: Target, heads: tuple[Head, ...]):
         self.target, self.heads = target, heads
 
     @staticmethod
-    def load(files: Files, target: Any, device: torch.device | str, dtype: torch.dtype) -> Medusa:
+    def load(files: Files, target: Target, device: torch.device | str, dtype: torch.dtype) -> Medusa:
         config = MedusaConfig.from_hf(files.config, files.name, target)
         source, ops = open_source(files), target.ops
         hidden, vocab = target.config.hidden, target.config.vocab_size
@@ -97,18 +97,9 @@ class Medusa:
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         count = min(k, len(self.heads))
         hidden = batch.features[:, : self.target.config.hidden]
-        tokens = batch.last.new_zeros((batch.last.shape[0], k))
-        laws: list[Tensor] = []
-        for i in range(count):
-            at = batch.length + 1 + i
-            logits = self.logits(hidden, self.heads[i])
-            if batch.sampled:
-                tokens[:, i], law = batch.sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab)
-                laws.append(law)
-            else:
-                tokens[:, i] = batch.sampling.guess(logits, at, batch.ops)
-        q = F.pad(torch.stack(laws, 1), (0, 0, 0, k - count)) if laws else None  # [B, k, V]
-        return Draft(tokens, torch.full_like(batch.length, count), q)
+        drafted = draft_round(batch, count, lambda j, token, lean: (None, self.logits(hidden, self.heads[j])))
+        tokens = F.pad(drafted.tokens, (0, k - count))
+        return Draft(tokens, drafted.lengths, None if drafted.q is None else F.pad(drafted.q, (0, 0, 0, k - count)))
 
     def forget(self, request_id: str) -> None:
         pass

@@ -6,51 +6,54 @@ it attends to the target's K/V at one constant position; its own hidden state an
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from ..types import Draft
 from .card import Card
-from .drafter import DraftBatch
+from .drafter import DraftBatch, Score, draft_round
+from .nets import DraftNet, Target
 
 
 class MTPDrafter:
     name = "mtp"
     card: Card | None = None  # how often it is right, as its folder says
 
-    def __init__(self, model: Any, target: Any):
+    def __init__(self, model: DraftNet, target: Target):
         self.model, self.target = model, target
         self.taps: tuple[int, ...] = model.config.taps
-        self.whole_rounds = hasattr(model, "draft")  # the ops may run all K steps in one call
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        model, sampling = self.model, batch.sampling
-        if self.whole_rounds and not batch.sampled and not sampling.any_filter:
-            at = batch.length + 1
-            end = None
-            if batch.trust is not None:
-                end = tuple(torch.tensor(t, dtype=torch.float64) for t in (batch.stop, batch.drop, batch.trust))
-            tokens, confidence, lengths = model.draft(
-                batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.hot, sampling.seed, at, end, sampling.any_hot
-            )
-            return Draft(tokens, lengths, confidence=confidence)
-        state = model.start(batch.kv, batch.features)
-        token, guesses, qs = batch.last, [], []
+        """One call where the network has whole rounds for so many sequences; else step by step."""
+        sampling = batch.sampling
+        if batch.last.shape[0] > self.model.most or batch.sampled or sampling.any_filter:
+            return draft_round(batch, k, self.score(batch), self.model.cluster_ids)
+        end = None
+        if batch.stop is not None and batch.drop is not None and batch.trust is not None:
+            stop, drop, trust = (torch.tensor(t, dtype=torch.float64) for t in (batch.stop, batch.drop, batch.trust))
+            end = (stop, drop, trust)
+        tokens, confidence, lengths = self.model.draft(
+            batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.hot, sampling.seed, batch.length + 1, end,
+            sampling.any_hot,
+        )  # fmt: skip
+        return Draft(tokens, lengths, confidence=confidence)
+
+    def score(self, batch: DraftBatch, saw: Callable[[Tensor, Tensor], None] | None = None) -> Score:
+        """The steps of one round. saw(g, logits): is shown what the head was given at each, and what it made of it."""
+        model, state = self.model, self.model.start(batch.kv, batch.features)
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
-        for j in range(k):
-            g, hidden = model.step(self.target.embed(token), hidden, state)
-            at = batch.length + 1 + j  # the position the guessed token will have
-            # Rejection wants tokens drawn from q: candidates may not depend on the noise that draws among them.
-            lean = None if batch.sampled else sampling.lean(model.cluster_ids, at, batch.ops)
-            ids, logits = model.candidates(g, lean)  # [B, N] ids (None: the whole vocabulary), float32 logits
-            if batch.sampled:
-                token, q = sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab, ids)
-                qs.append(q)
-            else:
-                token = sampling.guess(logits, at, batch.ops, ids)
-            guesses.append(token)
-        return Draft(torch.stack(guesses, 1), torch.full_like(batch.length, k), torch.stack(qs, 1) if qs else None)
+
+        def step(j: int, token: Tensor, lean: Tensor | None) -> tuple[Tensor | None, Tensor]:
+            nonlocal hidden
+            g, hidden = model.step(self.target.embed(token).to(hidden.dtype), hidden, state)
+            ids, logits = model.candidates(g, lean)
+            if saw is not None:
+                saw(g, logits)
+            return ids, logits
+
+        return step
 
     def forget(self, request_id: str) -> None:
         pass

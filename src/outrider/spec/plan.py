@@ -34,25 +34,30 @@ PLAIN = Choice(None, 0)
 
 
 class SeqState:
+    """What the controller remembers of one request."""
+
     __slots__ = (
         "arms", "bank", "choice", "curve", "expected", "fixed", "hold", "interval", "key", "last", "match", "plain", "planned", "probing",
         "step", "tokens", "wait", "yields",
     )  # fmt: skip
 
     def __init__(self, wait: int) -> None:
-        self.arms: dict[tuple[str, int], Arm] = {}
-        self.expected: dict[tuple[str, int], list[float]] = {}  # E(0..16), dropped when something is observed
-        self.yields: dict[str, Yield] = {}  # of drafts that end themselves
-        self.last = PLAIN
-        self.choice, self.match, self.hold = PLAIN, 0, 0  # the plan, the length of match (_bucket) it stands beside, and cycles it holds on
-        self.bank = 0.0  # plain steps won (or lost) by drafting in this request
-        self.tokens = 0
-        self.interval = wait
+        self.arms: dict[tuple[str, int], Arm] = {}  # acceptance in this request, by source of drafts
+        self.expected: dict[tuple[str, int], list[float]] = {}  # tokens a cycle for K = 0..16, by source; forgotten when one is observed
+        self.yields: dict[str, Yield] = {}  # by drafter: what drafts that end themselves brought in this request
+        self.last = PLAIN  # what was chosen last, probes aside
+        self.choice = PLAIN  # the plan in force,
+        self.hold = 0  # for how many more cycles it is kept unless
+        self.match = 0  # a longer match than this (in the steps of _bucket) turns up
+        self.bank = 0.0  # plain steps that drafting has won in this request so far (below 0: lost)
+        self.tokens = 0  # emitted so far
+        self.interval = wait  # cycles between two probes; doubles while they find nothing
         self.wait = wait  # cycles until the next probe
-        self.probing = False
-        self.key = ("", 0)  # of the cycle under way: whose statistics it belongs to,
-        self.curve: Sequence[float] = (1.0,)  # its seconds by K (or whatever K, in a batch),
-        self.step = 1.0  # those of a plain one,
-        self.plain = 0.0  # this sequence's share of them,
-        self.planned = 0  # its K,
-        self.fixed = False  # and whether the user chose it
+        self.probing = False  # the cycle under way is a probe
+        # Of the cycle under way:
+        self.key = ("", 0)  # the source whose statistics it belongs to
+        self.curve: Sequence[float] = (1.0,)  # its seconds by K; in a batch one entry, whatever K
+        self.step = 1.0  # seconds of a plain cycle in its place
+        self.plain = 0.0  # this sequence's share of those
+        self.planned = 0  # its K as planned; a draft that ends itself may be shorter
+        self.fixed = False  # the user chose its K: nothing is learnt from it

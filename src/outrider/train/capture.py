@@ -117,8 +117,8 @@ class Captured:
 
 def forward(model: TextModel, ids: Tensor, kv: DenseKV, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The target's forward over dense K/V: hidden states, and the residual streams that were asked for."""
-    out = model.forward(ids, kv, taps)  # type: ignore[attr-defined]
-    return out if taps else (out, ())
+    out = model.forward(ids, kv, taps)  # type: ignore[arg-type]
+    return (out, ()) if isinstance(out, Tensor) else out
 
 
 @torch.no_grad()

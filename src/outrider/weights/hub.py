@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 from typing import Literal
 
+from ..models.known import KNOWN
 from ..ops.cpu.build import cache_root, keeping
 from ..types import OutriderError
 from .files import Files, from_folder, from_gguf
@@ -56,6 +57,8 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
                 raise OutriderError(reason)
             return from_folder(Path(shipped), name)
         return from_gguf(smollm2_file(), name)
+    if not weights and name in KNOWN:  # what would be fetched is in the package
+        return Files(name, path, "safetensors", dict(KNOWN[name]))
     if HF_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
         return from_folder(_snapshot(name, weights), name)
     raise OutriderError(f"{name!r} does not exist{_meant(path)}: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2")

@@ -80,3 +80,10 @@ def test_copies_are_traced():
     runs, matches = copy_runs([5, 6, 7, 8, 9], [5, 6, 7, 8, 1])
     assert runs[:2] == (-1, -1) and runs[2] == 2 and matches[2] == 2  # after 5 6: 7 8 right, then 9 is not 1
     assert runs[3] == 1 and runs[4] == 0
+
+
+def test_a_record_with_a_prompt_and_turns_is_asked_its_prompt(tmp_path):
+    """It was refused for want of a question_id, by a message that named only fields it had."""
+    (tmp_path / "p.jsonl").write_text('{"id": "a", "category": "c", "prompt": "hello", "turns": ["other"], "max_tokens": 7}\n')
+    (prompt,) = load_suite(str(tmp_path / "p.jsonl"))
+    assert (prompt.id, prompt.category, prompt.text, prompt.max_tokens) == ("a", "c", "hello", 7)

@@ -9,7 +9,7 @@ import torch
 from tests.engines import VARIANTS, mtp_drafter, tiny_engine, tiny_model
 
 from outrider.engine import calibrate as module
-from outrider.engine.calibrate import Scratch, calibrate
+from outrider.engine.calibrate import calibrate
 from outrider.engine.engine import Engine
 from outrider.models import build
 from outrider.models.config import ModelConfig
@@ -55,7 +55,7 @@ def test_a_host_cycle_without_a_drafter_is_checked_on_the_second_start(tmp_path:
     runner = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, 0), ops))
     for _ in range(2):
         engine = tiny_engine(model=runner, k=None, page_size=32, prefill_chunk=32)
-        assert engine.host is not None
+        assert engine.executors[0].name == "host"
         assert calibrate(engine, KEY, tmp_path / "table.json").verify(1, 4, 256) > 0
 
 
@@ -66,11 +66,10 @@ def test_a_draft_model_is_timed_with_its_keys_in_place() -> None:
     rows: list[int] = []
     inner = engine.drafter.model.forward
     engine.drafter.model.forward = lambda ids, kv: (rows.append(len(ids)), inner(ids, kv))[1]
-    scratch = Scratch(engine)
     for batch in (1, 3):
         for _ in range(2):
             rows.clear()
-            scratch.run("draft_model", batch, 4, 256)
+            engine.executors[-1].probe("draft_model", batch, 4, 256)
             assert rows == [batch] * 4
-    scratch.close()
+    engine.machine.close_scratch()
     engine.drafter.check()

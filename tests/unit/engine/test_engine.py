@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
@@ -126,44 +127,50 @@ def test_statistics_add_up(engine: Engine) -> None:
     assert set(kinds) <= {"accepted", "corrected", "bonus", "plain"}
 
 
+@dataclass
+class Counted:
+    slot: int
+    held: int = 0
+
+
 class CountingCache:
     """A cache that only counts: the scheduler needs no more."""
 
     def __init__(self, slots: int, positions: int):
         self.free_slots, self.left = slots, positions
 
-    def open(self, tokens: object, granularity: int, reuse: bool = True) -> tuple[list[int], int]:
+    def open(self, tokens: object, granularity: int, reuse: bool = True) -> tuple[Counted, int]:
         self.free_slots -= 1
-        return [0], 0
+        return Counted(self.free_slots), 0
 
-    def fits(self, seq: list[int], positions: int) -> bool:
-        return positions - seq[0] <= self.left
+    def fits(self, seq: Counted, positions: int) -> bool:
+        return positions - seq.held <= self.left
 
-    def reserve(self, seq: list[int], positions: int) -> bool:
-        more = max(0, positions - seq[0])
+    def reserve(self, seq: Counted, positions: int) -> bool:
+        more = max(0, positions - seq.held)
         if more > self.left:
             return False
         self.left -= more
-        seq[0] += more
+        seq.held += more
         return True
 
-    def close(self, seq: list[int]) -> None:
+    def close(self, seq: Counted) -> None:
         self.free_slots += 1
-        self.left += seq[0]
+        self.left += seq.held
 
 
 def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
     scheduler = Scheduler(CountingCache(4, 10_000), 4, 64, 64, 1 << 30, True)
     short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
     scheduler.add(short)
-    for chunk in scheduler.plan(lambda seqs: [PLAIN] * len(seqs)).prefill:
+    for chunk in scheduler.plan(lambda seqs: [PLAIN] * len(seqs)).prompts:
         chunk.seq.computed = chunk.start + chunk.count
     scheduler.add(long)
     for step in range(10):
         plan = scheduler.plan(lambda seqs: [PLAIN] * len(seqs))
         assert [row.seq.id for row in plan.decode] == ["s"], "the running stream is in every step"
-        assert sum(c.count for c in plan.prefill) <= 64
-        for chunk in plan.prefill:
+        assert sum(c.count for c in plan.prompts) <= 64
+        for chunk in plan.prompts:
             assert chunk.start == step * 64
             chunk.seq.computed = chunk.start + chunk.count
 
@@ -174,7 +181,7 @@ def test_the_youngest_is_preempted() -> None:
     seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
     for seq in seqs:
         scheduler.add(seq)
-    for chunk in scheduler.plan(lambda s: [PLAIN] * len(s)).prefill:
+    for chunk in scheduler.plan(lambda s: [PLAIN] * len(s)).prompts:
         chunk.seq.computed = chunk.start + chunk.count
     plan = scheduler.plan(lambda s: [Choice("d", 4)] * len(s))
     assert [row.seq.id for row in plan.decode] == ["0", "1"]

@@ -16,10 +16,13 @@ from tests.engines import VARIANTS, VOCAB, assistant, mtp_drafter, request, run,
 
 from outrider.bench.gpu import Synthetic
 from outrider.cache.store import CacheSpec, KVStore
+from outrider.engine.capture import Graph
+from outrider.engine.decode import Choosing, Inputs, Key, State, decode_step
 from outrider.engine.engine import Engine, Request
-from outrider.engine.graphs import BATCHES, WIDTHS, Choosing, Graph, GraphRunner, Inputs, Key, State, choosing_of, decode_step, plain
+from outrider.engine.graphs import GraphExecutor, choosing_of
 from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.ops.backend import Capabilities
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import MAX_DRAFT, SamplingParams
@@ -40,9 +43,34 @@ def alone(variant: str, r: Request) -> list[int]:
     return run(tiny_engine(variant, model=MODELS[variant]), [Request("alone", r.prompt, r.params, 0, False)])["alone"]
 
 
+def graphs_of(engine: Engine) -> GraphExecutor:
+    executor = engine.executors[0]
+    assert isinstance(executor, GraphExecutor)
+    return executor
+
+
 def test_it_is_for_gpus() -> None:
-    assert tiny_engine("llama", model=MODELS["llama"]).graphs is None
-    assert WIDTHS[-1] == MAX_DRAFT and BATCHES[-1] == 16
+    assert [e.name for e in tiny_engine("llama", model=MODELS["llama"]).executors] == ["eager"]
+    can = Capabilities()
+    assert can.graph_widths[-1] == MAX_DRAFT and can.graph_batches[-1] >= 256 and can.bucket(17) == 24
+
+
+def test_a_step_never_grows_beyond_the_rows_that_are_independent() -> None:
+    """The same text in any batch was promised, and ended silently at 272 rows."""
+    can = Capabilities(independent_rows=272)
+    assert [can.widest(n, True) for n in (1, 16, 17, 64, 256)] == [16, 16, 8, 3, 0]
+    assert [can.widest(n, False) for n in (16, 17, 64)] == [16, 15, 3]
+    assert Capabilities().widest(256, False) >= MAX_DRAFT
+    engine = tiny_engine("llama", model=MODELS["llama"], max_batch=16)
+    engine.can = Capabilities(independent_rows=48)
+    rows: list[int] = []
+    eager = engine.executors[-1]
+    launch = eager.launch
+    eager.launch = lambda batch: (rows.append(sum(lane.k + 1 for lane in batch.decode)), launch(batch))[1]  # type: ignore[method-assign]
+    jobs = [request(str(i), [4, 5, 6, 7] * 4 + [i], k=8, max_tokens=20) for i in range(16)]
+    got = run(engine, jobs)
+    assert 16 < max(rows) <= 48
+    assert all(got[r.id] == alone("llama", r) for r in jobs)
 
 
 @pytest.mark.parametrize("variant", ["dense", "edge", "moe"])
@@ -52,7 +80,7 @@ def test_the_same_text_at_every_k(variant: str, params: dict[str, Any]) -> None:
         r = request("a", PROMPT, k=k, **params)
         engine = engines(variant)
         assert run(engine, [r])["a"] == alone(variant, r), k
-        assert engine.graphs is not None and engine.graphs._graphs, "no cycle went through a graph"
+        assert graphs_of(engine)._graphs, "no cycle went through a graph"
         assert (engine.metrics.drafted > 0) == (k > 0)
 
 
@@ -143,17 +171,17 @@ def test_ngram_drafts_go_through_a_graph_too() -> None:
     engine = engines("llama")
     r = request("a", [4, 5, 6, 7] * 6, k=4, max_tokens=40)
     assert run(engine, [r])["a"] == alone("llama", r)
-    assert engine.graphs is not None and any(key.source == "host" for key in engine.graphs._graphs)
+    assert any(key.source == "host" for key in graphs_of(engine)._graphs)
 
 
 def test_what_needs_history_is_left_to_the_eager_cycle() -> None:
-    assert plain(SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(4,)))
+    assert not SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(4,)).processed
     for p in (
         SamplingParams(repetition_penalty=1.1), SamplingParams(presence_penalty=0.1), SamplingParams(frequency_penalty=0.1),
         SamplingParams(logit_bias={1: 1.0}), SamplingParams(bad_words=((1,),)), SamplingParams(min_tokens=1), SamplingParams(logprobs=0),
         SamplingParams(grammar=object()),
     ):  # fmt: skip
-        assert not plain(p)
+        assert p.processed and not p.tempered
 
 
 def test_how_candidates_are_found() -> None:
@@ -169,10 +197,9 @@ def test_how_candidates_are_found() -> None:
 
 def test_a_failing_capture_leaves_the_eager_cycle(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     engine = engines("dense")
-    assert engine.graphs is not None
     calls = 0
 
-    def fail(self: GraphRunner, key: Any) -> bool:
+    def fail(self: GraphExecutor, key: Any) -> bool:
         nonlocal calls
         calls += 1
         if calls < 4:
@@ -180,8 +207,8 @@ def test_a_failing_capture_leaves_the_eager_cycle(monkeypatch: pytest.MonkeyPatc
         self.broken = "no memory"
         return False
 
-    ready = GraphRunner.ready
-    monkeypatch.setattr(GraphRunner, "ready", fail)
+    ready = GraphExecutor.ready
+    monkeypatch.setattr(GraphExecutor, "ready", fail)
     r = request("a", PROMPT, k=3)
     assert run(engine, [r])["a"] == alone("dense", r)
     assert calls == 4
@@ -192,10 +219,8 @@ def test_probes_leave_the_sequences_alone() -> None:
     r = request("a", PROMPT, k=2)
     engine.submit(r)
     got = [t for _ in range(3) for e in engine.step() for t in e.tokens]
-    assert engine.graphs is not None
-    with torch.inference_mode():
-        for part in ("verify", "draft"):
-            engine.graphs.probe(part, 2, 4, 100)  # type: ignore[arg-type]
+    for part in ("verify", "mtp"):
+        graphs_of(engine).probe(part, 2, 4, 100)
     while engine.busy:
         got += [t for e in engine.step() for t in e.tokens]
     assert got == alone("dense", r)
@@ -232,10 +257,10 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     model = build(config, blank(config), ops)
     guesser = MTPDrafter(build_drafter(drafter, blank(drafter), ops, model), model)
     store = KVStore(config, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta")
-    state, inputs = State.of(torch.zeros(5, 32, device="meta")), Inputs.of(torch.device("meta"), 4)
+    state, inputs = State.of(torch.zeros(5, 32, device="meta")), Inputs.of(torch.device("meta"), 4, 2)
     assumed = Synthetic([0.5] * 3, 2, torch.device("meta"))
     for choosing in get_args(Choosing):
-        for k, source in ((0, None), (3, "drafter"), (3, "host")):
+        for k, source in ((0, None), (3, "drafter"), (3, "host"), (3, "both")):
             out = torch.zeros((2, k + 2), dtype=torch.int64, device="meta")
             key = Key(2, k, 512, choosing, source)  # type: ignore[arg-type]
             for override in (None, assumed) if k else (None,):

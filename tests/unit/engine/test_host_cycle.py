@@ -10,6 +10,7 @@ from tests.engines import request, run
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
+from outrider.engine.host import HostExecutor
 from outrider.models import build, build_drafter
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu.ops import CpuOps
@@ -49,9 +50,15 @@ def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0) -> tuple[
     for _ in range(2):
         controller = Controller(CostTable(), ("mtp", "ngram"))
         made.append(Engine(model, None, settings, SpecConfig(None), MTPDrafter(drafter, model), controller, torch.float16))
-    assert made[0].host is not None
-    made[1].host = None
+    assert [e.name for e in made[0].executors] == ["host", "eager"]
+    made[1].executors = made[1].executors[1:]
     return made[0], made[1]
+
+
+def cycle_of(engine: Engine) -> Any:
+    executor = engine.executors[0]
+    assert isinstance(executor, HostExecutor)
+    return executor.cycle
 
 
 @pytest.mark.parametrize(("shape", "taps"), [("llama", ()), ("llama", (0, 1)), ("sliding", (1,)), ("ties", ())])
@@ -68,15 +75,15 @@ def test_one_call_is_the_single_operations(shape: str, taps: tuple[int, ...], pa
     assert run(one, asked) == run(many, asked)
     assert one.metrics.drafted == many.metrics.drafted > 0 and one.metrics.accepted == many.metrics.accepted
     assert one.metrics.accepted_by_position == many.metrics.accepted_by_position
-    assert torch.equal(one.features, many.features)
+    assert torch.equal(one.machine.features, many.machine.features)
 
 
 def test_what_the_call_cannot_do_goes_the_other_way() -> None:
     """Filters, penalties, logprobs: beside and after plain requests, with the same tokens as ever."""
     one, many = engines("llama")
     ran = []
-    host_run = one.host.run
-    one.host.run = lambda *args: (ran.append(len(args[0])), host_run(*args))[1]
+    host_run = cycle_of(one).run
+    cycle_of(one).run = lambda *args: (ran.append(len(args[0])), host_run(*args))[1]
     special = [request("p", PROMPT, k=2, repetition_penalty=1.3), request("l", PROMPT, k=2, logprobs=1, temperature=0.7, top_k=5)]
     assert run(one, special) == run(many, special) and not ran
     mixed = [request("x", PROMPT, k=2), request("y", PROMPT[3:], k=2, top_p=0.8, temperature=1.0, max_tokens=6)]
@@ -86,5 +93,5 @@ def test_what_the_call_cannot_do_goes_the_other_way() -> None:
 def test_a_damaged_drafter_s_ids_never_reach_the_target() -> None:
     one, many = engines("llama", clusters=8)
     want = run(many, [request("a", PROMPT, drafter=False)])
-    one.host.drafter.cluster_ids += 1000
+    cycle_of(one).drafter.cluster_ids += 1000
     assert run(one, [request("a", PROMPT, k=4)]) == want and one.metrics.drafted == 0

@@ -146,8 +146,8 @@ def test_grammar_masks_and_wins_over_min_tokens():
 
 def test_plain_greedy_costs_nothing_and_takes_the_lowest_id_on_ties():
     batch = SamplingBatch.build([SamplingParams(), SamplingParams(temperature=1e-7, top_p=0.5)], [[1]] * 2, [[]] * 2, V, "cpu", [EOS])
-    assert batch.plain_greedy and not batch.any_filter
-    assert not (batch.any_penalty or batch.any_bias or batch.any_bad_words or batch.any_min_tokens)
+    assert not batch.any_hot and not batch.any_filter
+    assert batch.penalties is batch.bias is batch.bad_words is batch.min_tokens is None
     logits = torch.zeros(2, V)
     logits[:, [7, 4, 19]] = 1.0
     rows = torch.arange(2)

@@ -1,7 +1,6 @@
 """The draft model: right K/V after any mix of accepted and refused guesses, pages conserved, answers unchanged."""
 
 import random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,15 +9,16 @@ from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 from outrider.spec import draft_model
 from outrider.spec.choose import SamplingBatch
 from outrider.spec.draft_model import PAGE, DraftModel
+from outrider.spec.drafter import DraftBatch
 from outrider.types import SamplingParams
 
 
-def batch(texts: dict[str, list[int]], params: SamplingParams = SamplingParams(), sampled: bool = False) -> SimpleNamespace:
+def batch(texts: dict[str, list[int]], params: SamplingParams = SamplingParams(), sampled: bool = False) -> DraftBatch:
     tokens = list(texts.values())
     sampling = SamplingBatch.build([params] * len(tokens), [t[:1] for t in tokens], [t[1:] for t in tokens], VOCAB, "cpu")
-    return SimpleNamespace(
+    return DraftBatch(
         ids=list(texts), tokens=tokens, last=torch.tensor([t[-1] for t in tokens]), length=torch.tensor([len(t) - 1 for t in tokens]),
-        sampling=sampling, sampled=sampled, ops=draft_ops, vocab=VOCAB,
+        features=None, kv=None, sampling=sampling, sampled=sampled, ops=draft_ops, vocab=VOCAB,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...types import KVView
+from ..backend import EVERY_ROW
 from .lib import Batch, CCall, CDraft, CLayer, CStack, c_spec
 from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
 from .packing import cluster_hashes
@@ -141,6 +142,8 @@ class Round:
 class CompiledDrafter:
     """An MTP drafter with one constant position (Gemma 4's assistants and ours): its own methods, `step` in one call, and
     `draft` for a whole round."""
+
+    most = EVERY_ROW  # sequences in one call
 
     def __init__(self, drafter: Any, stack: Stack):
         config = drafter.config

@@ -2,7 +2,7 @@
 
 The layers' matrices are copied once into one flat tensor in the order of use, so that layers of one shape are a loop; the
 drafter's own weights become views of it. The product of `pre`'s second half with `post` is taken once: the fed-back state
-then never leaves the drafter's width. Batches beyond `most` sequences go step by step through the drafter itself.
+then never leaves the drafter's width. Batches beyond `most` sequences go step by step (spec.drafter).
 """
 
 from __future__ import annotations
@@ -218,26 +218,6 @@ def unsupported(drafter: Any) -> str | None:
     return None if all(isinstance(m, Tensor) for m in weights) else "packed weights"
 
 
-def by_steps(
-    drafter: Any, token: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
-    warm: bool,
-) -> Tensor:  # fmt: skip
-    """A round of [B, steps] tokens step by step through the drafter itself: what larger batches take. warm: any is hot."""
-    state = drafter.start(kv, features)
-    hidden, guesses = features[:, : drafter.config.backbone_hidden], []
-    for j in range(steps):
-        g, hidden = drafter.step(drafter.target.embed(token), hidden, state)
-        lean = None
-        if warm and drafter.cluster_ids is not None:
-            lean = drafter.ops.cluster_lean(drafter.cluster_ids, seed, position + j, temperature, hot)
-        ids, logits = drafter.candidates(g, lean)
-        z = torch.where(hot, 1.0 / temperature, 1.0)[:, None] * logits
-        best = drafter.ops.gumbel_argmax(z, seed, position + j, ids, hot)
-        token = best if ids is None else ids.gather(1, best[:, None])[:, 0]
-        guesses.append(token)
-    return torch.stack(guesses, 1)
-
-
 class FusedDrafter:
     """Gemma4Assistant's own methods, and `draft` for a whole round."""
 
@@ -349,9 +329,6 @@ class FusedDrafter:
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = last.shape[0]
-        if size > self.most:
-            tokens = by_steps(self.drafter, last, features, kv, steps, temperature, hot, seed, position, warm)
-            return tokens, None, torch.full_like(last, steps)
         out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
         parts: list[Any] = []
         strides, pages = [], []

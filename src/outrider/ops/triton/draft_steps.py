@@ -3,8 +3,7 @@
 A step of the plain drafter is 47 kernels over a gigabyte of weights (31B): here norms, rotation, embedding and residual are the
 beginning of the product that needs them, scores never leave the head's kernel, and with `narrow` every matrix is int8 with one
 factor a row: a draft need not be exact, and half the bytes are half the time. The product of `pre`'s second half with `post` is
-taken once, so that the fed-back state stays in the drafter's width. More than one sequence goes through the drafter itself: its
-products share the weights among rows on the tensor cores, these would do their arithmetic once for each.
+taken once, so that the fed-back state stays in the drafter's width. One sequence only (`most`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from . import draft_steps_kernel as kernels
-from .draft import by_steps
 
 LOG2E = 1.4426950408889634
 
@@ -85,6 +83,8 @@ def rounded(dense: Tensor) -> tuple[Tensor, Tensor]:
 
 class SteppedDrafter:
     """Gemma4Assistant's own methods, and `draft` for a whole round."""
+
+    most = 1  # sequences in a round: more of them are sooner step by step, where products share the weights among rows
 
     def __init__(
         self, drafter: Any, narrow: bool = True, cuts: Cuts | None = None, pdl: bool = False, processors: int | None = None
@@ -166,10 +166,6 @@ class SteppedDrafter:
         end: Any = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
-        size = last.shape[0]
-        lengths = torch.full_like(last, steps)
-        if size > 1:
-            return by_steps(self.drafter, last, features, kv, steps, temperature, hot, seed, position, warm), None, lengths
         out = torch.empty((1, steps), dtype=torch.int64, device=last.device)
         state = self.drafter.start(kv, features)
         noise = (temperature, hot.view(torch.uint8), seed, position)
@@ -180,7 +176,7 @@ class SteppedDrafter:
             self._head(noise, step)
         space = triton.next_power_of_2(self.programs)
         kernels.finish_kernel[(1,)](self.best, self.ids, out, steps - 1, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch)
-        return out, None, lengths
+        return out, None, torch.full_like(last, steps)
 
     def _pre(self, last: Tensor, features: Tensor, out: Tensor, step: int) -> None:
         h, (rows, warps) = self.config.hidden, self.cuts.pre

@@ -1,0 +1,85 @@
+"""Is one version of the code as fast as another? Two processes with the same model, measured in turn, so that a slow moment meets both.
+
+    python benchmarks/speed_pair.py OLD/src NEW/src [--rounds 9] [--model smollm2] [--batch 1]
+
+Each process loads the model once and answers the same prompts whenever it is told to: plain, K = 4, auto. What is printed is the median
+of the rounds' ratios new / old (of tokens a second while decoding); above 1 the new one is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+WAYS: dict[str, int | None] = {"plain": 0, "K=4": 4, "auto": None}
+
+
+def work(model: str, batch: int, tokens: int) -> None:
+    """In the child: a line names a way, the answer is tokens a second."""
+    from outrider import LLM, SamplingParams
+    from outrider.config import EngineConfig
+
+    rows = (Path(__file__).parent / "data" / "spec_bench_question.jsonl").read_text(encoding="utf-8").splitlines()
+    prompts = [str(json.loads(line)["turns"][0])[:600] for line in rows[:: len(rows) // (2 * batch)][: 2 * batch]]
+    llm = LLM.load(model, engine=EngineConfig(max_batch=batch, max_context=1024, prefix_cache=False))
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        made = spent = 0.0
+        for at in range(0, len(prompts), batch):
+            done = llm.generate(prompts[at : at + batch], params, draft_tokens=WAYS[line.strip()])
+            made += sum(c.stats.new_tokens - c.stats.first_emitted for c in done)
+            spent += max(c.stats.decode_s for c in done)
+        print(made / spent, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("sources", nargs="*", type=Path)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--child", action="store_true")
+    args = parser.parse_args()
+    if args.child:
+        work(args.model, args.batch, args.tokens)
+        return
+    if len(args.sources) != 2:
+        parser.error("two source folders: the old one and the new one")
+    command = [sys.executable, __file__, "--child", "--model", args.model, "--batch", str(args.batch), "--tokens", str(args.tokens)]
+    pair = []
+    for source in args.sources:
+        env = {**os.environ, "PYTHONPATH": str(source.resolve())}
+        child = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert child.stdout is not None and child.stdout.readline().strip() == "ready", f"{source} did not start"
+        pair.append(child)
+
+    def ask(child: subprocess.Popen[str], way: str) -> float:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdin.write(way + "\n")
+        child.stdin.flush()
+        return float(child.stdout.readline())
+
+    for way in WAYS:
+        for child in pair:
+            ask(child, way)  # warm
+        speeds: list[list[float]] = [[], []]
+        for turn in range(args.rounds):
+            for i in (0, 1) if turn % 2 == 0 else (1, 0):
+                speeds[i].append(ask(pair[i], way))
+        ratio = median(new / old for old, new in zip(*speeds))
+        print(f"batch {args.batch} {way}: old {median(speeds[0]):.1f} tokens/s, new {median(speeds[1]):.1f}, ratio {ratio:.4f}", flush=True)
+    for child in pair:
+        assert child.stdin is not None
+        child.stdin.close()
+        child.wait()
+
+
+if __name__ == "__main__":
+    main()

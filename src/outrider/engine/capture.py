@@ -1,0 +1,51 @@
+"""Functions captured as CUDA graphs, and the memory that graphs share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Pool:
+    """Memory that graphs share. Holds a graph of its own: a pool whose last graph is gone must not be captured into again."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.anchor: torch.cuda.CUDAGraph | None = None
+
+    def handle(self) -> torch.cuda._POOL_HANDLE:
+        if self.anchor is None:
+            self._handle, self.anchor = torch.cuda.graph_pool_handle(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.anchor, pool=self._handle, capture_error_mode="thread_local"):
+                self.mark = torch.zeros(1, device=self.device)
+        return self._handle
+
+
+class Graph:
+    """A captured function of no arguments. `result` is what it returned: on a GPU the same tensor after every replay."""
+
+    def __init__(self, fn: Callable[[], Tensor | None], device: torch.device, pool: Pool | None = None, warm: int = 1):
+        """Runs fn `warm` times (kernels are compiled, caches filled) before it is captured. pool: graphs that never run at the
+        same time may share their memory."""
+        self.fn = fn
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.result: Tensor | None = None
+        if device.type != "cuda":
+            return
+        side = torch.cuda.Stream(device)
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            for _ in range(warm):
+                fn()
+        torch.cuda.current_stream(device).wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph, pool=pool.handle() if pool is not None else None, capture_error_mode="thread_local"):
+            self.result = fn()
+
+    def replay(self) -> None:
+        if self.graph is None:
+            self.result = self.fn()
+        else:
+            self.graph.replay()

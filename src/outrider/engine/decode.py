@@ -1,0 +1,161 @@
+"""The function that a graph captures: one decode step over buffers that stay where they are.
+
+`State` is what the sequences carry from step to step, by slot; `Inputs` is what the host says of a step, by row of the batch.
+`decode_step` puts the cycle (engine.cycle) between them and never looks at a value, so that nothing in it waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..cache.store import KVStore
+from ..spec.choose import OFF, SamplingBatch
+from ..spec.drafter import DraftBatch
+from ..spec.mtp import MTPDrafter
+from ..spec.nets import Target
+from ..types import MAX_DRAFT, Draft, GroupName, KVView, Verdict
+from .cycle import CycleInput, Rows, cycle, verify_coupled
+
+KNOWN = 2 * MAX_DRAFT + 1  # guesses of the host for one sequence: a draft, behind as many tokens as a step in flight may add
+Choosing = Literal["greedy", "hot", "head 64", "head 1024", "sort"]  # how candidates are found: the cheapest that serves all rows
+Source = Literal["drafter", "host", "both"]
+Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a graph is captured for."""
+
+    batch: int
+    k: int
+    context: int  # no position of a replay may reach it
+    choosing: Choosing
+    source: Source | None  # where drafts come from; None: K = 0
+    part: Literal["cycle", "draft"] = "cycle"  # draft: only the guess, for timing
+
+
+@dataclass
+class State:
+    """Where each slot's sequence stands, on the device. The last row is that of the rows that fill up a batch."""
+
+    last: Tensor  # int64 [S + 1] the newest token
+    length: Tensor  # int64 [S + 1] its position
+    features: Tensor  # [S + 1, H·(1 + taps)]
+
+    @staticmethod
+    def of(features: Tensor) -> State:
+        rows, device = features.shape[0], features.device
+        return State(torch.zeros(rows, dtype=torch.int64, device=device), torch.ones(rows, dtype=torch.int64, device=device), features)
+
+
+@dataclass
+class Inputs:
+    """What the host tells a step, by batch row. Uploaded only when it changes."""
+
+    slots: Tensor  # int64 [N]
+    limit: Tensor  # int64 [N] the K of the row
+    cap: Tensor  # int64 [N] where its length stops growing: 1 for rows that fill up
+    by_host: Tensor  # bool [N] the host guesses for this row
+    base: Tensor  # int64 [N] position of the newest token that the host knew when it guessed
+    guesses: Tensor  # int64 [N, KNOWN] what it expects behind that position
+    temperature: Tensor  # float32 [N], and so on as in SamplingBatch
+    hot: Tensor
+    seed: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_logp: Tensor
+
+    @staticmethod
+    def of(device: torch.device, idle: int, rows: int) -> Inputs:
+        full = lambda value, dtype: torch.full((rows,), value, dtype=dtype, device=device)  # noqa: E731
+        return Inputs(
+            full(idle, torch.int64), full(0, torch.int64), full(1, torch.int64), full(False, torch.bool), full(0, torch.int64),
+            torch.zeros((rows, KNOWN), dtype=torch.int64, device=device), full(1.0, torch.float32), full(False, torch.bool),
+            full(0, torch.int64), full(OFF, torch.int64), full(1.0, torch.float64), full(float("-inf"), torch.float32),
+        )  # fmt: skip
+
+    def sampling(self, batch: int, choosing: Choosing) -> SamplingBatch:
+        """The rows' parameters as views: what is uploaded later is seen. A filter that a row does not ask for is off in its values."""
+        filters = choosing not in ("greedy", "hot")
+        heads = {"head 64": 64, "head 1024": 1024, "sort": None}
+        return SamplingBatch(
+            temperature=self.temperature[:batch], hot=self.hot[:batch], seed=self.seed[:batch], out_len=torch.zeros_like(self.seed[:batch]),
+            top_k=self.top_k[:batch], top_p=self.top_p[:batch], min_logp=self.min_logp[:batch],
+            any_hot=choosing != "greedy", any_filter=filters, any_top_k=filters, any_top_p=filters,
+            head=heads.get(choosing, 1), penalties=None, bias=None, bad_words=None, stops=None, min_tokens=None,
+        )  # fmt: skip
+
+    def known(self, batch: int, k: int, length: Tensor) -> Tensor:
+        """[B, k]: what the host expects behind the positions `length` [B], where the sequences really stand."""
+        at = (length - self.base[:batch])[:, None] + torch.arange(k, device=length.device)
+        return self.guesses[:batch].gather(1, at.clamp(0, KNOWN - 1))
+
+
+@dataclass
+class Pages:
+    """The page tables of the batch, gathered once a step; drafter and target look through them at different positions."""
+
+    store: KVStore
+    tables: Mapping[GroupName, Tensor]
+
+    @staticmethod
+    def of(store: KVStore, slots: Tensor, context: int) -> Pages:
+        width = -(-context // store.spec.page_size)
+        return Pages(store, {name: table[:, :width].index_select(0, slots) for name, table in store.tables.items()})
+
+    def view(self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
+        s = self.store
+        return KVView(s.spec.page_size, s.keys, s.values, self.tables, positions, row_seq, row_start, max_rows, max_context)
+
+
+def decode_step(
+    model: Target, store: KVStore, drafter: MTPDrafter | None, state: State, inputs: Inputs, key: Key, out: Tensor,
+    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft] | None = None, advance: bool = True,
+) -> Callable[[], Tensor | None]:  # fmt: skip
+    """The function that is captured. Leaves [tokens | count] of every row in `out` [B, K + 2] and the next inputs in `state`
+    (advance=False: the state stays, every run does the same work); returns the logits [R, V]. propose: a stand-in drafter."""
+    b, k, device = key.batch, key.k, out.device
+    rows, slots, limit, cap = Rows.of((k,) * b, device), inputs.slots[:b], inputs.limit[:b], inputs.cap[:b]
+    sampling = inputs.sampling(b, key.choosing)
+    each, each_start = torch.arange(b, device=device), torch.arange(b + 1, dtype=torch.int32, device=device)
+    taps = drafter.taps if drafter is not None else ()
+    ids, nothing = [""] * b, [[]] * b  # type: ignore[var-annotated]
+
+    def guess(last: Tensor, length: Tensor, pages: Pages) -> Draft:
+        if propose is not None:
+            return propose(last, length)
+        if key.source == "host":
+            return Draft(inputs.known(b, k, length), limit)
+        assert drafter is not None
+        kv = pages.view(slots, length - 1, each, each_start, 1, key.context)
+        features = state.features.index_select(0, slots)
+        seen = DraftBatch(ids, nothing, last, length, features, kv, sampling, False, model.ops, model.config.vocab_size)
+        tokens = drafter.propose(seen, k).tokens
+        if key.source == "both":
+            tokens = torch.where(inputs.by_host[:b, None], inputs.known(b, k, length), tokens)
+        return Draft(tokens, limit)
+
+    def once() -> Tensor | None:
+        last, length = state.last.index_select(0, slots), state.length.index_select(0, slots)
+        pages = Pages.of(store, slots, key.context)
+        if key.part == "draft":
+            out[:, :k].copy_(guess(last, length, pages).tokens)
+            return None
+        x = CycleInput(rows, slots, last, length, sampling, model.ops, key.context)
+        done = cycle(model, pages, (lambda: guess(last, length, pages)) if k else None, verify_coupled, taps, x, override)
+        verdict = done.verdict
+        torch.cat((verdict.tokens, verdict.counts[:, None]), 1, out=out)
+        if advance:
+            newest = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0] if k else verdict.tokens[:, 0]
+            state.last.index_copy_(0, slots, newest)
+            state.length.index_copy_(0, slots, torch.minimum(length + verdict.counts, cap))
+            if drafter is not None:
+                state.features.index_copy_(0, slots, done.features)
+        return done.logits
+
+    return once

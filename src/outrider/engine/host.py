@@ -1,0 +1,62 @@
+"""The step as one call of a C library (`Backend.host_cycle`), for requests that ask for nothing but greedy or tempered choosing.
+
+Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept short: no tensor
+operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`.
+"""
+
+from __future__ import annotations
+
+from ..ops.backend import Asked, HostCycle
+from ..spec.choose import SamplingBatch
+from ..types import SamplingParams
+from .machine import Machine
+from .step import Emitted, Flight, StepBatch
+
+
+class HostExecutor:
+    name = "host"
+    behind = False
+
+    def __init__(self, machine: Machine, cycle: HostCycle):
+        self.machine, self.cycle = machine, cycle
+        own = (machine.drafter.name,) if machine.drafter is not None and cycle.drafts else ()
+        self.drafters = (None, "ngram", *own)  # whose drafts the call can take
+        self._probes: dict[int, SamplingBatch] = {}
+
+    def takes(self, batch: StepBatch) -> bool:
+        return all(lane.seq.tempered and lane.drafter in self.drafters for lane in batch.decode)
+
+    def launch(self, batch: StepBatch) -> Flight:
+        machine = self.machine
+        if batch.prompts:
+            machine.prompts(batch.prompts)
+        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], machine.clock())
+        if batch.decode:
+            asked = [
+                Asked(lane.slot, lane.seq.tokens[-1], lane.start, lane.k, lane.guess if lane.k else None, lane.stop, lane.drop)
+                for lane in batch.decode
+            ]
+            flight.payload = self.cycle.run(asked, machine.sampling([lane.seq for lane in batch.decode]), batch.trust)
+        return flight
+
+    def read(self, flight: Flight) -> list[Emitted]:
+        lanes, out = flight.batch.decode, []
+        for lane, (k, tokens, confidence) in zip(lanes, flight.payload or ()):  # type: ignore[call-overload]
+            lane.k = k
+            out.append(Emitted(tokens, None, confidence))
+        if lanes:
+            flight.width, flight.context = sum(lane.k for lane in lanes) / len(lanes), sum(len(x.seq.tokens) for x in lanes) // len(lanes)
+        return out
+
+    def times(self, part: str) -> bool:
+        return part == "verify" or part in self.drafters
+
+    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+        """A verify pass of guesses from outside; or a whole cycle with the draft of `part`, which runs within it."""
+        sampling = self._probes.get(batch)  # built once for a batch, not once a cycle, as in earnest
+        if sampling is None:
+            params = [SamplingParams()] * batch
+            sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, self.machine.vocab, self.machine.device)
+            self._probes[batch] = sampling
+        guess = [0] * k if part == "verify" else None
+        self.cycle.run([Asked(slot, 0, context, k, guess) for slot in self.machine.scratch_slots(batch, context + k + 1)], sampling, None)

@@ -1,0 +1,148 @@
+"""One step as plain data, and who runs it. Torch-free.
+
+The scheduler decides a `StepBatch`: for every sequence that takes part a `Lane`, which is a chunk of its prompt, or its newest token
+with K drafted ones behind it. An `Executor` runs it: `launch` starts the step and returns a `Flight`, `read` waits for the flight and
+says what each decoding lane emitted. Three executors run the same step: `eager` is the definition and takes everything, `host` runs a
+cycle in one call of a C library, `graphs` replays a CUDA graph. `pick` says which, once a step, and is the only place that does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from ..types import RequestStats, SamplingParams
+
+if TYPE_CHECKING:
+    from ..cache.store import SeqCache
+    from ..spec.ngram import NgramIndex
+    from .answer import Answer
+
+
+@dataclass
+class Request:
+    id: str
+    prompt: list[int]
+    params: SamplingParams
+    draft_tokens: int | None = None  # None: as the engine is set
+    drafter: bool | str = True  # False: plain decoding; a name: only that drafter
+
+
+@dataclass(eq=False)
+class Seq:
+    """A request on its way. `tokens` are prompt and answer; K/V of `computed` of them is committed."""
+
+    request: Request
+    arrived: float
+    tokens: list[int]
+    computed: int = 0
+    cache: SeqCache | None = None  # its slot and pages, while it runs
+    has_features: bool = False  # the hidden state at tokens[-2] is known, so a drafter can start
+    stats: RequestStats = field(default_factory=RequestStats)
+    first_token_at: float | None = None
+    drafter_off: bool = False
+    ahead: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
+    tempered: bool = True  # its tokens are chosen by temperature and seed alone: no filter, history, mask or logprobs
+    answer: Answer = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
+    ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
+
+    @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
+    def held(self) -> SeqCache:
+        """Its share of the cache, which a running sequence has."""
+        assert self.cache is not None, f"{self.request.id} does not run"
+        return self.cache
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def outputs(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        return self.request.params.max_tokens - self.outputs
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    """One sequence's rows in a step. A chunk of the prompt has `count` rows from position `start` on and wants no logits. A decoding
+    lane has the newest token at `start` (one later for every token that a step in flight may add), then k drafted ones."""
+
+    seq: Seq
+    slot: int
+    start: int
+    count: int = 1
+    logits: bool = True
+    k: int = 0  # tokens to draft; once the step was read: how many were verified
+    drafter: str | None = None  # who drafts them
+    guess: Sequence[int] | None = None  # drafts that the host knows: k of them, and as many more as a step in flight may add
+    stop: float = 0.0  # where the draft may end itself: see spec.plan.Choice
+    drop: float = 0.0
+
+
+@dataclass(slots=True)
+class StepBatch:
+    prompts: list[Lane] = field(default_factory=list)
+    decode: list[Lane] = field(default_factory=list)
+    trust: Sequence[float] | None = None  # acceptance by the drafter's confidence, where a draft may end itself
+
+    def __bool__(self) -> bool:
+        return bool(self.prompts or self.decode)
+
+
+class Emitted(NamedTuple):
+    """What a decoding lane brought: accepted drafts and the target's next token."""
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]] | None = None  # per token {id: logprob}, the chosen one first
+    confidence: list[float] | None = None  # of the drafter's tokens, where it knows
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that was launched and not yet read. Who held the slots is kept: a sequence that has left since is not the one this was
+    run for. What it drafted is counted as `ahead` of the host until then."""
+
+    executor: Executor
+    batch: StepBatch
+    holders: list[SeqCache]
+    began: float  # when its decode rows were started: prompt chunks come before
+    width: float = 0.0  # drafted tokens a sequence, as the cost table counts them
+    context: int = 0  # positions, likewise
+    ahead: list[int] = field(default_factory=list)
+    payload: object = None  # the executor's own
+
+
+class Executor(Protocol):
+    name: str
+    behind: bool  # its steps are read after the next one was launched; otherwise at once
+
+    def takes(self, batch: StepBatch) -> bool:
+        """Can this step be run here?"""
+        ...
+
+    def launch(self, batch: StepBatch) -> Flight: ...
+
+    def read(self, flight: Flight) -> list[Emitted]:
+        """One entry a decoding lane, in order. Waits for this step, not for later ones."""
+        ...
+
+    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+        """Run one part of a step on scratch sequences to its end, to be timed: "verify", or the draft of the drafter of that name."""
+        ...
+
+    def times(self, part: str) -> bool:
+        """Is this how that part is run here, and so the one to time?"""
+        ...
+
+
+def pick(executors: Sequence[Executor], batch: StepBatch) -> Executor:
+    """Who runs this step: the first of the executors, fastest first, that takes it. The last one takes everything."""
+    return next(e for e in executors if e.takes(batch))

@@ -1,0 +1,56 @@
+"""What engine and drafters need of a network: a target model, and an MTP drafter that says `start` and `step`."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..models.config import DrafterConfig, ModelConfig
+from ..ops.backend import Backend
+from ..types import KVView
+
+Round = Any  # what the steps of one round share; made by `start`, read by `step` of the same network
+
+
+class Target(Protocol):
+    config: ModelConfig
+    ops: Backend
+    dtype: torch.dtype
+    device: torch.device
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
+        ...
+
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+        """hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, V]"""
+        ...
+
+
+class DraftNet(Protocol):
+    config: DrafterConfig
+    cluster_ids: Tensor | None  # int64 [C, S]: the token ids of a clustered head
+    most: int  # sequences that `draft` takes at once; 0: it has none, and every round goes step by step
+
+    def start(self, kv: KVView, features: Tensor) -> Round: ...
+
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
+        """What the head reads, and the hidden state to be fed back."""
+        ...
+
+    def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """Token ids [B, N] (None: the whole vocabulary) and their float32 logits [B, N]."""
+        ...
+
+    def draft(
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        """A whole round in one call: tokens [B, steps], confidences or None, lengths [B]."""
+        ...

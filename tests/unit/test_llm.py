@@ -1,0 +1,34 @@
+"""Putting the parts together: what `LLM.load` needs and does not need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from outrider.models import known
+from outrider.types import SamplingParams
+from outrider.weights import hub
+
+
+def test_a_known_gemma_on_dummy_weights_needs_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configurations are in the package; loading used to ask the hub for them."""
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(hub, "_snapshot", refuse)
+    raw = known.KNOWN["google/gemma-4-E2B-it"]
+    for name in (n for n in known.KNOWN if n.endswith("-it")):
+        assert hub.resolve(name, weights=False).config == known.KNOWN[name]
+        assert hub.resolve(f"{name}-assistant", kind="drafter", weights=False).config == known.KNOWN[f"{name}-assistant"]
+    small = dict(raw["text_config"], hidden_size=64, num_hidden_layers=5, layer_types=raw["text_config"]["layer_types"][:5])
+    small |= dict(
+        num_kv_shared_layers=0, intermediate_size=64, vocab_size=128, vocab_size_per_layer_input=128, hidden_size_per_layer_input=32
+    )
+    monkeypatch.setattr(hub, "KNOWN", {"google/gemma-4-E2B-it": {**raw, "text_config": small}})
+    from outrider import LLM
+
+    llm = LLM.load("google/gemma-4-E2B-it", drafter="none", device="cpu", ops="reference", load_format="dummy")
+    done = llm.generate([3, 5, 7], SamplingParams(max_tokens=4, ignore_eos=True))
+    assert len(done[0].token_ids) == 4
