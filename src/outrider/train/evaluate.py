@@ -39,8 +39,8 @@ class Head:
     top: int = 0
     temperature: float = 1.0
 
-    def choose(self, g: Tensor, seeds: Tensor | None, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """g [A, h] -> tokens [A], and float32 [A] how likely the drafter found each among the tokens it scored."""
+    def choose(self, g: Tensor, seeds: Tensor | None, positions: Tensor | None, weigh: bool = True) -> tuple[Tensor, Tensor]:
+        """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens it scored."""
         vocab = self.rows.shape[0]
         step = chunk_rows(g.device, 8 * vocab * (4 if seeds is not None else 1))
         of = cluster_of(self.order, self.centroids.shape[0]) if self.centroids is not None and self.order is not None else None
@@ -60,7 +60,7 @@ class Head:
             z = z if noise is None else z.div_(self.temperature)
             token = (z if noise is None else z + noise).argmax(-1)
             out.append(token)
-            sure.append((z.gather(1, token[:, None])[:, 0] - z.logsumexp(-1)).exp())
+            sure.append((z.gather(1, token[:, None])[:, 0] - z.logsumexp(-1)).exp() if weigh else torch.zeros(len(token), device=g.device))
         return torch.cat(out), torch.cat(sure)
 
 
@@ -87,9 +87,11 @@ class Judged:
 def judge_drafts(
     model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_K,
     anchors: int = 16384, tokens: int = 65536, coupled: bool = False, record: Callable[[Tensor, Tensor], None] | None = None,
+    weigh: bool = False,
 ) -> Judged:  # fmt: skip
     """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right; `coupled`: chosen with the
-    noise that the answers were sampled with. `record(g, choice)` is shown the states and choices of every step that counts."""
+    noise that the answers were sampled with. `record(g, choice)` is shown the states and choices of every step that counts;
+    `weigh`: how sure the drafter was is wanted too."""
     out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
     confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
     for which in plan_epoch(data, anchors, tokens, 0, 0):
@@ -111,7 +113,7 @@ def judge_drafts(
             if not alive.numel():
                 break
             states = g.reshape(count * width, -1)[alive]
-            choice, likely = head.choose(states, None if seed is None else seed[b], at)
+            choice, likely = head.choose(states, None if seed is None else seed[b], at, weigh)
             if record is not None:
                 record(states, choice)
             sure[alive, j - 1] = likely

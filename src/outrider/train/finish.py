@@ -52,7 +52,7 @@ def views(net: DraftNet, target: Target, temperature: float = 1.0) -> tuple[dict
 
 def judged(
     target: Target, net: DraftNet, data: Sequences, *, most: int, full: bool, temperature: float = 0.0,
-    states: tuple[list[Tensor], list[Tensor]] | None = None,
+    states: tuple[list[Tensor], list[Tensor]] | None = None, weigh: bool = False,
 ) -> Judged:  # fmt: skip
     """`states`: two lists that get the drafter's states and the head's choices of every step that counts."""
     weights, whole, clustered = views(net, target, temperature or 1.0)
@@ -64,7 +64,7 @@ def judged(
 
     anchors = 16384 if target.model.device.type == "cuda" else CPU_ANCHORS
     head = whole if full or clustered is None else clustered
-    return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature > 0, record)
+    return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature > 0, record, weigh)
 
 
 def scored(result: Judged, most: int) -> Summary:
@@ -97,13 +97,13 @@ def finish(
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
     if len(cold) and not quick:
         states: tuple[list[Tensor], list[Tensor]] = ([], [])
-        last = judged(target, net, cold, most=MAX_K, full=True, states=states)
+        last = judged(target, net, cold, most=MAX_K, full=True, states=states, weigh=not net.config.clusters)
         result["full"] = scored(last, MAX_K)
         if net.config.clusters:
             top, curve = tune_top(net, views(net, target)[0], torch.cat(states[0]), torch.cat(states[1]), job.recall)
             net.config = replace(net.config, cluster_top=top)
             result["recall"] = [asdict(r) for r in curve]
-            last = judged(target, net, cold, most=MAX_K, full=False)
+            last = judged(target, net, cold, most=MAX_K, full=False, weigh=True)
             result["clustered"] = scored(last, MAX_K)
         traces = last.traces(cold, ["all"] * len(cold))
         if len(hot):

@@ -13,8 +13,8 @@ from .memory import Sizes, Work, round_minutes
 
 FEWEST_STEPS, FEWEST_TOKENS = 50, 2000
 EFFICIENCY = 0.45  # of the rate of one large matrix product that a training step reaches
-ANSWER_SHARE = 0.4  # of the minutes, where --answer-minutes does not say
-FINISH_SHARE = 0.12  # of the minutes, most for the final evaluation
+ANSWER_SHARE, CPU_ANSWER_SHARE = 0.4, 0.25  # of the minutes, where --answer-minutes does not say: a CPU learns slowly
+FINISH_SHARE = 0.1  # of the minutes, most for the final evaluation
 EXPORT_SECONDS = 3.0
 
 
@@ -57,9 +57,10 @@ def check(forecast: Forecast, minutes: float, tokens: int, heldout: int, spent: 
             f"{round_minutes(1.1 * need):g}, or a smaller drafter (--layers 2)"
         )
     seconds = 60 * minutes
-    training = seconds * (1 - ANSWER_SHARE - FINISH_SHARE) - forecast.load
+    answered = min(tokens, CPU_ANSWER_SHARE * seconds / forecast.answer)
+    training = seconds * (1 - FINISH_SHARE) - forecast.load - answered * (forecast.answer + 2 * forecast.capture)
     return (
         f"here: {1 / forecast.answer:.0f} tokens of answers a second, {forecast.step:.2g} s a step; "
-        f"in {minutes:g} minutes about {min(tokens, ANSWER_SHARE * seconds / forecast.answer):.0f} tokens of answers and "
+        f"in {minutes:g} minutes about {answered:.0f} tokens of answers and "
         f"{max(0.0, training) / forecast.step:.0f} steps"
     )

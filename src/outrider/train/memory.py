@@ -18,7 +18,7 @@ import torch
 from ..models.config import DrafterConfig, ModelConfig
 from .net import step_weights, target_weights
 
-GPU_ANCHORS, FEWEST_ANCHORS = 16384, 64
+GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
 CPU_SCORED = 8192  # tokens of the vocabulary that a batch's loss looks at on a CPU
 CPU_STEP_SECONDS = 2.0  # that a batch shall take on a CPU
 SHARE = 0.4  # of the free memory that a batch may take; the same again is left to others

@@ -31,7 +31,7 @@ from .answers import Answering, answer_to_file, answering_engine, as_sequences, 
 from .clock import Budget, Stop, listening
 from .data import Sequences, file_hash, make_batch, plan_epoch, read_prompts
 from .export import write_json
-from .forecast import ANSWER_SHARE, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
+from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
 from .job import Say, TrainJob
 from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
 from .net import DraftNet, step_weights, target_weights
@@ -40,7 +40,8 @@ from .target import Described, Target, describe, encode, open_target
 from .trainer import JsonLog, Row, Trainer
 
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
-PROBE_SECONDS = 3.0  # of answering, before the forecast
+PROBE_TOKENS, PROBE_SHARE = 200, 0.1  # answered before the forecast, or this share of the time
+START_ROWS = 2048  # anchors that the drafter's start is fitted on, at least
 LOAD_RATE = 5e7  # weights a second that are surely read and dequantised
 
 
@@ -58,7 +59,7 @@ def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> 
         try:
             return run.whole()
         finally:
-            if group.first:
+            if group.first and run.counts:
                 write_json(job.out / "spent.json", {"seconds": round(budget.spent, 2)})
 
 
@@ -75,6 +76,7 @@ class Run:
     def __init__(self, job: TrainJob, budget: Budget, stop: Stop, group: Group, say: Say, progress: Progress | None):
         self.job, self.budget, self.stop, self.group = job, budget, stop, group
         self.say: Say = say if group.first else lambda _: None
+        self.counts = (job.out / "spent.json").exists() or job.texts  # a run that was refused has spent nothing
         self.progress: Progress = progress if progress is not None and group.first else lambda *_: None
 
     def whole(self) -> Row:
@@ -140,29 +142,37 @@ class Run:
         with answering_engine(known.name, known.config, job.device, job.dtype, how.slots, longest) as engine:
             load = time.perf_counter() - began
 
-            foreseen = path.exists() or self.group.world > 1  # a run that goes on has been told
-            made: list[float] = [0, 0.0]  # tokens, seconds
+            foreseen = self.counts or self.group.world > 1  # a run that goes on has been told
+            made, first = 0, 0.0  # tokens; the second by which the first prompts had been read
+            together = engine.config.max_batch * how.max_new  # tokens of answers for which that many prompts are read
 
-            def foresee() -> None:
+            def foresee(seconds: float) -> None:
                 nonlocal foreseen
-                if not foreseen and made[0] and not self.stop.asked:
+                if not foreseen and made and not self.stop.asked:
                     foreseen = True
-                    self.foresee(known, prompts, len(tasks), int(made[0]), made[1], load)
+                    each = first / together + (seconds - first) / made
+                    self.foresee(known, prompts, len(tasks), made, each, load)
 
             def report(done: int, count: int, tokens: int, seconds: float) -> None:
-                made[:] = [tokens, seconds]
+                nonlocal made, first
+                first = first if made else seconds
+                made = tokens
                 self.progress("answering", done, count, f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
-                if seconds > PROBE_SECONDS:
-                    foresee()
+                if tokens >= PROBE_TOKENS or (tokens and seconds > PROBE_SHARE * self.budget.seconds):
+                    foresee(seconds)
 
-            limit = 60 * job.answer_minutes if job.answer_minutes is not None else ANSWER_SHARE * self.budget.seconds
+            share = ANSWER_SHARE if job.device.startswith("cuda") else CPU_ANSWER_SHARE
+            limit = 60 * job.answer_minutes if job.answer_minutes is not None else share * self.budget.seconds
             deadline = time.perf_counter() + min(limit, self.budget.left)
             answer_to_file(engine, prompts, tasks, how.max_new, path, report=report, deadline=deadline, stop=self.stop)
-            foresee()
-            self.say(f"answered {int(made[0])} tokens in {made[1]:.0f} s, {made[0] / max(made[1], 1e-9):.0f} tok/s")
+            took = time.perf_counter() - began - load
+            foresee(took)
+            self.counts = True
+            self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
 
-    def foresee(self, known: Described, prompts: Sequences, tasks: int, made: int, seconds: float, load: float) -> None:
-        """Says what the time allows; refuses what it does not. `made` tokens of answers took `seconds`, loading the engine `load`."""
+    def foresee(self, known: Described, prompts: Sequences, tasks: int, made: int, each: float, load: float) -> None:
+        """Says what the time allows; refuses what it does not. `made` tokens of answers are there, at `each` seconds; loading the
+        engine took `load`."""
         job = self.job
         if job.device.startswith("cuda"):
             return
@@ -172,7 +182,7 @@ class Run:
         rate = product_rate(job.device, job.dtype, known.config.hidden)
         sizes = self.choose(work, known.config.vocab_size, rate, tokens + int(prompts.lengths.sum()))
         forecast = Forecast.of(
-            work, sizes, vocab=known.config.vocab_size, head=config.head_hidden, rate=rate, answer_rate=made / seconds,
+            work, sizes, vocab=known.config.vocab_size, head=config.head_hidden, rate=rate, answer_rate=1.0 / each,
             load=load + target_weights(known.config) / LOAD_RATE, accumulate=job.settings.accumulate,
         )  # fmt: skip
         heldout = min(job.heldout, len(prompts) // 5) * job.answering.max_new
@@ -210,7 +220,7 @@ class Run:
         log = JsonLog(log_path) if group.first else None
         trainer = Trainer(
             target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop,
-            progress=lambda done, line: self.progress("training", done, 1.0, line),
+            progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
         )  # fmt: skip
         resumed = trainer.resume(job.out)
         group.wait()  # all have read the checkpoint before rank 0 writes another
@@ -264,7 +274,8 @@ class Run:
         net = DraftNet(job.drafter_config(target.config, target.hash), target.config, settings.seed).to(model.device)
         if (job.out / "checkpoint.pt").exists():
             return net  # its weights come from there
-        few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, anchors, 4 * anchors, settings.seed, 0)[:2]]
+        rows = max(anchors, START_ROWS // 2)  # enough of them to fit the input projection
+        few = [make_batch(data, b, 1).to(model.device) for b in plan_epoch(data, rows, 4 * rows, settings.seed, 0)[:2]]
         if net.config.tied_to_target and net.config.hidden == net.config.backbone_hidden:
             design.start_from_target(net, model)
             fitted = design.fit_inputs(net, model, few)

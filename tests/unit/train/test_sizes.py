@@ -52,7 +52,7 @@ def test_a_batch_fits_what_is_free_and_lasts_seconds() -> None:
     assert small.anchors * work.anchor_bytes(small.scored, 2) < 2 << 30
     assert 0.5 < small.anchors * work.anchor(small.scored, True) / 1e11 < 2.5
     assert sizes(20 << 30, anchors=10**6).anchors * work.anchor_bytes(CPU_SCORED, 2) < 8 << 30  # what is asked for must fit too
-    assert sizes(1 << 28).anchors < small.anchors and not sizes(1 << 28).keep
+    assert sizes(1 << 29, rate=1e13).anchors < sizes(1 << 34, rate=1e13).anchors and not sizes(1 << 28).keep
     assert not sizes(20 << 30, tokens=10**8).keep
     large = sizes(130 << 30, cuda=True)
     assert large == Sizes(GPU_ANCHORS, 0, False) and sizes(10 << 30, cuda=True).anchors < GPU_ANCHORS
