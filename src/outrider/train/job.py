@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 
 from ..models.config import DrafterConfig, ModelConfig
+from ..types import OutriderError
 from . import design
 from .answers import Answering
 from .trainer import TrainSettings
@@ -55,8 +56,10 @@ class TrainJob:
         top = max(1, clusters // 16)
         style = ("gemma" if target.family in ("gemma3", "gemma4") else "plain") if self.style == "auto" else self.style
         if style == "gemma":
+            if self.hidden is not None and self.hidden > target.hidden:  # its head is the target's, in fewer directions
+                raise OutriderError(f"--hidden {self.hidden} is wider than the target ({target.hidden}): give less, or --style plain")
             return design.gemma(
-                target, hidden=self.hidden or 256, intermediate=self.intermediate, clusters=clusters, cluster_top=top,
+                target, hidden=self.hidden or min(256, target.hidden), intermediate=self.intermediate, clusters=clusters, cluster_top=top,
                 target_hash=target_hash,
             )  # fmt: skip
         reads = self.reads or design.spread_reads(target, min(self.layers, len(target.kv_layers)))
