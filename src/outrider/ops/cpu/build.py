@@ -38,7 +38,7 @@ NEEDS: dict[str, set[str]] = {
     "generic": set(),
 }
 # No contraction: a sum must round the same in every tile it is part of.
-COMMON = ("-std=c11", "-D_GNU_SOURCE", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-w")
+COMMON = ("-std=c11", "-D_GNU_SOURCE", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-ter", "-w")
 
 
 class BuildError(Exception):

@@ -20,6 +20,8 @@ typedef struct { /* R rows of activations, quantised and as they were */
 
 #if ISA_AVX512
 #define TILE_ROWS 9 /* 8 weight registers, 9 sums and the dot products in flight: K = 8 drafts and one in one tile */
+#elif ISA_AVX2
+#define TILE_ROWS 5 /* K = 4 drafts and one; nine rows are two tiles */
 #else
 #define TILE_ROWS 4
 #endif
@@ -58,11 +60,9 @@ INLINE void acts_row(const Acts *a, long r) { /* quantise row r of x */
 
 /* ---- one group of 16 outputs for MT rows: tile[m][16] ---- */
 INLINE int32_t word(const int8_t *p) { int32_t x; memcpy(&x, p, 4); return x; }
-/* What the unsigned codes' offset takes from a dot product over the steps [from, from + count) of a block (8 a block) */
-INLINE int32_t zero_point(int kind, const Blk *s, int from, int count) {
-    const int32_t all = count == 8 ? s->i : from ? s->i - s->i0 : s->i0;
-    return kind == W_Q8 || kind == W_IQ4 || kind == W_IQ4X ? all : kind == W_Q4 ? all >> 4 : kind == W_Q5 ? all >> 3 : kind == W_Q6K ? all >> 2 : 0;
-}
+/* What the codes' offset takes from a dot product over the steps [from, from + count) of a block (8 a block), times 2^zero_shift */
+INLINE int32_t zero_sum(const Blk *s, int from, int count) { return count == 8 ? s->i : from ? s->i - s->i0 : s->i0; }
+INLINE int zero_shift(int kind) { return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : kind == W_Q6K ? 2 : 0; } /* of offsets 8, 16, 32; 128 */
 #if ISA_AVX512
 #include "tile_avx512.h"
 #elif ISA_AVX2
@@ -119,6 +119,9 @@ static void dense_tile(const Weight *w, int g, const Acts *a, int m0, int mc, fl
     case 7: group_tile(kind, w, g, a, m0, 7, tile); break;          \
     case 8: group_tile(kind, w, g, a, m0, 8, tile); break;          \
     case 9: group_tile(kind, w, g, a, m0, 9, tile); break;
+#elif TILE_ROWS == 5
+#define MORE_CASES(kind)                                            \
+    case 5: group_tile(kind, w, g, a, m0, 5, tile); break;
 #else
 #define MORE_CASES(kind)
 #endif
