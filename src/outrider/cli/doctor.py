@@ -78,16 +78,20 @@ def _extras() -> Iterator[Finding]:
 
 
 def _cpu(build: bool) -> Iterator[Finding]:
-    from ..ops.cpu.build import BuildError, best_isa, compiler, shared_object
+    from ..ops.cpu.build import BuildError, best_isa, compiler, found, processor, shared_object
 
     isa, cores = best_isa(), len(os.sched_getaffinity(0))
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
     yield Finding(
-        "note" if isa in slow else "ok", "processor", f"{_processor()}, {cores} cores for this process, kernels: {isa}", slow.get(isa, "")
+        "note" if isa in slow else "ok", "processor", f"{processor()}, {cores} cores for this process, kernels: {isa}", slow.get(isa, "")
     )
     load = os.getloadavg()[0]
     if load > cores / 2:
         yield Finding("note", "load", f"{load:.1f} on {cores} cores", "other processes will slow decoding and spoil measured costs")
+    ready = found(isa)
+    if ready is not None:
+        yield Finding("ok", "CPU kernels", str(ready))
+        return
     try:
         name = compiler()
     except BuildError as error:
@@ -138,16 +142,6 @@ def _storage() -> Iterator[Finding]:
     else:
         low = "models need room: set OUTRIDER_CACHE and HF_HOME to a larger disk" if free < 5 else ""
         yield Finding("note" if low else "ok", "cache", f"{folder}, {free:.0f} GiB free", low)
-
-
-def _processor() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _version(module: str) -> str | None:

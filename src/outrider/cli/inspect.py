@@ -23,6 +23,26 @@ from .common import out
 BYTES = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has two
 
 
+def show_cpu(asked: bool) -> None:
+    """The levels of the C kernels: which one runs here, what the others lack."""
+    if not asked:
+        return
+    from ..ops.cpu.build import SHIPPED, levels, processor
+    from ..ops.cpu.ops import default_threads
+
+    out.print(f"[bold]{processor()}[/bold], {default_threads()} threads")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for title in ("kernels", "", "library"):
+        table.add_column(title)
+    for level in levels():
+        state = "in use" if level.in_use else "can run" if not level.missing else f"this processor lacks {', '.join(level.missing)}"
+        kept = "compiled at first use" if level.library is None else "shipped" if level.library.parent == SHIPPED else str(level.library)
+        table.add_row(level.name, state, "–" if level.missing else kept)
+    out.print(table)
+    out.print("[dim]The first that the processor can run is used; --ops cpu:LEVEL asks for another.[/dim]")
+    raise typer.Exit
+
+
 def inspect(
     model: common.Model,
     drafter: Annotated[str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")] = None,
@@ -31,6 +51,9 @@ def inspect(
     quality: Annotated[bool, typer.Option("--quality", help="Load it and measure what rounding costs, on the CPU.")] = False,
     quantize: common.Quantize = None,
     as_json: common.AsJson = False,
+    _: Annotated[
+        bool, typer.Option("--cpu", help="Which CPU kernels this machine uses and why; needs no model.", is_eager=True, callback=show_cpu)
+    ] = False,
 ) -> None:
     """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are needed.
 

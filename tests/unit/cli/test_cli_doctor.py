@@ -31,12 +31,12 @@ def test_what_is_here(tmp_path: Path) -> None:
     assert "CPU kernels" in said and "Traceback" not in said
 
 
-def test_no_compiler_is_bad_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_compiler_is_bad_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def none() -> str:
         raise kernels.BuildError("no C compiler (cc, gcc or clang) on the path")
 
     monkeypatch.setattr(kernels, "compiler", none)
-    code, found = findings()
+    code, found = findings(OUTRIDER_CACHE=str(tmp_path))  # nothing shipped, nothing built before
     assert code == 1 and found["CPU kernels"]["state"] == "bad" and "gcc" in found["CPU kernels"]["advice"]
 
 

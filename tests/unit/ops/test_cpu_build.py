@@ -192,3 +192,37 @@ def test_a_compile_is_told_on_a_terminal_and_only_there(capsys: pytest.CaptureFi
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with build.told("Compiling"):
         assert "Compiling" in capsys.readouterr().err
+
+
+def test_shipped_kernels_need_no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Catches: a wheel whose libraries nobody finds, a library of other sources taken for these."""
+    level = build.runnable()[0]
+    library = tmp_path / "prebuilt" / build.file_name(level)
+    library.parent.mkdir()
+    library.write_bytes(b"")
+    (library.parent / f"kernels-{level}-0123456789abcdef.so").write_bytes(b"")
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(build.BuildError, match="no C compiler"):
+        build.shared_object()
+    monkeypatch.setattr(build, "SHIPPED", library.parent)
+    assert build.shared_object() == library
+
+
+def test_levels_say_what_a_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "cpu_flags", lambda: {"avx2", "fma", "f16c", "avx_vnni"})
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    found = {level.name: level for level in build.levels()}
+    assert [name for name, level in found.items() if level.in_use] == ["avxvnni"]
+    assert "avx512f" in found["avx512"].missing and not found["generic"].missing
+    assert build.runnable() == ("avxvnni", "avx2", "generic")
+
+
+def test_inspect_cpu() -> None:
+    from typer.testing import CliRunner
+
+    from outrider.cli.main import app
+
+    result = CliRunner().invoke(app, ["inspect", "--cpu"])
+    assert result.exit_code == 0 and "in use" in result.output and build.best_isa() in result.output

@@ -1,4 +1,4 @@
-"""Compile the C kernels for this processor, once, into the cache folder.
+"""Find the C kernels for this processor: shipped inside the wheel, or compiled once into the cache folder.
 
 The library's name carries a hash of the sources, the flags and the compiler, so a change of any of them builds anew
 and old processes keep what they have loaded. Starts may race: each builds under a name of its own, then renames.
@@ -17,26 +17,39 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 HERE = Path(__file__).parent
+SHIPPED = HERE / "prebuilt"  # libraries inside a wheel (setup.py)
 SOURCES = (
     "kernels.c", "cycle.h", "draft.h", "forward.h", "moe.h", "share.h", "attend.h", "score.h", "rows.h", "pack.h", "product.h",
     "tile_avx512.h", "tile_avx2.h", "tile_portable.h", "formats.h", "pool.h", "vec.h",
 )  # fmt: skip
-ISAS = ("avx512bf16", "avx512", "avx2", "generic")
+ISAS = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "generic")  # best first; the processor decides which it can run
 AVX512 = ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
+AVX2 = ("-O3", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
 FLAGS = {
     "avx512bf16": (*AVX512, "-mavx512bf16"),
     "avx512": AVX512,
-    "avx2": ("-O3", "-mavx2", "-mfma", "-mf16c", "-mprfchw"),
+    "avxvnni": (*AVX2, "-mavxvnni"),
+    "avx2": AVX2,
+    "i8mm": ("-O2", "-ftree-vectorize", "-march=armv8.2-a+dotprod+fp16+i8mm"),
+    "dotprod": ("-O2", "-ftree-vectorize", "-march=armv8.2-a+dotprod+fp16"),
     "generic": ("-O2", "-ftree-vectorize"),  # -O3 takes half a minute over 64-byte vectors and is no faster
 }
 NEEDS: dict[str, set[str]] = {
     "avx512bf16": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16", "f16c", "fma"},
     "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "f16c", "fma"},
+    "avxvnni": {"avx2", "fma", "f16c", "avx_vnni"},
     "avx2": {"avx2", "fma", "f16c"},
+    "i8mm": {"asimddp", "asimdhp", "i8mm"},
+    "dotprod": {"asimddp", "asimdhp"},
     "generic": set(),
 }
+WHEEL_LEVELS = {
+    "x86_64": ("avx512bf16", "avx512", "avxvnni", "avx2", "generic"),
+    "aarch64": ("i8mm", "dotprod", "generic"),
+}  # by machine: what a wheel ships
 # No contraction: a sum must round the same in every tile it is part of.
 COMMON = ("-std=c11", "-D_GNU_SOURCE", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-ter", "-w")
 
@@ -53,16 +66,32 @@ def cpu_flags() -> set[str]:
     """What the processor can do; empty where nobody tells."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("flags"):
+            if line.startswith(("flags", "Features")):  # x86, ARM
                 return set(line.partition(":")[2].split())
     except OSError:
         pass
     return set()
 
 
-def best_isa() -> str:
+def processor() -> str:
+    """Its name."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def runnable() -> tuple[str, ...]:
+    """The levels that this processor can run, best first."""
     flags = cpu_flags()
-    return next(isa for isa in ISAS if NEEDS[isa] <= flags)
+    return tuple(isa for isa in ISAS if NEEDS[isa] <= flags)
+
+
+def best_isa() -> str:
+    return runnable()[0]
 
 
 def cache_root() -> Path:
@@ -112,14 +141,12 @@ def compiler() -> str:
 def shared_object(isa: str | None = None) -> Path:
     """The path of the built library: for this processor, or for a lesser one where the compiler does not know it yet. A level that is
     asked for is given or refused."""
-    best = ISAS.index(best_isa())
-    if isa is None:
-        levels = ISAS[best:]
-    elif isa not in ISAS:
-        raise BuildError(f"unknown level {isa!r}; known: {', '.join(ISAS)}")
-    elif ISAS.index(isa) < best:
-        raise BuildError(f"this processor cannot run {isa}; it can run {', '.join(ISAS[best:])}")
-    else:
+    levels = runnable()
+    if isa is not None:
+        if isa not in ISAS:
+            raise BuildError(f"unknown level {isa!r}; known: {', '.join(ISAS)}")
+        if isa not in levels:
+            raise BuildError(f"this processor cannot run {isa}; it can run {', '.join(levels)}")
         levels = (isa,)
     for level in levels:
         try:
@@ -142,13 +169,29 @@ def told(what: str) -> Iterator[None]:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def build(isa: str) -> Path:
+def file_name(isa: str) -> str:
     digest = hashlib.sha256(repr((isa, FLAGS[isa], COMMON, platform.machine())).encode())
     for name in SOURCES:
         digest.update((HERE / name).read_bytes())
-    target = keeping("kernels", f"kernels-{isa}-{digest.hexdigest()[:16]}.so")
-    if target.exists():
-        return target
+    return f"kernels-{isa}-{digest.hexdigest()[:16]}.so"
+
+
+def found(isa: str) -> Path | None:
+    """The library of a level where there is one: shipped, or built before."""
+    name = file_name(isa)
+    return next((path for path in (SHIPPED / name, keeping("kernels", name)) if path.exists()), None)
+
+
+def build(isa: str) -> Path:
+    path = found(isa)
+    if path is None:
+        path = keeping("kernels", file_name(isa))
+        with told(f"Compiling the CPU kernels for {isa} (once; 10 to 20 s)"):
+            compile_to(path, isa)
+    return path
+
+
+def compile_to(target: Path, isa: str) -> None:
     cc, folder = compiler(), target.parent
     scratch = None
     try:
@@ -156,8 +199,7 @@ def build(isa: str) -> Path:
         fd, scratch = tempfile.mkstemp(suffix=".so", prefix="build-", dir=folder)
         os.close(fd)
         command = [cc, *COMMON, *FLAGS[isa], str(HERE / "kernels.c"), "-o", scratch, "-lm"]
-        with told(f"Compiling the CPU kernels for {isa} (once; 10 to 20 s)"):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "TMPDIR": str(folder)})
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "TMPDIR": str(folder)})
         if done.returncode:
             raise _refused(cc, done.stderr, folder)
         os.chmod(scratch, 0o755)
@@ -169,7 +211,22 @@ def build(isa: str) -> Path:
     finally:
         if scratch is not None:
             Path(scratch).unlink(missing_ok=True)
-    return target
+
+
+class Level(NamedTuple):
+    """One instruction set: what the processor lacks for it (nothing: it can run), and where its library is."""
+
+    name: str
+    missing: tuple[str, ...]
+    library: Path | None
+    in_use: bool
+
+
+def levels() -> list[Level]:
+    """All levels of this architecture, best first; the first that is whole is used."""
+    flags, able = cpu_flags(), runnable()
+    names = WHEEL_LEVELS.get(platform.machine(), ("generic",))
+    return [Level(name, tuple(sorted(NEEDS[name] - flags)), found(name), name == able[0]) for name in names]
 
 
 def _refused(cc: str, said: str, folder: Path) -> BuildError:
