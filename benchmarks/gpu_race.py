@@ -11,7 +11,6 @@ torch's own kernels; without its cache of memory, reading beyond a tensor is rea
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
 
 import torch
 from gpu_common import FAILED, attempt, say, verdict
@@ -21,15 +20,16 @@ from outrider.bench.gpu import Rig
 from outrider.bench.rounds import batch_of, float32_drafter, follow, gentle
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps, attention
-from outrider.ops.triton.attention import Cut
+from outrider.ops.triton.attention import Cut, Shape
 from outrider.ops.triton.draft import FusedDrafter
 from outrider.ops.triton.draft_steps import SteppedDrafter
-from outrider.ops.triton.linear import Tile, skinny
+from outrider.ops.triton.linear import product
+from outrider.ops.triton.tiles import Tile
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import AttnSpec, SamplingParams
 
 TILES = (
-    Tile(32, 128, 2, 4), Tile(64, 64, 1, 5), Tile(16, 64, 2, 4, 4, 4), Tile(64, 64, 1, 4, 4, 0), Tile(64, 128, 2, 3, 4, 0),
+    Tile(32, 128, 2, 4), Tile(64, 64, 1, 5), Tile(64, 64, 1, 4, turned=True), Tile(64, 128, 2, 3, turned=True),
 )  # fmt: skip
 
 
@@ -48,29 +48,27 @@ def target() -> None:
     for tile in TILES:
         for gated in (False, True) if tile.splits == 1 else (False,):
             w = rand(128 * (2 if gated else 1), 512, scale=512**-0.5)
-            for rows in (1, 17, 40, 72):
+            for rows in (1, 17, 40, 72, 320):
                 x = rand(rows, 512)
-                got = skinny(x, w, ops.seen, gated=gated, act="gelu_tanh" if gated else "", tile=tile)
+                got = product(x, w, ops.seen, gated=gated, act="gelu_tanh" if gated else "", tile=tile)
                 near(f"linear {tile} {rows}", got, ref.gated_linear(x, w, "gelu_tanh") if gated else ref.linear(x, w))
-    for dim, window, cuts in (
-        (256, 96, (Cut(32, 64, 4, 2, 1), Cut(32, 32, 4, 2, 1))),
-        (512, None, (Cut(64, 64, 8, 2, 1),)),
-        (64, None, (Cut(32, 64),)),
-    ):
+    for dim, window, cut in ((256, 96, Cut(32, 64)), (256, 96, Cut(32, 32)), (512, None, Cut(64, 64)), (64, None, Cut(32, 64))):
         spec = AttnSpec(4, 2, dim, 0, True, window=window, scale=dim**-0.5)
-        for rows in (1, 17):
+        for rows in (1, 17, 70):
             kv, q = view(spec, [(140 - rows, rows)]), rand(rows, 4 * dim)
             want = ref.attend(q, spec, kv)
-            for cut in cuts:
-                for bq in (16,) if rows == 1 else (16, 32):
-                    got = attention.attend(q, spec, kv, False, replace(cut, queries=((999, bq, cut.warps),)))
-                    near(f"attend {spec} {cut} {bq}", got, want)
+            shapes = [Shape(split, bq, 8) for split in (True, False) for bq in (16, 32)] + [
+                Shape(True, 16, 4, run=3),
+                Shape(False, 64, 8, 1),
+            ]
+            for shape in shapes:
+                near(f"attend {spec} {cut} {shape}", attention.attend(q, spec, kv, False, cut, shape), want)
     x, y, w, scale = rand(3, 1536), rand(3, 1536), torch.rand(1536, device="cuda"), torch.tensor([0.7], device="cuda")
     for got, want in zip(ops.residual_norm(x, y, w, scale, w, 1e-6), ref.residual_norm(x, y, w, scale, w, 1e-6)):
         near("residual norm", got, want)
     router, factor = rand(8, 256, scale=0.1), torch.rand(8, device="cuda") + 0.5
     gate_up, down = rand(8, 128, 256, scale=0.06), rand(8, 256, 64, scale=0.12)
-    for rows in (1, 5):
+    for rows in (1, 5, 300):
         h = rand(rows, 256)
         args = (h, h, router, factor, gate_up, down, 2, "gelu_tanh")
         near("moe", ops.moe(*args), ref.moe(*args))

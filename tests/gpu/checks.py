@@ -134,7 +134,8 @@ BORDERS = (1015, 8185, 500, 0, 57, 2040, 4090, 1022)  # 17 rows from here cross 
 
 @torch.inference_mode()
 def rows_alone(size: str) -> str:
-    """Every product of the target for 1 to 136 rows, and its attention for 1 to 17 rows of 8 sequences: a row has the same bits."""
+    """Every product of the target for 1 to 2,048 rows, its experts likewise, and its attention for 1 to 17 rows of 1, 8 and 64 sequences
+    and as the end of prompt chunks: a row has the same bits."""
     p = HERE
     ops, config = p.ops(), ModelConfig.from_hf(p.raw(size, 0))
     draw = torch.Generator(p.device).manual_seed(7)
@@ -149,11 +150,15 @@ def rows_alone(size: str) -> str:
             shapes.add((part == "gate_up", *plan.shape))
     bad: list[Any] = []
     for gated, n, k in sorted(shapes):
-        x, w = rand(136, k), rand(n, k, scale=k**-0.5)
+        most = 2048 if p.gpu else 136
+        x, w = rand(most, k), rand(n, k, scale=k**-0.5)
         run = (lambda a: ops.gated_linear(a, w, config.activation)) if gated else (lambda a: ops.linear(a, w))  # noqa: B023
         full = run(x)
-        rows = (*range(1, 18), 32, 33, 40, 64, 65, 72, 100)
-        bad += [(n, k, gated, m) for m in rows if not torch.equal(run(x[136 - m :]), full[136 - m :])]
+        rows = [m for m in (*range(1, 18), 32, 33, 40, 64, 65, 72, 100, 128, 160, 256, 272, 320, 640, 1024, 1280) if m < most]
+        bad += [(n, k, gated, m) for m in rows if not torch.equal(run(x[most - m :]), full[most - m :])]
+        full = None
+    if config.moe is not None:
+        bad += _experts_alone(p, ops, config, rand)
     kinds = {replace(layer.attn, kv_layer=0) for layer in config.layers}
     count, page = 17, 16
     per = -(-(max(BORDERS) + count) // page)
@@ -163,17 +168,17 @@ def rows_alone(size: str) -> str:
         table = (1 + torch.randperm(len(BORDERS) * per, generator=draw, device=p.device)).view(len(BORDERS), per).to(torch.int32)
         q = rand(len(BORDERS) * count, spec.heads * spec.head_dim, scale=spec.head_dim**-0.5)
 
-        def attend(b: slice, first: int, rows: int) -> torch.Tensor:
-            """`rows` queries from the `first` one on of each of the sequences `b`."""
-            starts = torch.tensor(BORDERS[b], device=p.device)
+        def attend(b: slice, first: int, rows: int, times: int = 1) -> torch.Tensor:
+            """`rows` queries from the `first` one on of each of the sequences `b`, these so many times over."""
+            starts = torch.tensor(BORDERS[b] * times, device=p.device)
             positions = (starts[:, None] + first + torch.arange(rows, device=p.device)).flatten()
-            here = table[b]  # noqa: B023
+            here = table[b].repeat(times, 1)  # noqa: B023
             kv = KVView(
                 page, [pages], [values], {"full": here, "sliding": here}, positions,  # noqa: B023
                 torch.arange(len(starts), device=p.device).repeat_interleave(rows),
                 (torch.arange(len(starts) + 1, device=p.device) * rows).to(torch.int32), rows, int(max(BORDERS[b])) + first + rows,
             )  # fmt: skip
-            some = q.view(len(BORDERS), count, -1)[b, first : first + rows].reshape(len(starts) * rows, -1)  # noqa: B023
+            some = q.view(len(BORDERS), count, -1)[b, first : first + rows].repeat(times, 1, 1).reshape(len(starts) * rows, -1)  # noqa: B023
             return ops.attend(some, spec, kv).view(len(starts), rows, -1)  # noqa: B023
 
         full = attend(slice(0, len(BORDERS)), 0, count)
@@ -182,8 +187,49 @@ def rows_alone(size: str) -> str:
                 for first in range(0, count - rows + 1, rows):
                     if not torch.equal(attend(slice(i, i + 1), first, rows)[0], full[i, first : first + rows]):
                         bad.append((spec.heads, spec.head_dim, spec.window, BORDERS[i], first, rows))
+        crowd = attend(slice(0, len(BORDERS)), 0, count, 8)
+        bad += [(spec.heads, spec.head_dim, spec.window, "64 sequences", i) for i in range(8) if not torch.equal(crowd[i], full[i % 8])]
+        bad += [
+            (spec.heads, spec.head_dim, spec.window, "64 sequences of one row")
+            for _ in range(1)
+            if not torch.equal(attend(slice(0, 8), 3, 1, 8)[:8, 0], full[:, 3])
+        ]
+        # Prompt chunks that end with these rows, packed; a chunk and the rows of a verify pass in one launch.
+        chunks = [min(BORDERS[i] + count, 700) if i % 2 else count for i in range(len(BORDERS))]
+        fresh = [rand(c - count, q.shape[1], scale=spec.head_dim**-0.5) for c in chunks]
+        rows_of = torch.cat([torch.cat((f, q[i * count : (i + 1) * count])) for i, f in enumerate(fresh)])
+        starts = torch.tensor([0, *chunks]).cumsum(0)
+        kv = KVView(
+            page, [pages], [values], {"full": table, "sliding": table},
+            torch.cat([torch.arange(at + count - c, at + count) for at, c in zip(BORDERS, chunks)]).to(p.device),
+            torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(chunks)).to(p.device), starts.to(p.device, torch.int32),
+            max(chunks), max(BORDERS) + count,
+        )  # fmt: skip
+        packed = ops.attend(rows_of, spec, kv)
+        for i, end in enumerate(starts[1:].tolist()):
+            if not torch.equal(packed[end - count : end], full[i]):
+                bad.append((spec.heads, spec.head_dim, spec.window, "prompt chunk", BORDERS[i], chunks[i]))
     assert not bad or not p.gpu, f"{size}: {len(bad)} rows depend on their company: {bad[:6]}"
     return f"{len(shapes)} products, {len(kinds)} kinds of attention"
+
+
+def _experts_alone(p: Place, ops: Any, config: ModelConfig, rand: Callable[..., torch.Tensor]) -> list[Any]:
+    """The routed experts of one layer: which numbers of rows give other bits."""
+    moe = config.moe
+    assert moe is not None
+    most, hidden = 2048 if p.gpu else 64, config.hidden
+    x, z = rand(most, hidden), rand(most, hidden)
+    weights = (
+        rand(moe.experts, hidden, scale=0.05), torch.rand(moe.experts, device=p.device) + 0.5,
+        rand(moe.experts, 2 * moe.intermediate, hidden, scale=0.02), rand(moe.experts, hidden, moe.intermediate, scale=0.04),
+    )  # fmt: skip
+    full = ops.moe(z, x, *weights, moe.top_k, config.activation)
+    rows = [m for m in (1, 2, 5, 8, 16, 40, 64, 128, 320, 1024) if m < most]
+    return [
+        ("experts", m)
+        for m in rows
+        if not torch.equal(ops.moe(z[most - m :], x[most - m :], *weights, moe.top_k, config.activation), full[most - m :])
+    ]
 
 
 # ---- against transformers ----------------------------------------------------------------------------------------------------

@@ -17,9 +17,11 @@ if not CUDA:
 triton = pytest.importorskip("triton")
 
 from outrider.ops.reference import ReferenceOps, gumbel  # noqa: E402
-from outrider.ops.triton import TritonOps  # noqa: E402
-from outrider.ops.triton.attention import Cut, attend  # noqa: E402
-from outrider.ops.triton.linear import Tile, skinny  # noqa: E402
+from outrider.ops.triton import TritonOps, moe  # noqa: E402
+from outrider.ops.triton.attention import Cut, Shape, attend  # noqa: E402
+from outrider.ops.triton.linear import product  # noqa: E402
+from outrider.ops.triton.tiles import Shape as Rows  # noqa: E402
+from outrider.ops.triton.tiles import Tile, choose_tile, for_rows  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -44,6 +46,11 @@ def near(got: torch.Tensor, want: torch.Tensor, rel: float | None = None) -> Non
     assert torch.isfinite(got.double()).all() and error <= rel, f"relative error {float(error):.2e}"
 
 
+def same(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Bitwise on a GPU. The interpreter multiplies with numpy, whose order of sums follows from the shape of the tile."""
+    assert torch.equal(got, want) if CUDA else near(got, want, 1e-6) is None
+
+
 # ---- products ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows,n,k", [(1, 48, 64), (5, 40, 96), (17, 32, 64), (40, 72, 80)])
@@ -54,12 +61,14 @@ def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -
     near(ops.linear(x, w, bias), REF.linear(x, w, bias))
 
 
-@pytest.mark.parametrize("splits,slices", [(2, 1), (3, 1), (1, 4), (2, 4), (1, 0), (3, 0)])
-def test_linear_split(ops: TritonOps, splits: int, slices: int) -> None:
-    """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call."""
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("splits", [1, 2, 3])
+def test_linear_split(ops: TritonOps, splits: int, turned: bool) -> None:
+    """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call; spans in one program."""
     x, w = rand(18, 160), rand(48, 160, seed=1)
-    for _ in range(2):
-        near(skinny(x, w, ops.seen, tile=Tile(16, 32 // max(1, slices), splits, 2, slices=slices)), REF.linear(x, w))
+    for folded in (False, True):
+        shape = Rows(32, 16, 32, 2, turned=turned, folded=folded)
+        near(product(x, w, ops.seen, tile=Tile(16, 32, splits, 2, turned), shape=shape), REF.linear(x, w))
         assert int(ops.seen.abs().sum()) == 0
 
 
@@ -74,8 +83,8 @@ def test_gated(ops: TritonOps, act: str) -> None:
     """Gate and up swapped, or read from the wrong rows; the activation's tails."""
     x, w = rand(3, 64, scale=3.0), rand(96, 64, seed=1)
     near(ops.gated_linear(x, w, act), REF.gated_linear(x, w, act))
-    for slices in (4, 0):
-        near(skinny(x, w, ops.seen, gated=True, act=act, tile=Tile(16, 16, 1, 2, slices=slices)), REF.gated_linear(x, w, act))
+    for tile in (Tile(16, 16, 1, 2, turned=True), Tile(32, 16, 2, 2), Tile(8, 16, 2, 2, turned=True)):
+        near(product(x, w, ops.seen, gated=True, act=act, tile=tile), REF.gated_linear(x, w, act))
     y = rand(3, 4, 48, seed=2)[:, 1]
     near(ops.linear_act_mul(x, w[:48], y, act), REF.linear_act_mul(x, w[:48], y, act))
     near(ops.act_mul(x[:, :48], y, act), REF.act_mul(x[:, :48], y, act))
@@ -87,14 +96,44 @@ def test_logits(ops: TritonOps) -> None:
     near(ops.logits(x, w, None), REF.logits(x, w, None))
 
 
-@pytest.mark.parametrize("slices", [1, 4])
-@pytest.mark.parametrize("rows", [1, 3, 17, 33])
-def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int, slices: int) -> None:
-    """The guarantee behind 'lossless': a row's bits are the same in any company."""
-    x, w = rand(40, 96), rand(64, 96, seed=1)
-    tile = Tile(16, 32 // slices, 3, 2, slices=slices)
-    whole = skinny(x, w, ops.seen, tile=tile)
-    assert torch.equal(skinny(x[:rows], w, ops.seen, tile=tile), whole[:rows])
+@pytest.mark.parametrize("rows", [1, 3, 17, 33, 70])
+def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
+    """The guarantee behind 'lossless': a row's bits are the same in any company, and in any shape of tile."""
+    x, w = rand(300, 96), rand(64, 96, seed=1)
+    for gated in (False, True):
+        tile = Tile(16, 32, 3, 2, turned=True)
+        run = lambda a, shape=None: product(a, w, ops.seen, tile=tile, shape=shape, gated=gated, act="silu" if gated else "")  # noqa: B023, E731
+        whole = run(x)
+        same(run(x[:rows]), whole[:rows])
+        for shape in (Rows(64, 32, 32, 2, folded=True), Rows(32, 16, 32, 2, turned=False)):
+            same(run(x, shape), whole)
+
+
+def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
+    """A program that takes 64 + 16 rows: rows given twice or to nobody; the last program's partly filled halves."""
+    x, w = rand(200, 80), rand(64, 80, seed=1)
+    for rows in (70, 80, 150, 200):
+        for gated in (False, True):
+            got = product(
+                x[:rows], w, ops.seen, tile=Tile(16, 32, 1, 2), shape=Rows(64, 16, 32, 2, more=16), gated=gated, act="silu" if gated else ""
+            )
+            near(got, REF.gated_linear(x[:rows], w, "silu") if gated else REF.linear(x[:rows], w))
+
+
+@pytest.mark.parametrize(
+    "n,k,gated",
+    [(21504, 5376, True), (5376, 21504, False), (262144, 1536, False), (1536, 2048, False), (128, 2816, False), (576, 576, False)],
+)
+def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
+    """Shapes the compiler takes: powers of two, 64 rows of weights where these are on the long side, and no more memory than there is."""
+    tile = choose_tile(n, k, gated, 2)
+    for rows in (1, 5, 16, 17, 32, 33, 64, 65, 128, 256, 272, 320, 1280, 2048):
+        shape = for_rows(tile, n, k, rows, gated)
+        wide = shape.bn * (2 if gated else 1)
+        assert all(v & (v - 1) == 0 for v in (shape.bm, shape.bn, shape.bk))
+        assert not shape.turned or wide % 64 == 0
+        assert (shape.bm + shape.more + wide) * shape.bk * 2 * shape.stages <= 227 << 10
+        assert not shape.more or tile.splits == 1
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------------
@@ -128,14 +167,14 @@ def test_pair_and_per_layer(ops: TritonOps) -> None:
     near(ops.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6), REF.per_layer_inputs(ids, table, projected, 0.3, gain, 1e-6))
 
 
-@pytest.mark.parametrize("slices,many", [(1, (32, 64, 2, 4)), (1, (16, 16, 2, 8)), (4, (32, 8, 2, 4))])
-def test_wide_tiles_add_in_the_same_order(ops: TritonOps, slices: int, many: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize("many", [(32, 64, 2, 4), (16, 16, 2, 8)])
+def test_wide_tiles_add_in_the_same_order(ops: TritonOps, many: tuple[int, int, int, int]) -> None:
     """A tile for 17 rows that steps over the end of a span, or cuts the sum elsewhere than the tile for one row."""
     x, w = rand(20, 160), rand(48, 160, seed=1)
-    tile = Tile(16, 32 // slices, 2, 2, slices=slices, many=many)
-    whole = skinny(x, w, ops.seen, tile=tile)
+    tile = Tile(16, 32, 2, 2, many=many)
+    whole = product(x, w, ops.seen, tile=tile)
     near(whole, REF.linear(x, w))
-    near(skinny(x[:3], w, ops.seen, tile=tile), whole[:3], 1e-6)
+    same(product(x[:3], w, ops.seen, tile=tile), whole[:3])
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------------
@@ -198,7 +237,7 @@ def test_attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int
 
 
 def test_attend_long() -> None:
-    """Past the fine splits: an off-by-one where longer ones begin; more splits than one combine block; slices of the head."""
+    """Past the fine splits: an off-by-one where longer ones begin; more splits than one combine block."""
     cut = Cut(16, 32, near=128, mid=64, far=512, coarse=128)
     spec = AttnSpec(2, 1, 64, 0, True, scale=0.5)
     for spans in ([(127, 1)], [(126, 4)], [(510, 3)], [(1200, 2)]):
@@ -208,14 +247,38 @@ def test_attend_long() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 200])
-def test_attend_in_one_block(window: int | None) -> None:
-    """A split that is a single block; the head unsliced; tiles by the number of queries; the borders of splits."""
-    cut = Cut(32, 32, slices=1, near=128, mid=64, far=512, coarse=128, queries=((4, 16, 4), (99, 32, 4)))
-    spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=0.5)
-    for spans in ([(127, 1)], [(126, 4)], [(223, 9), (511, 3)]):
+@pytest.mark.parametrize("bn", [16, 32])
+def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
+    """Splits added up by the program that walks them, or by a second kernel: the same bits, and the right ones. Splits of one block
+    and of several, their borders, rows that see none of a split, maxima that rise and fall from split to split."""
+    cut = Cut(bn, 32, near=128, mid=64, far=512, coarse=128)
+    spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=2.5)
+    for spans in ([(127, 1)], [(126, 4)], [(223, 9), (511, 3)], [(600, 2), (0, 1), (31, 2)]):
         kv = cache(spec, spans, 16)
         q = rand(kv.positions.shape[0], 96, seed=4)
-        near(attend(q, spec, kv, False, cut), REF.attend(q, spec, kv))
+        apart = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
+        near(apart, REF.attend(q, spec, kv))
+        assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4)), apart)
+        assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 4, run=3)), apart)
+        same(attend(q, spec, kv, False, cut, Shape(False, 64, 4)), apart)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_prompt_chunks_packed(ops: TritonOps, window: int | None) -> None:
+    """Chunks of several prompts, one with earlier context, beside a verify pass of three rows: as if each came by itself."""
+    spec = AttnSpec(4, 2, 16, 0, True, window=window, scale=0.3)
+    spans = [(0, 70), (96, 40), (200, 3), (5, 1)]
+    kv = cache(spec, spans, 16)
+    q = rand(kv.positions.shape[0], 64, seed=4)
+    together = ops.attend(q, spec, kv)
+    near(together, REF.attend(q, spec, kv))
+    for b, (first, count) in enumerate(spans):
+        mine = slice(int(kv.row_start[b]), int(kv.row_start[b + 1]))
+        one = KVView(
+            16, kv.keys, kv.values, {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[mine], kv.row_seq[mine] * 0,
+            torch.tensor([0, count], dtype=torch.int32, device=DEVICE), count, first + count,
+        )  # fmt: skip
+        same(ops.attend(q[mine], spec, one), together[mine])
 
 
 @pytest.mark.parametrize("window", [None, 50])
@@ -243,11 +306,25 @@ def test_moe(ops: TritonOps, rows: int) -> None:
     args = (router, scale, gate_up, down, 2, "gelu_tanh")
     whole = ops.moe(z, x, *args)
     near(whole, REF.moe(z, x, *args))
-    assert torch.equal(ops.moe(z[:1], x[:1], *args), whole[:1])
+    same(ops.moe(z[:1], x[:1], *args), whole[:1])
     rest = (rand(z.shape[0], x.shape[1], seed=9), rand(x.shape[1], seed=10), rand(x.shape[1], seed=11), 1e-6)
     both = ops.moe_beside(z, x, *args, *rest)
     near(both, REF.moe_beside(z, x, *args, *rest))
-    assert torch.equal(ops.moe_beside(z[:1], x[:1], *args, rest[0][:1], *rest[1:]), both[:1])
+    same(ops.moe_beside(z[:1], x[:1], *args, rest[0][:1], *rest[1:]), both[:1])
+
+
+@pytest.mark.parametrize("pairs,wide", [(16, 16), (32, 64), (128, 32)])
+def test_moe_tiles(ops: TritonOps, pairs: int, wide: int) -> None:
+    """Experts with no pair, with one tile and with several; a tile that reads another expert's pairs; more tiles than expected."""
+    x, router = rand(90, 48), rand(6, 48, seed=2)
+    router[2] = -router.abs().sum(0)  # seldom chosen
+    z = ops.logits(rand(90, 48, seed=1).abs(), router, None)
+    scale, gate_up, down = rand(6, seed=3).abs() + 0.5, rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
+    cut = moe.Grouping(pairs, wide, 2, 4)
+    got = moe.experts(z, x, scale, gate_up, down, 2, "gelu_tanh", False, cut=(cut, cut))
+    same(got, moe.experts(z, x, scale, gate_up, down, 2, "gelu_tanh", False))
+    alone = torch.cat([moe.experts(z[r : r + 1], x[r : r + 1], scale, gate_up, down, 2, "gelu_tanh", False) for r in range(0, 90, 9)])
+    same(alone, got[::9])
 
 
 # ---- choosing ---------------------------------------------------------------------------------------------------------------

@@ -1,16 +1,18 @@
-"""Attention over paged K/V for a few queries a sequence (decode, verify, draft), and for prompt chunks.
+"""Attention over paged K/V: one token, a few drafted ones, or a prompt chunk of each of many sequences, in one launch or two.
 
-The queries of a sequence and the heads that share a K/V head are packed into the rows of one tile. For few queries the
-keys are cut into splits at absolute positions, so that a row's sum has the same order whatever else is in the batch: a
-block of keys that a row cannot see leaves its state bitwise unchanged (weights exactly 0, rescaling exactly 1). A second
-kernel combines the splits that a row can see, in order. The sum of weights is a matrix product too: its order, unlike that
-of a reduction, does not follow from the tile's shape. Scores are a batched product over slices of the head, one a warp:
-otherwise every warp would hold the whole query and walk the whole chain of dependent instructions.
+The queries of a sequence and the heads that share a K/V head are packed into the rows of one tile. Keys are cut into splits at
+absolute positions; a split is a chain of blocks, and a row's splits are added in order. So a row has the same bits whoever else is
+in the pass and however many rows it comes with: a block that a row cannot see adds exactly nothing to it.
+
+Few queries: a program takes one split or a few, and a second kernel adds the splits up. Many: one program walks all splits of its
+queries and adds them up as it goes. Both give the same bits, because maxima are rounded up to whole numbers: weights are powers of
+two of (score - maximum), so the factor between two maxima is an exact power of two, and rescaling a sum rounds nothing.
+The sum of weights is a matrix product too: its order, unlike that of a reduction, does not follow from the tile's shape.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -21,42 +23,68 @@ from ...types import AttnSpec, KVView
 from .common import gdc_launch_dependents, gdc_wait, prefetch
 
 INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
-MANY = 1 << 30
-PREFILL_ROWS = 64  # more rows than this of one sequence: a prompt chunk
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How keys are cut. A function of the layer: never of the rows, the batch or the length."""
+    """How keys are cut: what fixes the order of sums. A function of the layer, never of the rows, the batch or the length."""
 
     bn: int  # keys a block; one block's weights are computed together
     fine: int = 64  # keys a split
-    warps: int = 4
-    stages: int = 2
-    slices: int = 4  # of the head: 1, or one a warp
     # Full layers: splits of `fine` keys up to `near`, of `mid` up to `far`, then of `coarse`. Short contexts need many
     # programs; long ones have them anyway, and the partial results must stay bounded.
     near: int = 1024
     mid: int = 128
     far: int = 8192
-    coarse: int = 1024
-    # (up to so many queries a K/V head, in tiles of so many, with so many warps): free where slices is 1, else warps = slices.
-    queries: tuple[tuple[int, int, int], ...] = ()
+    coarse: int = 512
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a program of one pass takes; changes no bit."""
+
+    split: bool  # splits are apart: a second kernel adds them up
+    bq: int  # queries: rows times the heads that share a K/V head
+    warps: int
+    stages: int = 2
+    run: int = 1  # splits that a program walks, if they are apart
 
 
 def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
     """Measured on an H200 at 1, 5, 9 and 17 rows of 1k and 4k."""
     if dtype == torch.float32:
-        return Cut(16, 128, warps=8, slices=1)
+        return Cut(16, 128)
     if spec.head_dim < 256:
         return Cut(32, 64 if spec.head_dim < 128 else 32)
-    if spec.window is not None and spec.kv_heads >= 8:
-        return Cut(64, 64, slices=1, queries=((10, 16, 4), (18, 32, 4), (MANY, 32 if spec.kv_heads == 8 else 16, 4)))
-    if spec.window is not None:
-        return Cut(32, 32, slices=1, queries=((MANY, 16, 4),))
-    if spec.heads >= 16:
-        return Cut(64, 64, slices=1, queries=((16, 16, 8), (MANY, 32, 8)))
-    return Cut(32, 32, slices=1, queries=((8, 16, 8), (MANY, 16, 4)))
+    if (spec.window is not None and spec.kv_heads >= 8) or (spec.window is None and spec.heads >= 16):
+        return Cut(64, 64)
+    return Cut(32, 32, coarse=256)
+
+
+def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.dtype) -> Shape:
+    """Measured on an H200 with 1 to 64 sequences of 1, 5 and 1,024 rows at 1k, and of 1 and 5 rows at 32k."""
+    packed, slots = kv.max_rows * (spec.heads // spec.kv_heads), split_count(spec, kv, cut)
+    programs = batch * spec.kv_heads * triton.cdiv(packed, 16)  # if one takes 16 queries and all their keys
+    sliding, large = spec.window is not None, spec.head_dim > 256
+    if dtype == torch.float32:
+        return Shape(slots > 1 and programs < 396, 16, 8)
+    if packed > 200:  # prompt chunks
+        return Shape(False, 32 if large and cut.bn == 64 else 64, 8)
+    if sliding:
+        enough = 128 if cut.bn == 64 else 64
+    else:
+        enough = 264 if slots > 64 else 96 if packed > 16 or cut.bn == 64 else 1024
+    if slots == 1 or programs >= enough:
+        if sliding:
+            return Shape(False, 16, 4, 3 if programs <= 132 or cut.bn == 32 else 2)
+        return Shape(False, 32 if cut.bn == 64 and programs >= 264 and packed > 16 else 16, 4 if cut.bn == 32 else 8)
+    if packed <= 16 or sliding or batch == 1:
+        few = Shape(True, 16, 8 if (cut.bn == 64 and large) or batch == 1 else 4)
+    else:
+        few = Shape(True, 64 if cut.bn == 32 else 32, 8)
+    programs = batch * spec.kv_heads * triton.cdiv(packed, few.bq)
+    run = programs * slots // (128 if large and cut.bn == 64 else 256) if slots <= 64 and few.bq < 64 else 1
+    return replace(few, run=next(r for r in (8, 4, 2, 1) if r <= max(1, run)))
 
 
 @triton.jit
@@ -91,43 +119,59 @@ def _split_of(key, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, 
 
 
 @triton.jit
-def _keys(
-    keys, values, page, page_stride, kv_head, k, live, d,
-    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr,
-):  # fmt: skip
-    """A block of keys [BN, DP] (sliced: [SLICES, BN, DP / SLICES]) and its values [BN, DP]."""
-    key = k + tl.arange(0, BN)
-    at = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
-    ok = live[:, None] & (d < D)[None, :]
-    if SLICES > 1:
-        DS: tl.constexpr = DP // SLICES
-        ds = (tl.arange(0, SLICES) * DS)[:, None, None] + tl.arange(0, DS)[None, None, :]
-        kt = tl.load(keys + at[None, :, None] + ds, mask=live[None, :, None] & (ds < D), other=0.0)
+def _opens(k, WINDOW: tl.constexpr, FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr):
+    """Whether a split begins at key k."""
+    if WINDOW > 0:
+        return k % FINE == 0
     else:
-        kt = tl.load(keys + at[:, None] + d[None, :], mask=ok, other=0.0)
-    return kt, tl.load(values + at[:, None] + d[None, :], mask=ok, other=0.0)
+        return tl.where(k < NEAR, k % FINE, tl.where(k < FAR, (k - NEAR) % MID, (k - FAR) % COARSE)) == 0
 
 
 @triton.jit
-def _block(
-    query, kt, vt, k, live, at, ones, acc, total, top, scale,
-    BN: tl.constexpr, WINDOW: tl.constexpr, SLICES: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Take a block of keys into the running sums."""
+def power(n):
+    """2 to the whole number n <= 0, exactly; 0 below -126 and for -inf. Added to 1.5 · 2^23 the number stands in the last bits."""
+    return ((tl.maximum(n, -127.0) + (127.0 + 12582912.0)).to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _known(top):
+    """A maximum that can be subtracted: 0 where nothing was seen."""
+    return tl.where(top == float("-inf"), 0.0, top)
+
+
+@triton.jit
+def _keys(keys, values, page, page_stride, kv_head, k, live, d, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
+    """A block of keys [BN, DP] and its values [BN, DP]."""
     key = k + tl.arange(0, BN)
-    if SLICES > 1:
-        s = tl.sum(tl.dot(query, tl.permute(kt, (0, 2, 1)), input_precision=PREC), 0) * scale  # [BQ, BN]
-    else:
-        s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale
+    at = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
+    ok = live[:, None] & (d < D)[None, :]
+    to = at[:, None] + d[None, :]
+    return tl.load(keys + to, mask=ok, other=0.0), tl.load(values + to, mask=ok, other=0.0)
+
+
+@triton.jit
+def _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr):
+    """Take a block of keys into the running sums of its split."""
+    key = k + tl.arange(0, BN)
+    s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale  # [BQ, BN]
     seen = (key[None, :] <= at[:, None]) & live[None, :]
     if WINDOW > 0:
         seen = seen & (key[None, :] > at[:, None] - WINDOW)
     s = tl.where(seen, s, float("-inf"))
-    new = tl.maximum(top, tl.max(s, 1))
-    ref = tl.where(new == float("-inf"), 0.0, new)
+    new = tl.maximum(top, tl.ceil(tl.max(s, 1)))
+    ref = _known(new)
     p = tl.exp2(s - ref[:, None]).to(vt.dtype)
-    fade = tl.exp2(top - ref)[:, None]
+    fade = power(top - ref)[:, None]
     return tl.dot(p, vt, acc * fade, input_precision=PREC), tl.dot(p, ones, total * fade, input_precision=PREC), new
+
+
+@triton.jit
+def _add(all_acc, all_total, all_top, acc, total, top):
+    """Add a split to the ones before it."""
+    new = tl.maximum(all_top, top)
+    ref = _known(new)
+    before, here = power(all_top - ref)[:, None], power(top - ref)[:, None]
+    return all_acc * before + acc * here, all_total * before + total * here, new
 
 
 @triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
@@ -135,11 +179,12 @@ def attend_kernel(
     q, keys, values, table, positions, row_start, out, part, part_ml,
     table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, SLICES: tl.constexpr, SPLIT: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     LONE: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    slot, b = tl.program_id(0), tl.program_id(2)
+    """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself. LONE: a split is a single block."""
+    slot, b = tl.program_id(0) * RUN, tl.program_id(2)
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     if PDL:
@@ -159,9 +204,12 @@ def attend_kernel(
         key_from = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
     if SPLIT:
         split_from, split_to = _range(slot, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
+        if RUN > 1:
+            _, split_to = _range(slot + RUN - 1, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
+            slot += tl.maximum(key_from - split_from, 0) // FINE  # of the first block; only a window skips splits
         key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
     key_to = tl.where(alive, key_to, 0)
-    if SPLIT:  # noqa: SIM102
+    if SPLIT and RUN == 1:  # noqa: SIM102
         if PDL:  # noqa: SIM102
             # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
             if (tile == 0) & (key_from < key_to):
@@ -179,48 +227,73 @@ def attend_kernel(
     if key_from < key_to:
         d = tl.arange(0, DP)
         d_ok = d < D
-        if SLICES > 1:
-            DS: tl.constexpr = DP // SLICES
-            ds = (tl.arange(0, SLICES) * DS)[:, None, None] + tl.arange(0, DS)[None, None, :]
-            from_q = q + (row * (HEADS * D) + head * D)[None, :, None] + ds
-            query = tl.load(from_q, mask=ok[None, :, None] & (ds < D), other=0.0)  # [SLICES, BQ, DS]
-        else:
-            from_q = q + (row * (HEADS * D) + head * D)[:, None] + d[None, :]
-            query = tl.load(from_q, mask=ok[:, None] & d_ok[None, :], other=0.0)
+        query = tl.load(q + (row * (HEADS * D) + head * D)[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
         # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
         WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
         total = tl.zeros((BQ, WIDE), dtype=tl.float32)
         acc = tl.zeros((BQ, DP), dtype=tl.float32)
         ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
-        if LONE:
-            live = key_from + tl.arange(0, BN) < key_to
-            kt, vt = _keys(keys, values, page, page_stride, kv_head, key_from, live, d, D, DP, PAGE, BN, SLICES)
-            acc, total, top = _block(
-                query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, SLICES, PREC
-            )  # fmt: skip
-        else:
+        to = (row * HEADS + head) * slots + slot
+        if SPLIT and RUN > 1:
+            none_acc, none_total, none_top = acc, total, top
             for k in range(key_from, key_to, BN):
                 key = k + tl.arange(0, BN)
-                live = key < key_to
-                if not SPLIT:
-                    page = tl.load(table + b * table_stride + key // PAGE, mask=live, other=0)
                 here = page
-                if SPLIT:  # of the next block, ahead of time
-                    page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, k, live, d, D, DP, PAGE, BN, SLICES)
-                acc, total, top = _block(
-                    query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, SLICES, PREC
-                )  # fmt: skip
-        mass = tl.max(total, 1)  # all columns are equal
-        if SPLIT:
-            to = (row * HEADS + head) * slots + slot
-            tl.store(part + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & d_ok[None, :])
-            tl.store(part_ml + to * 2, top, mask=ok)
-            tl.store(part_ml + to * 2 + 1, mass, mask=ok)
+                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, k, key < key_to, d, D, PAGE, BN)
+                acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+                if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
+                    _leave(part, part_ml, to, acc, total, top, d, ok, D)
+                    to += 1
+                    acc, total, top = none_acc, none_total, none_top
+        elif SPLIT and LONE:
+            live = key_from + tl.arange(0, BN) < key_to
+            kt, vt = _keys(keys, values, page, page_stride, kv_head, key_from, live, d, D, PAGE, BN)
+            acc, total, top = _block(query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+        elif SPLIT:
+            for k in range(key_from, key_to, BN):
+                key = k + tl.arange(0, BN)
+                here = page  # that of the next block is asked for ahead of time
+                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, k, key < key_to, d, D, PAGE, BN)
+                acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         else:
-            to = row[:, None] * (HEADS * D) + head[:, None] * D + d[None, :]
-            tl.store(out + to, (acc / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & d_ok[None, :])
+            all_acc, all_total, all_top = acc, total, top
+            none_acc, none_total, none_top = acc, total, top
+            for k in range(key_from, key_to, BN):
+                key = k + tl.arange(0, BN)
+                here = page
+                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, k, key < key_to, d, D, PAGE, BN)
+                if LONE:
+                    acc, total, top = _block(
+                        query, kt, vt, k, key < key_to, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC
+                    )
+                    all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
+                else:
+                    if _opens(k, WINDOW, FINE, MID, COARSE, NEAR, FAR):
+                        all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
+                        acc, total, top = none_acc, none_total, none_top
+                    acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+            if LONE:
+                acc, total = all_acc, all_total
+            else:
+                acc, total, top = _add(all_acc, all_total, all_top, acc, total, top)
+        if SPLIT and RUN == 1:
+            _leave(part, part_ml, to, acc, total, top, d, ok, D)
+        if not SPLIT:
+            mass = tl.max(total, 1)  # all columns are equal
+            at_out = row[:, None] * (HEADS * D) + head[:, None] * D + d[None, :]
+            tl.store(out + at_out, (acc / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & d_ok[None, :])
+
+
+@triton.jit
+def _leave(part, part_ml, to, acc, total, top, d, ok, D: tl.constexpr):
+    """A split's sums, for the second kernel."""
+    tl.store(part + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
+    tl.store(part_ml + to * 2, top, mask=ok)
+    tl.store(part_ml + to * 2 + 1, tl.max(total, 1), mask=ok)  # all columns are equal
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["positions", "row_seq", "row_start"])
@@ -228,9 +301,9 @@ def combine_kernel(
     part, part_ml, out, positions, row_seq, row_start, slots,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    SB: tl.constexpr, PDL: tl.constexpr,
+    SB: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A piece of one head of one row a program. Blocks of SB splits start at the row's own first split."""
+    """A piece of one head of one row a program: its splits added in order, SB of them (at most MOST) asked for at a time."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.load(positions + row)
     if WINDOW > 0:
@@ -243,24 +316,26 @@ def combine_kernel(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    base = (row * HEADS + head) * slots
     d = tl.program_id(2) * BD + tl.arange(0, BD)
-    d_ok = d < D
-    i = tl.arange(0, SB)
-    top, mass = float("-inf"), 0.0
+    base = (row * HEADS + head) * slots + lo
+    each, sums = part + base * D + d, part_ml + base * 2 + d * 0  # the latter one address for all
+    count = (hi - lo).to(tl.int32)
+    i = tl.arange(0, MOST)
+    top = tl.zeros((BD,), dtype=tl.float32) + float("-inf")
+    mass = tl.zeros((BD,), dtype=tl.float32)
     acc = tl.zeros((BD,), dtype=tl.float32)
-    for s in range(lo, hi, SB):  # nearly always once: everything is asked for together
-        ok = s + i < hi
-        m = tl.load(part_ml + (base + s + i) * 2, mask=ok, other=float("-inf"))
-        total = tl.load(part_ml + (base + s + i) * 2 + 1, mask=ok, other=0.0)
-        o = tl.load(part + (base + s + i)[:, None] * D + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
-        best = tl.maximum(top, tl.max(m, 0))
-        fade = tl.exp2(top - best)
-        weight = tl.exp2(m - best)
-        mass = mass * fade + tl.sum(weight * total, 0)
-        acc = acc * fade + tl.sum(weight[:, None] * o, 0)
-        top = best
-    tl.store(out + (row * HEADS + head) * D + d, (acc / mass).to(out.dtype.element_ty), mask=d_ok)
+    for s in range(0, count, SB):  # nearly always once
+        tops = tl.load(part_ml + (base + s + i) * 2, mask=(i < SB) & (s + i < count), other=float("-inf"))
+        best = tl.maximum(top, tl.max(tops, 0))
+        ref = _known(best)
+        fade = power(top - ref)
+        mass, acc, top = mass * fade, acc * fade, best
+        for j in tl.static_range(SB):  # unrolled: the loads fly together
+            ok = (d < D) & (d * 0 + (s + j) < count)
+            weight = power(tl.load(sums + (s + j) * 2, mask=ok, other=float("-inf")) - ref)
+            mass += tl.load(sums + (s + j) * 2 + 1, mask=ok, other=0.0) * weight
+            acc += tl.load(each + (s + j) * D, mask=ok, other=0.0) * weight
+    tl.store(out + (row * HEADS + head) * D + d, (acc / mass).to(out.dtype.element_ty), mask=d < D)
 
 
 def split_count(spec: AttnSpec, kv: KVView, cut: Cut) -> int:
@@ -272,40 +347,36 @@ def split_count(spec: AttnSpec, kv: KVView, cut: Cut) -> int:
     return sum(triton.cdiv(keys, size) for keys, size in pieces if keys > 0)
 
 
-def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None) -> Tensor:
+def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None, shape: Shape | None = None) -> Tensor:
+    """cut, shape: others than the rules', for measuring."""
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
     cut = cut or choose_cut(spec, q.dtype)
+    shape = shape or choose_shape(spec, cut, kv, batch, q.dtype)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
-    padded, wide = triton.next_power_of_2(dim), q.dtype == torch.float32
-    split = kv.max_rows <= PREFILL_ROWS
-    packed = kv.max_rows * group
-    bq, warps = 16 if wide or (split and packed <= 16) else 32 if split else 64, cut.warps
-    if split and not wide:
-        bq, warps = next(((b, w) for most, b, w in cut.queries if packed <= most), (bq, warps))
-    slots = split_count(spec, kv, cut) if split else 1
-    part = torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if split else out
-    part_ml = torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if split else out
+    padded = triton.next_power_of_2(dim)
+    slots = split_count(spec, kv, cut) if shape.split else 1
+    part = torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if shape.split else out
+    part_ml = torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if shape.split else out
     same = dict(
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
         PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    tiles = spec.kv_heads * triton.cdiv(packed, bq)
-    attend_kernel[(slots, tiles, batch)](
+    tiles = spec.kv_heads * triton.cdiv(kv.max_rows * group, shape.bq)
+    attend_kernel[(triton.cdiv(slots, shape.run) if shape.split else 1, tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
-        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=bq, BN=cut.bn if split or wide else 64 if dim <= 256 else 32,
-        SLICES=cut.slices if split else 1, SPLIT=split, PREC="tf32x3" if wide else "tf32",
-        LONE=split and spec.window is not None and cut.fine == cut.bn,
-        num_warps=warps if split or padded <= 128 else 8, num_stages=cut.stages if split else 2, **same,
+        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
+        PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=spec.window is not None and cut.fine == cut.bn,
+        num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
-    if split:
-        # A warp reads 16 splits of 128 columns: all of them are under way at once, and little is exchanged between threads.
-        block = 64 if (cut.near if spec.window is None else spec.window - 1) // cut.fine >= 31 else 32
+    if shape.split:
+        block = min(32, triton.cdiv(slots, 4) * 4)
         piece = min(padded, 128)
         combine_kernel[(rows, spec.heads, triton.cdiv(dim, piece))](
-            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots, BD=piece, SB=block, num_warps=block // 16, **same
-        )
+            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots,
+            BD=piece, SB=block, MOST=triton.next_power_of_2(block), num_warps=2, **same,
+        )  # fmt: skip
     return out

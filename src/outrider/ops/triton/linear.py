@@ -1,15 +1,13 @@
-"""Skinny products y = x · wᵀ for 1..272 rows, row-invariant: a row's result never depends on how many rows there are.
+"""Products y = x · wᵀ whose rows stand alone: a row has the same bits whether it comes by itself or among 2,048 others.
 
-The order of the sum over the inner dimension is fixed by (N, K) alone. A chunk of it is cut into `slices` of `bk` columns,
-one a warp: a chain of dependent matrix instructions (16 columns, some 30 ns each) is what a short product waits for, and
-so the warps of a program share the chain instead of each walking all of it. A slice's steps are added in order, the slices
-at the end; `splits` spans are added in order by the program that finishes last. Only the rows of a tile (16, 32, 64, turned
-128) follow from the number of rows, and a matrix instruction treats its rows independently.
+What fixes a sum is the weight's own cut (tiles.py): the inner dimension falls into `splits` spans, a span is one chain of matrix
+instructions of 16 columns each, and the spans are added in order. Everything else follows from the number of rows and changes
+no bit: how many rows and columns a program takes, which of the two operands is on the long side of the instruction, how many
+columns are fetched at a time, and whether the spans of a tile run in several programs (the last one to finish adds them up) or
+one after the other in a single program, which is what a pass of many rows does.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 import triton
@@ -17,158 +15,163 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
-from .tiles import Tile, choose_tile
+from .tiles import Shape, Tile, choose_tile, for_rows
 
 LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 AHEAD_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
-SHARED = 226 << 10  # bytes of shared memory a program may take
-MAX_ROWS = 272  # 16 sequences of 17 rows; beyond it a pass is compute-bound and belongs to cuBLAS
 
 
 @triton.jit(do_not_specialize=["M"])
 def linear_kernel(
     x, w, bias, mul, out, part, seen,
     M, N, K, x_stride, mul_stride, k_span, softcap,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
+    BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
-    EVEN: tl.constexpr, SPLITS: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr, AHEAD: tl.constexpr, LATE: tl.constexpr,
+    EVEN: tl.constexpr, SPLITS: tl.constexpr, FOLDED: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N]."""
+    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N].
+    FOLDED: this program walks all SPLITS spans itself. MORE: rows that it takes beside its BM (widths are powers of two, batches not)."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    rows = pid_m * BM + tl.arange(0, BM)
+    rows = pid_m * (BM + MORE) + tl.arange(0, BM)
     cols = pid_n * BN + tl.arange(0, BN)
-    k_from = split * k_span
-    k_to = tl.minimum(k_from + k_span, K)
+    SIDES: tl.constexpr = 2 if GATED else 1
     # Columns past the end repeat the last one: loads stay unmasked, and the copies are never stored.
-    w_row = tl.minimum(cols, N - 1).to(tl.int64) * K
+    w_row = weight_rows(pid_n * BN, N, BN, GATED) * K
     if PDL:
         if not LATE:
             gdc_launch_dependents()
         if AHEAD > 0:
-            lines = k_from + tl.arange(0, AHEAD) * 64  # bf16: 64 columns a line
+            lines = split * k_span + tl.arange(0, AHEAD) * 64  # bf16: 64 columns a line
             prefetch(w + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
-            if GATED:
-                prefetch(w + N.to(tl.int64) * K + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
         gdc_wait()
-    if SLICES > 1:
-        acc, up = sliced(x, w, rows, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, SLICES, GATED, EVEN, PREC)
+    x_row = x + rows.to(tl.int64) * x_stride
+    if MORE > 0:
+        more = pid_m * (BM + MORE) + BM + tl.arange(0, MORE)
+        acc, also = _pair(
+            x_row, rows < M, x + more.to(tl.int64) * x_stride, more < M, w + w_row, K, BM, MORE, BN * SIDES, BK, EVEN, PREC
+        )  # fmt: skip
+        _finish(also, bias, mul, out, more, cols, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+    elif FOLDED:
+        acc = tl.zeros((BM, BN * SIDES), dtype=tl.float32)
+        if TURNED:
+            acc = tl.trans(tl.zeros((BN * SIDES, BM), dtype=tl.float32))
+        for s in range(SPLITS):
+            acc += chain(x_row, rows < M, w + w_row, s * k_span, tl.minimum(s * k_span + k_span, K), BM, BN * SIDES, BK, TURNED, EVEN, PREC)
     else:
-        acc, up = _whole(x, w, rows, w_row, k_from, k_to, M, N, K, x_stride, BM, BN, BK, SLICES == 0, GATED, EVEN, PREC)
+        k_from = split * k_span
+        acc = chain(x_row, rows < M, w + w_row, k_from, tl.minimum(k_from + k_span, K), BM, BN * SIDES, BK, TURNED, EVEN, PREC)
     if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
         gdc_launch_dependents()
 
-    if SPLITS > 1:
+    if SPLITS > 1 and not FOLDED:
         # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
         tile = pid_n * tl.num_programs(0) + pid_m
-        at = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
-        live = (rows < M)[:, None] & (cols >= 0)[None, :]  # most rows of a tile may be empty: they need no traffic
-        base = part + tile.to(tl.int64) * SPLITS * (BM * BN)
-        tl.store(base + split * (BM * BN) + at, acc, mask=live)
+        WIDE: tl.constexpr = BN * SIDES
+        at = tl.arange(0, BM)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+        live = (rows < M)[:, None] & (tl.arange(0, WIDE) >= 0)[None, :]  # most rows of a tile may be empty: they need no traffic
+        base = part + tile.to(tl.int64) * SPLITS * (BM * WIDE)
+        tl.store(base + split * (BM * WIDE) + at, acc, mask=live)
         tl.debug_barrier()
         done = tl.atomic_add(seen + tile, 1, sem="acq_rel")
         if done == SPLITS - 1:
             tl.debug_barrier()
-            acc = tl.zeros((BM, BN), dtype=tl.float32)
+            acc = tl.zeros((BM, WIDE), dtype=tl.float32)
             for s in tl.static_range(SPLITS):  # unrolled: the loads fly together
-                acc += tl.load(base + s * (BM * BN) + at, mask=live, other=0.0, cache_modifier=".cg")
+                acc += tl.load(base + s * (BM * WIDE) + at, mask=live, other=0.0, cache_modifier=".cg")
             tl.store(seen + tile, 0)
-            _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+            _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
     else:
-        _finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+        _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
 
 
 @triton.jit
-def sliced(
-    x, w, x_rows, rows, w_row, k_from, k_to, M, N, K, x_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SLICES: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """A batched product whose batch is the slices: one warp each. Of x the rows x_rows, as far as `rows` are below M."""
-    at = (tl.arange(0, SLICES) * BK)[:, None, None] + tl.arange(0, BK)[None, None, :]
-    x_ptr = x + x_rows[None, :, None].to(tl.int64) * x_stride + at
-    w_ptr = w + w_row[None, :, None] + at
-    u_ptr = w_ptr
+def weight_rows(first, N, BN: tl.constexpr, GATED: tl.constexpr):
+    """The rows of a weight [N, K] that give BN columns from `first` on; of a gated one [2N, K], eight of the gate and eight of up in
+    turns, so that the two halves of a pair meet in one thread."""
     if GATED:
-        u_ptr = w_ptr + N.to(tl.int64) * K
-    row_ok = rows[None, :, None] < M
-    acc = tl.zeros((SLICES, BM, BN), dtype=tl.float32)
-    up = tl.zeros((SLICES, BM, BN), dtype=tl.float32)
-    for k in range(k_from, k_to, SLICES * BK):
-        if EVEN:
-            a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
-            b = tl.load(w_ptr + k)
-        else:
-            a = tl.load(x_ptr + k, mask=row_ok & (at < k_to - k), other=0.0)
-            b = tl.load(w_ptr + k, mask=at < k_to - k, other=0.0)
-        acc = tl.dot(a, tl.permute(b, (0, 2, 1)), acc, input_precision=PREC)
-        if GATED:
-            if EVEN:
-                c = tl.load(u_ptr + k)
-            else:
-                c = tl.load(u_ptr + k, mask=at < k_to - k, other=0.0)
-            up = tl.dot(a, tl.permute(c, (0, 2, 1)), up, input_precision=PREC)
-    return tl.sum(acc, 0), tl.sum(up, 0)
+        r = tl.arange(0, 2 * BN)
+        row = tl.minimum(first + r // 16 * 8 + r % 8, N - 1) + r // 8 % 2 * N
+    else:
+        row = tl.minimum(first + tl.arange(0, BN), N - 1)
+    return row.to(tl.int64)
 
 
 @triton.jit
-def _whole(
-    x, w, rows, w_row, k_from, k_to, M, N, K, x_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr,
-    GATED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+def gate_and_up(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, 2·BN] in the order of `weight_rows` -> two of [BM, BN]."""
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (BM, BN // 8, 2, 8)), (0, 1, 3, 2)))
+    return tl.reshape(gate, (BM, BN)), tl.reshape(up, (BM, BN))
+
+
+@triton.jit
+def chain(
+    x_row, row_ok, w_row, k_from, k_to,
+    BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, TURNED: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """x · wᵀ, or turned w · xᵀ: 64 rows of w are then one instruction of a group of warps, which reads both sides from shared memory;
-    the rows of x are its short side, from 16 to 128 without a change in how any of them is added up."""
+    """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM, WN].
+    TURNED: the weights' rows are on the long side of the instruction, the tokens on the short one."""
     ks = tl.arange(0, BK)
-    x_ptr = x + rows[:, None].to(tl.int64) * x_stride + ks[None, :]
-    w_ptr = w + w_row[:, None] + ks[None, :]
-    u_ptr = w_ptr
-    if GATED:
-        u_ptr = w_ptr + N.to(tl.int64) * K
-    row_ok = rows[:, None] < M
-    acc = tl.zeros((BN, BM) if TURNED else (BM, BN), dtype=tl.float32)
-    up = tl.zeros((BN, BM) if TURNED else (BM, BN), dtype=tl.float32)
+    x_ptr, w_ptr = x_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
+    acc = tl.zeros((WN, BM) if TURNED else (BM, WN), dtype=tl.float32)
     for k in range(k_from, k_to, BK):
         if EVEN:
-            a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
+            a = tl.load(x_ptr + k, mask=row_ok[:, None], other=0.0)
             b = tl.load(w_ptr + k)
         else:
-            k_ok = ks[None, :] < k_to - k
-            a = tl.load(x_ptr + k, mask=row_ok & k_ok, other=0.0)
-            b = tl.load(w_ptr + k, mask=k_ok, other=0.0)
-        acc = _add(a, b, acc, TURNED, PREC)
-        if GATED:
-            if EVEN:
-                c = tl.load(u_ptr + k)
-            else:
-                c = tl.load(u_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
-            up = _add(a, c, up, TURNED, PREC)
+            a = tl.load(x_ptr + k, mask=row_ok[:, None] & (ks[None, :] < k_to - k), other=0.0)
+            b = tl.load(w_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
+        if TURNED:
+            acc = tl.dot(b, tl.trans(a), acc, input_precision=PREC)
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision=PREC)
     if TURNED:
-        acc, up = tl.trans(acc), tl.trans(up)
-    return acc, up
+        acc = tl.trans(acc)
+    return acc
 
 
 @triton.jit
-def _add(a, b, acc, TURNED: tl.constexpr, PREC: tl.constexpr):
-    if TURNED:
-        return tl.dot(b, tl.trans(a), acc, input_precision=PREC)
-    else:
-        return tl.dot(a, tl.trans(b), acc, input_precision=PREC)
+def _pair(
+    x_row, row_ok, y_row, also_ok, w_row, K,
+    BM: tl.constexpr, MORE: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Two turned chains over all columns that share what is read of the weights: [BM, WN] and [MORE, WN]."""
+    ks = tl.arange(0, BK)
+    x_ptr, y_ptr, w_ptr = x_row[:, None] + ks[None, :], y_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
+    acc = tl.zeros((WN, BM), dtype=tl.float32)
+    also = tl.zeros((WN, MORE), dtype=tl.float32)
+    for k in range(0, K, BK):
+        inside = ks[None, :] < K - k
+        if EVEN:
+            a = tl.load(x_ptr + k, mask=row_ok[:, None], other=0.0)
+            c = tl.load(y_ptr + k, mask=also_ok[:, None], other=0.0)
+            b = tl.load(w_ptr + k)
+        else:
+            a = tl.load(x_ptr + k, mask=row_ok[:, None] & inside, other=0.0)
+            c = tl.load(y_ptr + k, mask=also_ok[:, None] & inside, other=0.0)
+            b = tl.load(w_ptr + k, mask=inside, other=0.0)
+        acc = tl.dot(b, tl.trans(a), acc, input_precision=PREC)
+        also = tl.dot(b, tl.trans(c), also, input_precision=PREC)
+    return tl.trans(acc), tl.trans(also)
 
 
 @triton.jit
 def _finish(
-    acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
+    acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
+    BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Round where the plain twin rounds: after the product, after the activation."""
     kind = out.dtype.element_ty
     ok = (rows[:, None] < M) & (cols[None, :] < N)
-    if BIAS:
-        acc += tl.load(bias + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
     if GATED:
+        acc, up = gate_and_up(acc, BM, BN)
         if BIAS:
+            acc += tl.load(bias + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
             up += tl.load(bias + N + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
         acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    elif BIAS:
+        acc += tl.load(bias + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
     if MUL:
         other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
         acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * other
@@ -177,54 +180,33 @@ def _finish(
     tl.store(out + rows[:, None].to(tl.int64) * N + cols[None, :], acc.to(kind), mask=ok)
 
 
-def for_rows(tile: Tile, n: int, rows: int, gated: bool) -> tuple[int, Tile]:
-    """Rows of a tile, and the cut that fits them: the order of sums stays as it is (unsliced, bk has no part in it). Two warps
-    at 64 rows keep the compiler on the same matrix instruction as at 16 and 32."""
-    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 or tile.slices else 128
-    sides, bn, bk, warps = 2 if gated else 1, tile.bn, tile.bk, tile.warps
-    if bm == 32 and tile.many:
-        bn, bk, stages, warps = tile.many
-        return bm, replace(tile, bn=bn, bk=bk, stages=stages, warps=warps)
-    if tile.slices == 0:
-        room = SHARED // ((bm + bn * sides) * bk * 2)
-        return bm, replace(tile, stages=max(2, min(tile.stages, room)), warps=8 if bn * sides * bm > 16384 else warps)
-    if bm == 32:
-        bn = max(bn, 64 // sides if n >= 64 * 264 else 32 // sides)
-    if bm == 64:
-        bn = 32 // sides if tile.slices > 1 else min(bn, 64 // sides)
-    if tile.slices == 1 and (bm == 64 or bn > tile.bn):
-        bk, warps = min(bk, 64), 2 if bm == 64 else warps
-    room = SHARED // (1 if bn * bm >= 2048 else 2) // ((bm + bn * sides) * bk * tile.slices * 2)
-    return bm, replace(tile, bn=bn, bk=bk, warps=warps, stages=tile.stages if bm == 16 else max(3, min(6, room + 1)))
-
-
-def skinny(
+def product(
     x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
-    tile: Tile | None = None, ahead: int | None = None, late: int | None = None,
+    tile: Tile | None = None, shape: Shape | None = None,
 ) -> Tensor:  # fmt: skip
-    """ahead: lines of 64 columns fetched into L2 before the kernel ahead of this one is done; late: see LATE_BYTES."""
+    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring."""
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
     if x.stride(1) != 1:
         x = x.contiguous()
     tile = tile or choose_tile(n, k, gated, w.element_size())
-    ahead, late = AHEAD_LINES if ahead is None else ahead, LATE_BYTES if late is None else late
-    chunk = tile.bk * max(1, tile.slices)
-    span = triton.cdiv(triton.cdiv(k, tile.splits), chunk) * chunk
+    span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
     splits = triton.cdiv(k, span)
-    bm, tile = for_rows(tile, n, rows, gated)
-    chunk = tile.bk * max(1, tile.slices)
+    shape = shape or for_rows(tile, n, k, rows, gated, w.element_size())
+    folded = splits > 1 and shape.folded
+    assert not shape.more or (splits == 1 and shape.turned)
     out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
-    grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
-    part = torch.empty((grid[0] * grid[1] * splits, bm, tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
+    grid = (triton.cdiv(rows, shape.bm + shape.more), triton.cdiv(n, shape.bn), 1 if folded else splits)
+    wide = shape.bn * (2 if gated else 1)
+    part = torch.empty((grid[0] * grid[1] * splits, shape.bm, wide), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
     linear_kernel[grid](
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
-        BM=bm, BN=tile.bn, BK=tile.bk, SLICES=tile.slices, GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None,
-        SOFTCAP=softcap is not None, EVEN=k % chunk == 0 and span % chunk == 0, SPLITS=splits,
+        BM=shape.bm, MORE=shape.more, BN=shape.bn, BK=shape.bk, TURNED=shape.turned, GATED=gated, ACT=act, BIAS=bias is not None,
+        MUL=mul is not None, SOFTCAP=softcap is not None, EVEN=k % shape.bk == 0 and span % shape.bk == 0, SPLITS=splits, FOLDED=folded,
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32", PDL=pdl,
-        AHEAD=ahead if pdl and w.element_size() == 2 else 0, LATE=pdl and w.numel() * w.element_size() >= late,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if pdl else {}),
+        AHEAD=AHEAD_LINES if pdl and w.element_size() == 2 else 0, LATE=pdl and w.numel() * w.element_size() >= LATE_BYTES,
+        num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

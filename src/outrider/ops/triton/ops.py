@@ -1,11 +1,10 @@
-"""The Triton twin of every op. Row-invariant for up to 272 rows; larger passes (prompt chunks) take cuBLAS for the products."""
+"""The Triton twin of every op. Rows stand alone: a row has the same bits in a pass of any size, decoding or prompt."""
 
 from __future__ import annotations
 
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
@@ -13,14 +12,13 @@ from ..backend import Capabilities, M
 from ..formats import Held
 from ..reference import ReferenceOps, plain
 from . import attention, choose, moe, norm, rope
-from .linear import MAX_ROWS, skinny
-
-COUNTERS = 1 << 16  # tiles of the largest split product: (rows / 16) * (columns / 16)
+from .linear import product
+from .tiles import COUNTERS
 
 
 class TritonOps(ReferenceOps):
     name = "triton"
-    capabilities = Capabilities(independent_rows=MAX_ROWS, replay_rows=attention.PREFILL_ROWS, graphs=True)
+    capabilities = Capabilities(independent_rows=2048, prompts_independent=True, graphs=True, prompt_chunk=1024)
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
@@ -32,20 +30,13 @@ class TritonOps(ReferenceOps):
         return norm.embed(ids, plain(table), scale, self.pdl)
 
     def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
-        if x.shape[0] > MAX_ROWS:
-            return F.linear(x, plain(w), bias)
-        return skinny(x, plain(w), self.seen, bias=bias, pdl=self.pdl)
+        return product(x, plain(w), self.seen, bias=bias, pdl=self.pdl)
 
     def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
-        if x.shape[0] > MAX_ROWS:
-            gate, up = F.linear(x, plain(w)).chunk(2, dim=-1)
-            return norm.act_mul(gate, up, act, self.pdl)
-        return skinny(x, plain(w), self.seen, act=act, gated=True, pdl=self.pdl)
+        return product(x, plain(w), self.seen, act=act, gated=True, pdl=self.pdl)
 
     def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor:
-        if x.shape[0] > MAX_ROWS:
-            return norm.act_mul(F.linear(x, plain(w)), y, act, self.pdl)
-        return skinny(x, plain(w), self.seen, mul=y, act=act, pdl=self.pdl)
+        return product(x, plain(w), self.seen, mul=y, act=act, pdl=self.pdl)
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
@@ -65,9 +56,7 @@ class TritonOps(ReferenceOps):
         return norm.act_mul(x, y, act, self.pdl)
 
     def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
-        if h.shape[0] > MAX_ROWS:
-            return super().logits(h, w, softcap)
-        return skinny(h, plain(w), self.seen, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl)
+        return product(h, plain(w), self.seen, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl)
 
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,79 +1,103 @@
-"""How each weight matrix of the family is cut: measured on an H200 at 1 and 17 rows, with a rule for the shapes that were not."""
+"""How each weight matrix of the family is cut, and which tiles serve how many rows: the one place that says so.
+
+`Tile` is a weight's own: what it says about spans fixes the order of its sums. `Shape` is a pass's: how many rows and columns a
+program takes; it follows from the number of rows and changes no bit. The matrix instructions of one warp (`mma.sync`, 16 rows)
+and of four (`wgmma`, 64 rows) add 16 columns at a time in the same way, bit for bit, so a pass may take either.
+Measured on an H200 at 1 and 17 rows, with a rule for the shapes that were not.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 import triton
 
+SHARED = 226 << 10  # bytes of shared memory a program may take
+COUNTERS = 1 << 16  # tiles of a product whose spans have programs of their own
+
 
 @dataclass(frozen=True)
 class Tile:
-    """How one weight matrix is cut. bk, slices and splits fix the order of sums: a function of (N, K, gated, dtype) alone."""
+    """How one weight matrix is cut: a function of (N, K, gated, dtype) alone. `splits` and `bk` fix the spans of its sums; the rest
+    is what a program takes at 1 to 16 rows."""
 
-    bn: int
-    bk: int  # columns a slice and step
+    bn: int  # columns of the result; a gated product reads two rows of weights for each
+    bk: int  # columns of the weights fetched at a time; a span is a whole number of them
     splits: int
     stages: int
+    turned: bool = False  # the weights' rows are on the long side of the matrix instruction (64 or 128), the tokens on the short one
+    many: tuple[int, int, int, int] | None = None  # (bn, bk, stages, warps) at 17..32 rows; None: by rule
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one program of a pass takes."""
+
+    bm: int  # rows
+    bn: int  # columns
+    bk: int
+    stages: int
     warps: int = 4
-    slices: int = 1  # 1, or one a warp; 0: turned, the weights' rows on the long side of the matrix instruction
-    many: tuple[int, int, int, int] | None = None  # (bn, bk, stages, warps) at 17..32 rows; bk as above where sliced. None: by rule
+    turned: bool = True
+    more: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
+    folded: bool = False  # a program walks all spans of its tile; otherwise each has a program of its own
 
 
 MEASURED = {  # (N, K, gated)
-    (262144, 1536, 0): Tile(64, 128, 1, 5, 4, 0, many=(128, 128, 5, 4)),  # E2B embed
-    (8960, 1536, 0): Tile(64, 64, 1, 8, 4, 0, many=(128, 64, 8, 4)),  # E2B ple_proj
-    (2560, 1536, 0): Tile(64, 128, 3, 4, 4, 0, many=(64, 128, 4, 4)),  # E2B qkv
-    (1536, 2048, 0): Tile(32, 128, 8, 6, many=(32, 128, 3, 4)),  # E2B out
-    (6144, 1536, 1): Tile(64, 64, 1, 8, 4, 0, many=(64, 128, 5, 4)),  # E2B gate_up
-    (1536, 6144, 0): Tile(32, 128, 8, 6, many=(32, 128, 5, 4)),  # E2B down
+    (262144, 1536, 0): Tile(64, 128, 1, 5, turned=True, many=(128, 128, 5, 4)),  # E2B embed
+    (8960, 1536, 0): Tile(64, 64, 1, 8, turned=True, many=(128, 64, 8, 4)),  # E2B ple_proj
+    (2560, 1536, 0): Tile(64, 128, 2, 7, turned=True),  # E2B qkv
+    (1536, 2048, 0): Tile(64, 128, 3, 7, turned=True),  # E2B out
+    (6144, 1536, 1): Tile(64, 64, 1, 8, turned=True, many=(64, 128, 5, 4)),  # E2B gate_up
+    (1536, 6144, 0): Tile(64, 128, 5, 8, turned=True),  # E2B down
     (256, 1536, 0): Tile(16, 128, 6, 6, many=(16, 128, 3, 4)),  # E2B ple_gate
     (1536, 256, 0): Tile(32, 128, 1, 6, many=(16, 128, 3, 4)),  # E2B ple_out
-    (5120, 1536, 0): Tile(64, 128, 3, 4, 4, 0, many=(64, 64, 8, 4)),  # E2B qkv
-    (1536, 4096, 0): Tile(32, 128, 8, 6, many=(32, 128, 5, 4)),  # E2B out
-    (2048, 1536, 0): Tile(32, 64, 1, 7, 4, 4, many=(16, 64, 7, 4)),  # E2B qkv
-    (12288, 1536, 1): Tile(64, 128, 1, 3, 4, 0, many=(128, 128, 3, 8)),  # E2B gate_up
-    (1536, 12288, 0): Tile(64, 64, 4, 8, 4, 0, many=(64, 128, 8, 4)),  # E2B down
-    (4096, 1536, 0): Tile(64, 128, 2, 6, 4, 0, many=(64, 128, 6, 4)),  # E2B qkv
-    (262144, 2560, 0): Tile(64, 128, 1, 5, 4, 0, many=(128, 128, 5, 4)),  # E4B embed
-    (10752, 2560, 0): Tile(128, 64, 1, 8, 4, 0, many=(64, 128, 4, 4)),  # E4B ple_proj
+    (5120, 1536, 0): Tile(64, 64, 1, 8, turned=True),  # E2B qkv
+    (1536, 4096, 0): Tile(64, 128, 5, 8, turned=True),  # E2B out
+    (2048, 1536, 0): Tile(64, 128, 2, 7, turned=True),  # E2B qkv
+    (12288, 1536, 1): Tile(32, 128, 1, 3, turned=True, many=(128, 128, 3, 8)),  # E2B gate_up
+    (1536, 12288, 0): Tile(64, 128, 4, 8, turned=True),  # E2B down
+    (4096, 1536, 0): Tile(64, 128, 1, 8, turned=True),  # E2B qkv
+    (262144, 2560, 0): Tile(64, 128, 1, 5, turned=True, many=(128, 128, 5, 4)),  # E4B embed
+    (10752, 2560, 0): Tile(128, 64, 1, 8, turned=True, many=(64, 128, 4, 4)),  # E4B ple_proj
     (3072, 2560, 0): Tile(32, 128, 4, 6, many=(32, 128, 5, 4)),  # E4B qkv
-    (2560, 2048, 0): Tile(64, 128, 3, 6, 4, 0),  # E4B out
-    (10240, 2560, 1): Tile(32, 128, 1, 3, many=(64, 128, 3, 4)),  # E4B gate_up
-    (2560, 10240, 0): Tile(64, 128, 3, 8, 4, 0, many=(64, 128, 8, 4)),  # E4B down
+    (2560, 2048, 0): Tile(64, 128, 3, 6, turned=True),  # E4B out
+    (10240, 2560, 1): Tile(32, 128, 1, 3, turned=True, many=(64, 128, 3, 4)),  # E4B gate_up
+    (2560, 10240, 0): Tile(64, 128, 3, 8, turned=True, many=(64, 128, 8, 4)),  # E4B down
     (256, 2560, 0): Tile(16, 128, 6, 6, many=(16, 128, 5, 4)),  # E4B ple_gate
     (2560, 256, 0): Tile(64, 256, 1, 2, many=(32, 128, 3, 4)),  # E4B ple_out
-    (6144, 2560, 0): Tile(64, 128, 1, 8, 4, 0, many=(64, 64, 8, 4)),  # E4B qkv
-    (2560, 4096, 0): Tile(64, 128, 3, 8, 4, 0),  # E4B out
-    (2048, 2560, 0): Tile(64, 128, 4, 5, 4, 0, many=(64, 128, 5, 4)),  # E4B qkv
-    (4096, 2560, 0): Tile(64, 128, 2, 8, 4, 0),  # E4B qkv
-    (262144, 3840, 0): Tile(64, 128, 1, 5, 4, 0, many=(128, 128, 5, 4)),  # 12B embed
-    (8192, 3840, 0): Tile(64, 128, 1, 8, 4, 0, many=(64, 128, 4, 4)),  # 12B qkv
-    (3840, 4096, 0): Tile(64, 128, 2, 8, 4, 0),  # 12B out
-    (15360, 3840, 1): Tile(64, 128, 1, 3, 4, 0, many=(128, 128, 3, 8)),  # 12B gate_up
-    (3840, 15360, 0): Tile(64, 128, 2, 8, 4, 0),  # 12B down
-    (8704, 3840, 0): Tile(64, 128, 1, 5, 4, 0, many=(128, 128, 5, 4)),  # 12B qkv
-    (3840, 8192, 0): Tile(64, 128, 2, 8, 4, 0, many=(64, 128, 8, 4)),  # 12B out
-    (262144, 2816, 0): Tile(64, 128, 1, 5, 4, 0, many=(128, 128, 5, 4)),  # 26B-A4B embed
-    (8192, 2816, 0): Tile(64, 128, 1, 8, 4, 0, many=(64, 128, 4, 4)),  # 26B-A4B qkv
-    (2816, 4096, 0): Tile(64, 64, 3, 8, 4, 0, many=(64, 64, 8, 4)),  # 26B-A4B out
-    (2112, 2816, 1): Tile(16, 64, 1, 8, 4, 4, many=(16, 64, 4, 4)),  # 26B-A4B gate_up
-    (2816, 2112, 0): Tile(64, 64, 3, 8, 4, 0),  # 26B-A4B down
+    (6144, 2560, 0): Tile(64, 128, 1, 8, turned=True, many=(64, 64, 8, 4)),  # E4B qkv
+    (2560, 4096, 0): Tile(64, 128, 3, 8, turned=True),  # E4B out
+    (2048, 2560, 0): Tile(64, 128, 4, 5, turned=True, many=(64, 128, 5, 4)),  # E4B qkv
+    (4096, 2560, 0): Tile(64, 128, 1, 8, turned=True),  # E4B qkv
+    (262144, 3840, 0): Tile(64, 128, 1, 5, turned=True, many=(128, 128, 5, 4)),  # 12B embed
+    (8192, 3840, 0): Tile(64, 128, 1, 8, turned=True, many=(64, 128, 4, 4)),  # 12B qkv
+    (3840, 4096, 0): Tile(64, 128, 2, 8, turned=True),  # 12B out
+    (15360, 3840, 1): Tile(64, 128, 1, 3, turned=True, many=(128, 128, 3, 8)),  # 12B gate_up
+    (3840, 15360, 0): Tile(64, 128, 2, 8, turned=True),  # 12B down
+    (8704, 3840, 0): Tile(64, 128, 1, 5, turned=True, many=(128, 128, 5, 4)),  # 12B qkv
+    (3840, 8192, 0): Tile(64, 128, 2, 8, turned=True, many=(64, 128, 8, 4)),  # 12B out
+    (262144, 2816, 0): Tile(64, 128, 1, 5, turned=True, many=(128, 128, 5, 4)),  # 26B-A4B embed
+    (8192, 2816, 0): Tile(64, 128, 1, 8, turned=True, many=(64, 128, 4, 4)),  # 26B-A4B qkv
+    (2816, 4096, 0): Tile(64, 64, 3, 8, turned=True, many=(64, 64, 8, 4)),  # 26B-A4B out
+    (2112, 2816, 1): Tile(32, 128, 1, 8, turned=True),  # 26B-A4B gate_up
+    (2816, 2112, 0): Tile(64, 64, 3, 8, turned=True),  # 26B-A4B down
     (128, 2816, 0): Tile(16, 128, 8, 6, many=(16, 128, 4, 4)),  # 26B-A4B router
-    (9216, 2816, 0): Tile(64, 64, 1, 8, 4, 0, many=(128, 128, 5, 4)),  # 26B-A4B qkv
-    (2816, 8192, 0): Tile(64, 128, 3, 8, 4, 0, many=(64, 128, 8, 4)),  # 26B-A4B out
-    (262144, 5376, 0): Tile(64, 128, 1, 5, 4, 0, many=(128, 128, 5, 4)),  # 31B embed
-    (16384, 5376, 0): Tile(64, 128, 1, 5, 4, 0, many=(64, 128, 4, 4)),  # 31B qkv
-    (5376, 8192, 0): Tile(64, 128, 1, 8, 4, 0),  # 31B out
-    (21504, 5376, 1): Tile(32, 128, 1, 4, many=(64, 64, 4, 4)),  # 31B gate_up
-    (5376, 21504, 0): Tile(64, 64, 3, 5, many=(64, 128, 4, 4)),  # 31B down
+    (9216, 2816, 0): Tile(64, 64, 1, 8, turned=True, many=(128, 128, 5, 4)),  # 26B-A4B qkv
+    (2816, 8192, 0): Tile(64, 128, 3, 8, turned=True, many=(64, 128, 8, 4)),  # 26B-A4B out
+    (262144, 5376, 0): Tile(64, 128, 1, 5, turned=True, many=(128, 128, 5, 4)),  # 31B embed
+    (16384, 5376, 0): Tile(64, 128, 1, 5, turned=True, many=(64, 128, 4, 4)),  # 31B qkv
+    (5376, 8192, 0): Tile(64, 128, 1, 8, turned=True),  # 31B out
+    (21504, 5376, 1): Tile(32, 128, 1, 2, many=(64, 64, 4, 4)),  # 31B gate_up
+    (5376, 21504, 0): Tile(64, 128, 3, 5, turned=True),  # 31B down
     (18432, 5376, 0): Tile(64, 64, 1, 5, many=(128, 128, 3, 4)),  # 31B qkv
-    (5376, 16384, 0): Tile(64, 128, 1, 8, 4, 0, many=(64, 128, 8, 4)),  # 31B out
+    (5376, 16384, 0): Tile(64, 128, 1, 8, turned=True, many=(64, 128, 8, 4)),  # 31B out
     (256, 3072, 0): Tile(32, 128, 6, 6, many=(32, 128, 6, 4)),  # E2B-assistant pre
     (2048, 256, 0): Tile(64, 128, 1, 4, many=(32, 128, 6, 4)),  # E2B-assistant centroids
     (1024, 256, 0): Tile(16, 128, 1, 6, many=(32, 64, 6, 4)),  # E2B-assistant qkv
-    (256, 1024, 0): Tile(16, 64, 1, 5, 4, 4, many=(32, 64, 4, 4)),  # E2B-assistant out
+    (256, 1024, 0): Tile(64, 64, 4, 5, turned=True),  # E2B-assistant out
     (2048, 256, 1): Tile(32, 256, 1, 2, many=(64, 64, 6, 4)),  # E2B-assistant gate_up
     (256, 2048, 0): Tile(16, 128, 4, 6, many=(32, 64, 6, 4)),  # E2B-assistant down
     (256, 5120, 0): Tile(32, 128, 12, 6, many=(32, 128, 6, 4)),  # E4B-assistant pre
@@ -83,14 +107,14 @@ MEASURED = {  # (N, K, gated)
     (4096, 1024, 0): Tile(16, 256, 1, 6, many=(128, 64, 6, 4)),  # 12B-assistant qkv
     (1024, 4096, 0): Tile(16, 256, 4, 6, many=(64, 64, 6, 4)),  # 12B-assistant out
     (8192, 1024, 1): Tile(64, 64, 1, 5, many=(64, 64, 6, 4)),  # 12B-assistant gate_up
-    (1024, 8192, 0): Tile(32, 64, 4, 8, 4, 4, many=(32, 64, 4, 4)),  # 12B-assistant down
-    (8192, 1024, 0): Tile(32, 64, 1, 5, 4, 4, many=(32, 64, 4, 4)),  # 12B-assistant qkv
-    (1024, 5632, 0): Tile(32, 64, 4, 7, 4, 4, many=(32, 64, 4, 4)),  # 26B-A4B-assistant pre
-    (2816, 1024, 0): Tile(32, 64, 1, 5, 4, 4, many=(32, 64, 4, 4)),  # 26B-A4B-assistant post
+    (1024, 8192, 0): Tile(64, 128, 8, 8, turned=True),  # 12B-assistant down
+    (8192, 1024, 0): Tile(64, 128, 1, 8, turned=True),  # 12B-assistant qkv
+    (1024, 5632, 0): Tile(64, 128, 8, 6, turned=True),  # 26B-A4B-assistant pre
+    (2816, 1024, 0): Tile(64, 64, 3, 6, turned=True),  # 26B-A4B-assistant post
     (1024, 10752, 0): Tile(32, 128, 12, 6, many=(32, 128, 6, 4)),  # 31B-assistant pre
-    (5376, 1024, 0): Tile(16, 64, 1, 5, 4, 4, many=(32, 64, 4, 4)),  # 31B-assistant post
+    (5376, 1024, 0): Tile(64, 128, 2, 5, turned=True),  # 31B-assistant post
     (16384, 1024, 0): Tile(64, 64, 1, 6, many=(128, 64, 6, 4)),  # 31B-assistant qkv
-    (1024, 16384, 0): Tile(16, 64, 4, 7, 4, 4, many=(32, 64, 4, 4)),  # 31B-assistant out
+    (1024, 16384, 0): Tile(64, 128, 8, 8, turned=True),  # 31B-assistant out
 }
 
 
@@ -102,11 +126,59 @@ def choose_tile(n: int, k: int, gated: bool, bytes_per: int) -> Tile:
 
 
 def rule(n: int, k: int, gated: bool) -> Tile:
-    """About as many programs as the 132 multiprocessors hold at once, each with enough bytes in flight; the fewer columns,
-    the narrower the tiles, then the more spans."""
-    bn = 32
-    if not gated and n < 32 * 132:
-        bn = 16
-    tiles = triton.cdiv(n, bn)
-    splits = 1 if gated or tiles >= 90 else max(1, min(round(132 / tiles), k // 512))
-    return Tile(bn, 64, splits, 4 if bn == 32 else 6, slices=4)
+    """64 rows of weights a program, and about as many programs as the 132 multiprocessors hold: the fewer columns, the more spans."""
+    bn = 32 if gated else 64
+    splits = max(1, min(round(132 / triton.cdiv(n, bn)), k // 256))
+    return Tile(bn, 64, splits, 6, turned=True)
+
+
+@lru_cache(maxsize=4096)
+def for_rows(tile: Tile, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2) -> Shape:
+    """The shape for so many rows."""
+    sides = 2 if gated else 1
+    if rows <= 16:
+        return Shape(16, tile.bn, tile.bk, tile.stages, 4, tile.turned)
+    if bytes_per == 4:
+        return Shape(32, tile.bn, tile.bk, tile.stages, 4, False)
+    if rows <= 32 and tile.many is not None:
+        bn, bk, stages, warps = tile.many
+        return Shape(32, bn, bk, stages, warps, tile.turned)
+    if rows > 128:
+        return min(_many(tile, n, k, rows, sides), key=lambda option: option[0])[1]
+    tiles = triton.cdiv(n * sides, 128)
+    wide = 128 if tiles >= 100 or tile.splits * tiles >= 120 else 64  # rows of weights a program
+    bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
+    if bm >= 64 and gated and k <= 2048 and tiles >= 180:
+        wide = 256
+    folded = tile.splits > 1 and triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide) >= 100
+    return _turned(bm, 0, wide, sides, folded, 128 if wide == 64 and bm == 64 and k % 128 == 0 else 64)
+
+
+def _turned(bm: int, more: int, wide: int, sides: int, folded: bool, bk: int = 64) -> Shape:
+    stages = max(2, min(4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6, SHARED // ((bm + more + wide) * bk * 2)))
+    return Shape(bm, wide // sides, bk, stages, 8 if bm * wide >= 16384 else 4, True, more, folded)
+
+
+WIDE = {  # (rows, further rows, rows of weights): share of the matrix units' rate that a program of this shape reaches
+    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 0, 128): 0.79, (64, 0, 256): 0.68,
+    (64, 0, 128): 0.6, (64, 0, 64): 0.45,
+}  # fmt: skip
+
+
+def _many(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
+    """Shapes for more than 128 rows, each with an estimate of its microseconds: the waves of its programs on 132 multiprocessors of
+    6 TFLOP/s, a program's start and end, and what is written and read again of spans that have programs of their own. On the
+    shapes of 31B it is right to 5 %."""
+    for (bm, more, wide), rate in WIDE.items():
+        tiles = triton.cdiv(rows, bm + more) * triton.cdiv(n * sides, wide)
+        for folded in (False, True) if tile.splits > 1 else (False,):
+            if (
+                (more and (tile.splits > 1 or n > 100_000))
+                or (folded and bm * wide > 16384)
+                or (not folded and tile.splits > 1 and tile.splits * rows * n > 1 << 24)
+            ):
+                continue
+            spans = tile.splits if not folded else 1
+            each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5 + (tile.splits if folded else 0)
+            rest = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
+            yield triton.cdiv(tiles * spans, 132) * each + rest, _turned(bm, more, wide, sides, folded)
