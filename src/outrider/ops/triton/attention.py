@@ -71,7 +71,7 @@ def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.
     if packed > 200:  # prompt chunks
         return Shape(False, 32 if large and cut.bn == 64 else 64, 8)
     if sliding:
-        enough = 128 if cut.bn == 64 else 64
+        enough = 128 if cut.bn == 64 or packed <= 16 else 64
     else:
         enough = 264 if slots > 64 else 96 if packed > 16 or cut.bn == 64 else 1024
     if slots == 1 or programs >= enough:

@@ -135,8 +135,8 @@ def top_clusters_kernel(
 ):  # fmt: skip
     """The TOP best of z [R, C] (+ lean), best first, ties to the lower id. No sort: the place of a cluster is the number of clusters
     that beat it, and each program counts for SOME of them."""
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.program_id(1) * SOME + tl.arange(0, SOME)
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME
+    c = first + tl.arange(0, SOME)
     start(PDL)
     mine = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
     if LEAN:
@@ -147,7 +147,12 @@ def top_clusters_kernel(
         other = tl.load(z + row * clusters + i, mask=i < clusters, other=float("-inf"))
         if LEAN:
             other += tl.load(lean + row * clusters + i, mask=i < clusters, other=0.0)
-        beats = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (i[None, :] < c[:, None]))
+        if base + STEP <= first:  # all before: a tie beats
+            beats = other[None, :] >= mine[:, None]
+        elif base >= first + SOME:  # all behind
+            beats = other[None, :] > mine[:, None]
+        else:
+            beats = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (i[None, :] < c[:, None]))
         place += tl.sum(beats.to(tl.int32), 1)
     tl.store(best + row * TOP + place, c.to(tl.int64), mask=(place < TOP) & (c < clusters))
 

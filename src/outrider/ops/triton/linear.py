@@ -46,43 +46,68 @@ def linear_kernel(
             prefetch(w + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
         gdc_wait()
     x_row = x + rows.to(tl.int64) * x_stride
+    k_from = split * k_span
+    k_to = tl.minimum(k_from + k_span, K)
+    WIDE: tl.constexpr = BN * SIDES
     if MORE > 0:
         more = pid_m * (BM + MORE) + BM + tl.arange(0, MORE)
-        acc, also = _pair(
-            x_row, rows < M, x + more.to(tl.int64) * x_stride, more < M, w + w_row, K, BM, MORE, BN * SIDES, BK, EVEN, PREC
-        )  # fmt: skip
-        _finish(also, bias, mul, out, more, cols, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+        y_row = x + more.to(tl.int64) * x_stride
+        acc, also = _pair(x_row, rows < M, y_row, more < M, w + w_row, k_from, k_to, BM, MORE, WIDE, BK, EVEN, PREC)
     elif FOLDED:
-        acc = tl.zeros((BM, BN * SIDES), dtype=tl.float32)
+        acc = tl.zeros((BM, WIDE), dtype=tl.float32)
         if TURNED:
-            acc = tl.trans(tl.zeros((BN * SIDES, BM), dtype=tl.float32))
+            acc = tl.trans(tl.zeros((WIDE, BM), dtype=tl.float32))
         for s in range(SPLITS):
-            acc += chain(x_row, rows < M, w + w_row, s * k_span, tl.minimum(s * k_span + k_span, K), BM, BN * SIDES, BK, TURNED, EVEN, PREC)
+            acc += chain(x_row, rows < M, w + w_row, s * k_span, tl.minimum(s * k_span + k_span, K), BM, WIDE, BK, TURNED, EVEN, PREC)
     else:
-        k_from = split * k_span
-        acc = chain(x_row, rows < M, w + w_row, k_from, tl.minimum(k_from + k_span, K), BM, BN * SIDES, BK, TURNED, EVEN, PREC)
+        acc = chain(x_row, rows < M, w + w_row, k_from, k_to, BM, WIDE, BK, TURNED, EVEN, PREC)
     if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
         gdc_launch_dependents()
 
     if SPLITS > 1 and not FOLDED:
         # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
         tile = pid_n * tl.num_programs(0) + pid_m
-        WIDE: tl.constexpr = BN * SIDES
-        at = tl.arange(0, BM)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
-        live = (rows < M)[:, None] & (tl.arange(0, WIDE) >= 0)[None, :]  # most rows of a tile may be empty: they need no traffic
-        base = part + tile.to(tl.int64) * SPLITS * (BM * WIDE)
-        tl.store(base + split * (BM * WIDE) + at, acc, mask=live)
+        SIZE: tl.constexpr = (BM + MORE) * WIDE  # of one span's partial sums
+        base = part + tile.to(tl.int64) * SPLITS * SIZE
+        _leave(base + split * SIZE, acc, rows < M, BM, WIDE)
+        if MORE > 0:
+            _leave(base + split * SIZE + BM * WIDE, also, more < M, MORE, WIDE)
         tl.debug_barrier()
         done = tl.atomic_add(seen + tile, 1, sem="acq_rel")
         if done == SPLITS - 1:
             tl.debug_barrier()
-            acc = tl.zeros((BM, WIDE), dtype=tl.float32)
-            for s in tl.static_range(SPLITS):  # unrolled: the loads fly together
-                acc += tl.load(base + s * (BM * WIDE) + at, mask=live, other=0.0, cache_modifier=".cg")
+            acc = _gather(base, rows < M, BM, WIDE, SIZE, SPLITS)
             tl.store(seen + tile, 0)
             _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+            if MORE > 0:
+                also = _gather(base + BM * WIDE, more < M, MORE, WIDE, SIZE, SPLITS)
+                _finish(also, bias, mul, out, more, cols, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
     else:
         _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+        if MORE > 0:
+            _finish(also, bias, mul, out, more, cols, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+
+
+@triton.jit
+def _leave(to, acc, row_ok, BM: tl.constexpr, WIDE: tl.constexpr):
+    """A span's partial sums. Most rows of a tile may be empty: they need no traffic."""
+    at = tl.arange(0, BM)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    tl.store(to + at, acc, mask=row_ok[:, None] & (tl.arange(0, WIDE) >= 0)[None, :])
+
+
+@triton.jit
+def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """All spans' partial sums, added in order."""
+    at = tl.arange(0, BM)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    live = row_ok[:, None] & (tl.arange(0, WIDE) >= 0)[None, :]
+    acc = tl.zeros((BM, WIDE), dtype=tl.float32)
+    if BM * WIDE > 8192:
+        for s in range(SPLITS):
+            acc += tl.load(of + s * SIZE + at, mask=live, other=0.0, cache_modifier=".cg")
+    else:
+        for s in tl.static_range(SPLITS):  # unrolled: the loads fly together, and there are registers for them
+            acc += tl.load(of + s * SIZE + at, mask=live, other=0.0, cache_modifier=".cg")
+    return acc
 
 
 @triton.jit
@@ -132,21 +157,21 @@ def chain(
 
 @triton.jit
 def _pair(
-    x_row, row_ok, y_row, also_ok, w_row, K,
+    x_row, row_ok, y_row, also_ok, w_row, k_from, k_to,
     BM: tl.constexpr, MORE: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Two turned chains over all columns that share what is read of the weights: [BM, WN] and [MORE, WN]."""
+    """Two turned chains that share what is read of the weights: [BM, WN] and [MORE, WN]."""
     ks = tl.arange(0, BK)
     x_ptr, y_ptr, w_ptr = x_row[:, None] + ks[None, :], y_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
     acc = tl.zeros((WN, BM), dtype=tl.float32)
     also = tl.zeros((WN, MORE), dtype=tl.float32)
-    for k in range(0, K, BK):
-        inside = ks[None, :] < K - k
+    for k in range(k_from, k_to, BK):
         if EVEN:
             a = tl.load(x_ptr + k, mask=row_ok[:, None], other=0.0)
             c = tl.load(y_ptr + k, mask=also_ok[:, None], other=0.0)
             b = tl.load(w_ptr + k)
         else:
+            inside = ks[None, :] < k_to - k
             a = tl.load(x_ptr + k, mask=row_ok[:, None] & inside, other=0.0)
             c = tl.load(y_ptr + k, mask=also_ok[:, None] & inside, other=0.0)
             b = tl.load(w_ptr + k, mask=inside, other=0.0)
@@ -195,11 +220,12 @@ def product(
     splits = triton.cdiv(k, span)
     shape = shape or for_rows(tile, n, k, rows, gated, w.element_size())
     folded = splits > 1 and shape.folded
-    assert not shape.more or (splits == 1 and shape.turned)
+    assert not shape.more or (shape.turned and not folded)
     out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, shape.bm + shape.more), triton.cdiv(n, shape.bn), 1 if folded else splits)
     wide = shape.bn * (2 if gated else 1)
-    part = torch.empty((grid[0] * grid[1] * splits, shape.bm, wide), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
+    sums = grid[0] * grid[1] * splits * (shape.bm + shape.more) * wide
+    part = torch.empty((sums,), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
     linear_kernel[grid](
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),

@@ -160,8 +160,8 @@ def _turned(bm: int, more: int, wide: int, sides: int, folded: bool, bk: int = 6
 
 
 WIDE = {  # (rows, further rows, rows of weights): share of the matrix units' rate that a program of this shape reaches
-    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 0, 128): 0.79, (64, 0, 256): 0.68,
-    (64, 0, 128): 0.6, (64, 0, 64): 0.45,
+    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.8, (128, 0, 128): 0.79,
+    (64, 0, 256): 0.68, (64, 0, 128): 0.6, (64, 0, 64): 0.45,
 }  # fmt: skip
 
 
@@ -173,7 +173,7 @@ def _many(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[f
         tiles = triton.cdiv(rows, bm + more) * triton.cdiv(n * sides, wide)
         for folded in (False, True) if tile.splits > 1 else (False,):
             if (
-                (more and (tile.splits > 1 or n > 100_000))
+                (more and (folded or n > 100_000))
                 or (folded and bm * wide > 16384)
                 or (not folded and tile.splits > 1 and tile.splits * rows * n > 1 << 24)
             ):
