@@ -21,7 +21,7 @@ from gpu_common import FAILED, RESULTS, attempt, begin, finish, kernel_table, ke
 from gpu_smoke import BF16, graph_us, rand, view, weight_shapes
 
 from outrider.bench.gpu import H200_BYTES_PER_S, Rig, time_ms
-from outrider.engine import graphs
+from outrider.engine.capture import Graph
 from outrider.ops.triton import TritonOps, attention, moe
 from outrider.ops.triton.linear import product
 from outrider.ops.triton.tiles import SHARED, Shape, Tile, choose_tile, for_rows
@@ -425,7 +425,6 @@ def packed(rig: Rig, seqs: list[Any], count: int) -> Callable[[], torch.Tensor]:
 
 def models(sizes: list[str], tables: bool) -> None:
     """Graph-level milliseconds of plain steps, cycles and packed prompts; logits alone against those in company."""
-    graphs.BATCHES = tuple(sorted({*graphs.BATCHES, 32, 64, 128, 256}))
     for size in sizes:
         slots = max(BATCHES[size])
         shallow = Rig.of(size, LAYERS[size], slots=slots, context=1088)
@@ -466,7 +465,7 @@ def models(sizes: list[str], tables: bool) -> None:
                     del slow
                 rig.ops.pdl = True
             del run, cycle
-        prompt = graphs.Graph(packed(rig, seqs[:2], 1024), rig.device, rig.pool)
+        prompt = Graph(packed(rig, seqs[:2], 1024), rig.device, rig.pool)
         row["2 x 1024"] = time_ms(prompt.replay, 5, 1)
         say(f"{size} prompts: 2 x 1,024 in one pass {row['2 x 1024']:.1f} ms, so 8 x 1,024 {4 * row['2 x 1024']:.0f} ms")
         RESULTS.setdefault("models", {})[size] = row
