@@ -34,6 +34,7 @@ from outrider.server.main import listen
 from outrider.server.prepare import Backend
 from outrider.server.protocol import cap
 from outrider.server.settings import without_paths
+from outrider.server.turns import Turns
 from outrider.types import OutriderError
 
 TOK, GEMMA = tokenizer(), tokenizer(gemma=True)
@@ -217,18 +218,37 @@ def test_clients_take_turns() -> None:
     asyncio.run(run())
 
 
-def test_a_big_one_is_not_starved_and_cancelled_work_keeps_its_thread() -> None:
+def test_a_client_alone_has_the_engine_and_shares_it_with_others() -> None:
     async def run() -> None:
-        gate, got = FairGate(2, 10, "a test"), []
+        now = 0.0
+        turns = Turns(4, spare=2, clock=lambda: now)
+        for _ in range(4):
+            await turns.acquire("many")
+        fifth = asyncio.create_task(turns.acquire("many"))
+        await asyncio.sleep(0)
+        assert not fifth.done() and turns.waiting == 1
+        await turns.acquire("one")  # the engine is full, and still a newcomer begins at once
+        turns.release("many")
+        turns.release("many")
+        await asyncio.sleep(0)
+        assert not fifth.done()  # two of four are its share while somebody else is about
+        turns.release("one")
+        turns.release("many")
+        await asyncio.sleep(0)
+        assert fifth.done()
+        now = 60.0  # the other is gone
+        await turns.acquire("many")
+        await turns.acquire("many")
+        urgent, idle = (asyncio.create_task(turns.acquire("x", p)) for p in (1, 9))
+        idle.cancel()
+        await asyncio.gather(urgent, idle, return_exceptions=True)
+        assert turns.waiting == 0
 
-        async def one(client: str, weight: int) -> None:
-            held = await gate.acquire(client, weight)
-            got.append((client, held))
-            await asyncio.sleep(0.01)
-            gate.release(held)
+    asyncio.run(run())
 
-        await asyncio.gather(one("a", 1), one("big", 9), one("c", 1), one("d", 1))
-        assert got[:2] == [("a", 1), ("big", 2)] and len(got) == 4
+
+def test_cancelled_work_keeps_its_thread() -> None:
+    async def run() -> None:
         desk, done = Desk(1, 10), threading.Event()
         task = asyncio.create_task(desk.run("a", lambda: done.wait(30)))
         await asyncio.sleep(0.05)

@@ -51,6 +51,7 @@ def serve(
         from ..server.main import serve as run
         from ..server.prepare import Backend
         from ..server.settings import ServerSettings, public_name, read_keys
+        from ..server.turns import SPARE
     except ModuleNotFoundError as e:
         raise OutriderError(f"the server needs {e.name}: pip install 'outrider[serve]'") from None
     settings = ServerSettings(
@@ -62,7 +63,7 @@ def serve(
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute
     llm = common.load_llm(
         model, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-        quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
+        quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent + SPARE, max_context=max_context),
     )  # fmt: skip
     if not settings.loopback and not settings.api_keys:
         err.print(f"[yellow]warning: {host} can be reached from other machines and no API key is set[/yellow]")

@@ -21,9 +21,9 @@ from starlette.requests import ClientDisconnect
 
 from .. import __version__
 from ..types import OutriderError
-from .call import Call, EventStream, late, unless_gone
+from .call import Call, EventStream, Feeder, late, unless_gone
 from .errors import ApiError, from_validation
-from .fair import Desk, FairGate
+from .fair import Desk
 from .grammars import Grammars
 from .limits import Admission, Guard
 from .metrics import ServerMetrics
@@ -31,10 +31,11 @@ from .names import route_of
 from .prepare import Backend, Job, Preparer
 from .protocol import Connections
 from .routes import add_routes
-from .runner import EngineError, Runner, Stream, where
+from .runner import EngineError, Runner, where
 from .schema import ChatRequest, Common, CompletionRequest
 from .settings import ServerSettings
 from .stream import Writer
+from .turns import Turns
 from .wire import Wire
 
 log = logging.getLogger("outrider.server")
@@ -50,7 +51,7 @@ class Server:
         self.runner = Runner(backend.engine)
         self.admission = Admission(settings)
         self.desk = Desk(DESK_THREADS, DESK_WAITING)
-        self.turns = FairGate(settings.max_concurrent, self.admission.most + 1, "their turn")
+        self.turns = Turns(settings.max_concurrent)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.prepare = Preparer(backend, settings)
         self.metrics = ServerMetrics(backend.engine.metrics, self.runner, lambda: self.admission.in_flight, lambda: self.turns.waiting)
@@ -106,15 +107,12 @@ class Server:
             for r in job.requests:
                 log.info("prompt %s: %r", r.id, self.backend.tokenizer.decode(r.prompt))
 
-        async def submit() -> Stream:
-            stack.callback(self.turns.release, await self.turns.acquire(client, answers))
-            self.metrics.queued.observe(time.monotonic() - began)
-            return await self.runner.submit(job.requests)
-
+        feeder = Feeder(self.runner, self.turns, client, job)
         writer = Writer(job, self.backend.tokenizer, self.settings.model_name, isinstance(body, ChatRequest), self.fingerprint)
         route, deadline = route_of(request.url.path), began + self.settings.timeout
-        call = Call(job, submit, writer, wire, stack, deadline, self.settings.timeout, route, self.metrics, lambda: self.admission.closing)
-        if not self.turns.would_wait(answers):
+        call = Call(job, feeder, writer, wire, stack, deadline, self.settings.timeout, route, self.metrics, lambda: self.admission.closing)
+        stack.callback(feeder.close)
+        if not self.turns.would_wait(client):
             try:
                 await call.begin()  # so that a refusal by the engine is a status, not an event in a stream
             except OutriderError as e:

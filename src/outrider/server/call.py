@@ -17,12 +17,14 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..engine.scheduler import Request as EngineRequest
 from ..types import OutriderError
 from .errors import ApiError
 from .metrics import ServerMetrics
 from .prepare import Job
-from .runner import EngineError, Event, Stream
+from .runner import EngineError, Event, Runner
 from .stream import Json, Writer, single_tokens
+from .turns import Turns
 from .wire import Wire
 
 log = logging.getLogger("outrider.server")
@@ -31,11 +33,51 @@ MAX_UNREAD = 2048  # events of one call that wait to be written; a client that f
 T = TypeVar("T")
 
 
+class Feeder:
+    """Hands a job's sequences to the engine, each in its turn: the first is waited for, the others follow while it runs."""
+
+    def __init__(self, runner: Runner, turns: Turns, client: str, job: Job) -> None:
+        self._runner, self._turns, self._client, self._job = runner, turns, client, job
+        self._holding: set[str] = set()
+        self._others: asyncio.Task[None] | None = None
+        self.stream = runner.stream(r.id for r in job.requests)
+
+    async def first(self) -> None:
+        await self._feed(self._job.requests[0])
+        if len(self._job.requests) > 1:
+            self._others = asyncio.ensure_future(self._rest())
+
+    async def _rest(self) -> None:
+        for request in self._job.requests[1:]:
+            try:
+                await self._feed(request)
+            except (OutriderError, EngineError) as e:
+                self.stream.put(request.id, e)
+                return
+
+    async def _feed(self, request: EngineRequest) -> None:
+        await self._turns.acquire(self._client, self._job.priority)
+        self._holding.add(request.id)
+        await self._runner.submit([request], self.stream)
+
+    def finished(self, id: str) -> None:
+        if id in self._holding:
+            self._holding.remove(id)
+            self._turns.release(self._client)
+
+    def close(self) -> None:
+        if self._others is not None:
+            self._others.cancel()
+        self.stream.close()
+        for id in list(self._holding):
+            self.finished(id)
+
+
 class Call:
     def __init__(
         self,
         job: Job,
-        begin: Callable[[], Coroutine[object, object, Stream]],
+        feeder: Feeder,
         writer: Writer,
         wire: Wire,
         slots: ExitStack,
@@ -45,8 +87,8 @@ class Call:
         metrics: ServerMetrics,
         closing: Callable[[], bool],
     ) -> None:
-        self._job, self._begin, self._writer, self._wire, self._slots = job, begin, writer, wire, slots
-        self._stream: Stream | None = None
+        self._job, self._feeder, self._writer, self._wire, self._slots = job, feeder, writer, wire, slots
+        self._begun = False
         self.deadline, self._timeout, self._route = deadline, timeout, route
         self._metrics, self._closing = metrics, closing
         self._began = time.monotonic()
@@ -56,11 +98,12 @@ class Call:
     def streams(self) -> bool:
         return self._job.stream
 
-    async def begin(self) -> Stream:
+    async def begin(self) -> None:
         """Wait for our turn and hand the job to the engine, once."""
-        if self._stream is None:
-            self._stream = await self._begin()
-        return self._stream
+        if not self._begun:
+            await self._feeder.first()
+            self._begun = True
+            self._metrics.queued.observe(time.monotonic() - self._began)
 
     async def whole(self) -> Json:
         try:
@@ -98,11 +141,15 @@ class Call:
         try:
             while not (await asyncio.wait([waiting], timeout=min(self._left(), KEEP_ALIVE_S)))[0]:
                 yield None
-            stream = waiting.result()
+            waiting.result()
+            stream = self._feeder.stream
             while stream.open and any(c.finish is None for c in self._writer.choices):
                 if stream.waiting > MAX_UNREAD:
                     raise ApiError(408, "The answer is not being read.", code="unread_answer")
-                yield await stream.next(min(self._left(), KEEP_ALIVE_S))
+                event = await stream.next(min(self._left(), KEEP_ALIVE_S))
+                if event is not None and event.finish_reason is not None:
+                    self._feeder.finished(event.id)
+                yield event
         except OutriderError as e:  # the engine found out on the way that this request can't be done
             raise ApiError(400, str(e), code="request_failed") from e
         except EngineError as e:
@@ -121,10 +168,9 @@ class Call:
         if self._closed:
             return
         self._closed = True
-        if self._stream is None or self._stream.open:
+        if self._feeder.stream.open:
             self._metrics.aborted.inc()
-        if self._stream is not None:
-            self._stream.close()
+        self._feeder.close()
         self._slots.close()
         choices = self._writer.choices
         for choice in choices:

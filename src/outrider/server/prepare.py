@@ -86,6 +86,7 @@ class Job:
     include_usage: bool
     one_call: bool = False  # parallel_tool_calls: false
     echoes: tuple[str, ...] = ()  # /v1/completions with echo: the prompt's text, per request
+    priority: int = 0  # among the waiting requests of one client: lower comes first
     grammar: Source | None = None  # what the answers must match, to be compiled before the job can run
 
     @property

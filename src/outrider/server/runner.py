@@ -120,13 +120,16 @@ class Runner:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join, 30.0)
 
-    async def submit(self, requests: Sequence[Request]) -> Stream:
+    def stream(self, ids: Iterable[str]) -> Stream:
+        """What will be said of these requests, once they are submitted."""
+        return Stream(self, ids)
+
+    async def submit(self, requests: Sequence[Request], stream: Stream) -> None:
         """All or none: returns once the engine has taken them. OutriderError if it refuses one."""
         if self._stopping:
             raise EngineError("the server is shutting down")
         if not self.healthy:
             raise EngineError("the engine has stopped after repeated failures; restart the server")
-        stream = Stream(self, [r.id for r in requests])
         taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._commands.put(lambda: self._submit(requests, stream, taken))
         try:
@@ -134,7 +137,6 @@ class Runner:
         except BaseException:
             stream.close()  # the caller went away, or one of several was refused
             raise
-        return stream
 
     def abort(self, id: str) -> None:
         self._commands.put(lambda: self._abort(id))

@@ -1,0 +1,349 @@
+"""All attacks at once, from several clients, beside one that behaves.
+
+    python benchmarks/attack_server.py smollm2 --minutes 10
+
+Starts `outrider serve` as a process of its own, measures a well-behaved client alone, then under attack: grammar bombs, texts of 4 MB,
+streams that nobody reads, hundreds of silent and half-sent connections, malformed bodies. Loopback addresses only; every attacker
+has an address of its own (127.0.0.2 and up), so that the server can tell them apart. Fails (exit code 1) when the client's p99 is
+more than three times its value alone, an answer differs, /health takes 100 ms, or memory stays more than 10 % above its start.
+One JSON object is printed at the end; --out appends it to a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import httpx
+
+ROOT = Path(__file__).resolve().parents[1]
+HEALTH_LIMIT, P99_FACTOR, MEMORY_FACTOR = 0.100, 3.0, 1.10
+Json = dict[str, object]
+
+
+# ---- the server
+
+
+class Target:
+    """`outrider serve` in a process of its own; its log is counted, not kept."""
+
+    def __init__(self, model: str, options: list[str]) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+        command = [sys.executable, "-m", "outrider.cli.main", "serve", model, "--port", "0", *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment, text=True)
+        self.lines = 0
+        self.port = self._port()
+        threading.Thread(target=self._count, daemon=True).start()
+
+    def _port(self) -> int:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+            if found:
+                return int(found[1])
+        raise SystemExit("the server did not start")
+
+    def _count(self) -> None:
+        assert self.process.stderr is not None
+        for _ in self.process.stderr:
+            self.lines += 1
+
+    def memory(self) -> int:
+        """Resident bytes of the server and of what it has started."""
+        total, todo = 0, [self.process.pid]
+        while todo:
+            pid = todo.pop()
+            with contextlib.suppress(OSError):
+                total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
+                todo += [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return total
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+# ---- the client that behaves
+
+
+class Good:
+    """Asks the same questions again and again; the answers it got alone are the right ones."""
+
+    def __init__(self, port: int, tokens: int) -> None:
+        self.client = httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=300)
+        self.tokens = tokens
+        self.known: dict[int, object] = {}
+        self.wrong: list[str] = []
+
+    def body(self, i: int) -> Json:
+        seed = i % 8
+        question = ("Why is the sky blue?", "Name three rivers.", "Write a short poem about rain.", "What is 12 times 12?")[seed % 4]
+        body: Json = {"messages": [{"role": "user", "content": question}], "seed": seed, "temperature": seed % 3 / 2}
+        body |= {"max_tokens": self.tokens, "logprobs": seed % 2 == 0, "stop": ["\n\n"]}
+        schema = {"type": "object", "properties": {"answer": {"type": "string", "maxLength": 40}}, "required": ["answer"]}
+        return body | {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}} if seed == 7 else body
+
+    async def ask(self, i: int) -> float:
+        began = time.monotonic()
+        answer = await self.client.post("/v1/chat/completions", json={**self.body(i), "outrider": {"draft_tokens": (0, 2, "auto")[i % 3]}})
+        took = time.monotonic() - began
+        if answer.status_code != 200:
+            self.wrong.append(f"request {i}: {answer.status_code} {answer.text[:200]}")
+            return took
+        whole = answer.json()
+        got = json.dumps([whole["choices"], whole["usage"]["completion_tokens"]])
+        if self.known.setdefault(i % 8, got) != got:
+            self.wrong.append(f"request {i}: another answer than before")
+        return took
+
+    async def run(self, seconds: float, least: int = 24) -> list[float]:
+        """24: each question with each draft length once."""
+        times, until, i = [], time.monotonic() + seconds, 0
+        while time.monotonic() < until or i < least:
+            times.append(await self.ask(i))
+            i += 1
+            await asyncio.sleep(0.05)
+        return times
+
+
+async def probe_health(port: int, stop: asyncio.Event, times: list[float]) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+        while not stop.is_set():
+            began = time.monotonic()
+            with contextlib.suppress(httpx.HTTPError):
+                await client.get("/health")
+            times.append(time.monotonic() - began)
+            await asyncio.sleep(0.2)
+
+
+# ---- the attackers
+
+
+class Attack:
+    """Runs until told to stop; what the server answered is counted."""
+
+    def __init__(self, port: int, stop: asyncio.Event, many: int) -> None:
+        self.port, self.stop, self.many = port, stop, many
+        self.counts: Counter[str] = Counter()
+        self._address = 1
+
+    def address(self) -> str:
+        self._address += 1
+        return f"127.0.0.{self._address}"
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        runs = [self.bombs(), self.bombs(), self.long_texts(), self.unread(), self.silent(), self.malformed(), self.leavers()]
+        return [asyncio.create_task(run) for run in runs]
+
+    def client(self) -> httpx.AsyncClient:
+        transport = httpx.AsyncHTTPTransport(local_address=self.address())
+        return httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=60, transport=transport)
+
+    async def post(self, client: httpx.AsyncClient, name: str, path: str, **how: object) -> None:
+        try:
+            answer = await client.post(path, **how)  # type: ignore[arg-type]
+            self.counts[f"{name}: {answer.status_code}"] += 1
+            if answer.status_code == 429:
+                await asyncio.sleep(0.1)
+        except httpx.HTTPError as e:
+            self.counts[f"{name}: {type(e).__name__}"] += 1
+
+    async def bombs(self) -> None:
+        rng = random.Random(1)
+        async with self.client() as client:
+            while not self.stop.is_set():
+                odd = rng.randrange(10**7, 10**8) | 1
+                chain = {f"a{i}": {"anyOf": [{"$ref": f"#/$defs/a{i + 1}"}, {"type": "null"}]} for i in range(2000)}
+                schema: Json = rng.choice(
+                    [
+                        {"type": "integer", "multipleOf": odd},
+                        {"$defs": {**chain, "a2000": {"const": odd}}, "$ref": "#/$defs/a0"},
+                        {"enum": [f"{odd} {i}" for i in range(8000)]},
+                        {"type": "string", "pattern": f"^(a|b|{odd})*c(a|b){{40}}$"},
+                    ]
+                )
+                body: Json = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+                if rng.random() < 0.5:
+                    body["response_format"] = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+                else:
+                    function = {"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}
+                    body |= {"tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+                await asyncio.gather(*(self.post(client, "grammar bomb", "/v1/chat/completions", json=body) for _ in range(3)))
+
+    async def long_texts(self) -> None:
+        body = {"prompt": "1" * 4_100_000, "max_tokens": 1}
+        fitting = {"prompt": "1 " * 20_000, "max_tokens": 1}
+        async with self.client() as client:
+            while not self.stop.is_set():
+                await asyncio.gather(*(self.post(client, "long text", "/v1/completions", json=b) for b in [body] * 8 + [fitting] * 4))
+                await asyncio.sleep(0.2)
+
+    async def unread(self) -> None:
+        """Streams with everything in them, and nobody reads."""
+        body = {"messages": [{"role": "user", "content": "Count."}], "n": 8, "stream": True, "max_tokens": 2000, "ignore_eos": True}
+        text = json.dumps({**body, "logprobs": True, "top_logprobs": 20}).encode()
+        kind = "Host: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head = f"POST /v1/chat/completions HTTP/1.1\r\n{kind}Content-Length: {len(text)}\r\n\r\n"
+        address = self.address()
+        while not self.stop.is_set():
+            made = await self.connect(address, head.encode() + text)
+            if made is not None:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.stop.wait(), 15)
+                made.close()
+                self.counts["unread stream"] += 1
+
+    async def silent(self) -> None:
+        address = self.address()
+        half_body = (
+            b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 500\r\n\r\n{"
+        )
+        kinds = [b""] * 3 + [b"POST /v1/chat/completions HTTP/1.1\r\nHost: 127"] * 3 + [half_body]
+        open_ones: list[socket.socket] = []
+        while not self.stop.is_set():
+            for data in kinds:
+                made = await self.connect(address, data)
+                if made is not None:
+                    open_ones.append(made)
+                    self.counts["silent connection"] += 1
+            while len(open_ones) > self.many:
+                open_ones.pop(0).close()
+            await asyncio.sleep(0.05)
+        for made in open_ones:
+            made.close()
+
+    async def connect(self, address: str, data: bytes) -> socket.socket | None:
+        made = socket.socket()
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        made.setblocking(False)
+        loop = asyncio.get_running_loop()
+        try:
+            made.bind((address, 0))
+            await asyncio.wait_for(loop.sock_connect(made, ("127.0.0.1", self.port)), 10)
+            await asyncio.wait_for(loop.sock_sendall(made, data), 10)
+            return made
+        except (OSError, TimeoutError):
+            made.close()
+            self.counts["connection refused or reset"] += 1
+            await asyncio.sleep(0.1)
+            return None
+
+    async def malformed(self) -> None:
+        bodies = [
+            b'{"model":"\\ud800","messages":[]}',
+            b"[" * 100_000,
+            b"{",
+            b'{"messages":[{"role":"user","content":"x"}],"foo":1}',
+            b'"x"',
+            b"\xff",
+        ]
+        async with self.client() as client:
+            while not self.stop.is_set():
+                for body in bodies:
+                    await self.post(client, "malformed", "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+                await self.post(client, "malformed", "/v1/chat/completions", content="hello", headers={"Content-Type": "text/plain"})
+                await asyncio.sleep(0.1)
+
+    async def leavers(self) -> None:
+        """Ask for something and go."""
+        rng = random.Random(3)
+        async with self.client() as client:
+            while not self.stop.is_set():
+                body = {"messages": [{"role": "user", "content": "Tell me a story."}], "max_tokens": 200, "stream": rng.random() < 0.5}
+                with contextlib.suppress(httpx.HTTPError):
+                    await client.post("/v1/chat/completions", json=body, timeout=rng.choice([0.05, 0.3]))
+                self.counts["left early"] += 1
+                await asyncio.sleep(0.1)
+
+
+# ---- the measurement
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def percentile(times: list[float], share: float) -> float:
+    return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
+
+
+async def measure(target: Target, minutes: float, tokens: int, many: int) -> Json:
+    good = Good(target.port, tokens)
+    say(f"serving on port {target.port}; warming up")
+    await good.run(0)
+    say("alone")
+    alone = await good.run(min(60.0, minutes * 60 / 4))
+    before = target.memory()
+    say(f"attack for {minutes:g} minutes, after {len(alone)} requests alone, p99 {percentile(alone, 0.99):.2f} s")
+    stop, health = asyncio.Event(), list[float]()
+    attack = Attack(target.port, stop, many)
+    tasks = [*attack.tasks(), asyncio.create_task(probe_health(target.port, stop, health))]
+    attacked = await good.run(minutes * 60, least=1)
+    peak, lines = target.memory(), target.lines
+    say(f"the attack ends after {len(attacked)} requests, p99 {percentile(attacked, 0.99):.2f} s")
+    stop.set()
+    await asyncio.wait(tasks, timeout=90)
+    after = target.memory()
+    for _ in range(30):
+        await asyncio.sleep(1)
+        after = target.memory()
+        if after <= before * MEMORY_FACTOR:
+            break
+    afterwards = await good.run(0)
+    factor = percentile(attacked, 0.99) / percentile(alone, 0.99)
+    return {
+        "minutes": minutes, "requests_alone": len(alone), "requests_attacked": len(attacked),
+        "p50_alone_s": round(percentile(alone, 0.5), 3), "p99_alone_s": round(percentile(alone, 0.99), 3),
+        "p50_attacked_s": round(percentile(attacked, 0.5), 3), "p99_attacked_s": round(percentile(attacked, 0.99), 3),
+        "p99_factor": round(factor, 2), "p99_afterwards_s": round(percentile(afterwards, 0.99), 3),
+        "health_p99_ms": round(1e3 * percentile(health, 0.99), 1), "health_max_ms": round(1e3 * max(health, default=0), 1),
+        "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
+        "log_lines": lines, "attacks": dict(sorted(attack.counts.items())), "wrong": good.wrong[:10],
+        "passed": {
+            "p99": factor <= P99_FACTOR, "answers": not good.wrong, "health": max(health, default=0) < HEALTH_LIMIT,
+            "memory": after <= before * MEMORY_FACTOR, "alive": target.process.poll() is None,
+        },
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="as for `outrider serve`")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--tokens", type=int, default=32, help="of the well-behaved client's answers")
+    parser.add_argument("--connections", type=int, default=700, help="silent ones, open at once")
+    parser.add_argument("--serve", default="--timeout 20", help="more options for `outrider serve`")
+    parser.add_argument("--out", type=Path, help="append the result to this file")
+    args = parser.parse_args()
+    target = Target(args.model, args.serve.split())
+    try:
+        result = asyncio.run(measure(target, args.minutes, args.tokens, args.connections))
+    finally:
+        target.stop()
+    line = json.dumps({"model": args.model, **result})
+    print(line)
+    if args.out is not None:
+        with args.out.open("a") as file:
+            file.write(line + "\n")
+    passed = result["passed"]
+    assert isinstance(passed, dict)
+    sys.exit(0 if all(passed.values()) else 1)
+
+
+if __name__ == "__main__":
+    main()
