@@ -31,7 +31,7 @@ C = TypeVar("C", ModelConfig, DrafterConfig)
 LoadFormat = Literal["auto", "dummy"]
 SLICE = 8 << 20  # bytes of the file copied at once
 INTEGERS = ("I64", "I32")
-TABLES = ("embed", "ple_embed", "head")  # what quantised checkpoints for GPUs leave dense
+TABLES = ("embed", "ple_embed", "head")  # what quantised checkpoints for GPUs leave dense, beside routers
 
 
 def load_target(
@@ -153,6 +153,8 @@ def hold(plan: TensorPlan, pieces: list[Piece], ops: Backend, device: torch.devi
     ever looked up, and may be read where it lies."""
     if plan.role not in ("matrix", "embedding") or not any(p.quantised for p in pieces):
         return None
+    if plan.role == "embedding" and not ops.capabilities.quantizes_tables:
+        return None
     parts = [p.weight(where) for p in pieces]
     weight = ops.look_up(parts[0], device) if table and len(parts) == 1 else None
     if weight is None:
@@ -174,7 +176,7 @@ def finish(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: 
     """What the ops object makes of a dense weight."""
     if plan.role not in ("matrix", "embedding"):
         return tensor
-    if quantize is not None and (ops.capabilities.quantizes_tables or name not in TABLES):
+    if quantize is not None and (ops.capabilities.quantizes_tables or not (name in TABLES or name.endswith(".router"))):
         return ops.quantize(tensor, quantize)
     return ops.prepare(tensor)
 

@@ -1,5 +1,5 @@
-"""Kernels for NVIDIA GPUs, written in Triton. `TritonOps` is the twin of `reference.ReferenceOps`."""
+"""Kernels for NVIDIA GPUs, written in Triton. `TritonOps` is the twin of `reference.ReferenceOps`, with quantised weights."""
 
-from .ops import TritonOps
+from .quantised import QuantTritonOps as TritonOps
 
 __all__ = ["TritonOps"]

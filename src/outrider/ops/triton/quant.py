@@ -1,0 +1,241 @@
+"""Products with quantised weights: y = x · wᵀ for any number of rows, dequantised in registers, row-invariant.
+
+**Layout** (`repack`). A weight's columns are cut into chunks of 8 (4-bit) or 4 (8-bit) planes of P columns; a chunk of one row is P
+words of 32 bits. Word 2c holds, for the first half of the planes, columns 2c (lower 16 bits) and 2c + 1 (upper 16 bits) of each
+plane; word 2c + 1 the same for the second half. So one mask gives a register with two neighbouring columns of one plane, exactly as
+the matrix instruction takes them: nothing moves between threads, and a plane multiplies P neighbouring columns of x. 64 rows of a chunk
+lie together, so a program reads one contiguous piece of memory. Factors are 16-bit pairs, a word for two groups, 64 rows together too.
+
+**Order of sums**: planes in order, chunks in order, then `splits` spans in order: a function of the shape alone. The weights are on the
+long side of the matrix instruction, the tokens on the short one, so a token's sum does not depend on how many there are. (8 tokens
+take Hopper's older instruction, more its newer one: both gave the same bits on an H200, as the device checks compare.)
+
+**Factors** multiply the sum of a group, in float32: the weights themselves are small integers (or floats of 4 or 8 bits), which
+bfloat16 holds exactly. `lift` is for formats with an offset: lift[n, g] · (sum of x over the group) is added.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
+from .quant_tiles import QuantTile, choose_quant_tile, fit
+from .repack import QuantWeight
+from .unpack import planes_of
+
+LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
+
+
+@triton.jit
+def _half(pair, HIGH: tl.constexpr, FP16: tl.constexpr):
+    """One of the two 16-bit numbers of a word, as float32."""
+    if FP16:
+        bits = (pair >> 16 if HIGH else pair & 0xFFFF).to(tl.int16)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return (pair & -65536 if HIGH else pair << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _pairs(ptr, PAIRS: tl.constexpr):
+    """The words of a chunk's factors: up to four, 64 rows apart."""
+    a = tl.load(ptr)
+    b, c, d = a, a, a
+    if PAIRS > 1:
+        b = tl.load(ptr + 64)
+    if PAIRS > 2:
+        c = tl.load(ptr + 128)
+        d = tl.load(ptr + 192)
+    return a, b, c, d
+
+
+@triton.jit(do_not_specialize=["M"])
+def quant_kernel(
+    x, w, scale, lift, sums, factor, bias, mul, out, part, seen,
+    M, N, K, chunks, chunk_span, x_stride, mul_stride, softcap,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
+    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
+    MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
+):  # fmt: skip
+    """x [M, K]; w int32 [N / 64, chunks, 64, P]; scale, lift int32 [N / 64, chunks, pairs, 64]; sums float32 [M, groups]; factor [N].
+    PER: planes of a group; 0: no factors but those of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]."""
+    pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
+    COLUMNS: tl.constexpr = PLANES * P
+    rows = pid_m * BM + tl.arange(0, BM)
+    local = tl.arange(0, BN)
+    if GATED:  # gate and up rows alternate in the tile, and so do the sums
+        cols = tl.minimum(pid_n * (BN // 2) + local // 2, N // 2 - 1) + (local % 2) * (N // 2)
+    else:
+        cols = tl.minimum(pid_n * BN + local, N - 1)  # rows of the weight; those past the end repeat the last one and are never stored
+    first = split * chunk_span
+    last = tl.minimum(first + chunk_span, chunks)
+    block = (cols // 64).to(tl.int64) * chunks
+    w_row = block * (64 * P) + (cols % 64) * P
+    w_ptr = w + w_row[:, None] + tl.arange(0, P)[None, :]
+    s_ptr = scale + block * (64 * PAIRS) + cols % 64
+    l_ptr = lift + block * (64 * PAIRS) + cols % 64
+    if PDL:
+        if not LATE:
+            gdc_launch_dependents()
+        if AHEAD > 0:  # weights are nobody's output: ask for the first chunks while the kernel ahead still runs
+            prefetch(w + w_row[:, None] + (tl.minimum(first + tl.arange(0, AHEAD), last - 1) * (64 * P))[None, :])
+        gdc_wait()
+    x_ptr = x + rows[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
+    row_ok = rows[:, None] < M
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    if PER > 0:
+        s_a, s_b, s_c, s_d = _pairs(s_ptr + first * (64 * PAIRS), PAIRS)
+    for chunk in tl.range(first, last, num_stages=STAGES):
+        words = tl.load(w_ptr + chunk * (64 * P))
+        if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
+            scales = (s_a, s_b, s_c, s_d)
+            s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, last - 1) * (64 * PAIRS), PAIRS)
+        if LIFT:
+            lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS)
+        values = planes_of(words, CODES, P, BN, x.dtype.element_ty, PLAIN)
+        d = tl.zeros((BN, BM), dtype=tl.float32)
+        for i in tl.static_range(PLANES):
+            k = chunk * COLUMNS + i * P
+            if EVEN:
+                a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
+            else:
+                a = tl.load(x_ptr + k, mask=row_ok & (tl.arange(0, P)[None, :] < K - k), other=0.0)
+            if PER == 0:
+                acc = tl.dot(values[i], tl.trans(a), acc, input_precision=PREC)
+            else:
+                if i % PER == 0:
+                    d = tl.dot(values[i], tl.trans(a), input_precision=PREC)
+                else:
+                    d = tl.dot(values[i], tl.trans(a), d, input_precision=PREC)
+                if i % PER == PER - 1:
+                    acc += d * _half(scales[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None]
+                    if LIFT:
+                        at_sum = rows * (chunks * (PLANES // PER)) + chunk * (PLANES // PER) + i // PER
+                        total = tl.load(sums + at_sum, mask=rows < M, other=0.0)
+                        acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
+    if FACTOR:
+        acc *= tl.load(factor + cols)[:, None]
+    if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
+        gdc_launch_dependents()
+    if SPLITS > 1:
+        # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
+        place = pid_n * tl.num_programs(0) + pid_m
+        at = local[:, None] * BM + tl.arange(0, BM)[None, :]
+        live = (rows < M)[None, :] & (local >= 0)[:, None]
+        base_part = part + place.to(tl.int64) * SPLITS * (BM * BN)
+        tl.store(base_part + split * (BM * BN) + at, acc, mask=live)
+        tl.debug_barrier()
+        done = tl.atomic_add(seen + place, 1, sem="acq_rel")
+        if done == SPLITS - 1:
+            tl.debug_barrier()
+            acc = tl.zeros((BN, BM), dtype=tl.float32)
+            for s in tl.static_range(SPLITS):
+                acc += tl.load(base_part + s * (BM * BN) + at, mask=live, other=0.0, cache_modifier=".cg")
+            tl.store(seen + place, 0)
+            _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+    else:
+        _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+
+
+@triton.jit
+def _finish(
+    acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM: tl.constexpr, BN: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Round where the plain twin rounds: after the product, after the activation."""
+    kind = out.dtype.element_ty
+    y = tl.trans(acc)  # [BM, BN]
+    width = N
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
+        y = activate(gate.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+        width = N // 2
+        cols = pid_n * (BN // 2) + tl.arange(0, BN // 2)
+    else:
+        cols = pid_n * BN + tl.arange(0, BN)
+    ok = (rows[:, None] < M) & (cols[None, :] < width)
+    if BIAS:
+        y += tl.load(bias + tl.minimum(cols, width - 1)).to(tl.float32)[None, :]
+    if MUL:
+        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        y = activate(y.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * other
+    if SOFTCAP:
+        y = tanh(y / softcap) * softcap
+    tl.store(out + rows[:, None].to(tl.int64) * width + cols[None, :], y.to(kind), mask=ok)
+
+
+@triton.jit
+def sums_kernel(x, out, K, x_stride, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[row, g] = the sum of x over group g, in float32."""
+    row, g = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    total = tl.sum(tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32), 1)
+    tl.store(out + row * groups + g, total, mask=g < groups)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What is done with a product before it is stored."""
+
+    bias: Tensor | None = None
+    mul: Tensor | None = None
+    act: str = ""
+    gated: bool = False
+    softcap: float | None = None
+    out_dtype: torch.dtype | None = None
+
+
+def quant_linear(
+    x: Tensor, w: QuantWeight, seen: Tensor, extras: Extras, pdl: bool, tile: QuantTile | None = None, bm: int | None = None
+) -> Tensor:
+    """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up."""
+    if w.order is not None:
+        x = x[:, w.order]
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows = x.shape[0]
+    n, k = w.shape
+    width = n // 2 if extras.gated else n
+    tile = tile or choose_quant_tile(w.padded, w.columns, w.bits)
+    span = triton.cdiv(w.chunks, tile.splits)
+    splits = triton.cdiv(w.chunks, span)
+    bm, tile = (bm, tile) if bm is not None else fit(tile, rows, w.columns_of_chunk, w.plane)
+    out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
+    grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
+    part = torch.empty((grid[0] * grid[1] * splits, bm * tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
+    bias, mul = extras.bias, extras.mul
+    plain = x.dtype != torch.bfloat16 or x.device.type == "cpu"
+    sums = group_sums(x, w, pdl) if w.lift is not None else out
+    quant_kernel[grid](
+        x, w.words, w.scale if w.scale is not None else w.words, w.lift if w.lift is not None else w.words, sums,
+        w.factor if w.factor is not None else out, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
+        rows, n, k, w.chunks, span, x.stride(0), mul.stride(0) if mul is not None else 0, float(extras.softcap or 0.0),
+        CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, LIFT=w.lift is not None, FACTOR=w.factor is not None,
+        BM=bm, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None, MUL=mul is not None,
+        SOFTCAP=extras.softcap is not None, EVEN=k % w.columns_of_chunk == 0, SPLITS=splits, PLAIN=plain,
+        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages, AHEAD=tile.ahead if pdl else 0, PDL=pdl,
+        LATE=pdl and w.words.nbytes >= LATE_BYTES, num_warps=tile.warps, num_stages=tile.stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+def group_sums(x: Tensor, w: QuantWeight, pdl: bool) -> Tensor:
+    """float32 [R, groups] of the padded width."""
+    group = w.per * w.plane
+    groups = w.chunks * (w.planes // w.per)
+    out = torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device)
+    sums_kernel[(x.shape[0], triton.cdiv(groups, 32))](
+        x, out, x.shape[1], x.stride(0), groups, GROUP=group, BLOCK=32, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {})
+    )
+    return out

@@ -1,0 +1,38 @@
+"""How quantised weights are cut among programs.
+
+`splits` are part of the order of sums: a function of the shape alone. Rows of a program, warps and stages are not, and follow the number of
+tokens: the bits were the same on an H200 whatever they were (docs/gpu.md has the measurements).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import triton
+
+SHARED = 226 << 10  # bytes of shared memory a program may take on Hopper
+
+
+@dataclass(frozen=True)
+class QuantTile:
+    bn: int  # rows of the weight a program takes: 16 a warp
+    splits: int  # spans of the columns; part of the order of sums
+    stages: int
+    ahead: int = 2  # chunks asked for before the kernel ahead is done
+    warps: int = 4
+
+
+def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
+    """About 500 programs of 64 rows, four on each of 132 processors, none with less than four chunks of columns."""
+    tiles, chunks = triton.cdiv(n, 64), triton.cdiv(k * bits, 1024)
+    return QuantTile(64, max(1, min(round(500 / tiles), chunks // 4)), 4)
+
+
+def fit(tile: QuantTile, rows: int, columns: int, plane: int, shared: int = SHARED) -> tuple[int, QuantTile]:
+    """Tokens of a tile, and the tile that goes with them. Few tokens: small programs, whose warps wait for few others.
+    columns: of a chunk; plane: words of a row's chunk."""
+    if rows <= 8 and plane == 32:
+        return 8, replace(tile, bn=32, warps=2, stages=3)
+    bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    each = tile.bn * plane * 4 + bm * columns * 2
+    return bm, replace(tile, stages=max(2, min(tile.stages, shared // each + 1)))

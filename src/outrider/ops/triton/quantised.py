@@ -1,0 +1,94 @@
+"""TritonOps with quantised weights: what the dense kernels do, for matrices that stay in 4 or 8 bits.
+
+A matrix is a `QuantWeight` (rows of one format), `Parts` (rows of several) or a dense tensor, which goes the dense way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ...types import OutriderError
+from ..formats import Float8, Format, Held, Integer, Weight, join
+from .ops import TritonOps
+from .quant import Extras, quant_linear
+from .repack import Parts, QuantWeight, repack
+
+FAMILIES = ("int4", "int8", "fp8", "nvfp4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
+MODES: dict[str, tuple[Format, ...]] = {  # the first whose groups divide the rows
+    "int4": (Integer(4, 32), Integer(4, 16)),
+    "int8": (Integer(8, 128), Integer(8, 0)),
+    "fp8": (Float8(),),
+}
+
+
+class QuantTritonOps(TritonOps):
+    capabilities = replace(TritonOps.capabilities, formats=frozenset(FAMILIES), quantizes=tuple(MODES))
+
+    def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
+        here = [p.to(device) for p in parts]
+        whole = join(here)
+        if whole is not None:
+            return repack(whole)
+        made = [repack(p) for p in here]
+        held = tuple(m for m in made if m is not None)
+        return Parts((sum(p.shape[0] for p in parts), parts[0].shape[1]), held) if len(held) == len(made) else None
+
+    def quantize(self, dense: Tensor, mode: str) -> Held:
+        if mode not in MODES:
+            raise OutriderError(f"--quantize {mode}: the GPU holds {', '.join(MODES)}")
+        if dense.dim() != 2:  # experts
+            return self.prepare(dense)
+        for format in MODES[mode]:
+            border = format.border()
+            if border <= 1 or dense.shape[1] % border == 0:
+                return repack(format.quantise(dense)) or self.prepare(dense)
+        return self.prepare(dense)
+
+    def take_rows(self, weight: Held, order: Tensor) -> Held:
+        return super().take_rows(self.unpack(weight), order)
+
+    def unpack(self, weight: Held) -> Tensor:
+        """Dense, in bfloat16: the weight times the columns of the identity."""
+        if isinstance(weight, Tensor):
+            return weight
+        kind = torch.bfloat16 if self.seen.is_cuda else torch.float32  # the interpreter knows no bfloat16
+        one = torch.eye(weight.shape[1], dtype=kind, device=self.seen.device)
+        return self.linear(one, weight).t().to(torch.bfloat16).contiguous()
+
+    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
+        return super().linear(x, w, bias) if isinstance(w, Tensor) else self._product(x, w, Extras(bias=bias))
+
+    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
+        if isinstance(w, Tensor):
+            return super().gated_linear(x, w, act)
+        if isinstance(w, QuantWeight):
+            return self._product(x, w, Extras(act=act, gated=True))
+        gate, up = self._product(x, w, Extras()).chunk(2, dim=-1)
+        return self.act_mul(gate, up, act)
+
+    def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor:
+        if isinstance(w, QuantWeight):
+            return self._product(x, w, Extras(mul=y, act=act))
+        return super().linear_act_mul(x, w, y, act) if isinstance(w, Tensor) else self.act_mul(self.linear(x, w), y, act)
+
+    def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
+        if isinstance(w, Tensor):
+            return super().logits(h, w, softcap)
+        return self._product(h, w, Extras(softcap=softcap, out_dtype=torch.float32))
+
+    def _product(self, x: Tensor, w: Held, extras: Extras) -> Tensor:
+        if isinstance(w, QuantWeight):
+            return quant_linear(x, w, self.seen, extras, self.pdl)
+        assert isinstance(w, Parts)
+        outs, at = [], 0
+        for part in w.parts:
+            rows = slice(at, at + part.shape[0])
+            outs.append(
+                quant_linear(x, part, self.seen, replace(extras, bias=None if extras.bias is None else extras.bias[rows]), self.pdl)
+            )
+            at = rows.stop
+        return torch.cat(outs, dim=-1)

@@ -1,0 +1,252 @@
+"""Weights in the layout of the quantised kernels (`quant`), made on the device when they are loaded.
+
+`repack(weight)` takes the formats below. The values stay what the format defines, but for factors that are products of two numbers
+(K-quants) or float32 (FP8 by block): these are rounded to float16, 2^-12 of themselves. Five and six bits are kept in eight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from ..formats import BLOCKS, Block, Float8, Integer, NvFp4, Weight
+from ..formats.integer import halves
+
+ROWS = 64  # rows of a weight that lie together
+SLICE = 1 << 25  # weights unpacked at once
+
+
+class Codes(Enum):
+    INT4, UINT4, FP4, INT8, FP8 = "int4", "uint4", "fp4", "int8", "fp8"
+
+    @property
+    def bits(self) -> int:
+        return 8 if self in (Codes.INT8, Codes.FP8) else 4
+
+
+@dataclass(frozen=True)
+class QuantWeight:
+    """A matrix [N, K] that `quant_linear` multiplies."""
+
+    shape: tuple[int, int]
+    codes: Codes
+    plane: int  # columns of a plane
+    per: int  # planes of a group; 0: factors are of whole rows
+    words: Tensor  # int32 [N / 64, chunks, 64, plane]
+    scale: Tensor | None  # int32 [N / 64, chunks, pairs, 64]: a float16 or bfloat16 for each of two groups
+    lift: Tensor | None  # the same: what is added for each unit of the group's sum of x
+    factor: Tensor | None  # float32 [N, filled up to whole 64]
+    half: bool  # scale and lift are float16
+    order: Tensor | None = None  # int64 [K]: the columns of x that the weight's stand for
+
+    @property
+    def bits(self) -> int:
+        return self.codes.bits
+
+    @property
+    def planes(self) -> int:
+        return 32 // self.bits
+
+    @property
+    def chunks(self) -> int:
+        return self.words.shape[1]
+
+    @property
+    def columns_of_chunk(self) -> int:
+        return self.planes * self.plane
+
+    @property
+    def columns(self) -> int:
+        return self.chunks * self.columns_of_chunk
+
+    @property
+    def padded(self) -> int:
+        return self.words.shape[0] * ROWS
+
+    @property
+    def nbytes(self) -> int:
+        tensors = (self.words, self.scale, self.lift, self.factor, self.order)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def view(self, *shape: int) -> QuantWeight:
+        raise NotImplementedError("quantised weights of the GPU have no other shape: a head by clusters stays dense")
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Rows of unlike formats, one below the other: a product for each."""
+
+    shape: tuple[int, int]
+    parts: tuple[QuantWeight, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.nbytes for p in self.parts)
+
+    def view(self, *shape: int) -> Parts:
+        raise NotImplementedError("rows of unlike formats have no other shape")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a format comes down to: integers (or small floats) by column, numbers by group."""
+
+    codes: Codes
+    group: int  # 0: the whole row
+    values: Callable[[int, int], Tensor]  # rows lo..hi-1 as uint8 [hi - lo, K], one code a byte
+    scale: Tensor  # [N, K / group]
+    lift: Tensor | None = None
+    factor: Tensor | None = None  # [N, 1]
+    order: Tensor | None = None
+
+
+def repack(weight: Weight) -> QuantWeight | None:
+    """None for a format (or a width) that the kernels do not take."""
+    if len(weight.shape) != 2:
+        return None
+    grid = _grid(weight)
+    if grid is None or (grid.group and grid.group not in (16, 32, 64, 128, 256)):
+        return None
+    n, k = weight.shape
+    bits = grid.codes.bits
+    planes, plane = 32 // bits, 16 if grid.group == 16 else 32
+    columns = planes * plane
+    if grid.group == 0 and grid.lift is not None:  # an offset of whole rows: as if each chunk were a group
+        count = -(-k // columns)
+        grid = replace(grid, group=columns, scale=grid.scale.expand(-1, count), lift=grid.lift.expand(-1, count))
+    if grid.group > columns:
+        each = grid.group // columns
+        lift = None if grid.lift is None else grid.lift.repeat_interleave(each, 1)
+        grid = replace(grid, group=columns, scale=grid.scale.repeat_interleave(each, 1), lift=lift)
+    chunks, tiles = -(-k // columns), -(-n // ROWS)
+    device = next(iter(weight.tensors.values())).device
+    words = torch.empty((tiles, chunks, ROWS, plane), dtype=torch.int32, device=device)
+    step = max(1, SLICE // (ROWS * chunks * columns))
+    for lo in range(0, tiles, step):
+        hi = min(tiles, lo + step)
+        block = grid.values(lo * ROWS, min(n, hi * ROWS))
+        words[lo:hi] = pack(block, hi - lo, chunks, planes, plane, bits)
+    per = grid.group // plane
+    factor, scale, lift, half = grid.factor, None, None, False
+    if per == 0:
+        factor = grid.scale.float() if factor is None else factor * grid.scale.float()
+    else:
+        half = grid.scale.dtype != torch.bfloat16
+        if grid.scale.dtype == torch.float32:  # the largest of a row is 1, so that float16 holds all of them well
+            largest = grid.scale.abs().amax(1, keepdim=True).clamp_min(1e-30)
+            factor = largest if factor is None else factor * largest
+            grid = replace(grid, scale=grid.scale / largest, lift=None if grid.lift is None else grid.lift / largest)
+        kind = torch.float16 if half else torch.bfloat16
+        scale = pairs(grid.scale.to(kind), tiles, chunks, planes // per)
+        lift = None if grid.lift is None else pairs(grid.lift.to(kind), tiles, chunks, planes // per)
+    if factor is not None:
+        factor = torch.nn.functional.pad(factor.reshape(-1), (0, tiles * ROWS - n)).contiguous()
+    order = None if grid.order is None else grid.order.long()
+    return QuantWeight((n, k), grid.codes, plane, per, words, scale, lift, factor, half, order)
+
+
+def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: int) -> Tensor:
+    """uint8 [N, K] -> int32 [tiles, chunks, 64, plane]; what is missing is 0."""
+    n, k = codes.shape
+    codes = torch.nn.functional.pad(codes, (0, chunks * planes * plane - k, 0, tiles * ROWS - n))
+    c = codes.view(tiles, ROWS, chunks, 2, planes // 2, plane // 2, 2)  # half of the planes, plane in it, pair, column of the pair
+    words = torch.zeros((tiles, ROWS, chunks, plane // 2, 2), dtype=torch.int32, device=codes.device)
+    for half in range(2):
+        for p in range(planes // 2):
+            for h in range(2):
+                words[..., half] |= c[:, :, :, half, p, :, h].int() << (bits * p + 16 * h)
+    return words.view(tiles, ROWS, chunks, plane).transpose(1, 2)
+
+
+def pairs(numbers: Tensor, tiles: int, chunks: int, groups: int) -> Tensor:
+    """16-bit [N, G] -> int32 [tiles, chunks, pairs, 64]: two groups of a chunk in a word, the first in its lower half."""
+    n, count = numbers.shape
+    width = groups + groups % 2
+    padded = torch.nn.functional.pad(numbers, (0, chunks * groups - count, 0, tiles * ROWS - n)).view(tiles, ROWS, chunks, groups)
+    padded = torch.nn.functional.pad(padded, (0, width - groups)).contiguous()
+    return padded.view(torch.int32).permute(0, 2, 3, 1).contiguous()  # [tiles, chunks, pairs, 64]
+
+
+def _grid(weight: Weight) -> Grid | None:
+    format, t = weight.format, weight.tensors
+    if isinstance(format, Integer):
+        scale, middle = t["scale"], 1 << (format.bits - 1)
+        lift = None
+        if format.lifted:
+            lift = -scale.float() * (t["zero"].float() - middle)
+            small = scale.float().abs()
+            if scale.dtype == torch.bfloat16 and bool(((small > 6.2e-5) & (small < 6e4)).all()):
+                scale = scale.to(torch.float16)  # exact, and the offset keeps three more bits
+        if format.bits == 4:
+            return Grid(Codes.INT4, format.group, lambda lo, hi: halves(t["q"][lo:hi]), scale, lift, order=t.get("order"))
+        return Grid(Codes.INT8, format.group, lambda lo, hi: t["q"][lo:hi] ^ 128, scale, lift, order=t.get("order"))
+    if isinstance(format, Float8):
+        return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), t["scale"])
+    if isinstance(format, NvFp4):
+        return Grid(Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), t["scale"].to(torch.bfloat16), factor=t["factor"])
+    return _gguf(format.kind, t["blocks"], weight.shape[1]) if isinstance(format, Block) else None
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The float16 at byte `at` of every block: [N, blocks, 1]."""
+    return blocks[:, :, at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(b: Tensor) -> Tensor:
+    """Low halves, then high halves of the last dimension."""
+    return torch.cat((b & 15, b >> 4), dim=-1)
+
+
+def _fifth(b: Tensor) -> Tensor:
+    """Four bytes -> 32 bits, as 16 or 0."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=b.device)
+    return (((b[..., None] >> shifts) & 1) << 4).flatten(-2)
+
+
+def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
+    """`ops/formats/gguf.py` is the definition."""
+    nbytes = BLOCKS[kind][1]
+    blocks = rows.reshape(len(rows), -1, nbytes)
+    flat = lambda t: t.reshape(len(t), -1)  # noqa: E731
+    if kind == "Q4_0":
+        return Grid(Codes.INT4, 32, lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 2:])), flat(_half(blocks, 0)))
+    if kind == "Q4_1":
+        return Grid(Codes.UINT4, 32, lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 4:])), flat(_half(blocks, 0)), flat(_half(blocks, 2)))
+    if kind == "Q8_0":
+        return Grid(Codes.INT8, 32, lambda lo, hi: flat(blocks[lo:hi, :, 2:]), flat(_half(blocks, 0)))
+    if kind == "Q5_0":
+        q5 = lambda lo, hi: flat((_nibbles(blocks[lo:hi, :, 6:]) | _fifth(blocks[lo:hi, :, 2:6])) - 16)  # noqa: E731  wraps: two's complement
+        return Grid(Codes.INT8, 32, q5, flat(_half(blocks, 0)))
+    if kind == "Q5_1":
+        q5 = lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 8:]) | _fifth(blocks[lo:hi, :, 4:8]))  # noqa: E731
+        return Grid(Codes.INT8, 32, q5, flat(_half(blocks, 0)), flat(_half(blocks, 2)))
+    if kind in ("Q4_K", "Q5_K"):
+        a, b, c = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
+        scales = torch.cat((a & 63, (c & 15) | ((a >> 6) << 4)), dim=-1).float() * _half(blocks, 0).float()
+        minima = torch.cat((b & 63, (c >> 4) | ((b >> 6) << 4)), dim=-1).float() * _half(blocks, 2).float()
+        scale, lift = flat(scales).to(torch.float16), flat(-minima).to(torch.float16)
+
+        def fine(lo: int, hi: int) -> Tensor:
+            low = blocks[lo:hi, :, -128:].unflatten(-1, (4, 32))  # each 32 bytes hold two groups
+            q = _nibbles(low).unflatten(-1, (2, 32)).flatten(-3, -2)  # [.., 8, 32]
+            if kind == "Q5_K":
+                bits = torch.arange(8, dtype=torch.uint8, device=rows.device)[:, None]
+                q = q | (((blocks[lo:hi, :, None, 16:48] >> bits) & 1) << 4)
+            return flat(q)
+
+        return Grid(Codes.UINT4 if kind == "Q4_K" else Codes.INT8, 32, fine, scale, lift)
+    if kind == "Q6_K":
+        scale6 = blocks[:, :, 192:208].view(torch.int8).float() * _half(blocks, 208).float()
+
+        def six(lo: int, hi: int) -> Tensor:
+            low = _nibbles(blocks[lo:hi, :, :128].unflatten(-1, (2, 64)))  # [.., 2, 128]
+            shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=rows.device)[:, None]
+            high = ((blocks[lo:hi, :, 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3).flatten(-2)  # [.., 2, 128]
+            return flat((low | (high << 4)) - 32)
+
+        return Grid(Codes.INT8, 16, six, flat(scale6).to(torch.float16))
+    return None

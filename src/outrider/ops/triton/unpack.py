@@ -1,0 +1,117 @@
+"""Words of packed weights to planes of bfloat16, two neighbouring columns a register (layout: `quant`).
+
+`planes_of` is inline PTX on a GPU and plain arithmetic elsewhere (the interpreter, other dtypes): the same numbers. What each kind costs,
+in instructions for two weights: int4 a shift, a mask and a subtraction; int8 the like with two masks; fp8 and fp4 put sign, exponent and
+mantissa in place and multiply by a power of two.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+def _int4(offset: int) -> str:
+    """Nibble q under the exponent of 128 is 128 + q: exact. offset is taken away with it."""
+    take = {8: "0xC308C308", 0: "0xC300C300"}[offset]  # -136, -128
+    text = f"{{.reg .b32 t, m, g, o, u; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; mov.b32 u, {take};\n"
+    for half in range(2):
+        for p in range(4):
+            text += f"shr.u32 t, ${8 + half}, {4 * p}; lop3.b32 t, t, m, g, 0xEA; fma.rn.bf16x2 ${4 * half + p}, t, o, u;\n"
+    return text + "}"
+
+
+def _int8() -> str:
+    """A byte less 128: its low seven bits under the exponent of 128, less 128 or 256 by its top bit (stored turned)."""
+    text = "{.reg .b32 s, t, v, m, h, g, n; mov.b32 m, 0x007F007F; mov.b32 h, 0x00800080; mov.b32 g, 0x43004300; mov.b32 n, 0xBF80BF80;\n"
+    for half in range(2):
+        for p in range(2):
+            text += f"shr.u32 s, ${4 + half}, {8 * p}; lop3.b32 t, s, m, g, 0xEA; lop3.b32 v, s, h, g, 0xEA;\n"
+            text += f"fma.rn.bf16x2 ${2 * half + p}, v, n, t;\n"
+    return text + "}"
+
+
+def _fp8() -> str:
+    """e4m3 moved into bfloat16's fields has its exponent 120 too low: multiplied by 2^120 it is exact, subnormals included."""
+    text = "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x07F007F0; mov.b32 h, 0x80008000; mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;\n"
+    for half in range(2):
+        for p in range(2):
+            text += f"shl.b32 s, ${4 + half}, {8 - 8 * p}; shr.u32 t, s, 4; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
+            text += f"fma.rn.bf16x2 ${2 * half + p}, t, f, z;\n"
+    return text + "}"
+
+
+def _fp4() -> str:
+    """e2m1: its exponent is 126 too low in bfloat16's fields."""
+    text = "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x01C001C0; mov.b32 h, 0x80008000; mov.b32 f, 0x7E807E80; mov.b32 z, 0x80008000;\n"
+    for half in range(2):
+        for p in range(4):
+            text += f"shl.b32 s, ${8 + half}, {12 - 4 * p}; shr.u32 t, s, 6; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA;\n"
+            text += f"fma.rn.bf16x2 ${4 * half + p}, t, f, z;\n"
+    return text + "}"
+
+
+INT4 = tl.constexpr(_int4(8))
+UINT4 = tl.constexpr(_int4(0))
+INT8 = tl.constexpr(_int8())
+FP8 = tl.constexpr(_fp8())
+FP4 = tl.constexpr(_fp4())
+EIGHT = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
+FOUR = tl.constexpr("=r,=r,=r,=r,r,r")
+
+
+@triton.jit
+def _plain_value(bits, CODES: tl.constexpr):
+    """An integer code as float32."""
+    if CODES == "int4":
+        return (bits - 8).to(tl.float32)
+    elif CODES == "uint4":
+        return bits.to(tl.float32)
+    elif CODES == "int8":
+        return (bits & 127).to(tl.float32) - (bits & 128).to(tl.float32)
+    elif CODES == "fp8":
+        sign, body = (bits & 128) << 24, (bits & 127) << 20
+        return (sign | body).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    else:
+        sign, body = (bits & 8) << 28, (bits & 7) << 22
+        return (sign | body).to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
+
+
+@triton.jit
+def _plain_plane(words, i: tl.constexpr, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr):
+    BITS: tl.constexpr = 8 if CODES == "int8" or CODES == "fp8" else 4
+    HALF: tl.constexpr = 16 // BITS
+    first, second = tl.split(tl.reshape(words, (BN, P // 2, 2)))
+    word = first if i < HALF else second
+    low = (word >> (BITS * (i % HALF))) & ((1 << BITS) - 1)
+    high = (word >> (BITS * (i % HALF) + 16)) & ((1 << BITS) - 1)
+    both = tl.reshape(tl.join(_plain_value(low, CODES), _plain_value(high, CODES)), (BN, P))
+    return both.to(KIND)
+
+
+@triton.jit
+def planes_of(words, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr):
+    """int32 [BN, P] -> 8 or 4 planes [BN, P]."""
+    if PLAIN:
+        a = _plain_plane(words, 0, CODES, P, BN, KIND)
+        b = _plain_plane(words, 1, CODES, P, BN, KIND)
+        c = _plain_plane(words, 2, CODES, P, BN, KIND)
+        d = _plain_plane(words, 3, CODES, P, BN, KIND)
+        if CODES == "int8" or CODES == "fp8":
+            return a, b, c, d
+        else:
+            e = _plain_plane(words, 4, CODES, P, BN, KIND)
+            f = _plain_plane(words, 5, CODES, P, BN, KIND)
+            g = _plain_plane(words, 6, CODES, P, BN, KIND)
+            h = _plain_plane(words, 7, CODES, P, BN, KIND)
+            return a, b, c, d, e, f, g, h
+    elif CODES == "int4":
+        return tl.inline_asm_elementwise(INT4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+    elif CODES == "uint4":
+        return tl.inline_asm_elementwise(UINT4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+    elif CODES == "fp4":
+        return tl.inline_asm_elementwise(FP4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+    elif CODES == "int8":
+        return tl.inline_asm_elementwise(INT8, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
+    else:
+        return tl.inline_asm_elementwise(FP8, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)

@@ -1,0 +1,162 @@
+"""Quantised products against their formats' definitions, on the GPU where there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+triton = pytest.importorskip("triton")
+
+from tests import quantised, tiny  # noqa: E402
+from tests.unit.ops.test_cpu_packing import part  # noqa: E402
+
+from outrider.ops.formats import Float8, Integer, NvFp4, Weight  # noqa: E402
+from outrider.ops.reference import ReferenceOps  # noqa: E402
+from outrider.ops.triton import TritonOps  # noqa: E402
+from outrider.ops.triton.quant import Extras, quant_linear  # noqa: E402
+from outrider.ops.triton.quant_tiles import QuantTile  # noqa: E402
+from outrider.ops.triton.repack import Parts, QuantWeight, repack  # noqa: E402
+from outrider.weights import load_target  # noqa: E402
+
+DEVICE = "cuda" if CUDA else "cpu"
+DTYPE = torch.bfloat16 if CUDA else torch.float32
+REF = ReferenceOps()
+
+
+def asymmetric(n: int, k: int, bits: int, group: int, kind: torch.dtype) -> Weight:
+    made = Integer(bits, group, scale=kind).quantise(rand(n, k, seed=5))
+    zero = torch.randint(1, (1 << bits) - 1, made.tensors["scale"].shape, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
+    return Weight(Integer(bits, group, True, scale=kind), (n, k), {**made.tensors, "zero": zero})
+
+
+def ordered(n: int, k: int) -> Weight:
+    made = Integer(4, 32).quantise(rand(n, k, seed=5))
+    order = torch.randperm(k, generator=torch.Generator().manual_seed(1)).int()
+    return Weight(Integer(4, 32, ordered=True), (n, k), {**made.tensors, "order": order})
+
+
+def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * scale
+
+
+WEIGHTS = {
+    "int4 g32": lambda n, k: Integer(4, 32).quantise(rand(n, k, seed=1)),
+    "int4 g128": lambda n, k: Integer(4, 128).quantise(rand(n, k, seed=1)),
+    "int4 g16": lambda n, k: Integer(4, 16).quantise(rand(n, k, seed=1)),
+    "int4 channel": lambda n, k: Integer(4, 0).quantise(rand(n, k, seed=1)),
+    "int4 asymmetric": lambda n, k: asymmetric(n, k, 4, 64, torch.bfloat16),
+    "int4 ordered": ordered,
+    "int8 g32": lambda n, k: Integer(8, 32).quantise(rand(n, k, seed=1)),
+    "int8 channel": lambda n, k: Integer(8, 0, scale=torch.float32).quantise(rand(n, k, seed=1)),
+    "int8 asymmetric channel": lambda n, k: asymmetric(n, k, 8, 0, torch.float16),
+    "fp8": lambda n, k: Float8().quantise(rand(n, k, seed=1)),
+    "fp8 g128": lambda n, k: Float8(128).quantise(rand(n, k, seed=1)),
+    "nvfp4": lambda n, k: NvFp4().quantise(rand(n, k, seed=1)),
+    **{kind: lambda n, k, kind=kind: part(kind, n, k).weight for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
+}
+
+
+def near(got: torch.Tensor, want: torch.Tensor, rel: float) -> None:
+    assert got.shape == want.shape
+    error = (got.double() - want.double()).norm() / want.double().norm()
+    assert torch.isfinite(got.double()).all() and error <= rel, f"relative error {float(error):.2e}"
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_product_is_its_definition(name: str) -> None:
+    """A plane, a pair or a half in the wrong place; a factor of another group; an edge of rows or columns that is read or stored."""
+    n, k = 72, 512
+    weight = WEIGHTS[name](n, k).to(DEVICE)
+    dense = weight.dense()
+    held = repack(weight)
+    assert held is not None and held.shape == (n, k)
+    seen = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    x = rand(3, k).to(DEVICE, DTYPE)
+    rounded = name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name  # factors or offsets rounded to float16
+    limit = 1e-2 if CUDA else 5e-4 if rounded else 1e-5
+    near(quant_linear(x, held, seen, Extras(), False), REF.linear(x.float(), dense), limit)
+    near(quant_linear(x, held, seen, Extras(), False, QuantTile(64, 2, 2)), REF.linear(x.float(), dense), limit)
+    assert int(seen.abs().sum()) == 0
+
+
+def test_columns_that_fill_no_chunk() -> None:
+    weight = Integer(4, 32).quantise(rand(64, 352, seed=1)).to(DEVICE)
+    held = repack(weight)
+    assert held is not None and held.chunks == 2
+    x = rand(2, 352).to(DEVICE, DTYPE)
+    near(
+        quant_linear(x, held, torch.zeros(8, dtype=torch.int32, device=DEVICE), Extras(), False),
+        REF.linear(x.float(), weight.dense()),
+        1e-2,
+    )
+
+
+def test_gated_bias_and_multiplied() -> None:
+    weight = Integer(4, 32).quantise(rand(144, 256, seed=1, scale=0.1)).to(DEVICE)
+    held, dense = repack(weight), weight.dense().to(DTYPE)
+    assert held is not None
+    seen = torch.zeros(8, dtype=torch.int32, device=DEVICE)
+    x, y, bias = (rand(*s).to(DEVICE, DTYPE) for s in ((2, 256), (2, 144), (144,)))
+    near(quant_linear(x, held, seen, Extras(act="silu", gated=True), False), REF.gated_linear(x, dense, "silu"), 1e-2)
+    near(quant_linear(x, held, seen, Extras(bias=bias), False), REF.linear(x, dense, bias), 1e-2)
+    near(quant_linear(x, held, seen, Extras(mul=y, act="gelu_tanh"), False), REF.linear_act_mul(x, dense, y, "gelu_tanh"), 1e-2)
+    near(quant_linear(x, held, seen, Extras(softcap=3.0, out_dtype=torch.float32), False), REF.logits(x, dense, 3.0), 1e-2)
+
+
+def test_rows_stand_alone() -> None:
+    """A row's bits do not depend on the rows beside it: tiles of 16, 32, 64 and 128 tokens."""
+    weight = Integer(4, 32).quantise(rand(64, 256, seed=1)).to(DEVICE)
+    held = repack(weight)
+    assert held is not None
+    seen = torch.zeros(64, dtype=torch.int32, device=DEVICE)
+    x = rand(130 if CUDA else 40, 256).to(DEVICE, DTYPE)
+    alone = torch.cat([quant_linear(x[i : i + 1], held, seen, Extras(), False) for i in range(3)])
+    for count in (5, 17, 40, 130):
+        together = quant_linear(x[:count], held, seen, Extras(), False)[:3]
+        assert torch.equal(together, alone) if CUDA else torch.allclose(together, alone, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("scheme", ["ct-int4-g32", "awq", "ct-fp8-channel", "modelopt-nvfp4", "gptq-int8"])
+def test_a_checkpoint_stays_quantised_and_multiplies_as_it_means(scheme: str, tmp_path: Path) -> None:
+    """Fused projections of one format are one weight; its products are those of the dequantised checkpoint. Embeddings stay dense."""
+    model = tiny.target("llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=1)
+    folder = tiny.write(model, tmp_path, tokenizer=False)
+    quantised.rewrite(folder, scheme)
+    ops = TritonOps(DEVICE, pdl=False)
+    _, held, _ = load_target(folder, DEVICE, DTYPE, ops)
+    _, dense, _ = load_target(folder, DEVICE, torch.float32)
+    for key in ("layers.0.qkv", "layers.0.out", "layers.0.gate_up", "layers.0.down"):
+        weight, meant = held[key], dense[key]
+        assert isinstance(weight, QuantWeight) and weight.shape == meant.shape
+        x = rand(2, meant.shape[1]).to(DEVICE, DTYPE)
+        near(ops.linear(x, weight), REF.linear(x.float(), meant), 1e-2)
+    assert isinstance(held["embed"], torch.Tensor)
+
+
+def test_rows_of_unlike_formats_are_multiplied_part_by_part(tmp_path: Path) -> None:
+    parts = [part("Q4_K", 32, 256).weight, part("Q6_K", 16, 256).weight]
+    ops = TritonOps(DEVICE, pdl=False)
+    held = ops.hold(parts, DEVICE)
+    assert isinstance(held, Parts) and held.shape == (48, 256)
+    x, bias = rand(2, 256).to(DEVICE, DTYPE), rand(48).to(DEVICE, DTYPE)
+    dense = torch.cat([p.dense() for p in parts]).to(DEVICE)
+    near(ops.linear(x, held, bias), REF.linear(x.float(), dense, bias.float()), 1e-2)
+    near(ops.gated_linear(x, held, "silu"), REF.gated_linear(x.float(), dense, "silu"), 1e-2)
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8", "fp8"])
+def test_dense_weights_are_rounded_when_asked(mode: str) -> None:
+    ops = TritonOps(DEVICE, pdl=False)
+    dense = rand(64, 256, seed=3, scale=0.05).to(DEVICE, DTYPE)
+    held = ops.quantize(dense, mode)
+    assert isinstance(held, QuantWeight) and held.nbytes < dense.nbytes * (0.6 if mode != "int4" else 0.32) * 2 / dense.element_size()
+    x = rand(2, 256).to(DEVICE, DTYPE)
+    near(ops.linear(x, held), REF.linear(x.float(), dense.float()), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
+    near(ops.unpack(held), dense.to(torch.bfloat16), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
