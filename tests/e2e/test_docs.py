@@ -100,7 +100,20 @@ def commands(block: Block) -> list[list[str]]:
     return out
 
 
-PARSED = [(block, words) for block in blocks() for words in commands(block)]
+def mentioned() -> list[tuple[Block, list[str]]]:
+    """Commands in running text: `outrider prove MODEL`. Those with [optional] parts or left-out ones are for people."""
+    found = []
+    for page in PAGES:
+        text = BLOCK.sub(lambda m: "\n" * m[0].count("\n"), page.read_text(encoding="utf-8"))
+        for match in re.finditer(r"`((?:outrider|make|python) [^`]*)`", text):
+            command = " ".join(match[1].split())
+            if not re.search(r"\[|\.\.\.|…|\||COMMAND|\bX\b|'\{", command):
+                line = text.count("\n", 0, match.start()) + 1
+                found.append((Block(str(page.relative_to(ROOT)), line, "", "", "", command), shlex.split(command)))
+    return found
+
+
+PARSED = [(block, words) for block in blocks() for words in commands(block)] + mentioned()
 
 
 @pytest.mark.parametrize("block, words", PARSED, ids=[f"{b}-{' '.join(w)[:40]}" for b, w in PARSED])
@@ -131,8 +144,8 @@ def parse(arguments: list[str]) -> None:
         assert name in {o for p in group.params for o in p.opts} | {"--help"}, f"no option {name}"
         return
     assert name in group.commands, f"no command outrider {name}"
-    if rest and rest[0] in ("|", ">"):
-        rest = []
+    if not rest:
+        return  # the command's name alone
     try:
         group.commands[name].make_context(name, [a for a in rest if a not in ("...", "…")])
     except click.exceptions.Exit:

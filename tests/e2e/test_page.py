@@ -343,6 +343,10 @@ def test_phone_sized_and_light(browser: Any, served: Served) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
     shoot(page, "phone")
+    page.click("#list-toggle")
+    assert page.is_visible("#new-chat") and page.evaluate("document.activeElement.id") == "new-chat"
+    page.mouse.click(380, 400)
+    assert not page.is_visible("#new-chat")
     page.click("#theme")
     assert page.evaluate("document.documentElement.dataset.theme") == "dark"
     next(pages, None)

@@ -174,7 +174,7 @@ export class Chat {
   async stream(bubble, request, signal) {
     const meter = new Meter(), { message } = bubble;
     let stats = null, finish = null, due = false;
-    const paint = () => { due = false; if (bubble.foot === undefined) keepEnd(this.log, () => bubble.show()); this.panel.show(meter, stats); };
+    const paint = () => { due = false; if (bubble.foot === undefined) keepEnd(this.log, () => bubble.show()); if (meter.tokens) this.panel.show(meter, stats); };
     try {
       for await (const chunk of streamChat(request, signal)) {
         const choice = chunk.choices[0], delta = choice?.delta ?? {};

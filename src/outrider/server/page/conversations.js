@@ -7,6 +7,9 @@ export class Conversations {
     this.chat = chat;
     $("new-chat").addEventListener("click", () => this.fresh());
     $("list-toggle").addEventListener("click", () => this.toggle());
+    document.addEventListener("pointerdown", ({ target }) => { // on a phone the list lies over the page: a tap beside it closes it
+      if (document.body.classList.contains("listing") && !$("side").contains(target) && !$("list-toggle").contains(target)) this.toggle(false);
+    });
     addEventListener("storage", () => this.draw()); // another window
   }
   toggle(open = !document.body.classList.contains("listing")) {
