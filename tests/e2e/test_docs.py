@@ -26,6 +26,7 @@ from pathlib import Path
 
 import click
 import pytest
+import typer
 import typer.main
 from tests import tiny
 
@@ -148,7 +149,7 @@ def parse(arguments: list[str]) -> None:
         return  # the command's name alone
     try:
         group.commands[name].make_context(name, [a for a in rest if a not in ("...", "…")])
-    except click.exceptions.Exit:
+    except (click.exceptions.Exit, typer.Exit):
         pass
     except Exception as error:
         pytest.fail(f"outrider {' '.join(arguments)}: {getattr(error, 'message', error)}")

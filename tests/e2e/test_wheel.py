@@ -43,7 +43,7 @@ def test_the_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
         return done.stdout
 
     found = {f["what"]: f["found"] for f in json.loads(outrider("doctor", "--json"))}
-    assert str(tmp_path / "site") in found["outrider"] and "/shipped/kernels-" in found["CPU kernels"]
+    assert str(tmp_path / "site") in found["outrider"] and "/prebuilt/kernels-" in found["CPU kernels"]
     tiny.write_target("llama", tmp_path / "model")
     row = json.loads(outrider("generate", "model", "Hello", "--max-tokens", "8", "--ops", "cpu", "--json", "--drafter", "ngram"))
     assert row["stats"]["new_tokens"] >= 1
