@@ -18,6 +18,7 @@ triton = pytest.importorskip("triton")
 
 from outrider.ops.reference import ReferenceOps, gumbel  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, moe  # noqa: E402
+from outrider.ops.triton.ahead import Ahead  # noqa: E402
 from outrider.ops.triton.attention import Cut, Shape, attend  # noqa: E402
 from outrider.ops.triton.linear import product  # noqa: E402
 from outrider.ops.triton.tiles import Shape as Rows  # noqa: E402
@@ -96,10 +97,10 @@ def test_logits(ops: TritonOps) -> None:
     near(ops.logits(x, w, None), REF.logits(x, w, None))
 
 
-@pytest.mark.parametrize("rows", [1, 3, 17, 33, 70])
+@pytest.mark.parametrize("rows", [1, 17, 70])
 def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
     """The guarantee behind 'lossless': a row's bits are the same in any company, and in any shape of tile."""
-    x, w = rand(300, 96), rand(64, 96, seed=1)
+    x, w = rand(136, 96), rand(64, 96, seed=1)
     for gated in (False, True):
         tile = Tile(16, 32, 3, 2, turned=True)
         run = lambda a, shape=None: product(a, w, ops.seen, tile=tile, shape=shape, gated=gated, act="silu" if gated else "")  # noqa: B023, E731
@@ -135,6 +136,21 @@ def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
         assert not shape.turned or wide % 64 == 0
         assert (shape.bm + shape.more + wide) * shape.bk * 2 * shape.stages <= 227 << 10
         assert not shape.more or not shape.folded
+
+
+def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
+    """Compiled twice, or never; a failure that stops the pass; what was asked for once only, before its own launch has compiled it."""
+    made: list[tuple[str, int]] = []
+
+    def compile_one(what: str, rows: int) -> None:
+        made.append((what, rows))
+        if what == "b":
+            raise RuntimeError("the launch will say so")
+
+    ahead = Ahead(compile_one)
+    for what, rows in [("a", 1), ("b", 1), ("a", 8), ("b", 8), ("a", 8), ("c", 8), ("c", 64)]:
+        ahead.before(what, rows)
+    assert sorted(made) == [("a", 8), ("a", 64), ("b", 8), ("b", 64), ("c", 64)]
 
 
 # ---- rows ---------------------------------------------------------------------------------------------------------------
@@ -252,9 +268,9 @@ def test_attend_long() -> None:
 def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
     """Splits added up by the program that walks them, or by a second kernel: the same bits, and the right ones. Splits of one block
     and of several, their borders, rows that see none of a split, maxima that rise and fall from split to split."""
-    cut = Cut(bn, 32, near=128, mid=64, far=512, coarse=128)
+    cut = Cut(bn, 32, near=64, mid=64, far=256, coarse=128)
     spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=2.5)
-    for spans in ([(127, 1)], [(126, 4)], [(223, 9), (511, 3)], [(600, 2), (0, 1), (31, 2)]):
+    for spans in ([(126, 4)], [(290, 3), (0, 1), (31, 2)]):
         kv = cache(spec, spans, 16)
         q = rand(kv.positions.shape[0], 96, seed=4)
         apart = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
@@ -268,7 +284,7 @@ def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
 def test_prompt_chunks_packed(ops: TritonOps, window: int | None) -> None:
     """Chunks of several prompts, one with earlier context, beside a verify pass of three rows: as if each came by itself."""
     spec = AttnSpec(4, 2, 16, 0, True, window=window, scale=0.3)
-    spans = [(0, 70), (96, 40), (200, 3), (5, 1)]
+    spans = [(0, 40), (66, 20), (100, 3), (5, 1)]
     kv = cache(spec, spans, 16)
     q = rand(kv.positions.shape[0], 64, seed=4)
     together = ops.attend(q, spec, kv)

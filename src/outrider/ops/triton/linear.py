@@ -9,13 +9,16 @@ one after the other in a single program, which is what a pass of many rows does.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .ahead import Ahead
 from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
-from .tiles import Shape, Tile, choose_tile, for_rows
+from .tiles import COUNTERS, Shape, Tile, choose_tile, for_rows
 
 LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 AHEAD_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
@@ -205,34 +208,85 @@ def _finish(
     tl.store(out + rows[:, None].to(tl.int64) * N + cols[None, :], acc.to(kind), mask=ok)
 
 
+@dataclass(frozen=True)
+class Kind:
+    """A product but for its rows: what one compiled kernel serves."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    gated: bool = False
+    act: str = ""
+    bias: torch.dtype | None = None
+    mul: tuple[torch.dtype, int] | None = None  # and its row stride
+    softcap: bool = False
+
+
+def compile_for(kind: Kind, rows: int, pdl: bool) -> None:
+    """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the real ones."""
+
+    def shell(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    sides = 2 if kind.gated else 1
+    grid, arguments, options, _ = _call(
+        shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype), shell(COUNTERS, dtype=torch.int32),
+        bias=None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias),
+        mul=None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n],
+        act=kind.act, gated=kind.gated, softcap=1.0 if kind.softcap else None, out_dtype=kind.out_dtype, pdl=pdl, tile=None, shape=None,
+    )  # fmt: skip
+    linear_kernel.warmup(*arguments, grid=grid, **options)
+
+
 def product(
     x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
-    tile: Tile | None = None, shape: Shape | None = None,
+    tile: Tile | None = None, shape: Shape | None = None, ahead: Ahead[Kind] | None = None,
 ) -> Tensor:  # fmt: skip
     """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring."""
+    if ahead is not None:
+        n = w.shape[0] // 2 if gated else w.shape[0]
+        beside = None if mul is None else (mul.dtype, mul.stride(0))
+        biased = None if bias is None else bias.dtype
+        ahead.before(Kind(n, w.shape[1], x.dtype, out_dtype or x.dtype, gated, act, biased, beside, softcap is not None), x.shape[0])
+    grid, arguments, options, out = _call(
+        x if x.stride(1) == 1 else x.contiguous(), w, seen, bias=bias, mul=mul, act=act, gated=gated, softcap=softcap,
+        out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape,
+    )  # fmt: skip
+    linear_kernel[grid](*arguments, **options)
+    return out
+
+
+def _call(
+    x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool, softcap: float | None,
+    out_dtype: torch.dtype, pdl: bool, tile: Tile | None, shape: Shape | None,
+) -> tuple[tuple[int, int, int], tuple[Tensor | int | float, ...], dict[str, int | str | bool], Tensor]:  # fmt: skip
+    """The launch: its grid, arguments and options; and where the result will be."""
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
-    if x.stride(1) != 1:
-        x = x.contiguous()
     tile = tile or choose_tile(n, k, gated, w.element_size())
     span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
     splits = triton.cdiv(k, span)
     shape = shape or for_rows(tile, n, k, rows, gated, w.element_size())
     folded = splits > 1 and shape.folded
     assert not shape.more or (shape.turned and not folded)
-    out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
+    out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
     grid = (triton.cdiv(rows, shape.bm + shape.more), triton.cdiv(n, shape.bn), 1 if folded else splits)
     wide = shape.bn * (2 if gated else 1)
     sums = grid[0] * grid[1] * splits * (shape.bm + shape.more) * wide
     part = torch.empty((sums,), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
-    linear_kernel[grid](
+    arguments = (
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+    )  # fmt: skip
+    options: dict[str, int | str | bool] = dict(
         BM=shape.bm, MORE=shape.more, BN=shape.bn, BK=shape.bk, TURNED=shape.turned, GATED=gated, ACT=act, BIAS=bias is not None,
         MUL=mul is not None, SOFTCAP=softcap is not None, EVEN=k % shape.bk == 0 and span % shape.bk == 0, SPLITS=splits, FOLDED=folded,
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32", PDL=pdl,
         AHEAD=AHEAD_LINES if pdl and w.element_size() == 2 else 0, LATE=pdl and w.numel() * w.element_size() >= LATE_BYTES,
-        num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    return out
+    if pdl:
+        options["launch_pdl"] = True
+    return grid, arguments, options, out

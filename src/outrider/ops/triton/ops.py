@@ -12,7 +12,8 @@ from ..backend import Capabilities, M
 from ..formats import Held
 from ..reference import ReferenceOps, plain
 from . import attention, choose, moe, norm, rope
-from .linear import product
+from .ahead import Ahead
+from .linear import Kind, compile_for, product
 from .tiles import COUNTERS
 
 
@@ -24,19 +25,21 @@ class TritonOps(ReferenceOps):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
         self.pdl = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
         self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
+        on_gpu = torch.device(device).type == "cuda"
+        self.ahead: Ahead[Kind] | None = Ahead(lambda kind, rows: compile_for(kind, rows, self.pdl)) if on_gpu else None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
         return norm.embed(ids, plain(table), scale, self.pdl)
 
     def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
-        return product(x, plain(w), self.seen, bias=bias, pdl=self.pdl)
+        return product(x, plain(w), self.seen, bias=bias, pdl=self.pdl, ahead=self.ahead)
 
     def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
-        return product(x, plain(w), self.seen, act=act, gated=True, pdl=self.pdl)
+        return product(x, plain(w), self.seen, act=act, gated=True, pdl=self.pdl, ahead=self.ahead)
 
     def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor:
-        return product(x, plain(w), self.seen, mul=y, act=act, pdl=self.pdl)
+        return product(x, plain(w), self.seen, mul=y, act=act, pdl=self.pdl, ahead=self.ahead)
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
@@ -56,7 +59,7 @@ class TritonOps(ReferenceOps):
         return norm.act_mul(x, y, act, self.pdl)
 
     def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
-        return product(h, plain(w), self.seen, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl)
+        return product(h, plain(w), self.seen, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl, ahead=self.ahead)
 
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
