@@ -147,8 +147,8 @@ def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
         if what == "b":
             raise RuntimeError("the launch will say so")
 
-    ahead = Ahead(compile_one)
-    for what, rows in [("a", 1), ("b", 1), ("a", 8), ("b", 8), ("a", 8), ("c", 8), ("c", 64)]:
+    ahead = Ahead(compile_one, lambda what, rows: rows // 8)
+    for what, rows in [("a", 1), ("b", 1), ("b", 2), ("a", 8), ("b", 8), ("a", 9), ("c", 8), ("c", 64), ("a", 70)]:
         ahead.before(what, rows)
     assert sorted(made) == [("a", 8), ("a", 64), ("b", 8), ("b", 64), ("c", 64)]
 

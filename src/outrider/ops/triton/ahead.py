@@ -19,18 +19,28 @@ log = logging.getLogger("outrider")
 
 
 class Ahead(Generic[Asked]):
-    def __init__(self, compile_one: Callable[[Asked, int], None]):
-        """compile_one(asked, rows): compiles, launches nothing; may fail."""
-        self._compile, self._asked, self._rows = compile_one, dict[Asked, None](), set[int]()
+    def __init__(self, compile_one: Callable[[Asked, int], None], variant: Callable[[Asked, int], Hashable]):
+        """compile_one(asked, rows): compiles, launches nothing; may fail. variant(asked, rows): numbers of rows that share it share
+        the kernel."""
+        self._compile, self._variant = compile_one, variant
+        self._asked, self._rows = dict[Asked, None](), set[int]()
+        self._made: set[tuple[Asked, Hashable]] = set()
 
     def before(self, asked: Asked, rows: int) -> None:
         """To be called before a launch."""
         if asked not in self._asked:
-            self._asked[asked] = None  # its own launch compiles it
+            self._asked[asked] = None
+            self._made.add((asked, self._variant(asked, rows)))  # its own launch compiles it
         elif rows not in self._rows:
             self._rows.add(rows)
-            with ThreadPoolExecutor(THREADS) as pool:
-                for future in [pool.submit(self._compile, one, rows) for one in self._asked]:
-                    error = future.exception()
-                    if error is not None:
-                        log.debug("not compiled ahead for %d rows: %s", rows, error)
+            missing = [one for one in self._asked if (one, self._variant(one, rows)) not in self._made]
+            self._made.update((one, self._variant(one, rows)) for one in missing)
+            if len(missing) > 1:
+                self._side_by_side(missing, rows)
+
+    def _side_by_side(self, missing: list[Asked], rows: int) -> None:
+        with ThreadPoolExecutor(THREADS) as pool:
+            for future in [pool.submit(self._compile, one, rows) for one in missing]:
+                error = future.exception()
+                if error is not None:
+                    log.debug("not compiled ahead for %d rows: %s", rows, error)

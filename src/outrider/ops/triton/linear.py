@@ -223,6 +223,12 @@ class Kind:
     softcap: bool = False
 
 
+def variant(kind: Kind, rows: int) -> Shape:
+    """What of the number of rows a compiled kernel depends on."""
+    tile = choose_tile(kind.n, kind.k, kind.gated, kind.dtype.itemsize)
+    return for_rows(tile, kind.n, kind.k, rows, kind.gated, kind.dtype.itemsize)
+
+
 def compile_for(kind: Kind, rows: int, pdl: bool) -> None:
     """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the real ones."""
 

@@ -13,7 +13,7 @@ from ..formats import Held
 from ..reference import ReferenceOps, plain
 from . import attention, choose, moe, norm, rope
 from .ahead import Ahead
-from .linear import Kind, compile_for, product
+from .linear import Kind, compile_for, product, variant
 from .tiles import COUNTERS
 
 
@@ -26,7 +26,7 @@ class TritonOps(ReferenceOps):
         self.pdl = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
         self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
         on_gpu = torch.device(device).type == "cuda"
-        self.ahead: Ahead[Kind] | None = Ahead(lambda kind, rows: compile_for(kind, rows, self.pdl)) if on_gpu else None
+        self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl), variant) if on_gpu else None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
