@@ -9,24 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..models.layers import TextModel
-from ..ops.reference import gumbel
+from ..ops.reference import ReferenceOps
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT
 from .capture import capture
 from .clusters import cluster_of
 from .data import Sequences, make_batch, plan_epoch
+from .export import Json
 from .losses import chunk_rows
 from .net import DraftNet
 
 MAX_K = MAX_DRAFT
-Summary = dict[str, Any]  # JSON: see `summary`
 
 
 @dataclass(frozen=True)
@@ -41,24 +40,28 @@ class Head:
 
     def choose(self, g: Tensor, seeds: Tensor | None, positions: Tensor | None, weigh: bool = True) -> tuple[Tensor, Tensor]:
         """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens it scored."""
-        vocab = self.rows.shape[0]
+        vocab, ops = self.rows.shape[0], ReferenceOps()  # its rules of noise and leaning are the definition
         step = chunk_rows(g.device, 8 * vocab * (4 if seeds is not None else 1))
-        of = cluster_of(self.order, self.centroids.shape[0]) if self.centroids is not None and self.order is not None else None
+        clusters = None if self.order is None or self.centroids is None else self.order.view(self.centroids.shape[0], -1)  # [C, S]
+        of = None if clusters is None or self.order is None else cluster_of(self.order, clusters.shape[0])
         out, sure = [torch.zeros(0, dtype=torch.int64, device=g.device)], [torch.zeros(0, device=g.device)]
         for lo in range(0, g.shape[0], step):
             part = g[lo : lo + step]
             z = (part @ self.rows.T).float()
-            noise = None
-            if seeds is not None and positions is not None:
-                noise = gumbel(seeds[lo : lo + step, None], positions[lo : lo + step, None], torch.arange(vocab, device=g.device))
-            if of is not None and self.centroids is not None and self.order is not None:
+            heat = torch.full((len(part),), self.temperature, device=g.device)
+            hot = torch.ones(len(part), dtype=torch.bool, device=g.device)
+            seed, at = (None, None) if seeds is None or positions is None else (seeds[lo : lo + step], positions[lo : lo + step])
+            if clusters is not None and of is not None and self.centroids is not None:
                 score = (part @ self.centroids.T).float()
-                if noise is not None:  # a cluster leans towards its luckiest token: ops.reference.cluster_lean
-                    score += self.temperature * noise[:, self.order].view(*score.shape, -1).amax(-1)
+                if seed is not None and at is not None:
+                    score += ops.cluster_lean(clusters, seed, at, heat, hot)
                 chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.topk(self.top, dim=-1).indices, True)
                 z = z.masked_fill_(~chosen[:, of], float("-inf"))
-            z = z if noise is None else z.div_(self.temperature)
-            token = (z if noise is None else z + noise).argmax(-1)
+            if seed is not None and at is not None:
+                z = z.div_(self.temperature)
+                token = ops.gumbel_argmax(z, seed, at, None, hot)
+            else:
+                token = ops.argmax(z)
             out.append(token)
             sure.append((z.gather(1, token[:, None])[:, 0] - z.logsumexp(-1)).exp() if weigh else torch.zeros(len(token), device=g.device))
         return torch.cat(out), torch.cat(sure)
@@ -154,7 +157,7 @@ def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
     return tokens, cycles, reached
 
 
-def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_K, at: int = 4) -> Summary:
+def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_K, at: int = 4) -> Json:
     """tokens_per_cycle {K: value} over all answers; acceptance_by_position: share of cycles at K = `at` (and, for later
     positions, at K = most) that accepted at least j; acceptance_given_before: at K = most, of the cycles whose drafts before j
     were right, the share where j was too; by_category at K = `at`; anchors: first-position acceptance everywhere."""

@@ -20,15 +20,16 @@ from ..models.config import ASSISTANT_TYPES, DrafterConfig, RopeSpec
 from ..types import OutriderError
 from ..weights.names import tensor_plan
 
+Json = dict[str, Any]  # what a configuration file holds
 KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
 
 
-def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any]:
+def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> Json:
     head = {
         "use_ordered_embeddings": bool(config.clusters), "num_centroids": config.clusters or 2048,
         "centroid_intermediate_top_k": config.cluster_top or 32,
     }  # fmt: skip
-    own: dict[str, Any] = {
+    own: Json = {
         "position_offset": config.position_offset,
         "num_assistant_tokens": config.draft_tokens,
         "target_hash": config.target_hash,
@@ -77,7 +78,7 @@ def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> dict[str, Any
     return {**raw, "style": "gemma", **own}
 
 
-def rope_dict(rope: RopeSpec) -> dict[str, Any]:
+def rope_dict(rope: RopeSpec) -> Json:
     if rope.scaling == "linear":
         return {"rope_type": "linear", "rope_theta": rope.theta, "factor": rope.factor}
     if rope.scaling == "llama3":
@@ -89,7 +90,7 @@ def rope_dict(rope: RopeSpec) -> dict[str, Any]:
 
 def save_drafter(
     folder: Path, config: DrafterConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype = torch.bfloat16,
-    draft_tokens: int | None = None, provenance: Mapping[str, Any] | None = None, card: str | None = None,
+    draft_tokens: int | None = None, provenance: Mapping[str, object] | None = None, card: str | None = None,
 ) -> None:  # fmt: skip
     """config.json, generation_config.json, model.safetensors (and provenance.json, README.md). The weights file is
     replaced last and whole, so that a full disk leaves what was there."""
@@ -117,5 +118,5 @@ def save_drafter(
         raise OutriderError(f"{folder}: the drafter cannot be written ({error}); free some space and run the command again") from None
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -27,8 +27,8 @@ from ..weights import files as weight_files
 from ..weights import hub
 from .clusters import Recall, choose_top, recall_curve
 from .data import Sequences
-from .evaluate import MAX_K, Head, Judged, Summary, judge_drafts, summary
-from .export import save_drafter
+from .evaluate import MAX_K, Head, Judged, judge_drafts, summary
+from .export import Json, save_drafter
 from .job import TrainJob
 from .model_card import model_card
 from .net import DraftNet, step_weights, target_weights
@@ -67,13 +67,13 @@ def judged(
     return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature > 0, record, weigh)
 
 
-def scored(result: Judged, most: int) -> Summary:
+def scored(result: Judged, most: int) -> Json:
     """Tokens a cycle; score: at K = 4."""
     made = summary(result.right, ["all"] * len(result.right), most)
     return {"score": made["tokens_per_cycle"][min(4, most)], **made}
 
 
-def judge(target: Target, net: DraftNet, data: Sequences, *, most: int = 8) -> Summary:
+def judge(target: Target, net: DraftNet, data: Sequences, *, most: int = 8) -> Json:
     """What an evaluation during training says: held-out greedy answers, full head."""
     return scored(judged(target, net, data, most=most, full=True), most)
 

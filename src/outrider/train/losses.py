@@ -160,7 +160,9 @@ def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
 
 class HeadLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor, bias: Tensor | None) -> Any:
+    def forward(  # type: ignore[override]
+        ctx: Any, g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         count, vocab = g.shape[0], head.shape[0]
         terms = torch.empty((count, 3), dtype=torch.float32, device=g.device)
         back = torch.empty_like(g)
@@ -189,7 +191,7 @@ class HeadLoss(torch.autograd.Function):
         return terms[:, 0].sum(), terms
 
     @staticmethod
-    def backward(ctx: Any, up: Tensor, _: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, up: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         back, own = ctx.saved_tensors
         return back * up.to(back.dtype), None if own is None else (own * up).to(ctx.head_dtype), None, None, None, None, None
 

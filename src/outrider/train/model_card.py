@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ..models.config import DrafterConfig
+from .export import Json
 
-Row = Mapping[str, Any]  # JSON
 COLUMNS = (1, 2, 3, 4, 6, 8)
 VIEWS = {"clustered": "greedy, clustered head", "full": "greedy, full head", "sampled": "sampled, coupled"}
 
 
-def model_card(config: DrafterConfig, result: Row, runs: Sequence[Row]) -> str:
+def model_card(config: DrafterConfig, result: Json, runs: Sequence[Json]) -> str:
     """`result` of finish.finish; `runs`: the provenance of every run that made it, the last one last."""
     last = runs[-1]
     lines = [
@@ -51,7 +50,7 @@ def describe(config: DrafterConfig) -> str:
     )
 
 
-def figures(result: Row) -> list[str]:
+def figures(result: Json) -> list[str]:
     lines = [
         "Tokens a cycle on held-out prompts, walked exactly:",
         "",

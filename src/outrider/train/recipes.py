@@ -15,12 +15,11 @@ import tomllib
 from dataclasses import dataclass, fields, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from ..models.config import DrafterConfig
 from ..types import OutriderError
 from .answers import Answering
-from .export import write_json
+from .export import Json, write_json
 from .finish import draw_curve
 from .job import Say, TrainJob
 from .losses import LossMix
@@ -41,7 +40,7 @@ NAMES = {
 class Phase:
     name: str
     minutes: float
-    values: dict[str, Any]  # whatever TOML holds; checked by `applied`
+    values: Json  # whatever TOML holds; checked by `applied`
 
 
 def read_recipe(name: str) -> list[Phase]:
@@ -68,9 +67,9 @@ def read_recipe(name: str) -> list[Phase]:
 
 def applied(job: TrainJob, phase: Phase, keep: frozenset[str] = frozenset()) -> TrainJob:
     """The job with a phase's values; names in `keep` stay as the job has them."""
-    own: dict[str, Any] = {}
-    answers: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
+    own: Json = {}
+    answers: Json = {}
+    settings: Json = {}
     for name, value in phase.values.items():
         if name in keep:
             continue

@@ -55,6 +55,6 @@ class Rotate(torch.autograd.Function):
         return turn(x, cos, sin, 1.0)
 
     @staticmethod
-    def backward(ctx: Any, up: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, up: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         cos, sin = ctx.saved_tensors
         return turn(up, cos, sin, -1.0), None, None  # a rotation's transpose turns back

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,12 +30,13 @@ from .capture import Recorder
 from .clock import Stop
 from .clusters import cluster_loss, cluster_of
 from .data import Batch, Sequences, make_batch, plan_epoch, prefetch
+from .export import Json
 from .losses import LossMix, Scored, Teacher, head_loss
 from .net import DraftNet
 from .optim import make_optimizers
 from .parallel import Group
 
-Row = dict[str, Any]  # of the log: JSON
+Row = Json  # of the log
 
 
 @dataclass(frozen=True)
