@@ -169,7 +169,7 @@ def test_warm_start_recovers_a_fine_tuned_target(world: tuple[Path, Path, Path],
     dropped = evaluate_drafter(str(tuned), str(out / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
     run.train(job(tuned, data, tmp_path / "run", init=str(out / "drafter")), QUIET)
     after = evaluate_drafter(str(tuned), str(tmp_path / "run" / "drafter"), data, max_new=24, limit=12, say=QUIET)["tokens_per_cycle"][4]
-    assert dropped < before - 1 and after > dropped + 1
+    assert dropped < before - 1 and after - dropped > 0.5 * (before - dropped)  # more than half of what was lost
 
 
 def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:

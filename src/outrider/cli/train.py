@@ -44,7 +44,9 @@ def train(
     ] = None,
     style: Annotated[str, typer.Option(help="auto | plain (reads any layers, head of the target) | gemma (Gemma 4's layout).")] = "auto",
     layers: Annotated[int, typer.Option(help="Plain style: how many layers.")] = 6,
-    reads: Annotated[str, typer.Option(help="Plain style: the target layers to read, e.g. 4,9,14,19,24,29. Default: evenly spread.")] = "",
+    reads: Annotated[
+        str, typer.Option(help="Plain style: the target layers to read, e.g. 14,17,20,23,26,29. Default: over the upper half.")
+    ] = "",
     taps: Annotated[str, typer.Option(help="Plain style: target layers whose hidden state is fed too.")] = "",
     hidden: Annotated[int | None, typer.Option(help="Width. Default: the target's (plain), 256 (gemma).")] = None,
     intermediate: Annotated[int | None, typer.Option(help="Width of the MLPs.")] = None,
@@ -53,7 +55,7 @@ def train(
     ] = 2,
     clusters: Annotated[int | None, typer.Option(help="Clusters of the head; 0: none. Default: by the vocabulary.")] = None,
     recall: Annotated[float, typer.Option(help="The clustered head must find the full head's token this often.")] = 0.99,
-    unroll: Annotated[int, typer.Option(help="Draft steps a training step unrolls.")] = 5,
+    unroll: Annotated[int | None, typer.Option(help="Draft steps a training step unrolls. Default: 5, on a CPU 3.")] = None,
     loss: Annotated[str, typer.Option(help="Weights of the terms soft, tv, hard, lk.")] = "soft=1,tv=0.5",
     survival: Annotated[float, typer.Option(help="0..1: weigh a step by the chance that those before it are accepted.")] = 0.0,
     four_bits_from: Annotated[
@@ -109,7 +111,7 @@ def train(
             (warmup or 50, max_new or 192, max_prompt or 512) if cuda else (warmup or 10, max_new or 96, max_prompt or 256)
         )
         settings = TrainSettings(
-            steps=steps, unroll=unroll, survival=survival, loss=LossMix.parse(loss), lr=lr, warmup=rise, hold=hold,
+            steps=steps, unroll=unroll or (5 if cuda else 3), survival=survival, loss=LossMix.parse(loss), lr=lr, warmup=rise, hold=hold,
             muon=optimizer == "muon", accumulate=accumulate, seed=seed, eval_every=eval_every, patience=patience, save_minutes=save_minutes,
             four_bits_from=four_bits_from,
         )  # fmt: skip

@@ -32,11 +32,13 @@ RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
 
 
 def spread_reads(target: ModelConfig, count: int) -> tuple[int, ...]:
-    """`count` layers that own K/V, evenly spaced, the last one included."""
+    """`count` layers that own K/V, evenly spaced over the upper half (all of them where that is too few), the last one included.
+    Which layers are read is worth more than anything else, and the upper ones are best (docs/training.md)."""
     owners = target.kv_layers
     if count > len(owners):
         raise OutriderError(f"{count} drafter layers cannot read different layers: the target has {len(owners)} that own K/V")
-    return tuple(owners[round((i + 1) * len(owners) / count) - 1] for i in range(count))
+    upper = owners[min(len(owners) // 2 - 1, len(owners) - count) :] if len(owners) > 2 else owners
+    return tuple(upper[round((i + 1) * len(upper) / count) - 1] for i in range(count))
 
 
 def default_clusters(vocab: int) -> int:

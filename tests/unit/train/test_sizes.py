@@ -67,6 +67,12 @@ def test_clusters_divide_the_vocabulary() -> None:
     assert default_clusters(7919) == 0 and default_clusters(151937) == 0  # a prime, and only far divisors
 
 
+def test_the_upper_layers_are_read() -> None:
+    assert spread_reads(HALF, 6) == (12, 14, 16, 19, 21, 23) and spread_reads(HALF, 24) == tuple(range(24))
+    with pytest.raises(OutriderError, match="the target has 24"):
+        spread_reads(HALF, 25)
+
+
 def test_too_short_a_time_is_refused_with_what_would_do() -> None:
     work, chosen = Work.of(drafter(), HALF, 5, 2), sizes(20 << 30)
     slow = Forecast.of(work, chosen, vocab=151936, head=896, rate=1e11, answer_rate=60.0, load=15.0, accumulate=1)
