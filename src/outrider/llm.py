@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -152,7 +152,7 @@ class LLM:
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True
-    ) -> Iterator[Event]:
+    ) -> Generator[Event, None, None]:
         """One answer as it comes. Closing the iterator aborts the request and frees its pages."""
         (request,) = self.requests(prompt, replace(params or SamplingParams(), n=1), draft_tokens, drafter)
         self.engine.submit(request)

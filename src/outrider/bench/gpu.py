@@ -9,24 +9,26 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from ..cache.store import CacheSpec, KVStore
+from ..cache.store import CacheSpec, KVStore, SeqCache
 from ..engine.capture import Graph, Pool
 from ..engine.decode import Inputs, Key, State, decode_step
 from ..models import build
-from ..models.config import DrafterConfig, ModelConfig
+from ..models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
 from ..models.gemma4_assistant import Gemma4Assistant
 from ..models.known import KNOWN
+from ..ops.backend import Backend
+from ..ops.formats import Held
 from ..spec.mtp import MTPDrafter
 from ..types import Draft, OutriderError, Verdict
-from ..weights.load import dummy_weights
+from ..weights.load import dummy_weights, plain_all
 
 SIZES = {s: f"google/gemma-4-{s}-it" for s in ("31B", "12B", "26B-A4B", "E4B", "E2B")}
 H200_BYTES_PER_S = 4.39e12  # read-only reduction over 8 GiB, measured
@@ -69,7 +71,7 @@ class Captured:
         return time_ms(self.graph.replay, repeats, warm)
 
 
-def time_ms(fn: Callable[[], Any], repeats: int = 20, warm: int = 3) -> float:
+def time_ms(fn: Callable[[], object], repeats: int = 20, warm: int = 3) -> float:
     for _ in range(warm):
         fn()
     if not torch.cuda.is_available():  # only to try the benchmark itself
@@ -88,7 +90,7 @@ def time_ms(fn: Callable[[], Any], repeats: int = 20, warm: int = 3) -> float:
     return median(begin.elapsed_time(end) for begin, end in marks)
 
 
-def shallow(raw: dict[str, Any], layers: int) -> dict[str, Any]:
+def shallow(raw: Foreign, layers: int) -> ForeignDict:
     """The same model with its first layers only: for comparisons that need not be deep."""
     text = dict(raw["text_config"])
     shared = text["num_kv_shared_layers"]
@@ -99,51 +101,63 @@ def shallow(raw: dict[str, Any], layers: int) -> dict[str, Any]:
     return {**raw, "text_config": text}
 
 
+class Room(TypedDict, total=False):
+    """What a rig of a known size may be told."""
+
+    slots: int
+    context: int
+    tokens: int | None
+    compiled: bool
+
+
 class Rig:
     """One model with dummy weights on the GPU, its drafter, and room for some sequences."""
 
     def __init__(
-        self, raw: Mapping[str, Any], drafter: Mapping[str, Any] | None, ops: Any, device: torch.device | str = "cuda",
+        self, raw: Foreign, drafter: Foreign | None, ops: Backend, device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None, seed: int = 0,
-        page_size: int = 16, chunk: int = 1024, weights: dict[str, Any] | None = None, compiled: bool = False,
+        page_size: int = 16, chunk: int = 1024, weights: dict[str, Held] | None = None, compiled: bool = False,
     ):  # fmt: skip
         """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all; weights: given
         ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the ops can."""
         self.raw, self.ops, self.device = raw, ops, torch.device(device)
         self.config = ModelConfig.from_hf(raw)
         self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, seed)
-        self.model: Any = build(self.config, self.weights, ops)
+        self.model = build(self.config, self.weights, ops)
         self.drafter: MTPDrafter | None = None
         self.draft_narrow = False  # the drafter's matrices are read as bytes
-        self.drafter_weights: dict[str, Any] = {}
+        self.drafter_weights: dict[str, Tensor] = {}
         if drafter is not None:
             config = DrafterConfig.from_hf(drafter)
-            self.drafter_weights = dummy_weights(config, self.device, dtype, ops, None, seed + 1)
-            assistant: Any = Gemma4Assistant(config, self.drafter_weights, ops, self.model)
+            self.drafter_weights = plain_all(dummy_weights(config, self.device, dtype, ops, None, seed + 1))
+            assistant = Gemma4Assistant(config, self.drafter_weights, ops, self.model)
             if compiled:
                 assistant = ops.compile_drafter(assistant)
                 self.draft_narrow = bool(vars(assistant).get("narrow"))
             self.drafter = MTPDrafter(assistant, self.model)
         self.page_size, self.chunk = page_size, chunk
-        self.pool: Any = Pool(self.device)
-        self.resize(slots, context, tokens)
+        self.pool = Pool(self.device)
+        self.store = self._cache(slots, context, tokens)
 
     def resize(self, slots: int, context: int, tokens: int | None = None) -> None:
         """Another cache for the same weights. Graphs of the old one must be gone."""
-        self.store: Any = None
+        del self.store  # before the next is made: there may be no room for both
         collect()
+        self.store = self._cache(slots, context, tokens)
+
+    def _cache(self, slots: int, context: int, tokens: int | None) -> KVStore:
         spec = CacheSpec(slots, context, self.page_size, self.chunk, tokens or slots * context)
-        self.store = KVStore(self.config, spec, self.model.dtype, self.device)
+        return KVStore(self.config, spec, self.model.dtype, self.device)
 
     def free(self) -> None:
         """Give everything back: the next model needs the room. Graphs of this rig must not be replayed any more."""
         self.weights.clear()
         self.drafter_weights.clear()
-        self.model = self.drafter = self.store = self.pool = None
+        del self.model, self.drafter, self.store, self.pool
         collect()
 
     @staticmethod
-    def of(size: str, layers: int | None = None, **rest: Any) -> Rig:
+    def of(size: str, layers: int | None = None, **rest: Unpack[Room]) -> Rig:
         """A Gemma 4 size by name, with its own drafter; layers: only so many of them."""
         if size not in SIZES:
             raise OutriderError(f"unknown size {size!r}; known: {', '.join(SIZES)}")
@@ -191,7 +205,7 @@ class Rig:
         return total
 
     # ---- sequences -----------------------------------------------------------------------------------------------------
-    def open(self, batch: int, context: int, room: int) -> list[Any]:
+    def open(self, batch: int, context: int, room: int) -> list[SeqCache]:
         """`batch` sequences with `context` random positions in the cache and room for `room` more."""
         g = torch.Generator(device=self.device).manual_seed(7)
         for tensor in (*self.store.keys, *self.store.values):
@@ -208,22 +222,24 @@ class Rig:
             seqs.append(seq)
         return seqs
 
-    def close(self, seqs: list[Any]) -> None:
+    def close(self, seqs: list[SeqCache]) -> None:
         for seq in seqs:
             self.store.close(seq)
 
-    def prefill(self, seq: Any, ids: Tensor, start: int = 0) -> Tensor:
+    def prefill(self, seq: SeqCache, ids: Tensor, start: int = 0) -> Tensor:
         """One chunk of one sequence; hidden [count, H]."""
         count = ids.shape[0]
         at = torch.arange(start, start + count, device=self.device)
         rows = torch.tensor([0, count], dtype=torch.int32, device=self.device)
         kv = self.store.view(torch.tensor([seq.slot], device=self.device), at, torch.zeros_like(at), rows, count, start + count)
-        return self.model.forward(ids, kv)
+        hidden = self.model.forward(ids, kv)
+        assert isinstance(hidden, Tensor)  # no taps were asked for
+        return hidden
 
     # ---- a cycle as one graph --------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def graph(
-        self, seqs: list[Any], k: int, context: int, bound: int, *, advance: bool = False,
+        self, seqs: list[SeqCache], k: int, context: int, bound: int, *, advance: bool = False,
         propose: Callable[[Tensor, Tensor], Draft] | None = None, assumed: Synthetic | None = None, eager: bool = False,
     ) -> Captured:  # fmt: skip
         """Capture the engine's own decode step. advance: the committed length and the newest token move with every replay;
@@ -304,7 +320,7 @@ class Equality:
 
 
 @torch.inference_mode()
-def plain_run(rig: Rig, seqs: list[Any], context: int, steps: int) -> tuple[Tensor, Tensor]:
+def plain_run(rig: Rig, seqs: list[SeqCache], context: int, steps: int) -> tuple[Tensor, Tensor]:
     """Plain decoding of the sequences together, from a fixed start: tokens [B, steps], logits [B, steps, V]."""
     tokens = torch.empty((len(seqs), steps), dtype=torch.int64, device=rig.device)
     logits = torch.empty((len(seqs), steps, rig.config.vocab_size), dtype=torch.float32, device=rig.device)
@@ -316,7 +332,7 @@ def plain_run(rig: Rig, seqs: list[Any], context: int, steps: int) -> tuple[Tens
 
 
 @torch.inference_mode()
-def speculative_run(rig: Rig, seqs: list[Any], context: int, k: int, tokens: Tensor, logits: Tensor) -> Equality:
+def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens: Tensor, logits: Tensor) -> Equality:
     """The same with k drafted tokens a cycle, by a drafter that knows the answer and is wrong about every fourth time.
     Compared on the device: the host looks every 16 cycles whether all are done."""
     batch, steps = tokens.shape

@@ -7,16 +7,36 @@ draft is right, so an assisted cycle emits one token; what it costs does not dep
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, NotRequired, TypedDict
 
 import torch
 
+from ..models.config import Foreign
 from .gpu import collect
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
-def build(raw: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
+    from .peers import Causal
+
+
+class Timed(TypedDict):
+    """What was timed. A part that fails is left out, and `errors` says why."""
+
+    mtp_ms: float | None  # an assisted cycle
+    mtp_k: int
+    context: int
+    errors: list[str]
+    version: NotRequired[str]
+    build_s: NotRequired[float]
+
+
+class Peer(Timed):
+    ar_ms: dict[int, float]  # a plain step, by batch
+
+
+def build(raw: Foreign, device: str, dtype: torch.dtype) -> Causal:
     """The text model of a config.json, or an assistant, with random weights made on the device."""
     import transformers as t
 
@@ -26,12 +46,11 @@ def build(raw: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
     body = {k: v for k, v in raw["text_config"].items() if k not in ("model_type", "dtype")}
     if assistant and not unified:
         body["vocab_size_per_layer_input"] = 0  # it insists on this beside a width of 0
-    text = text_kind(**body)
-    config: Any = text
+    config: PretrainedConfig = text_kind(**body)
     if assistant:
         kind = t.Gemma4UnifiedAssistantConfig if unified else t.Gemma4AssistantConfig
         names = ("backbone_hidden_size", "use_ordered_embeddings", "num_centroids", "centroid_intermediate_top_k")
-        config = kind(text_config=text, **{name: raw[name] for name in names})
+        config = kind(text_config=config, **{name: raw[name] for name in names})
     with torch.device(device):
         model = t.AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config.eos_token_id = None
@@ -41,7 +60,7 @@ def build(raw: Mapping[str, Any], device: str, dtype: torch.dtype) -> Any:
 class Steps:
     """When the target was called."""
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Causal):
         self.at: list[float] = []
         self.handle = model.register_forward_pre_hook(lambda *_: self.at.append(time.perf_counter()))
 
@@ -53,7 +72,7 @@ class Steps:
 
 
 @torch.inference_mode()
-def ar_ms(model: Any, context: int, batch: int, steps: int, vocab: int) -> float:
+def ar_ms(model: Causal, context: int, batch: int, steps: int, vocab: int) -> float:
     ids = torch.randint(3, vocab, (batch, context), device=model.device)
     watch = Steps(model)
     model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps + 3, do_sample=False)
@@ -61,7 +80,7 @@ def ar_ms(model: Any, context: int, batch: int, steps: int, vocab: int) -> float
 
 
 @torch.inference_mode()
-def mtp_ms(model: Any, assistant: Any, context: int, k: int, steps: int, vocab: int) -> float:
+def mtp_ms(model: Causal, assistant: Causal, context: int, k: int, steps: int, vocab: int) -> float:
     assistant.generation_config.num_assistant_tokens = k
     assistant.generation_config.num_assistant_tokens_schedule = "constant"
     ids = torch.randint(3, vocab, (1, context), device=model.device)
@@ -71,11 +90,10 @@ def mtp_ms(model: Any, assistant: Any, context: int, k: int, steps: int, vocab: 
 
 
 def measure(
-    raw: Mapping[str, Any], drafter: Mapping[str, Any] | None, context: int, batches: tuple[int, ...] = (1,), k: int = 4,
+    raw: Foreign, drafter: Foreign | None, context: int, batches: tuple[int, ...] = (1,), k: int = 4,
     steps: int = 10, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
-) -> dict[str, Any]:  # fmt: skip
-    """{"ar_ms": {batch: ms}, "mtp_ms": ms of a cycle, "error": ...}: a part that fails is left out and said."""
-    found: dict[str, Any] = {"ar_ms": {}, "mtp_ms": None, "mtp_k": k, "context": context, "errors": []}
+) -> Peer:  # fmt: skip
+    found: Peer = {"ar_ms": {}, "mtp_ms": None, "mtp_k": k, "context": context, "errors": []}
     model = assistant = None
     try:
         import transformers

@@ -14,10 +14,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict
 
 import torch
 
+from ..cache.store import SeqCache
 from ..engine.graphs import bound_of
 from ..models.known import KNOWN
 from ..ops.backend import Capabilities
@@ -38,6 +39,40 @@ TARGETS: Mapping[str, tuple[float, Mapping[int, float], float | None, float | No
     "E2B": (2.2, {4: 1.25, 8: 1.45, 16: 1.8}, 30.0, None),
 }
 SPEEDUPS = {"31B": {4: 3.5, 8: 4.7, 16: 5.6}}  # over our own plain decoding, at the published acceptance
+
+
+class Cycle(TypedDict):
+    ms: float
+    over_ar: float
+    floor_ms: float
+
+
+class Beside(gpu_peer.Timed):
+    """transformers at the same batch and context."""
+
+    ar_ms: float | None
+
+
+class Record(TypedDict):
+    """One (size, batch, context). With `error` the figures are missing; a size that could not be built has no batch either."""
+
+    size: str
+    batch: NotRequired[int]
+    context: NotRequired[int]
+    error: NotRequired[str]
+    first_capture_s: NotRequired[float]
+    ar_ms: NotRequired[float]
+    floor_ms: NotRequired[float]
+    bytes: NotRequired[int]
+    tb_per_s: NotRequired[float]
+    share_of_floor: NotRequired[float]
+    tokens_per_s: NotRequired[float]
+    cycles: NotRequired[dict[int, Cycle]]  # by K
+    synthetic: NotRequired[dict[int, dict[str, float]]]  # by K, at assumed acceptance
+    equal: NotRequired[dict[int, bool]]  # by K: bitwise, to plain decoding
+    memory_beside_gib: NotRequired[float]
+    prefill: NotRequired[dict[str, float]]
+    hf: NotRequired[Beside]
 
 
 @dataclass(frozen=True)
@@ -81,10 +116,10 @@ def quick(against_hf: bool = True) -> Settings:
 
 # ---- measuring -------------------------------------------------------------------------------------------------------------
 def run(
-    settings: Settings, say: Say, make: Callable[..., Rig] = Rig.of, save: Callable[[list[dict[str, Any]]], None] | None = None
-) -> list[dict[str, Any]]:
+    settings: Settings, say: Say, make: Callable[..., Rig] = Rig.of, save: Callable[[list[Record]], None] | None = None
+) -> list[Record]:
     """A record for each (size, batch, context), in order. `save` is called after every size with all so far."""
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     for size in settings.sizes:
         try:
             found = measure_size(size, settings, say, make)
@@ -108,7 +143,7 @@ def run(
 
 
 @torch.inference_mode()
-def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Rig]) -> list[dict[str, Any]]:
+def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Rig]) -> list[Record]:
     began = time.perf_counter()
     batches = (1, 4, 8) if settings.quick and size == "26B-A4B" else settings.batches
     longest = max(settings.contexts)
@@ -121,7 +156,7 @@ def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Ri
     try:
         for context in settings.contexts:
             for batch in batches:
-                record: dict[str, Any] = {"size": size, "batch": batch, "context": context}
+                record: Record = {"size": size, "batch": batch, "context": context}
                 records.append(record)
                 try:
                     prompt = settings.prefill and batch == 1
@@ -139,7 +174,7 @@ def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Ri
     return records
 
 
-def measure_cell(rig: Rig, record: dict[str, Any], settings: Settings, say: Say) -> None:
+def measure_cell(rig: Rig, record: Record, settings: Settings, say: Say) -> None:
     size, batch, context = record["size"], record["batch"], record["context"]
     ks = (0, 4) if settings.quick and batch > 1 else settings.ks
     beside = allocated()
@@ -184,7 +219,7 @@ def measure_cell(rig: Rig, record: dict[str, Any], settings: Settings, say: Say)
     rig.close(seqs)
 
 
-def synthetic_run(rig: Rig, seqs: list[Any], k: int, context: int, bound: int, chances: list[float], ar_ms: float) -> dict[str, float]:
+def synthetic_run(rig: Rig, seqs: list[SeqCache], k: int, context: int, bound: int, chances: list[float], ar_ms: float) -> dict[str, float]:
     """Tokens a second when the sequences really move on, at an assumed acceptance."""
     assumed = Synthetic(chances, len(seqs), rig.device)
     cycles = min(CYCLES, max(1, (bound - context) // (k + 1) - 4))
@@ -227,7 +262,7 @@ def measure_prefill(rig: Rig) -> dict[str, float]:
     return {"tokens": PROMPT, "ms": ms, "tokens_per_s": PROMPT / ms * 1e3, "tflop_per_s": rate * 1e-12, "share_of_peak": rate / BF16_FLOPS}
 
 
-def total_ms(fn: Callable[[], Any], repeats: int) -> float:
+def total_ms(fn: Callable[[], object], repeats: int) -> float:
     if not torch.cuda.is_available():
         began = time.perf_counter()
         for _ in range(repeats):
@@ -254,7 +289,7 @@ def verdict(value: float, limit: float | None, least: bool = False) -> str:
     return f"{value:.2f} {'ok' if (value >= limit if least else value <= limit) else 'MISSED'} ({'≥' if least else '≤'} {limit:g})"
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+def table(records: Sequence[Record]) -> list[list[str]]:
     """Head and rows. Targets are those of batch 1 at 1k."""
     ks = sorted({k for r in records for k in r.get("cycles", {})})
     head = ["size", "batch", "context", "AR ms", "floor ms", "TB/s", "of floor", *(f"K={k} / AR" for k in ks)]
@@ -270,8 +305,11 @@ def table(records: Sequence[Mapping[str, Any]]) -> list[list[str]]:
         row += [f"{r['tb_per_s']:.2f}", f"{r['share_of_floor']:.0%}"]
         row += [verdict(r["cycles"][k]["over_ar"], aim[1].get(k) if aim else None) if k in r["cycles"] else "" for k in ks]
         row.append(", ".join(verdict(r["synthetic"][k]["speedup_at_expected"], ups.get(k), True) for k in ks if k in r["synthetic"]))
-        hf = r.get("hf") or {}
-        pairs = ((hf.get("ar_ms"), r["ar_ms"], aim and aim[2]), (hf.get("mtp_ms"), r["cycles"].get(4, {}).get("ms"), aim and aim[3]))
+        hf, four = r.get("hf"), r["cycles"].get(4)
+        pairs = (
+            (hf and hf["ar_ms"], r["ar_ms"], aim and aim[2]),
+            (hf and hf["mtp_ms"], four and four["ms"], aim and aim[3]),
+        )
         for theirs, ours, limit in pairs:
             row.append(f"{theirs:.1f} ms, ours {verdict(theirs / ours, limit, True)} x faster" if theirs and ours else "")
         equal = r.get("equal", {})
@@ -298,7 +336,7 @@ def commit() -> str:
         return "unknown"
 
 
-def write(folder: Path, records: Sequence[Mapping[str, Any]], command: str) -> list[Path]:
+def write(folder: Path, records: Sequence[Record], command: str) -> list[Path]:
     """gpu.jsonl (one line a record, as in benchmarks/history), gpu.txt, and plots where matplotlib is installed."""
     folder.mkdir(parents=True, exist_ok=True)
     stamp = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "commit": commit(), "machine": machine(), "command": command}
@@ -308,7 +346,7 @@ def write(folder: Path, records: Sequence[Mapping[str, Any]], command: str) -> l
     return [lines, text, *plots(folder, records)]
 
 
-def plots(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[Path]:
+def plots(folder: Path, records: Sequence[Record]) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypedDict
 
 from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams
 from .workloads import Prompt
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 PLAIN = "plain"
 
@@ -52,7 +55,7 @@ class Contestant(Protocol):
 class Ours:
     """A loaded LLM with one way of drafting: `draft_tokens` None is auto; `drafting` False is plain decoding."""
 
-    def __init__(self, name: str, llm: Any, draft_tokens: int | None, drafting: bool = True, lossless: bool = True) -> None:
+    def __init__(self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True, lossless: bool = True) -> None:
         self.name, self.llm, self.draft_tokens, self.drafting, self.lossless = name, llm, draft_tokens, drafting, lossless
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
@@ -76,16 +79,17 @@ class Ours:
                     if event.finish_reason == "error":
                         raise OutriderError(f"{answer.id}: {event.error}")
                     open_ids.discard(event.id)
+                    assert event.stats is not None  # a finished request has them
                     _fill(answer, event.stats)
         whole = time.perf_counter() - began - (llm.engine.metrics.prefill_seconds - prefill)
         return list(done.values()), whole
 
 
-def encode(llm: Any, prompt: Prompt) -> list[int]:
+def encode(llm: LLM, prompt: Prompt) -> list[int]:
     """Through the chat template where the model has one."""
-    if llm.tokenizer.has_chat_template:
-        return list(llm.chat_prompt([{"role": "user", "content": prompt.text}]))
-    return list(llm.tokenizer.encode(prompt.text, bos=True))
+    if llm.tokenizer is not None and llm.tokenizer.has_chat_template:
+        return llm.chat_prompt([{"role": "user", "content": prompt.text}])
+    return llm._encode(prompt.text)
 
 
 def _fill(answer: Answer, stats: RequestStats) -> None:
@@ -112,6 +116,17 @@ class Settings:
     seed: int = 0
 
 
+class Counts(TypedDict):
+    """Sums over the answers of a cell."""
+
+    cycles: int
+    drafted: int
+    accepted: int
+    drafted_by_position: list[int]
+    accepted_by_position: list[int]
+    new_tokens: int
+
+
 @dataclass(frozen=True)
 class Cell:
     contestant: str
@@ -124,7 +139,7 @@ class Cell:
     tokens: int  # decoded in them
     ttft_s: float  # median over the group
     digest: str  # of all token ids: equal digests, equal answers
-    stats: Mapping[str, Any]
+    stats: Counts
     texts: Mapping[str, str]  # by prompt id; only of the first repeat
 
     @property
@@ -231,11 +246,17 @@ def _cell(
     seconds, tokens = (answers[0].decode_s, answers[0].decode_tokens) if batch == 1 else (whole, sum(len(a.token_ids) for a in answers))
     first = sorted(a.ttft_s for a in answers)[len(answers) // 2]
     digest = hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16]
-    sums = {name: sum(getattr(a, name) for a in answers) for name in ("cycles", "drafted", "accepted")}
-    positions = {
-        name: [sum(getattr(a, name)[j] for a in answers if j < len(getattr(a, name))) for j in range(MAX_DRAFT)]
-        for name in ("drafted_by_position", "accepted_by_position")
-    }
     texts = {a.id: a.text for a in answers} if repeat == 0 else {}
-    stats = {**sums, **positions, "new_tokens": sum(len(a.token_ids) for a in answers)}
+    stats: Counts = {
+        "cycles": sum(a.cycles for a in answers),
+        "drafted": sum(a.drafted for a in answers),
+        "accepted": sum(a.accepted for a in answers),
+        "drafted_by_position": _by_position([a.drafted_by_position for a in answers]),
+        "accepted_by_position": _by_position([a.accepted_by_position for a in answers]),
+        "new_tokens": sum(len(a.token_ids) for a in answers),
+    }
     return Cell(contestant, temperature, batch, category, group, repeat, seconds, tokens, first, digest, stats, texts)
+
+
+def _by_position(counts: Sequence[list[int]]) -> list[int]:
+    return [sum(each[j] for each in counts if j < len(each)) for j in range(MAX_DRAFT)]

@@ -7,11 +7,41 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal, TypedDict
 
 import httpx
 
 from ..types import OutriderError
+
+
+class Percentiles(TypedDict):
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+class Counts(TypedDict):
+    """What is read of the statistics that end a stream."""
+
+    cycles: int
+    accepted: int
+
+
+class Summary(TypedDict):
+    concurrency: int
+    draft_tokens: int | str
+    requests: int
+    errors: int
+    first_error: str | None
+    wall_s: float
+    tokens: int
+    tokens_per_s: float
+    stream_tokens_per_s: float  # of one stream
+    ttft_s: Percentiles
+    token_s: Percentiles
+    wait_s: Percentiles  # from chunk to chunk
+    tokens_per_cycle: float
 
 
 @dataclass
@@ -20,7 +50,7 @@ class Timing:
 
     began: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    stats: dict[str, Any] | None = None
+    stats: Counts | None = None
     error: str | None = None
 
     @property
@@ -46,7 +76,7 @@ def run(
     temperature: float = 0.0,
     draft_tokens: int | Literal["auto"] = "auto",
     api_key: str | None = None,
-) -> dict[str, Any]:
+) -> Summary:
     """`requests` answers, `concurrency` at a time."""
     return asyncio.run(_run(url, prompts, concurrency, requests, max_tokens, temperature, draft_tokens, api_key))
 
@@ -60,7 +90,7 @@ async def _run(
     temperature: float,
     drafts: int | str,
     key: str | None,
-) -> dict[str, Any]:
+) -> Summary:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=httpx.Timeout(600)) as client:
@@ -87,7 +117,7 @@ async def _run(
         return summary(timings, time.perf_counter() - began, concurrency, drafts)
 
 
-async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
+async def _stream(client: httpx.AsyncClient, body: dict[str, object]) -> Timing:
     timing = Timing(time.perf_counter())
     try:
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -105,13 +135,13 @@ async def _stream(client: httpx.AsyncClient, body: dict[str, Any]) -> Timing:
                 if "tokens" in ours:
                     timing.chunks.append((time.perf_counter(), len(ours["tokens"])))
                 elif "cycles" in ours:
-                    timing.stats = ours
+                    timing.stats = {"cycles": ours["cycles"], "accepted": ours["accepted"]}
     except (httpx.HTTPError, ValueError) as e:
         timing.error = f"{type(e).__name__}: {e}"
     return timing
 
 
-def summary(timings: Sequence[Timing], wall: float, concurrency: int, drafts: int | str) -> dict[str, Any]:
+def summary(timings: Sequence[Timing], wall: float, concurrency: int, drafts: int | str) -> Summary:
     good = [t for t in timings if t.error is None and t.chunks]
     decode = [(t.tokens - t.chunks[0][1]) / (t.chunks[-1][0] - t.chunks[0][0]) for t in good if len(t.chunks) > 1]
     stats = [t.stats for t in good if t.stats]
@@ -133,7 +163,7 @@ def summary(timings: Sequence[Timing], wall: float, concurrency: int, drafts: in
     }
 
 
-def percentiles(values: Sequence[float]) -> dict[str, float]:
+def percentiles(values: Sequence[float]) -> Percentiles:
     """Nearest rank; zeros when there is nothing to rank."""
     ordered = sorted(values)
     at = lambda q: ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else 0.0  # noqa: E731

@@ -11,15 +11,32 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Protocol
 
 from ..types import OutriderError
 from .harness import Answer, Contestant
 from .workloads import Prompt
 
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig
+
 Encode = Callable[[Prompt], list[int]]
 KNOWN = ("transformers", "transformers-lookup", "llama-cpp", "llama-cpp-lookup")
 LOOKUP_TOKENS = 4
+
+
+class Causal(Protocol):
+    """What is used here of a transformers model."""
+
+    device: torch.device
+    generation_config: GenerationConfig
+
+    def to(self, device: str) -> Causal: ...
+
+    def generate(self, inputs: torch.Tensor, **options: object) -> torch.Tensor: ...
+
+    def register_forward_pre_hook(self, hook: Callable[..., None]) -> torch.utils.hooks.RemovableHandle: ...
 
 
 def build(
@@ -57,13 +74,13 @@ class Transformers:
         self.name, self.encode, self.eos, self.lookup = name, encode, sorted(eos), lookup
         kind = getattr(torch, dtype)
         self.threads = threads or torch.get_num_threads()
-        where: dict[str, Any] = {}
+        where: dict[str, object] = {}
         if path.suffix == ".gguf":  # dense weights: its packed kernels are many times slower on a CPU
             from transformers import GgufConfig
 
             where = {"gguf_file": path.name, "quantization_config": GgufConfig(dequantize=True)}
         folder = path.parent if path.suffix == ".gguf" else path
-        self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **where).eval()
+        self.model: Causal = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **where).eval()
         self.model.to(device)
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
@@ -76,7 +93,7 @@ class Transformers:
             def __init__(self) -> None:
                 self.at: list[tuple[float, int]] = []
 
-            def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
+            def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
                 self.at.append((time.perf_counter(), input_ids.shape[1]))
                 return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
@@ -87,7 +104,7 @@ class Transformers:
         pad = self.eos[0]
         tokens = torch.tensor([[pad] * (width - len(i)) + i for i in ids], device=self.model.device)
         mask = torch.tensor([[0] * (width - len(i)) + [1] * len(i) for i in ids], device=self.model.device)
-        options: dict[str, Any] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if self.lookup else {}
+        options: dict[str, object] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS} if self.lookup else {}
         if temperature > 0.0:
             torch.manual_seed(seed)
             options |= {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
@@ -122,13 +139,15 @@ class LlamaCpp:
         from llama_cpp import Llama
 
         self.name, self.encode, self.eos = name, encode, eos
-        options: dict[str, Any] = {}
+        draft_model = None
         if lookup:
             from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-            options["draft_model"] = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS)
+            draft_model = LlamaPromptLookupDecoding(num_pred_tokens=LOOKUP_TOKENS)
         layers = -1 if device.startswith("cuda") else 0
-        self.model = Llama(str(path), n_ctx=4096, n_threads=threads, n_threads_batch=threads, n_gpu_layers=layers, verbose=False, **options)
+        self.model = Llama(
+            str(path), n_ctx=4096, n_threads=threads, n_threads_batch=threads, n_gpu_layers=layers, verbose=False, draft_model=draft_model
+        )
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         answers = []

@@ -18,9 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
-from ..models.config import DrafterConfig, ModelConfig
+from ..models.config import DrafterConfig, Foreign, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, kv_bytes_per_token, model_size
 from ..types import MAX_DRAFT, OutriderError
 
@@ -224,8 +224,27 @@ def memory_bytes(setup: Setup) -> dict[str, float]:
     return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}
 
 
-def predict(setup: Setup, accept: Acceptance) -> dict[str, Any]:
+class Prediction(TypedDict):
     """Everything `outrider predict` shows, as plain data."""
+
+    machine: str
+    drafter: str | None
+    batch: int
+    context: int
+    memory_gb: dict[str, float]
+    fits: bool
+    acceptance: str
+    plain_ms: float
+    plain_parts_ms: dict[str, float]
+    best_k: int
+    best_ms: float
+    speedup: float
+    tokens_per_second: float
+    points: list[dict[str, float]]  # one `Point` each
+    why: list[str]
+
+
+def predict(setup: Setup, accept: Acceptance) -> Prediction:
     points = sweep(setup, accept)
     best = max(points, key=lambda p: p.speedup)
     need, moving = memory_bytes(setup), verify_parts(setup, 0)
@@ -297,7 +316,15 @@ class Check:
         return self.predicted_ms / self.measured_ms - 1.0
 
 
-def read_measured(path: Path) -> list[dict[str, Any]]:
+class Measured(TypedDict):
+    model: str
+    k: int
+    cycle_ms: float
+    batch: int
+    context: int
+
+
+def read_measured(path: Path) -> list[Measured]:
     """Lines with measured cycles: {"model", "k", "cycle_ms", "batch"?, "context"?}, {"model", "cycles_ms": {k: ms}, ...} (K = 0 is a
     plain step), or summary rows of `outrider bench`. Lines marked superseded are of kernels that are no more."""
     out = []
@@ -311,13 +338,13 @@ def read_measured(path: Path) -> list[dict[str, Any]]:
             if row.get("superseded"):
                 continue
             if "cycles_ms" in row:
-                out += [{"batch": 1, "context": 1024, **row, "k": int(k), "cycle_ms": ms} for k, ms in row["cycles_ms"].items()]
+                out += [_measured(row, k, ms) for k, ms in row["cycles_ms"].items()]
             elif "cycle_ms" in row:
-                out.append({"batch": 1, "context": 1024, **row})
+                out.append(_measured(row, row["k"], row["cycle_ms"]))
             elif row.get("category") == "all" and (row["contestant"] == "plain" or "/K=" in row["contestant"]):
                 k = 0 if row["contestant"] == "plain" else int(row["contestant"].rsplit("=", 1)[1])
                 cycle = row["ms_per_token"] * row["batch"] * ((row["tokens_per_cycle"] or 1.0) if k else 1.0)
-                out.append({"model": row["model"], "k": k, "cycle_ms": cycle, "batch": row["batch"], "context": 256})
+                out.append(_measured({**row, "context": 256}, k, cycle))
         except (ValueError, KeyError, TypeError) as error:
             raise OutriderError(f"{path}:{number}: not a measured run ({error!r})") from None
     if not out:
@@ -327,11 +354,18 @@ def read_measured(path: Path) -> list[dict[str, Any]]:
     return out
 
 
-def check(setup: Setup, row: Mapping[str, Any]) -> Check:
-    k = int(row["k"])
-    at = Setup(setup.target, setup.drafter, setup.on, int(row["batch"]), int(row["context"]), setup.weight_bytes, setup.kv_item)
+def _measured(row: Foreign, k: int | str, ms: float) -> Measured:
+    return {
+        "model": str(row["model"]), "k": int(k), "cycle_ms": float(ms), "batch": int(row.get("batch", 1)),
+        "context": int(row.get("context", 1024)),
+    }  # fmt: skip
+
+
+def check(setup: Setup, row: Measured) -> Check:
+    k = row["k"]
+    at = Setup(setup.target, setup.drafter, setup.on, row["batch"], row["context"], setup.weight_bytes, setup.kv_item)
     seconds = verify_seconds(at, k) + draft_seconds(at, k)
-    if not math.isfinite(float(row["cycle_ms"])) or float(row["cycle_ms"]) <= 0:
+    if not math.isfinite(row["cycle_ms"]) or row["cycle_ms"] <= 0:
         raise OutriderError(f"measured cycle_ms must be positive, got {row['cycle_ms']!r}")
     what = f"{row['model']} K={k} batch {at.batch} context {at.context}"
-    return Check(what, 1e3 * seconds, float(row["cycle_ms"]), at.batch == 1 and at.context <= JUDGED_CONTEXT)
+    return Check(what, 1e3 * seconds, row["cycle_ms"], at.batch == 1 and at.context <= JUDGED_CONTEXT)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cache.store import KVStore, SeqCache
 from ..llm import LLM, Completion
+from ..spec.nets import Target
 from ..spec.rejection import verify_block, verify_rejection
-from ..types import MAX_DRAFT, Draft, SamplingParams
+from ..types import MAX_DRAFT, Draft, SamplingParams, Verdict
 
 BATCH = 8
 
@@ -111,14 +112,22 @@ def block_logits(
 
 
 def _rows(
-    model: Any, store: Any, caches: Sequence[Any], sequences: Sequence[list[int]], begins: Sequence[int], count: int, device: torch.device
-) -> Tensor:
+    model: Target,
+    store: KVStore,
+    caches: Sequence[SeqCache],
+    sequences: Sequence[list[int]],
+    begins: Sequence[int],
+    count: int,
+    device: torch.device,
+) -> Tensor:  # fmt: skip
     ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=device)
     positions = torch.tensor([b + j for b in begins for j in range(count)], device=device)
     row_seq = torch.arange(len(caches), device=device).repeat_interleave(count)
     start = torch.arange(0, len(caches) * count + 1, count, dtype=torch.int32, device=device)
     slots = torch.tensor([c.slot for c in caches], device=device)
-    return model.forward(ids, store.view(slots, positions, row_seq, start, count, max(begins) + count))
+    hidden = model.forward(ids, store.view(slots, positions, row_seq, start, count, max(begins) + count))
+    assert isinstance(hidden, Tensor)  # no taps were asked for
+    return hidden
 
 
 # ---- 2 ----------------------------------------------------------------------------------------------------------------
@@ -190,7 +199,7 @@ def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 2
     logits = block_logits(llm, [tokens], len(prompts[0]), MAX_DRAFT + 1)[0].double().cpu()  # [17, V]
     generator = torch.Generator().manual_seed(seed)
     cases = [(1.0, int(logits.softmax(-1).max(-1).values.argmin())), (1.5, 3)]
-    rules: list[tuple[str, Callable[[Tensor, Draft, Tensor, Tensor], Any]]] = [("rejection", verify_rejection), ("block", verify_block)]
+    rules: list[tuple[str, Callable[[Tensor, Draft, Tensor, Tensor], Verdict]]] = [("rejection", verify_rejection), ("block", verify_block)]
     for name, rule in rules:
         for temperature, row in cases:
             top = (logits[row] / temperature).topk(64)

@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass
 from html import escape
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
@@ -164,7 +163,7 @@ def score_table(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
     return out
 
 
-def history(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row]) -> Path:
+def history(folder: Path, settings: Mapping[str, object], rows: Sequence[Row]) -> Path:
     """Append the summary to the model's file."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (str(settings["model"]).strip("/").replace("/", "--") + ".jsonl")
@@ -177,7 +176,7 @@ def history(folder: Path, settings: Mapping[str, Any], rows: Sequence[Row]) -> P
     return path
 
 
-def html(settings: Mapping[str, Any], rows: Sequence[Row], found: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:
+def html(settings: Mapping[str, object], rows: Sequence[Row], found: Mapping[str, Mapping[str, tuple[int, int]]]) -> str:
     """One self-contained page."""
     model, machine, version = (escape(str(settings[k])) for k in ("model", "machine", "version"))
     parts = [f"<h1>{model}</h1><p>{machine} · outrider {version}</p>"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import exp
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from .. import ops as ops_module
 from ..cache.store import CacheSpec, KVStore
 from ..engine.text import Tokenizer
 from ..models import build
+from ..ops.backend import Backend
 from ..types import OutriderError
 from ..weights import load_target
 
@@ -79,14 +79,14 @@ def measure(model: str, quantize: str | None = None, threads: int | None = None,
     )  # fmt: skip
 
 
-def forced(model: str, ops: Any, quantize: str | None, text: str) -> tuple[Tensor, Tensor]:
+def forced(model: str, ops: Backend, quantize: str | None, text: str) -> tuple[Tensor, Tensor]:
     """Logits [T - 1, V] that the text's tokens [T] were predicted with."""
     config, weights, files = load_target(model, "cpu", torch.float32, ops, quantize)
     ids = torch.tensor(Tokenizer.load(files).encode(text, bos=True)[: min(MOST, config.max_context)])
     if len(ids) < 2:
         raise OutriderError("a text of at least two tokens is needed to measure perplexity")
     net = build(config, weights, ops)
-    runner: Any = ops.compile(net)
+    runner = ops.compile(net)
     rows = len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)
@@ -98,5 +98,7 @@ def forced(model: str, ops: Any, quantize: str | None, text: str) -> tuple[Tenso
             torch.tensor([seq.slot]), torch.arange(lo, lo + n), torch.zeros(n, dtype=torch.int64),
             torch.tensor([0, n], dtype=torch.int32), n, lo + n,
         )  # fmt: skip
-        out.append(runner.logits(runner.forward(ids[lo : lo + n], view)))
+        hidden = runner.forward(ids[lo : lo + n], view)
+        assert isinstance(hidden, Tensor)  # no taps were asked for
+        out.append(runner.logits(hidden))
     return torch.cat(out), ids

@@ -7,8 +7,10 @@ prompt is everything up to there, of which only the first cycle is looked at. Th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import closing
+from unittest.mock import patch
 
+from ..llm import LLM
 from ..spec.ngram import NgramIndex
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT, SamplingParams
@@ -16,7 +18,7 @@ from .harness import encode
 from .workloads import Prompt
 
 
-def record(llm: Any, prompt: Prompt, temperature: float = 0.0, seed: int = 0, tick: Callable[[], None] = lambda: None) -> Trace | None:
+def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0, tick: Callable[[], None] = lambda: None) -> Trace | None:
     """None: the answer is too short to say anything. `llm` should have its prefix cache on, or this takes long."""
     ids = encode(llm, prompt)
     params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
@@ -29,7 +31,11 @@ def record(llm: Any, prompt: Prompt, temperature: float = 0.0, seed: int = 0, ti
     runs, sure = [], []
     for position in range(len(answer)):
         left = len(answer) - position
-        run, told = _first_cycle(llm, [*ids, *answer[:position]], min(left, MAX_DRAFT + 1), temperature, seed) if left > 1 else (0, None)
+        run, told = (
+            _first_cycle(llm, llm.drafter.name, [*ids, *answer[:position]], min(left, MAX_DRAFT + 1), temperature, seed)
+            if left > 1
+            else (0, None)
+        )
         runs.append(run)
         sure.append(tuple(round(p, 3) for p in told or ()))
         tick()
@@ -37,7 +43,9 @@ def record(llm: Any, prompt: Prompt, temperature: float = 0.0, seed: int = 0, ti
     return Trace(prompt.id, prompt.category, llm.drafter.name, tuple(runs), copies, matches, known, len(ids))
 
 
-def _first_cycle(llm: Any, ids: Sequence[int], most: int, temperature: float, seed: int) -> tuple[int, Sequence[float] | None]:
+def _first_cycle(
+    llm: LLM, drafter: str, ids: Sequence[int], most: int, temperature: float, seed: int
+) -> tuple[int, Sequence[float] | None]:
     """Tokens accepted in the first cycle of a continuation, and the drafter's probability of each token of the draft."""
     params = SamplingParams(temperature=temperature, max_tokens=most, seed=seed)
     heard: list[tuple[int, Sequence[float] | None]] = []
@@ -48,14 +56,10 @@ def _first_cycle(llm: Any, ids: Sequence[int], most: int, temperature: float, se
         heard.append((accepted, confidence))
         tell(id, drafter, drafted, accepted, confidence)
 
-    stream = llm.stream(list(ids), params, draft_tokens=MAX_DRAFT, drafter=llm.drafter.name)
-    controller.observe = listen
-    try:
+    stream = llm.stream(list(ids), params, draft_tokens=MAX_DRAFT, drafter=drafter)
+    with closing(stream), patch.object(controller, "observe", listen):
         next((event for event in stream if event.tokens), None)
-        return heard[0] if heard else (0, None)
-    finally:
-        controller.observe = tell
-        stream.close()
+    return heard[0] if heard else (0, None)
 
 
 def copy_runs(prompt: Sequence[int], answer: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
+from ..models.config import ForeignDict
 from ..types import OutriderError
 
 SUITES = ("quick", "full")
@@ -90,7 +90,7 @@ def _folder(data: Path | None) -> Path:
 
 def _prompt(line: str, where: str) -> Prompt:
     try:
-        row: dict[str, Any] = json.loads(line)
+        row: ForeignDict = json.loads(line)
         if "turns" in row and "prompt" not in row:
             return Prompt(f"spec_bench/{row['question_id']}", str(row["category"]), str(row["turns"][0]), 256)
         check = row.get("check")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -45,7 +45,7 @@ def bench_gpu(
         )
     command = " ".join(["outrider", *sys.argv[1:]])
 
-    def save(found: list[dict[str, Any]]) -> None:
+    def save(found: list[gpu_table.Record]) -> None:
         gpu_table.write(output, found, command)
 
     records = gpu_table.run(settings, lambda line: err.print(f"[dim]{line}[/dim]"), save=save)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 from urllib.request import urlopen
 
 import typer
@@ -19,6 +19,9 @@ from rich.table import Table
 
 from ..types import OutriderError
 from .common import err, out, read_prompts
+
+if TYPE_CHECKING:
+    from ..bench.load import Summary
 
 PROMPTS = (
     "Why is the sky blue?",
@@ -65,7 +68,7 @@ def load(
     if not levels or min(levels) < 1 or requests < 1 or max_tokens < 1:
         raise OutriderError("--concurrency, --requests and --max-tokens must be at least 1")
     texts = [str(row.get("prompt") or row["turns"][0]) for row in read_prompts(prompts)] if prompts else list(PROMPTS)
-    rows: list[dict[str, Any]] = []
+    rows: list[Summary] = []
     with server(target, drafter, max(levels)) as url:
         for level in levels:
             for drafts in ("auto", 0) if compare else ("auto",):
@@ -118,7 +121,7 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
             process.communicate()
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
+def table(rows: list[Summary]) -> Table:
     shown = Table(
         caption="Milliseconds are median/95th percentile; more in --json", box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False
     )
@@ -134,7 +137,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return shown
 
 
-def draw(rows: list[dict[str, Any]], file: Path) -> None:
+def draw(rows: list[Summary], file: Path) -> None:
     try:
         import matplotlib
 

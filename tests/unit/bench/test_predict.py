@@ -156,6 +156,10 @@ def test_histories_of_bench_can_be_checked(tmp_path):
     path.write_text("{}\n")
     with pytest.raises(OutriderError, match="no measured cycles"):
         read_measured(path)
+    for short in ({"cycle_ms": 10.0, "k": 0}, {"cycle_ms": 10.0, "model": "m"}, {"cycles_ms": {"0": "fast"}, "model": "m"}):
+        path.write_text(json.dumps(short) + "\n")
+        with pytest.raises(OutriderError, match="not a measured run"):
+            read_measured(path)
 
 
 def test_without_a_drafter_nothing_is_promised():
