@@ -11,93 +11,26 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from tests.gpu.company import crowd, rows_alone
+from tests.gpu.place import GIB, HERE, KS, LAYERS
 
 from outrider.bench import gpu_peer, rounds
-from outrider.bench.gpu import SIZES, Rig, collect, plain_run, shallow, speculative_run
+from outrider.bench.gpu import SIZES, Rig, collect, plain_run, speculative_run
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.scheduler import Request
 from outrider.models.config import ModelConfig
-from outrider.models.known import KNOWN
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.mtp import MTPDrafter
-from outrider.types import KVView, SamplingParams
+from outrider.types import SamplingParams
 from outrider.weights.load import kept_dtype
 from outrider.weights.names import tensor_plan
-
-LAYERS = {"E2B": 10, "E4B": 12, "12B": 6, "26B-A4B": 6, "31B": 6}  # both kinds of attention; edge models share K/V
-KS = (1, 2, 4, 8, 16)
-GIB = 2**30
-
-
-def tiny(raw: dict[str, Any]) -> dict[str, Any]:
-    """The same kind of model, small enough for a dry run on a CPU."""
-    text = dict(raw["text_config"])
-    text |= dict(hidden_size=32, intermediate_size=48, num_attention_heads=4, head_dim=16, global_head_dim=32)
-    text |= dict(vocab_size=512, sliding_window=16)
-    text["num_key_value_heads"] = min(2, text["num_key_value_heads"])
-    if text["num_global_key_value_heads"]:
-        text["num_global_key_value_heads"] = 1
-    if text["hidden_size_per_layer_input"]:
-        text |= dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=512)
-    if text["enable_moe_block"]:
-        text |= dict(num_experts=8, top_k_experts=2, moe_intermediate_size=16)
-    small = {**raw, "text_config": text}
-    if "backbone_hidden_size" in raw:
-        small |= dict(backbone_hidden_size=32, num_centroids=16, centroid_intermediate_top_k=4)
-    return small
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the checks run, and how much of them."""
-
-    device: str
-    dtype: torch.dtype
-    steps: int  # tokens compared
-    context: int
-
-    @staticmethod
-    def here() -> Place:
-        if torch.cuda.is_available():
-            return Place("cuda", torch.bfloat16, 512, 900)  # crosses the windows of 512 and 1024
-        return Place("cpu", torch.float64, 24, 40)
-
-    @property
-    def gpu(self) -> bool:
-        return self.device == "cuda"
-
-    def ops(self) -> Any:
-        if self.gpu:
-            from outrider.ops.triton import TritonOps
-
-            return TritonOps("cuda")
-        from outrider.ops.reference import ReferenceOps
-
-        return ReferenceOps()
-
-    def raw(self, size: str, layers: int | None = None) -> dict[str, Any]:
-        raw = dict(KNOWN[SIZES[size]])
-        raw = shallow(raw, LAYERS[size] if layers is None else layers) if layers != 0 else raw
-        return raw if self.gpu else tiny(raw)
-
-    def assistant(self, size: str) -> dict[str, Any]:
-        raw = dict(KNOWN[SIZES[size] + "-assistant"])
-        return raw if self.gpu else tiny(raw)
-
-    def sync(self) -> None:
-        if self.gpu:
-            torch.cuda.synchronize()
-
-
-HERE = Place.here()
 
 
 # ---- bitwise equality --------------------------------------------------------------------------------------------------------
@@ -126,110 +59,6 @@ def equality(size: str) -> str:
         return f"{p.steps} tokens, K {KS}, batch 1 and 8; accepted a cycle {min(rates):.2f}..{max(rates):.2f}"
     finally:
         rig.free()
-
-
-# ---- rows in any company -----------------------------------------------------------------------------------------------------
-BORDERS = (1015, 8185, 500, 0, 57, 2040, 4090, 1022)  # 17 rows from here cross the borders of windows, splits and their sizes
-
-
-@torch.inference_mode()
-def rows_alone(size: str) -> str:
-    """Every product of the target for 1 to 2,048 rows, its experts likewise, and its attention for 1 to 17 rows of 1, 8 and 64 sequences
-    and as the end of prompt chunks: a row has the same bits."""
-    p = HERE
-    ops, config = p.ops(), ModelConfig.from_hf(p.raw(size, 0))
-    draw = torch.Generator(p.device).manual_seed(7)
-
-    def rand(*shape: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(shape, generator=draw, device=p.device, dtype=torch.float32) * scale).to(p.dtype)
-
-    shapes = set()
-    for name, plan in tensor_plan(config).items():
-        part = name.rpartition(".")[2]
-        if plan.role in ("matrix", "embedding") and len(plan.shape) == 2 and part != "ple_embed":
-            shapes.add((part == "gate_up", *plan.shape))
-    bad: list[Any] = []
-    for gated, n, k in sorted(shapes):
-        most = 2048 if p.gpu else 136
-        x, w = rand(most, k), rand(n, k, scale=k**-0.5)
-        run = (lambda a: ops.gated_linear(a, w, config.activation)) if gated else (lambda a: ops.linear(a, w))  # noqa: B023
-        full = run(x)
-        rows = [m for m in (*range(1, 18), 32, 33, 40, 64, 65, 72, 100, 128, 160, 256, 272, 320, 640, 1024, 1280) if m < most]
-        bad += [(n, k, gated, m) for m in rows if not torch.equal(run(x[most - m :]), full[most - m :])]
-        full = None
-    if config.moe is not None:
-        bad += _experts_alone(p, ops, config, rand)
-    kinds = {replace(layer.attn, kv_layer=0) for layer in config.layers}
-    count, page = 17, 16
-    per = -(-(max(BORDERS) + count) // page)
-    for spec in sorted(kinds, key=str):
-        pages = rand(1 + len(BORDERS) * per, spec.kv_heads, page, spec.head_dim)
-        values = rand(*pages.shape)
-        table = (1 + torch.randperm(len(BORDERS) * per, generator=draw, device=p.device)).view(len(BORDERS), per).to(torch.int32)
-        q = rand(len(BORDERS) * count, spec.heads * spec.head_dim, scale=spec.head_dim**-0.5)
-
-        def attend(b: slice, first: int, rows: int, times: int = 1) -> torch.Tensor:
-            """`rows` queries from the `first` one on of each of the sequences `b`, these so many times over."""
-            starts = torch.tensor(BORDERS[b] * times, device=p.device)
-            positions = (starts[:, None] + first + torch.arange(rows, device=p.device)).flatten()
-            here = table[b].repeat(times, 1)  # noqa: B023
-            kv = KVView(
-                page, [pages], [values], {"full": here, "sliding": here}, positions,  # noqa: B023
-                torch.arange(len(starts), device=p.device).repeat_interleave(rows),
-                (torch.arange(len(starts) + 1, device=p.device) * rows).to(torch.int32), rows, int(max(BORDERS[b])) + first + rows,
-            )  # fmt: skip
-            some = q.view(len(BORDERS), count, -1)[b, first : first + rows].repeat(times, 1, 1).reshape(len(starts) * rows, -1)  # noqa: B023
-            return ops.attend(some, spec, kv).view(len(starts), rows, -1)  # noqa: B023
-
-        full = attend(slice(0, len(BORDERS)), 0, count)
-        for i in range(len(BORDERS)):
-            for rows in (1, 2, 5, 9, 17):
-                for first in range(0, count - rows + 1, rows):
-                    if not torch.equal(attend(slice(i, i + 1), first, rows)[0], full[i, first : first + rows]):
-                        bad.append((spec.heads, spec.head_dim, spec.window, BORDERS[i], first, rows))
-        crowd = attend(slice(0, len(BORDERS)), 0, count, 8)
-        bad += [(spec.heads, spec.head_dim, spec.window, "64 sequences", i) for i in range(8) if not torch.equal(crowd[i], full[i % 8])]
-        bad += [
-            (spec.heads, spec.head_dim, spec.window, "64 sequences of one row")
-            for _ in range(1)
-            if not torch.equal(attend(slice(0, 8), 3, 1, 8)[:8, 0], full[:, 3])
-        ]
-        # Prompt chunks that end with these rows, packed; a chunk and the rows of a verify pass in one launch.
-        chunks = [min(BORDERS[i] + count, 700) if i % 2 else count for i in range(len(BORDERS))]
-        fresh = [rand(c - count, q.shape[1], scale=spec.head_dim**-0.5) for c in chunks]
-        rows_of = torch.cat([torch.cat((f, q[i * count : (i + 1) * count])) for i, f in enumerate(fresh)])
-        starts = torch.tensor([0, *chunks]).cumsum(0)
-        kv = KVView(
-            page, [pages], [values], {"full": table, "sliding": table},
-            torch.cat([torch.arange(at + count - c, at + count) for at, c in zip(BORDERS, chunks)]).to(p.device),
-            torch.repeat_interleave(torch.arange(len(chunks)), torch.tensor(chunks)).to(p.device), starts.to(p.device, torch.int32),
-            max(chunks), max(BORDERS) + count,
-        )  # fmt: skip
-        packed = ops.attend(rows_of, spec, kv)
-        for i, end in enumerate(starts[1:].tolist()):
-            if not torch.equal(packed[end - count : end], full[i]):
-                bad.append((spec.heads, spec.head_dim, spec.window, "prompt chunk", BORDERS[i], chunks[i]))
-    assert not bad or not p.gpu, f"{size}: {len(bad)} rows depend on their company: {bad[:6]}"
-    return f"{len(shapes)} products, {len(kinds)} kinds of attention"
-
-
-def _experts_alone(p: Place, ops: Any, config: ModelConfig, rand: Callable[..., torch.Tensor]) -> list[Any]:
-    """The routed experts of one layer: which numbers of rows give other bits."""
-    moe = config.moe
-    assert moe is not None
-    most, hidden = 2048 if p.gpu else 64, config.hidden
-    x, z = rand(most, hidden), rand(most, hidden)
-    weights = (
-        rand(moe.experts, hidden, scale=0.05), torch.rand(moe.experts, device=p.device) + 0.5,
-        rand(moe.experts, 2 * moe.intermediate, hidden, scale=0.02), rand(moe.experts, hidden, moe.intermediate, scale=0.04),
-    )  # fmt: skip
-    full = ops.moe(z, x, *weights, moe.top_k, config.activation)
-    rows = [m for m in (1, 2, 5, 8, 16, 40, 64, 128, 320, 1024) if m < most]
-    return [
-        ("experts", m)
-        for m in rows
-        if not torch.equal(ops.moe(z[most - m :], x[most - m :], *weights, moe.top_k, config.activation), full[most - m :])
-    ]
 
 
 # ---- against transformers ----------------------------------------------------------------------------------------------------
@@ -528,6 +357,8 @@ def all_checks() -> list[tuple[str, Callable[[], str]]]:
         checks.append((f"draft rounds {size}", lambda size=size: draft_rounds(size)))  # type: ignore[misc]
     for size in LAYERS:
         checks.append((f"rows alone {size}", lambda size=size: rows_alone(size)))  # type: ignore[misc]
+    for size in ("E2B", "26B-A4B", "31B"):
+        checks.append((f"crowd {size}", lambda size=size: crowd(size)))  # type: ignore[misc]
     for size in LAYERS:
         checks.append((f"equality {size}", lambda size=size: equality(size)))  # type: ignore[misc]
     for kind in ("bfloat16", "float32"):

@@ -29,6 +29,11 @@ def test_rows_stand_alone(size: str) -> None:
     checks.rows_alone(size)
 
 
+@pytest.mark.parametrize("size", ["E2B", "26B-A4B", "31B"])
+def test_64_sequences_and_prompts_as_alone(size: str) -> None:
+    checks.crowd(size)
+
+
 @pytest.mark.parametrize("size", ["E2B", "E4B"])
 def test_draft_rounds(size: str) -> None:
     checks.draft_rounds(size)
