@@ -13,11 +13,12 @@ VERIFIERS: tuple[Verify, ...] = ("coupled", "rejection", "block")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    max_batch: int = 8  # sequences that run at once
+    max_batch: int | None = None  # sequences that run at once; None: 256 on a GPU, else 8
     max_context: int | None = None  # prompt and answer together; None: what the model and the memory hold (engine.room)
     page_size: int = 32
-    prefill_chunk: int = 512  # prompt tokens between two decode steps
-    kv_tokens: int | None = None  # positions of K/V in all; None: every slot can hold max_context, within 2 GiB or as much as one needs
+    prefill_chunk: int | None = None  # prompt tokens of one sequence in one pass; None: what the backend does best
+    kv_tokens: int | None = None  # positions of K/V in all; None: what the memory holds (engine.room)
+    gpu_memory: float = 0.9  # share of a GPU's memory that weights, K/V and work may take together
     prefix_cache: bool = True
     graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
 
@@ -25,7 +26,9 @@ class EngineConfig:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.prefill_chunk % self.page_size:
+        if not 0.0 < self.gpu_memory <= 1.0:
+            raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
+        if self.prefill_chunk is not None and self.prefill_chunk % self.page_size:
             raise OutriderError(f"prefill_chunk ({self.prefill_chunk}) must be a multiple of page_size ({self.page_size})")
 
 

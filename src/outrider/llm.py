@@ -104,11 +104,14 @@ class LLM:
         prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
         controller = Controller(CostTable(), names, prior, trust=trust)
         made = Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind))
+        if place.type == "cuda":
+            gib = made.store.bytes() / 2**30
+            say(f"K/V: {made.room.tokens:,} tokens in {gib:.1f} GiB; up to {made.max_batch} sequences, {made.max_context:,} tokens each")
         if spec.draft_tokens is None and names:
             trained_for = guesser.model.config.target_hash if isinstance(guesser, MTPDrafter) else None
             key = CostKey(
                 machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
-                f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.config.max_batch}",
+                f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.max_batch}",
                 f"{__version__} {FORMAT} {chosen.version}",
             )
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()

@@ -6,6 +6,7 @@ so token identity is required without exception.
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
+from tests.unit.engine.test_graphs import Thirds
 
 from outrider.engine.engine import Request
 from outrider.spec.drafter import DraftBatch
@@ -206,3 +208,33 @@ def test_prefix_hits_equal_recomputation() -> None:
             tokens, stats = tokens + event.tokens, event.stats or stats
     assert stats is not None and stats.cached_tokens == 64
     assert tokens == first
+
+
+def test_sixty_four_mixed_requests_are_those_alone() -> None:
+    """Greedy, sampled, penalised, with a grammar or logprobs, joining and leaving, in steps that are read one behind."""
+    rng = random.Random(3)
+    kinds: list[dict[str, Any]] = [
+        {}, {"temperature": 0.9}, {"temperature": 1.0, "top_k": 12, "top_p": 0.9}, {"repetition_penalty": 1.3, "frequency_penalty": 0.3},
+        {"grammar": Thirds()}, {"logprobs": 3, "temperature": 0.7}, {"logit_bias": {4: 1.5, 9: -2.0}, "bad_words": ((5, 7), (12,))},
+        {"min_tokens": 4, "stop_token_ids": (5, 9, 17)},
+    ]  # fmt: skip
+    engine = tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense", True), model=MODELS["dense"], max_batch=64, graphs=True, k=3)
+    engine.executors[-1].launch = lambda batch: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
+    jobs = []
+    for i in range(64):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 30))]
+        params = {**kinds[i % len(kinds)], "seed": i, "max_tokens": rng.randrange(6, 14)}
+        jobs.append((rng.randrange(5), request(str(i), prompt, k=rng.choice([None, 0, 2, 5]), **params)))
+    got: dict[str, list[int]] = {r.id: [] for _, r in jobs}
+    for step in range(500):
+        for at, r in jobs:
+            if at == step:
+                engine.submit(r)
+        if step > 5 and not engine.busy:
+            break
+        for event in engine.step():
+            got[event.id] += event.tokens
+    assert not engine.busy
+    engine.check()
+    for _, r in jobs:
+        assert got[r.id] == alone("dense", r), r

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..cache.store import CacheSpec, KVStore, SeqCache
 from ..engine.capture import Graph, Pool
-from ..engine.decode import Inputs, Key, State, decode_step
+from ..engine.decode import Inputs, Key, Output, State, decode_step
 from ..models import build
 from ..models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
 from ..models.gemma4_assistant import Gemma4Assistant
@@ -255,15 +255,15 @@ class Rig:
         inputs.slots[:batch] = slots
         inputs.limit.fill_(k)
         inputs.cap.fill_(bound - k - 1)  # a sequence that is done waits there for the others
-        out = torch.zeros((batch, k + 2), dtype=torch.int64, device=self.device)
         key = Key(batch, k, bound, "greedy", "drafter" if k else None)
+        out = Output.of(key, self.device)
         once = decode_step(self.model, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
         began = time.perf_counter()
         keep = [t.clone() for t in (state.last, state.length, state.features)]
         graph = Graph(once, torch.device("cpu") if eager else self.device, self.pool)
         for tensor, value in zip((state.last, state.length, state.features), keep):
             tensor.copy_(value)
-        return Captured(graph, state, slots, out, time.perf_counter() - began)
+        return Captured(graph, state, slots, out.tokens, time.perf_counter() - began)
 
 
 def collect() -> None:

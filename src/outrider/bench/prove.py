@@ -63,7 +63,7 @@ def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[Finding]:
             worst = max(worst, _gap(alone, block_logits(llm, [tokens], len(prompt), width)[0]))
             count += 1
         others = [prompts[j % len(prompts)] + answer for j in range(i + 1, i + BATCH)]
-        if llm.engine.config.max_batch >= BATCH:
+        if llm.engine.max_batch >= BATCH:
             worst = max(
                 worst,
                 _gap(
@@ -98,8 +98,8 @@ def block_logits(
         caches.append(cache)
         if not store.reserve(cache, begin + MAX_DRAFT + 1):
             raise RuntimeError("no room in the cache for the row-invariance check")
-        for at in range(0, begin, engine.config.prefill_chunk):
-            _rows(model, store, [cache], [tokens], [at], min(engine.config.prefill_chunk, begin - at), device)
+        for at in range(0, begin, engine.chunk):
+            _rows(model, store, [cache], [tokens], [at], min(engine.chunk, begin - at), device)
     out: list[list[Tensor]] = [[] for _ in sequences]
     for at in range(0, MAX_DRAFT + 1, width):
         count = min(width, MAX_DRAFT + 1 - at)

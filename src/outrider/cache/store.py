@@ -26,6 +26,9 @@ def upload(values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dt
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all
+
+
 @dataclass(frozen=True)
 class CacheSpec:
     """How much to hold. `tokens`: positions of full-attention K/V in all; sliding groups follow from the window."""
@@ -35,6 +38,7 @@ class CacheSpec:
     page_size: int
     chunk: int  # most positions written ahead of the committed length in one pass (prefill chunk or K + 1)
     tokens: int
+    window_tokens: int | None = None  # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
 
 
 @dataclass
@@ -43,6 +47,8 @@ class SeqCache:
 
     slot: int
     pages: dict[GroupName, SeqPages] = field(default_factory=dict)
+    room: int = 0  # positions that are reserved
+    slid: int = -1  # the page of the committed length when sliding pages were last given back
 
 
 class KVStore:
@@ -54,11 +60,12 @@ class KVStore:
             windows[config.layers[i].attn.group] = config.layers[i].attn.window
         self.groups: dict[GroupName, Group] = {}
         for name, window in windows.items():
-            per_slot = -(-spec.tokens // ps)
+            pages = -(-spec.tokens // ps)
             if window is not None:
-                bound = -(-(window + spec.chunk) // ps) + 2  # pages a sequence can hold at once
-                per_slot = min(per_slot + spec.slots, spec.slots * bound * 2)  # twice: room for shared prefixes
-            self.groups[name] = Group(per_slot + 1, ps, window)
+                bound = self._bound(window)
+                most = spec.slots * bound * 2 if spec.window_tokens is None else max(bound, -(-spec.window_tokens // ps))
+                pages = min(pages + spec.slots, most)
+            self.groups[name] = Group(pages + 1, ps, window)
         arena = Arena() if self.device.type == "cpu" else None  # fresh pages are zero; huge ones spare a walk of the page table each 4 KiB
         zeros = lambda shape, dtype: arena.empty(shape, dtype) if arena else torch.zeros(shape, dtype=dtype, device=self.device)  # noqa: E731
         self.keys: list[Tensor | None] = [None] * len(config.layers)
@@ -75,6 +82,10 @@ class KVStore:
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
+
+    def _bound(self, window: int) -> int:
+        """Pages that a sequence can hold at once in a sliding group."""
+        return -(-(window + self.spec.chunk) // self.spec.page_size) + 2
 
     # ---- sequences come and go ------------------------------------------------------------------------------------
     @property
@@ -100,16 +111,19 @@ class KVStore:
         return seq, hit
 
     def fits(self, seq: SeqCache, positions: int) -> bool:
-        """Could full layers hold `positions` now? (Sliding layers need no more than their bound, which is always there.)"""
+        """Could it hold `positions` now, if shared prefixes that nobody uses were given up?"""
         for name, group in self.groups.items():
-            if group.window is None:
-                idle = sum(group.pool.refs[p] == 1 for p in self.prefix.held(name))  # held by the prefix cache alone
-                if group.need(seq.pages[name], positions) > group.pool.free + idle:
-                    return False
+            need = group.need(seq.pages[name], positions)
+            if group.window is not None:
+                need = min(need, self._bound(group.window))
+            if need > group.pool.free and need > group.pool.free + sum(group.pool.refs[p] == 1 for p in self.prefix.held(name)):
+                return False
         return True
 
     def reserve(self, seq: SeqCache, positions: int) -> bool:
         """Make room for positions 0..positions-1, evicting shared prefixes that nobody uses. False: no room."""
+        if positions <= seq.room:
+            return True
         for name, group in self.groups.items():
             pages = seq.pages[name]
             need = group.need(pages, positions)
@@ -117,7 +131,7 @@ class KVStore:
                 continue
             short = need - group.pool.free
             if short > 0:
-                self.prefix.evict(name, short)
+                self.prefix.evict(name, max(short, AT_ONCE))
             try:
                 added = group.reserve(pages, positions)
             except OutOfPages:
@@ -125,10 +139,15 @@ class KVStore:
             if added:
                 row = self.tables[name][seq.slot]
                 row[added[0] : added[-1] + 1] = upload(pages.pages[added[0] :], torch.int32, self.device)
+        seq.room = -(-positions // self.spec.page_size) * self.spec.page_size
         return True
 
     def commit(self, seq: SeqCache, committed: int) -> None:
         """Positions below `committed` are final; sliding pages that fell out of the window go back."""
+        page = committed // self.spec.page_size
+        if page == seq.slid:
+            return
+        seq.slid = page
         for name, group in self.groups.items():
             group.slide(seq.pages[name], committed)
 

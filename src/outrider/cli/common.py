@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -29,6 +29,7 @@ Ops = Annotated[str, typer.Option(help="Kernels: auto | reference | cpu | triton
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default, and at most: the cores this process may use.")]
 Quantize = Annotated[str | None, typer.Option(help="int8 | int4: quantise a dense checkpoint while loading (CPU).")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. Default: what model and memory hold.")]
+GpuMemory = Annotated[float, typer.Option(help="Share of the GPU's memory for weights, K/V and work together.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0: greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")]
@@ -38,29 +39,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 LoadFormat = Annotated[str, typer.Option(help="auto | dummy (seeded random weights from the config alone).")]
 
 
-class LoadOptions(TypedDict, total=False):
-    """What a command passes on to `LLM.load`."""
-
-    drafter: str
-    draft_tokens: str
-    verify: str
-    device: str | None
-    dtype: str | None
-    ops: str
-    threads: int | None
-    quantize: str | None
-    load_format: str
-    seed: int
-    engine: EngineConfig
-
-
-def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) -> LLM:
+def load_llm(model: str, quiet: bool = False, **options: Any) -> LLM:
     """Load and say once what was chosen."""
     from ..llm import LLM
 
     say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: err.print(f"[dim]{line}[/dim]"))
-    llm = LLM.load(model, say=say, **options)  # type: ignore[arg-type]  # a user's words: it checks them
-    engine = options.get("engine")
+    llm = LLM.load(model, say=say, **options)
+    engine: EngineConfig | None = options.get("engine")
     if engine is not None and engine.max_context is not None and engine.max_context > llm.config.max_context:
         say(f"context: {llm.engine.max_context} tokens (--max-context {engine.max_context} is more than this model knows)")
     return llm
@@ -77,7 +62,7 @@ def encode_prompt(llm: LLM, prompt: str | list[dict[str, str]], raw: bool) -> li
     return llm._encode(text)
 
 
-def read_prompts(path: Path) -> Iterator[Mapping[str, Any]]:
+def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
     """Lines of {"prompt": ...} or {"turns": [...]}; other fields are kept."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -113,7 +98,7 @@ def times(speedup: float) -> str:
     return f"{speedup:.2f}x faster" if speedup >= 0.995 else f"slower: {speedup:.2f}x the speed of plain decoding"
 
 
-def stats_json(stats: RequestStats) -> dict[str, int | float | list[int]]:
+def stats_json(stats: RequestStats) -> dict[str, Any]:
     last = max((i + 1 for i, d in enumerate(stats.drafted_by_position) if d), default=0)
     return {
         "prompt_tokens": stats.prompt_tokens,
@@ -132,8 +117,8 @@ def stats_json(stats: RequestStats) -> dict[str, int | float | list[int]]:
     }
 
 
-def completion_json(completion: Completion) -> dict[str, object]:
-    row: dict[str, object] = {
+def completion_json(completion: Completion) -> dict[str, Any]:
+    row: dict[str, Any] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,

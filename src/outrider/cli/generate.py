@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -114,7 +113,7 @@ def run_plain(llm: LLM, ids: list[int], params: SamplingParams) -> Completion:
     return llm.generate(ids, params, drafter=False)[0]
 
 
-def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> dict[str, object]:
+def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> dict[str, Any]:
     answer = llm.generate(ids, params)[0]
     row = common.completion_json(answer)
     if compare:
@@ -125,13 +124,13 @@ def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> 
     return row
 
 
-def _one_row(llm: LLM, row: Mapping[str, object], params: SamplingParams, raw: bool, compare: bool) -> dict[str, object]:
+def _one_row(llm: LLM, row: dict[str, Any], params: SamplingParams, raw: bool, compare: bool) -> dict[str, Any]:
     """Turns are answered one after the other, each seeing what came before."""
-    turns = row.get("turns")
+    turns = row["turns"] if "turns" in row else [row["prompt"]]
     messages: list[dict[str, str]] = []
     answers = []
-    for turn in turns if isinstance(turns, list) else [row["prompt"]]:
+    for turn in turns:
         messages.append({"role": "user", "content": str(turn)})
         answers.append(_answer(llm, common.encode_prompt(llm, messages, raw), params, compare))
-        messages.append({"role": "assistant", "content": str(answers[-1]["text"])})
+        messages.append({"role": "assistant", "content": answers[-1]["text"]})
     return answers[0] if "turns" not in row else {**answers[-1], "turns": answers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,9 +24,10 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="More keys, one a line.")] = None,
-    max_concurrent: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 8,
+    max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 256 on a GPU, else 8.")] = None,
     max_queued: Annotated[int, typer.Option(help="Sequences that wait behind them; more get 429.")] = 64,
     max_context: common.MaxContext = None,
+    gpu_memory: common.GpuMemory = 0.9,
     timeout: Annotated[float, typer.Option(help="Seconds for one request, waiting included.")] = 600.0,
     max_body: Annotated[int, typer.Option(help="Bytes of a request body.")] = 4 << 20,
     max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt. 0: as many as the context holds.")] = 0,
@@ -56,15 +58,18 @@ def serve(
         raise OutriderError(f"the server needs {e.name}: pip install 'outrider[serve]'") from None
     settings = ServerSettings(
         model_name=name or public_name(model), host=host, port=port, api_keys=read_keys(api_key, api_key_file),
-        max_concurrent=max_concurrent, max_queued=max_queued, timeout=timeout, max_body=max_body, max_prompt=max_prompt,
+        max_concurrent=8 if max_concurrent is None else max_concurrent, max_queued=max_queued,
+        timeout=timeout, max_body=max_body, max_prompt=max_prompt,
         log_prompts=log_prompts, shutdown_grace=shutdown_grace, max_connections=max_connections,
         request_timeout=request_timeout, idle_timeout=idle_timeout, stall_timeout=stall_timeout,
     )  # fmt: skip
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute
     llm = common.load_llm(
         model, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-        quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent + SPARE, max_context=max_context),
+        quantize=quantize, load_format=load_format,
+        engine=EngineConfig(None if max_concurrent is None else max_concurrent + SPARE, max_context, gpu_memory=gpu_memory),
     )  # fmt: skip
+    settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
     if not settings.loopback and not settings.api_keys:
         err.print(f"[yellow]warning: {host} can be reached from other machines and no API key is set[/yellow]")
     err.print(f"serving [bold]{settings.model_name}[/bold] at http://{host}:{listener.getsockname()[1]} (page at /, API at /v1)")

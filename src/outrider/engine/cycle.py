@@ -169,21 +169,18 @@ def grammar_masks(matchers: Sequence[Matcher | None], ks: Sequence[int], drafts:
     return torch.cat(parts).to(drafts.device)
 
 
-def logprobs(asked: Sequence[int | None], rows: Rows, logits: Tensor, tokens: list[list[int]]) -> list[list[dict[int, float]] | None]:
-    """Per sequence and emitted token {id: logprob}, the chosen one first, of the model's own distribution."""
-    out: list[list[dict[int, float]] | None] = []
-    start = rows.start.tolist()
-    for i, n in enumerate(asked):
-        if n is None:
-            out.append(None)
-            continue
-        logp = torch.log_softmax(logits[start[i] : start[i + 1]].float(), -1)  # [K_i + 1, V]
-        best = logp.topk(n, dim=-1) if n else None
-        table = []
-        for j in range(logp.shape[0]):
-            entry = {tokens[i][j]: float(logp[j, tokens[i][j]])}
-            if best is not None:
-                entry.update({int(t): float(v) for t, v in zip(best.indices[j], best.values[j])})
-            table.append(entry)
-        out.append(table)
+def logprob_rows(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
+    """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest ones' logprobs and ids
+    (a float32 holds ids up to 2^24)."""
+    logp = torch.log_softmax(logits.float(), -1)
+    best = logp.topk(top, dim=-1)
+    return torch.cat((logp.gather(1, tokens[:, None]), best.values, best.indices.to(torch.float32)), 1)
+
+
+def logprobs(rows: list[list[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:
+    """For each emitted token {id: logprob}, the chosen one first; `rows` as `logprob_rows` gives them, `top` of their likeliest."""
+    out = []
+    for row, token in zip(rows, tokens):
+        width = len(row) // 2
+        out.append({token: row[0], **{int(i): v for i, v in zip(row[1 + width : 1 + width + top], row[1 : 1 + top])}})
     return out

@@ -19,11 +19,12 @@ from ..spec.drafter import DraftBatch
 from ..spec.mtp import MTPDrafter
 from ..spec.nets import Target
 from ..types import MAX_DRAFT, Draft, GroupName, KVView, Verdict
-from .cycle import CycleInput, Rows, cycle, verify_coupled
+from .cycle import CycleInput, Rows, cycle, logprob_rows, verify_coupled
+from .history import NOTHING, Asks, History
 
 KNOWN = 2 * MAX_DRAFT + 1  # guesses of the host for one sequence: a draft, behind as many tokens as a step in flight may add
 Choosing = Literal["greedy", "hot", "head 64", "head 1024", "sort"]  # how candidates are found: the cheapest that serves all rows
-Source = Literal["drafter", "host", "both"]
+Source = Literal["drafter", "host", "both", "drafted"]  # drafted: by a graph that ran before, since masks hang on the drafts
 Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
 
 
@@ -36,7 +37,8 @@ class Key:
     context: int  # no position of a replay may reach it
     choosing: Choosing
     source: Source | None  # where drafts come from; None: K = 0
-    part: Literal["cycle", "draft"] = "cycle"  # draft: only the guess, for timing
+    part: Literal["cycle", "draft"] = "cycle"  # draft: only the guess, which is left in Inputs.drafted
+    asks: Asks = NOTHING
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Inputs:
     by_host: Tensor  # bool [N] the host guesses for this row
     base: Tensor  # int64 [N] position of the newest token that the host knew when it guessed
     guesses: Tensor  # int64 [N, KNOWN] what it expects behind that position
+    drafted: Tensor  # int64 [N, MAX_DRAFT] left here by a graph of part "draft"
     temperature: Tensor  # float32 [N], and so on as in SamplingBatch
     hot: Tensor
     seed: Tensor
@@ -75,7 +78,8 @@ class Inputs:
         full = lambda value, dtype: torch.full((rows,), value, dtype=dtype, device=device)  # noqa: E731
         return Inputs(
             full(idle, torch.int64), full(0, torch.int64), full(1, torch.int64), full(False, torch.bool), full(0, torch.int64),
-            torch.zeros((rows, KNOWN), dtype=torch.int64, device=device), full(1.0, torch.float32), full(False, torch.bool),
+            torch.zeros((rows, KNOWN), dtype=torch.int64, device=device), torch.zeros((rows, MAX_DRAFT), dtype=torch.int64, device=device),
+            full(1.0, torch.float32), full(False, torch.bool),
             full(0, torch.int64), full(OFF, torch.int64), full(1.0, torch.float64), full(float("-inf"), torch.float32),
         )  # fmt: skip
 
@@ -113,15 +117,39 @@ class Pages:
         return KVView(s.spec.page_size, s.keys, s.values, self.tables, positions, row_seq, row_start, max_rows, max_context)
 
 
+@dataclass
+class Output:
+    """Where a step leaves what the host reads."""
+
+    tokens: Tensor  # int64 [B, K + 2] emitted tokens and, last, their number
+    logprobs: Tensor | None = None  # float32 [R, 1 + 2·n]: of the chosen token, then the n likeliest: values, ids
+
+    @staticmethod
+    def of(key: Key, device: torch.device) -> Output:
+        rows, n = key.batch * (key.k + 1), key.asks.logprobs
+        return Output(
+            torch.zeros((key.batch, key.k + 2), dtype=torch.int64, device=device),
+            torch.zeros((rows, 1 + 2 * n), device=device) if n >= 0 else None,
+        )
+
+
+def allowed(bits: Tensor, vocab: int) -> Tensor:
+    """int32 [R, V / 32], a bit a token -> bool [R, V]."""
+    each = torch.arange(32, dtype=torch.int32, device=bits.device)
+    return ((bits[:, :, None] >> each) & 1).to(torch.bool).flatten(1)[:, :vocab]
+
+
 def decode_step(
-    model: Target, store: KVStore, drafter: MTPDrafter | None, state: State, inputs: Inputs, key: Key, out: Tensor,
+    model: Target, store: KVStore, drafter: MTPDrafter | None, state: State, inputs: Inputs, key: Key, out: Output,
     override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft] | None = None, advance: bool = True,
+    history: History | None = None, bits: Tensor | None = None,
 ) -> Callable[[], Tensor | None]:  # fmt: skip
-    """The function that is captured. Leaves [tokens | count] of every row in `out` [B, K + 2] and the next inputs in `state`
-    (advance=False: the state stays, every run does the same work); returns the logits [R, V]. propose: a stand-in drafter."""
-    b, k, device = key.batch, key.k, out.device
+    """The function that is captured. Leaves what was emitted in `out` and the next inputs in `state` (advance=False: the state stays,
+    every run does the same work); returns the logits [R, V]. propose: a stand-in drafter. history, bits [R, V / 32]: what some requests
+    ask for (key.asks)."""
+    b, k, device, vocab = key.batch, key.k, out.tokens.device, model.config.vocab_size
     rows, slots, limit, cap = Rows.of((k,) * b, device), inputs.slots[:b], inputs.limit[:b], inputs.cap[:b]
-    sampling = inputs.sampling(b, key.choosing)
+    bare = inputs.sampling(b, key.choosing)  # what a drafter guesses by
     each, each_start = torch.arange(b, device=device), torch.arange(b + 1, dtype=torch.int32, device=device)
     taps = drafter.taps if drafter is not None else ()
     ids, nothing = [""] * b, [[]] * b  # type: ignore[var-annotated]
@@ -129,13 +157,14 @@ def decode_step(
     def guess(last: Tensor, length: Tensor, pages: Pages) -> Draft:
         if propose is not None:
             return propose(last, length)
+        if key.source == "drafted":
+            return Draft(inputs.drafted[:b, :k], limit)
         if key.source == "host":
             return Draft(inputs.known(b, k, length), limit)
         assert drafter is not None
         kv = pages.view(slots, length - 1, each, each_start, 1, key.context)
         features = state.features.index_select(0, slots)
-        seen = DraftBatch(ids, nothing, last, length, features, kv, sampling, False, model.ops, model.config.vocab_size)
-        tokens = drafter.propose(seen, k).tokens
+        tokens = drafter.propose(DraftBatch(ids, nothing, last, length, features, kv, bare, False, model.ops, vocab), k).tokens
         if key.source == "both":
             tokens = torch.where(inputs.by_host[:b, None], inputs.known(b, k, length), tokens)
         return Draft(tokens, limit)
@@ -144,18 +173,26 @@ def decode_step(
         last, length = state.last.index_select(0, slots), state.length.index_select(0, slots)
         pages = Pages.of(store, slots, key.context)
         if key.part == "draft":
-            out[:, :k].copy_(guess(last, length, pages).tokens)
+            inputs.drafted[:b, :k].copy_(guess(last, length, pages).tokens)
+            out.tokens[:, :k].copy_(inputs.drafted[:b, :k])
             return None
+        sampling = bare if history is None else history.select(bare, slots, length, key.asks)
         x = CycleInput(rows, slots, last, length, sampling, model.ops, key.context)
+        if bits is not None:
+            x.masks = lambda drafts: allowed(bits[: b * (k + 1)], vocab)
         done = cycle(model, pages, (lambda: guess(last, length, pages)) if k else None, verify_coupled, taps, x, override)
         verdict = done.verdict
-        torch.cat((verdict.tokens, verdict.counts[:, None]), 1, out=out)
+        torch.cat((verdict.tokens, verdict.counts[:, None]), 1, out=out.tokens)
+        if out.logprobs is not None:
+            out.logprobs.copy_(logprob_rows(done.logits, rows.flat(verdict.tokens), key.asks.logprobs))
         if advance:
             newest = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0] if k else verdict.tokens[:, 0]
             state.last.index_copy_(0, slots, newest)
             state.length.index_copy_(0, slots, torch.minimum(length + verdict.counts, cap))
             if drafter is not None:
                 state.features.index_copy_(0, slots, done.features)
+            if history is not None:
+                history.commit(sampling, slots, verdict.tokens, verdict.counts)
         return done.logits
 
     return once

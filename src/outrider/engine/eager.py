@@ -17,10 +17,10 @@ from ..spec.choose import SamplingBatch
 from ..spec.draft_model import DraftModel
 from ..spec.drafter import DraftBatch
 from ..types import Draft, SamplingParams
-from .cycle import CycleInput, Rows, cut, cycle, grammar_masks, logprobs, verify_coupled
+from .cycle import CycleInput, Rows, cut, cycle, grammar_masks, logprob_rows, logprobs, verify_coupled
 from .machine import Machine
 from .metrics import Metrics
-from .step import Emitted, Flight, Lane, StepBatch
+from .step import Emitted, Flight, Lane, Seq, StepBatch
 from .verify import verify_block_rows, verify_rejection_rows
 
 log = logging.getLogger("outrider")
@@ -71,11 +71,21 @@ class EagerExecutor:
         machine.features.index_copy_(0, x.slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
-        asked = [s.request.params.logprobs for s in seqs]
-        top = logprobs(asked, x.rows, out.logits, tokens) if any(n is not None for n in asked) else [None] * len(lanes)
+        emitted = [line[:n] for line, n in zip(tokens, counts)]
+        top = self._logprobs(seqs, x.rows, out.logits, out.verdict.tokens, emitted)
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         out_of = lambda i, lane: None if sure is None or lane.drafter in (None, "ngram") else sure[i][: lane.k + 1]  # noqa: E731
-        return [Emitted(tokens[i][: counts[i]], top[i], out_of(i, lane)) for i, lane in enumerate(lanes)]
+        return [Emitted(emitted[i], top[i], out_of(i, lane)) for i, lane in enumerate(lanes)]
+
+    def _logprobs(
+        self, seqs: Sequence[Seq], rows: Rows, logits: Tensor, tokens: Tensor, emitted: list[list[int]]
+    ) -> Sequence[list[dict[int, float]] | None]:
+        asked = [s.request.params.logprobs for s in seqs]
+        most = max((n for n in asked if n is not None), default=None)
+        if most is None:
+            return [None] * len(seqs)
+        table, start = logprob_rows(logits, rows.flat(tokens), most).tolist(), rows.start.tolist()
+        return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
 
     def _input(self, lanes: Sequence[Lane], sampling: SamplingBatch) -> CycleInput:
         device = self.machine.device

@@ -28,7 +28,7 @@ from .graphs import GraphExecutor
 from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
-from .room import free_bytes, room
+from .room import free_bytes, gpu_budget, room
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
 from .text import Detokenizer, Tokenizer
@@ -70,32 +70,40 @@ class Engine:
         self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
         self.drafter, self.controller, self.clock, self.device = drafter, controller, clock, model.device
         self.can = model.ops.capabilities
+        self.max_batch = config.max_batch or self.can.sequences
+        self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv_dtype or model.dtype
-        space, ahead = room(config, model.config, dtype, free_bytes(self.device)), max(config.prefill_chunk, MAX_DRAFT + 1)
-        layout = CacheSpec(config.max_batch, space.max_context, config.page_size, ahead, space.tokens)
+        budget = None
+        if self.device.type == "cuda":
+            rows = min(self.can.graph_rows, self.max_batch * (MAX_DRAFT + 1))
+            budget = gpu_budget(config, model.config, self.device, rows)
+        self.room = room(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget)
+        ahead = max(self.chunk, MAX_DRAFT + 1)
+        layout = CacheSpec(self.max_batch, self.room.max_context, config.page_size, ahead, self.room.tokens, self.room.window_tokens)
         self.store = KVStore(model.config, layout, dtype, self.device)
-        self.max_context = min(space.max_context, space.tokens - config.page_size)  # one sequence must be able to finish alone
+        self.max_context = min(self.room.max_context, self.room.tokens - config.page_size)  # one sequence must be able to finish alone
         exact = self.can.prompts_independent
-        self.granularity = config.page_size if exact else config.prefill_chunk  # prefixes are shared in multiples of it
+        self.granularity = config.page_size if exact else self.chunk  # prefixes are shared in multiples of it
         self.share_answers = exact
         self.scheduler = Scheduler(
-            self.store, config.max_batch, config.prefill_chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context,
+            self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
+            self.max_context, self.can.packed_rows,
         )  # fmt: skip
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
-        features = torch.zeros((config.max_batch + 1, width), dtype=model.dtype, device=self.device)
+        features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
         self.machine = Machine(model, self.store, drafter, features, tuple(sorted(self.eos)), clock)
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
         self._flight: Flight | None = None  # the step that was launched and not yet read
         self._landed = 0.0  # when the last step was read
         self._timed: list[Seq] = []  # the batch whose last step was timed
+        self.host_times = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)  # seconds of the host by part; only `wait` is idle
         self._warned = 0  # how many of the controller's warnings were passed on
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
-        if 0 < self.can.independent_rows < config.max_batch:
+        if 0 < self.can.independent_rows < self.max_batch:
             log.warning("more than %d sequences at once: answers may then depend on their company", self.can.independent_rows)
 
     def _executors(self) -> list[Executor]:
@@ -137,7 +145,7 @@ class Engine:
         seq = Seq(request, self.clock(), list(request.prompt), tempered=params.tempered)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         seq.answer = Answer(params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None)
-        if "ngram" in self.controller.drafters and request.drafter in (True, "ngram"):
+        if "ngram" in self.controller.drafters and self._copies(request):
             seq.ngram = NgramIndex(request.prompt)
         seq.stats.prompt_tokens = seq.prompt_len
         self._seqs[request.id] = seq
@@ -157,16 +165,21 @@ class Engine:
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
         """Schedule, launch, read, commit. Where steps are read one behind, this one runs while the one before is committed."""
-        began = self.clock()
+        began, clock, spent = self.clock(), self.clock, self.host_times
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
+        if self._flight is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
+            self._land()  # a grammar's next masks hang on what was emitted
         batch = self.scheduler.plan(self._choose_drafts)
         if any(lane.stop or lane.drop for lane in batch.decode) and self.drafter is not None:
             batch.trust = self.controller.trust(self.drafter.name)
+        planned = clock()
+        spent["plan"] += planned - began
         executor = pick(self.executors, batch)
         if executor.behind or self._flight is None:
             flight = executor.launch(batch) if batch else None
             self._launched(flight)
+            spent["launch"] += clock() - planned
             self._land()
             self._flight = flight if batch.decode else None
             if not executor.behind:
@@ -196,13 +209,16 @@ class Engine:
         flight, self._flight = self._flight, None
         if flight is None:
             return
+        waited = self.clock()
         emitted, now = flight.executor.read(flight), self.clock()
+        self.host_times["wait"] += now - waited
         for i, (lane, brought) in enumerate(zip(flight.batch.decode, emitted)):
             if lane.seq.cache is flight.holders[i]:
                 if flight.ahead:
                     lane.seq.ahead -= flight.ahead[i]
                 self._commit(lane, brought, now)
         self._observe(flight, now)
+        self.host_times["commit"] += self.clock() - now
 
     def _observe(self, flight: Flight, now: float) -> None:
         """Tell the controller what the step took. Not of a step that prompts ran in; and, where steps do not overlap, not of the
@@ -269,13 +285,16 @@ class Engine:
         if asked and room > 0:
             if self.drafter is not None and seq.has_features and not seq.drafter_off and asked in (True, self.drafter.name):
                 offers[self.drafter.name] = room
-            # A draft of the network needs nothing from the host; a copy is as old as what the host has seen. So beside a network in
-            # steps that are read one behind, copies are offered only where they were asked for by name.
-            if seq.ngram is not None and (asked == "ngram" or self.drafter is None or not self.graphs):
+            if seq.ngram is not None:
                 match = seq.ngram.match()
                 if match:
                     offers["ngram"] = room
         return offers, match
+
+    def _copies(self, request: Request) -> bool:
+        """May copies of earlier text be drafted? A network's draft needs nothing from the host; a copy is as old as what the host has
+        seen. So beside a network in steps that are read one behind, copies are made only where they were asked for by name."""
+        return request.drafter == "ngram" or (request.drafter is True and (self.drafter is None or not self.graphs))
 
     def _room(self, seq: Seq, widest: int) -> int:
         """Most tokens a draft may have: what may be emitted, what the context holds, and what keeps rows independent."""
@@ -316,9 +335,11 @@ class Engine:
             c.cycles += 1
             c.drafted += lane.k
             c.accepted += accepted
+            drafted, right = c.drafted_by_position, c.accepted_by_position
             for j in range(lane.k):
-                c.drafted_by_position[j] += 1
-                c.accepted_by_position[j] += j < accepted
+                drafted[j] += 1
+            for j in range(accepted):
+                right[j] += 1
         self.controller.observe(seq.id, lane.drafter, lane.k, accepted, sure)
 
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:

@@ -39,6 +39,14 @@ class Matcher:
     def masks(self, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
         """(rows, n_valid): rows [len(drafts) + 1, V] bool, True where a token is allowed. Row j assumes drafts[:j] were
         taken; rows past the first drafted token outside the grammar can't be reached and are all True."""
+        bits, valid = self._walk(drafts)
+        return np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab].astype(bool), valid
+
+    def bits(self, drafts: Sequence[int]) -> np.ndarray:
+        """The same rows with a bit a token: int32 [len(drafts) + 1, V / 32]."""
+        return self._walk(drafts)[0]
+
+    def _walk(self, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
         words = (self._vocab + 31) // 32
         bits = np.full((len(drafts) + 1, words), -1, dtype=np.int32)
         valid = consumed = 0
@@ -57,8 +65,7 @@ class Matcher:
             self._replay()
         elif consumed and not self._inner.rollback(consumed):
             self._fail(self._inner.get_error())
-        rows = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab].astype(bool)  # [len + 1, V]
-        return rows, valid
+        return bits, valid
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Commit emitted tokens. Each was allowed by a mask, so a refusal is a failure."""

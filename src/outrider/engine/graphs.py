@@ -16,21 +16,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..cache.store import upload
+from ..cache.store import SeqCache, upload
 from ..ops.backend import Capabilities
 from ..spec.choose import SamplingBatch
 from ..spec.mtp import MTPDrafter
 from ..types import COLD, MAX_DRAFT, SamplingParams
 from .capture import Graph, Pool
-from .decode import KNOWN, Choosing, Inputs, Key, Source, State, decode_step
+from .cycle import logprobs
+from .decode import KNOWN, Choosing, Inputs, Key, Output, Source, State, decode_step
+from .history import NOTHING, Asks, History
 from .machine import Machine
-from .step import Emitted, Flight, Lane, StepBatch
+from .step import Emitted, Flight, Lane, Seq, StepBatch
 
 log = logging.getLogger("outrider")
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
@@ -39,15 +41,15 @@ CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 @dataclass
 class Captured:
     graph: Graph
-    out: Tensor  # int64 [B, K + 2] on the device
-    hosts: list[Tensor]  # two copies of it in pinned memory, used in turn
+    out: Output  # on the device
+    hosts: list[Output]  # two copies of it in pinned memory, used in turn
 
 
 @dataclass
 class Copied:
-    """Where a step's tokens arrive on the host, and when."""
+    """Where what a step emitted arrives on the host, and when."""
 
-    host: Tensor  # int64 [B, K + 2]
+    host: Output
     event: torch.cuda.Event | None
 
 
@@ -81,10 +83,14 @@ class GraphExecutor:
         self.machine, self.device, self.drafter, self.can = machine, machine.device, drafter, capabilities
         self.idle = machine.store.spec.slots  # the table row that is all scratch page
         self.state, self.inputs = State.of(machine.features), Inputs.of(self.device, self.idle, capabilities.graph_batches[-1])
+        self.history = History(self.idle + 1, machine.vocab, machine.eos, self.device)
+        self.bits: Tensor | None = None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
         self.pool = Pool(self.device)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._graphs: dict[Key, Captured] = {}
         self._uploaded: dict[str, tuple[object, ...]] = {}
+        self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
+        self._known: tuple[list[Seq], Choosing, Asks] = ([], "greedy", NOTHING)  # of the last batch
         widest = next(iter(machine.store.tables.values())).shape[1] * machine.store.spec.page_size
         self._furthest = widest - MAX_DRAFT - 1
 
@@ -97,27 +103,48 @@ class GraphExecutor:
 
     def key(self, lanes: Sequence[Lane]) -> Key | None:
         """The graph these lanes run in; None: they need the eager executor."""
-        params = [lane.seq.request.params for lane in lanes]
-        if self.broken is not None or len(lanes) > self.can.graph_batches[-1] or any(p.processed for p in params):
+        if self.broken is not None or len(lanes) > self.can.graph_batches[-1]:
             return None
-        sources: set[Source] = {"drafter" if lane.guess is None else "host" for lane in lanes if lane.k}
-        source: Source | None = "both" if len(sources) == 2 else next(iter(sources), None)
+        choosing, asks = self._asked([lane.seq for lane in lanes])
         k = next(w for w in self.can.graph_widths if w >= max(lane.k for lane in lanes))
+        source: Source | None = None
+        if k and asks.grammar:
+            source = "drafted"
+        elif k:
+            source = self._source(lanes)
         bound = max(lane.start + 1 + lane.seq.ahead for lane in lanes) + k
-        return Key(self.can.bucket(len(lanes)), k, bound_of(bound), choosing_of(params), source)
+        return Key(self.can.bucket(len(lanes)), k, bound_of(bound), choosing, source, "cycle", asks)
+
+    def _asked(self, seqs: list[Seq]) -> tuple[Choosing, Asks]:
+        """How these sequences choose. Looked at again only when the batch changes."""
+        if self._known[0] != seqs:
+            params = [seq.request.params for seq in seqs]
+            self._known = (seqs, choosing_of(params), Asks.of(params, len(self.machine.eos)))
+        return self._known[1:]
+
+    @staticmethod
+    def _source(lanes: Sequence[Lane]) -> Source:
+        sources: set[Source] = {"drafter" if lane.guess is None else "host" for lane in lanes if lane.k}
+        return "both" if len(sources) == 2 else sources.pop()
 
     def ready(self, key: Key) -> bool:
         """Capture it if that has not been done. A failure ends the use of graphs, with one line."""
         if key in self._graphs:
             return True
+        if self.history.grow(key.asks):
+            self._graphs = {known: made for known, made in self._graphs.items() if known.asks == NOTHING}
+        if key.asks.grammar and self.bits is None:
+            shape = (self.can.graph_rows, -(-self.machine.vocab // 32))
+            self.bits = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         self.inputs.slots.fill_(self.idle)  # warm-up runs on the scratch page alone
         self.inputs.limit.fill_(0)
         self.inputs.cap.fill_(1)
         self._uploaded.clear()
-        shape = (key.batch, key.k + 2)
-        out = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        machine = self.machine
-        step = decode_step(machine.model, machine.store, self.drafter, self.state, self.inputs, key, out)
+        out, machine = Output.of(key, self.device), self.machine
+        step = decode_step(
+            machine.model, machine.store, self.drafter, self.state, self.inputs, key, out,
+            history=self.history if key.asks != NOTHING else None, bits=self.bits if key.asks.grammar else None,
+        )  # fmt: skip
 
         def once() -> None:
             step()  # its logits are not kept: they would hold the graph's memory
@@ -132,7 +159,9 @@ class GraphExecutor:
             log.warning("CUDA graphs are off: capturing %s failed (%s)", key, self.broken)
             return False
         pinned = self.device.type == "cuda"
-        self._graphs[key] = Captured(graph, out, [torch.empty(shape, dtype=torch.int64, pin_memory=pinned) for _ in range(2)])
+        copy = lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned)  # noqa: E731
+        hosts = [Output(copy(out.tokens), copy(out.logprobs) if out.logprobs is not None else None) for _ in range(2)]
+        self._graphs[key] = Captured(graph, out, hosts)
         return True
 
     # ---- one step -----------------------------------------------------------------------------------------------------
@@ -146,32 +175,78 @@ class GraphExecutor:
             return flight
         key = self.key(batch.decode)
         assert key is not None
-        captured = self._graphs[key]
         self._upload(batch.decode, key)
-        captured.graph.replay()
-        captured.hosts.reverse()
-        captured.hosts[0].copy_(captured.out, non_blocking=True)
-        event = None
-        if self.device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-        flight.payload = Copied(captured.hosts[0], event)
+        if key.asks.grammar:
+            self._mask(batch.decode, key)
+        flight.payload = self._replay(self._graphs[key])
         flight.width, flight.context = key.k, key.context
         flight.ahead = [lane.k + 1 for lane in batch.decode]
         return flight
 
+    def _replay(self, captured: Captured) -> Copied:
+        captured.graph.replay()
+        captured.hosts.reverse()
+        host, out = captured.hosts[0], captured.out
+        host.tokens.copy_(out.tokens, non_blocking=True)
+        if host.logprobs is not None and out.logprobs is not None:
+            host.logprobs.copy_(out.logprobs, non_blocking=True)
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        return Copied(host, event)
+
     def read(self, flight: Flight) -> list[Emitted]:
-        copied = flight.payload
+        copied, lanes = flight.payload, flight.batch.decode
         if not isinstance(copied, Copied):
             return []
         if copied.event is not None:
             copied.event.synchronize()
-        return [Emitted(line[: line[-1]]) for line in copied.host[: len(flight.batch.decode)].tolist()]
+        lines = copied.host.tokens[: len(lanes)].tolist()
+        if copied.host.logprobs is None:
+            return [Emitted(line[: line[-1]]) for line in lines]
+        out, width, rows = [], len(lines[0]) - 1, copied.host.logprobs.tolist()
+        for i, (lane, line) in enumerate(zip(lanes, lines)):
+            tokens, top = line[: line[-1]], lane.seq.request.params.logprobs
+            out.append(Emitted(tokens, None if top is None else logprobs(rows[i * width :], tokens, top)))
+        return out
+
+    def _mask(self, lanes: Sequence[Lane], key: Key) -> None:
+        """What the grammars allow behind each drafted token. The drafts come first, from a graph of their own (or the host): masks hang
+        on them. The engine has read every step before this one, since they also hang on what was emitted."""
+        drafts = [list(lane.guess or ()) for lane in lanes]
+        if key.k:
+            source = self._source(lanes) if any(lane.k for lane in lanes) else "host"
+            draft = replace(key, source=source, part="draft", asks=NOTHING)
+            assert self.ready(draft), "a draft must be captured before masks can be made"
+            self._upload(lanes, draft)  # capturing may have used the buffers
+            copied = self._replay(self._graphs[draft])
+            if copied.event is not None:
+                copied.event.synchronize()
+            drafts = copied.host.tokens[: len(lanes), : key.k].tolist()
+        assert self.bits is not None
+        width, seqs = key.k + 1, [lane.seq for lane in lanes]
+        if self._uploaded.get("bits") != (width, *seqs):  # rows of sequences without a grammar allow everything
+            self.bits[: key.batch * width].fill_(-1)
+            self._uploaded["bits"] = (width, *seqs)
+        for i, lane in enumerate(lanes):
+            matcher = lane.seq.answer.matcher
+            if matcher is not None:
+                rows = torch.from_numpy(matcher.bits(drafts[i][: lane.k]))
+                rows = rows.pin_memory() if self.device.type == "cuda" else rows
+                self.bits[i * width : i * width + len(rows)].copy_(rows, non_blocking=True)
 
     def _upload(self, lanes: Sequence[Lane], key: Key) -> None:
         """What changed since the last step. A sequence that has nothing in flight is where the host says; the others stand on the
         device, further on than the host knows."""
         fresh = [lane for lane in lanes if not lane.seq.ahead]
+        if key.asks != NOTHING:
+            for lane in lanes:
+                if self._joined.get(lane.slot) is not lane.seq.cache:
+                    seq = lane.seq
+                    assert not (seq.ahead and seq.request.params.processed), "its history joined with its first step"
+                    self.history.join(lane.slot, seq.request.params, seq.request.prompt, seq.tokens[seq.prompt_len :])
+                    self._joined[lane.slot] = seq.held
         if fresh:
             where = upload([lane.slot for lane in fresh], torch.int64, self.device)
             self.state.last.index_copy_(0, where, upload([lane.seq.tokens[-1] for lane in fresh], torch.int64, self.device))
@@ -221,7 +296,7 @@ class GraphExecutor:
         self.state.length[self.idle].fill_(context)
         captured = self._graphs[key]
         captured.graph.replay()
-        captured.hosts[0].copy_(captured.out)
+        captured.hosts[0].tokens.copy_(captured.out.tokens)
         self.state.length[self.idle].fill_(1)
 
     def release(self) -> None:

@@ -42,25 +42,45 @@ class Machine:
         return self.model.config.vocab_size
 
     def prompts(self, lanes: Sequence[Lane]) -> None:
-        for lane in lanes:
+        """Prompt chunks, packed into few passes. Each leaves the bits that it would leave alone: chunks share a pass only up to the
+        number of rows that the backend promises to be independent, and only long ones with long ones, for which attention has other
+        kernels; a chunk beyond that number runs by itself, and always with the same rows."""
+        can, at = self.model.ops.capabilities, 0
+        lanes = sorted(lanes, key=lambda lane: lane.count > can.replay_rows)
+        while at < len(lanes):
+            rows, end, long = lanes[at].count, at + 1, lanes[at].count > can.replay_rows
+            while end < len(lanes) and rows + lanes[end].count <= can.independent_rows and (lanes[end].count > can.replay_rows) == long:
+                rows, end = rows + lanes[end].count, end + 1
             began = self.clock()
-            self._prompt(lane)
+            self._pass(lanes[at:end])
             seconds = self.clock() - began
-            lane.seq.stats.prefill_s += seconds
             self.prompt_seconds += seconds
+            for lane in lanes[at:end]:
+                lane.seq.stats.prefill_s += seconds * lane.count / rows
+            at = end
 
     @torch.inference_mode()
-    def _prompt(self, lane: Lane) -> None:
-        """One chunk of one sequence. Its last hidden state is kept where the first draft starts from it."""
-        seq, end = lane.seq, lane.start + lane.count
-        ids = upload(seq.tokens[lane.start : end], torch.int64, self.device)
-        positions = torch.arange(lane.start, end, device=self.device)
-        row_start = upload([0, lane.count], torch.int32, self.device)
-        slots = upload([lane.slot], torch.int64, self.device)
-        kv = self.store.view(slots, positions, torch.zeros_like(ids), row_start, lane.count, end)
-        _, features = forward(self.model, ids, kv, self.taps)
-        if end == len(seq.tokens) - 1:
-            self.features[lane.slot] = features[-1]
+    def _pass(self, lanes: Sequence[Lane]) -> None:
+        """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts from it."""
+        device, starts = self.device, [0]
+        for lane in lanes:
+            starts.append(starts[-1] + lane.count)
+        ids = [token for lane in lanes for token in lane.seq.tokens[lane.start : lane.start + lane.count]]
+        slots = upload([lane.slot for lane in lanes], torch.int64, device)
+        row_start = upload(starts, torch.int32, device)
+        if len(lanes) == 1:
+            positions = torch.arange(lanes[0].start, lanes[0].start + lanes[0].count, device=device)
+            row_seq = torch.zeros_like(positions)
+        else:
+            positions = upload([p for lane in lanes for p in range(lane.start, lane.start + lane.count)], torch.int64, device)
+            row_seq = upload([i for i, lane in enumerate(lanes) for _ in range(lane.count)], torch.int64, device)
+        furthest, widest = max(lane.start + lane.count for lane in lanes), max(lane.count for lane in lanes)
+        kv = self.store.view(slots, positions, row_seq, row_start, widest, furthest)
+        _, features = forward(self.model, upload(ids, torch.int64, device), kv, self.taps)
+        done = [i for i, lane in enumerate(lanes) if lane.start + lane.count == len(lane.seq.tokens) - 1]
+        if done:
+            rows = upload([starts[i + 1] - 1 for i in done], torch.int64, device)
+            self.features.index_copy_(0, upload([lanes[i].slot for i in done], torch.int64, device), features[rows])
 
     def sampling(self, seqs: list[Seq]) -> SamplingBatch:
         """Rebuilt only when the batch has changed: `SamplingBatch.commit` keeps it up to date in between."""

@@ -1,4 +1,9 @@
-"""How much context there is room for: the model's own limit, what was asked for, and the memory for K/V."""
+"""How much context there is room for: the model's own limit, what was asked for, and the memory for K/V.
+
+On a CPU, K/V shares the memory with whatever else runs there, so it takes little unless asked. On a GPU it takes what weights and work
+leave of the share that was granted (`EngineConfig.gpu_memory`). Full layers keep every position; sliding ones only a window of each
+sequence, so the two kinds of pages are divided such that as many sequences of a usual length as possible fit.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,20 @@ import torch
 
 from ..config import EngineConfig
 from ..models.config import ModelConfig
-from ..types import OutriderError
+from ..types import MAX_DRAFT, OutriderError
 
-KV_BYTES = 2 << 30  # K/V of all sequences together, unless one alone may need more
+KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
 SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without being asked to
 USUAL = 4096  # tokens; no default is less, unless the model is
+SERVED = 8192  # tokens of context that a GPU's pages are divided for
+WORK = 1 << 30  # bytes beside weights and K/V on a GPU: activations, tables, graphs; logits come on top
 
 
 @dataclass(frozen=True)
 class Room:
     max_context: int  # prompt and answer of one sequence
-    tokens: int  # positions of K/V in all
+    tokens: int  # positions of K/V of full layers in all
+    window_tokens: int | None = None  # of sliding layers; None: as many as all slots can ever hold
 
 
 def free_bytes(device: torch.device) -> int:
@@ -32,20 +40,52 @@ def free_bytes(device: torch.device) -> int:
         return 1 << 62
 
 
-def room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int) -> Room:
-    """Without a wish: as much as the model knows and an eighth of the free memory holds."""
-    size = torch.empty((), dtype=dtype).element_size()
+def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int) -> int:
+    """Bytes for K/V. rows: the most of one step; their logits are made twice over."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1.0 - config.gpu_memory) * total) - WORK - 2 * 4 * model.vocab_size * rows
+
+
+def room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int, batch: int = 8, budget: int | None = None) -> Room:
+    """Without a wish: as much as the model knows and the memory holds. batch: sequences at once,
+    unless the configuration says; budget: bytes for K/V on a GPU."""
+    batch, size = config.max_batch or batch, torch.empty((), dtype=dtype).element_size()
     each = {i: 2 * model.layers[i].attn.kv_heads * model.layers[i].attn.head_dim * size for i in model.kv_layers}
+    full = sum(n for i, n in each.items() if model.layers[i].attn.window is None)  # bytes a position; windows do not grow with the context
+    asked = min(config.max_context or model.max_context, model.max_context)
+    if budget is not None and config.kv_tokens is None:
+        windows = [model.layers[i].attn.window or 0 for i in model.kv_layers]
+        return _divided(config, asked, full, sum(each.values()) - full, max(windows), batch, budget)
     per_token = sum(each.values())
-    if config.max_context is None:
-        max_context = min(model.max_context, max(USUAL, max(KV_BYTES, free // SHARE) // per_token - config.page_size))
-    else:
-        max_context = min(config.max_context, model.max_context)
-    growing = sum(n for i, n in each.items() if model.layers[i].attn.window is None) * max_context  # windows do not grow with the context
-    if growing > free:
-        raise OutriderError(
-            f"{max_context} tokens of context need {growing / 2**30:.1f} GiB of K/V and {free / 2**30:.1f} GiB of memory are free: "
-            f"lower --max-context"
-        )
-    tokens = config.kv_tokens or min(config.max_batch * max_context, max(max_context, KV_BYTES // per_token)) + config.page_size
-    return Room(max_context, tokens)
+    if config.max_context is None and budget is None:
+        asked = min(model.max_context, max(USUAL, max(KV_BYTES, free // SHARE) // per_token - config.page_size))
+    if full * asked > free:
+        raise _too_long(asked, full * asked, free)
+    tokens = config.kv_tokens or min(batch * asked, max(asked, KV_BYTES // per_token)) + config.page_size
+    return Room(asked, tokens)
+
+
+def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: int, batch: int, budget: int) -> Room:
+    """full, sliding: bytes of a position in the layers of each kind."""
+    page = config.page_size
+    held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
+    chunk = config.prefill_chunk or 1024
+    spare = max(chunk, min(4 * chunk, budget // (8 * sliding))) if sliding else 0  # and what prompts write ahead of their window
+    served = max(1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + held * sliding)))
+    if full:  # one sequence must be able to have the whole context, however few others then fit
+        served = max(1, min(served, (budget - spare * sliding - (asked + page) * full) // max(1, held * sliding))) if sliding else served
+    window_tokens = served * held + spare
+    tokens = (budget - window_tokens * sliding) // full if full else batch * asked + page
+    tokens = min(tokens, batch * asked + page)
+    if tokens < asked + page:
+        if config.max_context is not None or tokens <= 2 * page:
+            raise _too_long(asked, (asked + page) * full + window_tokens * sliding, budget)
+        asked = tokens - page
+    return Room(asked, tokens, window_tokens if sliding else None)
+
+
+def _too_long(context: int, need: int, free: int) -> OutriderError:
+    return OutriderError(
+        f"{context} tokens of context need {need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory are free: "
+        f"lower --max-context"
+    )

@@ -34,12 +34,14 @@ class Cache(Protocol):
 
 class Scheduler:
     def __init__(
-        self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool, max_context: int = 1 << 30
-    ):
+        self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool, max_context: int = 1 << 30,
+        pack: int = 0,
+    ):  # fmt: skip
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
-        pieces of at most so many rows, so that the same kernels run as the first time."""
+        pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where
+        most sequences wait for their prompt (0: never more than a chunk and a quarter)."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
-        self.replay_rows, self.prefix_cache, self.max_context = replay_rows, prefix_cache, max_context
+        self.replay_rows, self.prefix_cache, self.max_context, self.pack = replay_rows, prefix_cache, max_context, pack
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
@@ -69,7 +71,7 @@ class Scheduler:
                 guess = seq.ngram.propose(k + seq.ahead)[0] if drafter == "ngram" and seq.ngram is not None else None
                 k = k if guess is None or guess else 0  # a plan that was made some steps ago: the match has ended since
                 batch.decode.append(Lane(seq, seq.held.slot, len(seq.tokens) - 1, 1, True, k, drafter if k else None, guess, stop, drop))
-        budget = self.chunk + self.chunk // 4  # short prompts ride along with a long one instead of waiting for all of it
+        budget = self._budget(len(ready))
         for seq in list(self.running) if len(ready) < len(self.running) else ():
             if seq.cache is None:
                 continue
@@ -86,6 +88,12 @@ class Scheduler:
             batch.prompts = [lane for lane in batch.prompts if id(lane.seq) in live]
             batch.decode = [lane for lane in batch.decode if id(lane.seq) in live]
         return batch
+
+    def _budget(self, decoding: int) -> int:
+        """Prompt tokens of this step. With streams running it is a chunk, and a quarter so that short prompts ride along with a long one
+        instead of waiting for all of it; the larger the share of sequences that wait for their prompt, the more it is."""
+        waiting = len(self.running) - decoding
+        return max(self.chunk + self.chunk // 4, min(self.pack, self.pack * waiting // max(1, decoding)))
 
     def _may_be_over(self, seq: Seq) -> bool:
         """What is in flight may end the answer, or fill its context: wait and see."""

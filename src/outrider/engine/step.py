@@ -46,6 +46,12 @@ class Seq:
     tempered: bool = True  # its tokens are chosen by temperature and seed alone: no filter, history, mask or logprobs
     answer: Answer = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
+    prompt_len: int = field(init=False)
+    longest: int = field(init=False)  # tokens of prompt and answer by max_tokens
+
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt)
+        self.longest = self.prompt_len + self.request.params.max_tokens
 
     @property
     def id(self) -> str:
@@ -58,16 +64,13 @@ class Seq:
         return self.cache
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
-
-    @property
     def outputs(self) -> int:
         return len(self.tokens) - self.prompt_len
 
     @property
     def remaining(self) -> int:
-        return self.request.params.max_tokens - self.outputs
+        """Tokens that the answer may still have by max_tokens."""
+        return self.longest - len(self.tokens)
 
 
 @dataclass(slots=True, eq=False)

@@ -39,10 +39,12 @@ class Capabilities:
     graph_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
     graph_widths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # the K of its sequences; one that drafts less has a limit
     graph_rows: int = 2048
+    sequences: int = 8  # at once, where the configuration leaves it open
     # Whole decode cycles of a compiled model run in one call (`Backend.host_cycle`).
     host_cycles: bool = False
-    # Prompt tokens of one sequence in one pass, where the configuration leaves it open.
+    # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while most wait for theirs.
     prompt_chunk: int = 512
+    packed_rows: int = 0
     # Formats of stored weights that are multiplied as they are (`Format.family`), and what `quantize` can make of dense ones.
     formats: frozenset[str] = frozenset()
     quantizes: tuple[str, ...] = ()

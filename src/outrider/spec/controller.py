@@ -34,8 +34,10 @@ REQUEST_WEIGHT = 8.0  # how many observations of this request the estimate over 
 REQUEST_KEEP = 0.97  # what an observation in this request still weighs when the next one is made
 RISK, RISK_RATE = 1.0, 0.04  # plain steps a request may lose to drafting: from the start, and for each token it has emitted
 MARGIN = 0.01  # predicted gain below which a single sequence keeps decoding plainly
-BATCH_MARGIN = (0.02, 0.006)  # the same for a batch, and so much more for each sequence in it: every one of them pays for a wrong guess
+# The same for a batch: so much, more for each sequence in it (every one of them pays for a wrong guess), and no more than this.
+BATCH_MARGIN = (0.02, 0.006, 0.12)
 REST, HOLD = 15, 2  # how many steps a batch's plan is kept at most: while it decodes plainly, and while it drafts
+HOLD_MANY = 16  # sequences that make a drafting batch's plan last a step longer: planning takes time by the sequence
 HOLD_ONE = 3  # the same for a single sequence whose drafts end themselves
 UNTOLD = 16  # observations that may pile up before they are learnt from
 PLANNING = 2e-4  # seconds a step that planning a batch takes while it drafts
@@ -273,7 +275,7 @@ class Controller:
         if any(self._seqs[id].probing for id in who):
             self._rest = self._pause = 0
         elif any(c.k for c in choices):
-            self._rest, self._pause = HOLD, 0
+            self._rest, self._pause = HOLD + len(who) // HOLD_MANY, 0
         else:
             self._rest = self._pause = min(REST, 2 * self._pause + 1) if who == self._resting else 1
         self._resting, self._held = who, choices
@@ -286,7 +288,8 @@ class Controller:
         size, context = len(seqs), sum(v.context for v in seqs) // len(seqs)
         verify = np.asarray(self.cost.curve(None, size, context))
         states = [self._seq(view.id) for view in seqs]
-        best: tuple[float, list[Choice]] = (size / verify[0] * (1.0 + BATCH_MARGIN[0] + BATCH_MARGIN[1] * size), [PLAIN] * size)
+        margin = min(BATCH_MARGIN[0] + BATCH_MARGIN[1] * size, BATCH_MARGIN[2])
+        best: tuple[float, list[Choice]] = (size / verify[0] * (1.0 + margin), [PLAIN] * size)
         dear = [name for name in self.drafters if not self.cost.free(name)]
         for runs in [*dear, None]:  # at most one drafter that takes time runs in a cycle; free ones always may
             rows: list[list[float]] = []

@@ -267,8 +267,10 @@ def measure(
     order = [("verify", batches[0], k, first) for k in ks]
     order += [(d, batches[0], k, first) for d in drafters for k in (1, 4, 8)]
     order += [("verify", batches[0], k, c) for c in sorted(contexts)[1:] for k in (0, 8)]
-    order += [("verify", b, k, first) for b in batches[1:] for k in (0, 1, 4)]
-    order += [(d, b, 4, first) for d in drafters for b in batches[1:]]
+    more = [*batches[:0:-2], *batches[1::2]] if len(batches) > 5 else list(batches[1:])  # the largest early: between batches is read off
+    more = list(dict.fromkeys(more))
+    order += [("verify", b, k, first) for b in more for k in (0, 1, 4)]
+    order += [(d, b, 4, first) for d in drafters for b in more]
     times: dict[tuple[str, int, int, int], list[float]] = {}
     near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first]  # a single user's choices rest on these: timed most often
     for rounds in range(ROUNDS):  # round by round, so that a slow moment spoils one sample of each cell and not all samples of one
@@ -354,7 +356,8 @@ def _assemble(
     base = _spread(groups["verify", base_batch, base_context])
     # the base curve, read at the same number of rows, stands in for batches there was no time for ...
     same_rows = {b: [_at(base, b * (k + 1) / base_batch - 1) for k in range(WIDTH)] for b in {*batches, *(b for _, b, _ in groups)}}
-    verify: dict[tuple[int, int], Curve] = {(b, base_context): _monotone(same_rows[b]) for b in batches}
+    timed = {b for p, b, _ in groups if p == "verify"}  # batches between two of these are read off them
+    verify: dict[tuple[int, int], Curve] = {(b, base_context): _monotone(same_rows[b]) for b in batches if b > max(timed) or b in timed}
     for (part, batch, context), known in groups.items():
         if part == "verify":  # ... and gives the shape in K between the few widths that were timed
             verify[batch, context] = _monotone(_follow(same_rows[batch], known))

@@ -181,7 +181,7 @@ def answer_tasks(
         now = time.perf_counter()
         if now >= deadline or (stop is not None and stop.asked):
             break
-        while waiting and len(running) < 2 * engine.config.max_batch:  # a few wait in the engine, so that no slot ever does
+        while waiting and len(running) < 2 * engine.max_batch:  # a few wait in the engine, so that no slot ever does
             task = waiting.popleft()
             before = had[task.key].tokens if task.key in had else []
             running[f"{task.prompt}.{task.draw}"] = (task, list(before))

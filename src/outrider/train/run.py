@@ -144,7 +144,7 @@ class Run:
 
             foreseen = self.counts or self.group.world > 1  # a run that goes on has been told
             made, first = 0, 0.0  # tokens; the second by which the first prompts had been read
-            together = engine.config.max_batch * how.max_new  # tokens of answers for which that many prompts are read
+            together = engine.max_batch * how.max_new  # tokens of answers for which that many prompts are read
 
             def foresee(seconds: float) -> None:
                 nonlocal foreseen

@@ -6,13 +6,23 @@ import math
 from dataclasses import dataclass
 
 import pytest
+import torch
 from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
+from tests.unit.engine.test_host_cycle import SHAPES
 
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
 from outrider.engine.engine import Engine, Request
 from outrider.engine.scheduler import Scheduler, Seq
+from outrider.engine.step import Lane
+from outrider.models import build
+from outrider.models.config import ModelConfig
+from outrider.ops.backend import Capabilities
+from outrider.ops.cpu.ops import CpuOps
+from outrider.spec.controller import Controller
+from outrider.spec.cost import CostTable
 from outrider.spec.plan import PLAIN, Choice
 from outrider.types import OutriderError, SamplingParams
+from outrider.weights.load import dummy_weights
 
 MODEL = tiny_model("llama")
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7]
@@ -187,3 +197,54 @@ def test_the_youngest_is_preempted() -> None:
     assert [row.seq.id for row in plan.decode] == ["0", "1"]
     assert scheduler.preemptions == 2 and [s.id for s in scheduler.waiting] == ["2", "3"]
     assert all(s.computed == 0 and s.cache is None for s in scheduler.waiting)
+
+
+def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
+    """Chunks of several sequences in one pass, cut on the grid: the tokens are those of each alone."""
+    ops = CpuOps(threads=1)
+    config = ModelConfig.from_hf(SHAPES["sliding"])
+    model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
+    settings = EngineConfig(max_batch=6, max_context=256, page_size=16, prefill_chunk=64, prefix_cache=False)
+    rows: list[list[int]] = []
+
+    def engine_of() -> Engine:
+        return Engine(model, None, settings, SpecConfig(0), None, Controller(CostTable(), ()), torch.float16)
+
+    engine = engine_of()
+    whole = engine.machine._pass
+    engine.machine._pass = lambda lanes: (rows.append([lane.count for lane in lanes]), whole(lanes))[1]  # type: ignore[method-assign]
+    jobs = [request(str(i), [(7 * i + j) % 90 for j in range(n)], max_tokens=12) for i, n in enumerate((5, 9, 70, 3, 33, 130))]
+    got = run(engine, jobs)
+    assert rows[0][:2] == [4, 8] and len(rows) < 6, rows
+    assert sum(map(sum, rows)) == sum(len(r.prompt) - 1 for r in jobs)
+    for job in jobs:
+        assert got[job.id] == run(engine_of(), [job])[job.id]
+
+
+def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
+    engine = tiny_engine("llama", model=MODEL)
+    passes: list[list[int]] = []
+    engine.machine._pass = lambda lanes: passes.append([lane.count for lane in lanes])  # type: ignore[method-assign]
+    seq = Seq(request("a", PROMPT), 0.0, list(PROMPT))
+    lanes = [Lane(seq, 0, 0, n, False) for n in (30, 80, 20, 90, 10, 300, 40)]
+    for rows, replay, want in (
+        (0, 1 << 30, [[30], [80], [20], [90], [10], [300], [40]]),
+        (120, 1 << 30, [[30, 80], [20, 90, 10], [300], [40]]),
+        (1 << 30, 1 << 30, [[30, 80, 20, 90, 10, 300, 40]]),
+        (200, 64, [[30, 20, 10, 40], [80, 90], [300]]),
+    ):
+        passes.clear()
+        MODEL.ops.capabilities = Capabilities(independent_rows=rows, replay_rows=replay)
+        try:
+            engine.machine.prompts(lanes)
+        finally:
+            del MODEL.ops.capabilities
+        assert passes == want
+
+
+def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
+    scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, pack=2048)
+    scheduler.running = [None] * 40  # type: ignore[list-item]
+    assert [scheduler._budget(n) for n in (0, 10, 20, 30, 39)] == [2048, 2048, 2048, 682, 640]
+    scheduler.pack = 0
+    assert scheduler._budget(0) == scheduler._budget(39) == 640

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -17,9 +18,10 @@ from tests.engines import VARIANTS, VOCAB, assistant, mtp_drafter, request, run,
 from outrider.bench.gpu import Synthetic
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.capture import Graph
-from outrider.engine.decode import Choosing, Inputs, Key, State, decode_step
+from outrider.engine.decode import Choosing, Inputs, Key, Output, State, decode_step
 from outrider.engine.engine import Engine, Request
 from outrider.engine.graphs import GraphExecutor, choosing_of
+from outrider.engine.history import NOTHING, Asks, History
 from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.ops.backend import Capabilities
@@ -111,6 +113,34 @@ def test_no_cycle_is_wasted_on_an_answer_of_known_length() -> None:
     assert launches == 7
 
 
+class Thirds:
+    """A grammar: the n-th token must leave the rest n when divided by three, but for token 2, which may always come."""
+
+    def matcher(self) -> Thirds:
+        return Thirds()
+
+    def __init__(self) -> None:
+        self.failed: str | None = None
+        self.taken = 0
+
+    def allows(self, token: int, n: int) -> bool:
+        return token == 2 or token % 3 == n % 3
+
+    def masks(self, drafts: Any) -> tuple[np.ndarray, int]:
+        valid = next((i for i, t in enumerate(drafts) if not self.allows(t, self.taken + i)), len(drafts))
+        rows = np.ones((len(drafts) + 1, VOCAB), dtype=bool)
+        for i in range(valid + 1):
+            rows[i] = [self.allows(t, self.taken + i) for t in range(VOCAB)]
+        return rows, valid
+
+    def bits(self, drafts: Any) -> np.ndarray:
+        return np.packbits(self.masks(drafts)[0], axis=1, bitorder="little").view(np.int32)
+
+    def advance(self, tokens: Any) -> None:
+        assert all(self.allows(t, self.taken + i) for i, t in enumerate(tokens)), "a token outside the grammar was emitted"
+        self.taken += len(tokens)
+
+
 sampling = st.fixed_dictionaries(
     {
         "temperature": st.sampled_from([0.0, 0.7, 1.3]),
@@ -118,8 +148,15 @@ sampling = st.fixed_dictionaries(
         "top_p": st.sampled_from([1.0, 0.8]),
         "top_k": st.sampled_from([0, 10]),
         "min_p": st.sampled_from([0.0, 0.05]),
-        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.0, 1.3]),  # some need the eager cycle: the engine goes to and fro
+        "repetition_penalty": st.sampled_from([1.0, 1.0, 1.0, 1.3]),
+        "presence_penalty": st.sampled_from([0.0, 0.0, 0.4]),
+        "frequency_penalty": st.sampled_from([0.0, 0.0, 0.5]),
+        "logit_bias": st.sampled_from([{}, {}, {7: 3.0, 8: -3.0, 9: 1.0}, {4: 2.0}]),
+        "bad_words": st.sampled_from([(), (), ((5, 7), (12,)), ((3, 5, 7, 9),)]),
         "stop_token_ids": st.sampled_from([(), (5, 9, 17)]),
+        "min_tokens": st.sampled_from([0, 0, 1]),
+        "logprobs": st.sampled_from([None, None, 0, 3]),
+        "grammar": st.sampled_from([None, None, None, Thirds()]),
         "max_tokens": st.integers(1, 20),
     }
 )
@@ -134,6 +171,8 @@ one = st.tuples(
 def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bool, reuse: bool) -> None:
     """Requests join, leave, are aborted and pre-empted while cycles are in flight."""
     engine = engines(variant, True, max_batch=max_batch, kv_tokens=96 if tight else None, k=3, prefix_cache=reuse)
+    eager = engine.executors[-1]
+    eager.launch = lambda batch: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
     waiting = [(at, gone, request(str(i), prompt, k=k, drafter=d, **p)) for i, (prompt, p, k, d, at, gone) in enumerate(jobs)]
     got: dict[str, list[int]] = {r.id: [] for _, _, r in waiting}
     ended: dict[str, str] = {}
@@ -148,6 +187,10 @@ def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bo
         for event in engine.step():
             assert event.id not in ended, "an event after the last one"
             got[event.id] += event.tokens
+            asked = next(r.params.logprobs for _, _, r in waiting if r.id == event.id)
+            if event.tokens and asked is not None:
+                assert event.logprobs is not None and all(t in row for t, row in zip(event.tokens, event.logprobs, strict=True))
+                assert all(asked <= len(row) <= asked + 1 for row in event.logprobs)
             if event.finish_reason:
                 ended[event.id] = event.finish_reason
         engine.check()
@@ -174,14 +217,28 @@ def test_ngram_drafts_go_through_a_graph_too() -> None:
     assert any(key.source == "host" for key in graphs_of(engine)._graphs)
 
 
-def test_what_needs_history_is_left_to_the_eager_cycle() -> None:
-    assert not SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(4,)).processed
-    for p in (
-        SamplingParams(repetition_penalty=1.1), SamplingParams(presence_penalty=0.1), SamplingParams(frequency_penalty=0.1),
-        SamplingParams(logit_bias={1: 1.0}), SamplingParams(bad_words=((1,),)), SamplingParams(min_tokens=1), SamplingParams(logprobs=0),
-        SamplingParams(grammar=object()),
+@pytest.mark.parametrize("k", [0, 4])
+def test_logprobs_of_a_graph_are_those_of_the_eager_cycle(k: int) -> None:
+    def rows(engine: Engine) -> list[dict[int, float]]:
+        engine.submit(request("a", PROMPT, k=k, logprobs=3, temperature=0.8, seed=4))
+        return [row for _ in iter(lambda: engine.busy, False) for e in engine.step() for row in e.logprobs or ()]
+
+    ours, want = rows(engines("dense")), rows(tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense"), model=MODELS["dense"]))
+    assert len(ours) == 24 and [list(r) for r in ours] == [list(r) for r in want]
+    assert all(abs(a[t] - b[t]) < 1e-4 for a, b in zip(ours, want) for t in a)
+
+
+def test_what_a_batch_asks_for() -> None:
+    plain = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(4,))
+    assert not plain.processed and not plain.tempered and Asks.of([plain], 1) == NOTHING
+    for p, want in (
+        (SamplingParams(repetition_penalty=1.1), Asks(penalties=True)), (SamplingParams(presence_penalty=0.1), Asks(penalties=True)),
+        (SamplingParams(frequency_penalty=0.1), Asks(penalties=True)), (SamplingParams(logit_bias={1: 1.0, 2: 1.0, 3: 0.5}), Asks(bias=4)),
+        (SamplingParams(bad_words=((1,), (1, 2, 3))), Asks(words=2, reach=2)), (SamplingParams(min_tokens=1), Asks(stops=1)),
+        (SamplingParams(logprobs=0), Asks(logprobs=0)), (SamplingParams(logprobs=3), Asks(logprobs=5)),
+        (SamplingParams(grammar=Thirds()), Asks(grammar=True)),
     ):  # fmt: skip
-        assert p.processed and not p.tempered
+        assert p.processed and not p.tempered and Asks.of([plain, p], 1) == want
 
 
 def test_how_candidates_are_found() -> None:
@@ -259,10 +316,15 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     store = KVStore(config, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta")
     state, inputs = State.of(torch.zeros(5, 32, device="meta")), Inputs.of(torch.device("meta"), 4, 2)
     assumed = Synthetic([0.5] * 3, 2, torch.device("meta"))
+    history = History(5, VOCAB, (1,), torch.device("meta"))
+    all_of_it = Asks(True, 4, 2, 4, 2, 3, True)
+    history.grow(all_of_it)
+    bits = torch.zeros((8, VOCAB // 32), dtype=torch.int32, device="meta")
     for choosing in get_args(Choosing):
-        for k, source in ((0, None), (3, "drafter"), (3, "host"), (3, "both")):
-            out = torch.zeros((2, k + 2), dtype=torch.int64, device="meta")
-            key = Key(2, k, 512, choosing, source)  # type: ignore[arg-type]
-            for override in (None, assumed) if k else (None,):
-                logits = decode_step(model, store, guesser, state, inputs, key, out, override)()
-                assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)
+        for k, source in ((0, None), (3, "drafter"), (3, "host"), (3, "both"), (3, "drafted")):
+            for asks in (NOTHING, all_of_it):
+                key = Key(2, k, 512, choosing, source, "cycle", asks)  # type: ignore[arg-type]
+                out, more = Output.of(key, torch.device("meta")), {"history": history, "bits": bits} if asks != NOTHING else {}
+                for override in (None, assumed) if k else (None,):
+                    logits = decode_step(model, store, guesser, state, inputs, key, out, override, **more)()
+                    assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)

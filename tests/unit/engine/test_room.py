@@ -9,6 +9,7 @@ from tests.engines import VARIANTS, request, tiny_engine
 from outrider.config import EngineConfig
 from outrider.engine.room import KV_BYTES, free_bytes, room
 from outrider.models.config import ModelConfig
+from outrider.models.known import KNOWN
 from outrider.types import OutriderError
 
 LLAMA = ModelConfig.from_hf({**VARIANTS["llama"], "max_position_embeddings": 32768})
@@ -34,6 +35,24 @@ def test_more_than_the_memory_is_refused_in_one_line() -> None:
         room(EngineConfig(max_context=32768), LLAMA, torch.float32, 1 << 20)
     windows = ModelConfig.from_hf(VARIANTS["mistral"])  # every layer slides: its K/V does not grow
     assert room(EngineConfig(max_context=4096), windows, torch.float32, 1 << 10).max_context == 4096
+
+
+def test_a_gpu_is_divided_between_windows_and_whole_contexts() -> None:
+    """31B on an H200: 62 GB of weights leave some 69 GB, which once held 4,096 positions for all users together."""
+    large = ModelConfig.from_hf(dict(KNOWN["google/gemma-4-31B-it"]))
+    got = room(EngineConfig(), large, torch.bfloat16, 0, batch=256, budget=69 * 10**9)
+    assert got.max_context == 262144 and got.tokens >= 262144 and got.tokens >= 40 * 8192
+    assert got.window_tokens is not None and got.window_tokens >= 40 * (1024 + 17)
+    full, sliding = 10 * 2 * 4 * 512 * 2, 50 * 2 * 16 * 256 * 2
+    assert got.tokens * full + got.window_tokens * sliding <= 69 * 10**9
+    few = room(EngineConfig(max_context=4096), large, torch.bfloat16, 0, batch=4, budget=69 * 10**9)
+    assert few.tokens == 4 * 4096 + 32, "no more than can be used"
+    small = room(EngineConfig(), large, torch.bfloat16, 0, batch=256, budget=4 * 10**9)
+    assert 4096 < small.max_context < 262144, "less memory, less context"
+    with pytest.raises(OutriderError, match="lower --max-context"):
+        room(EngineConfig(max_context=200_000), large, torch.bfloat16, 0, batch=8, budget=4 * 10**9)
+    flat = room(EngineConfig(), LLAMA, torch.float32, 0, batch=4, budget=1 << 30)
+    assert (flat.max_context, flat.tokens, flat.window_tokens) == (32768, 4 * 32768 + 32, None)
 
 
 def test_free_memory_is_known_here() -> None:

@@ -19,7 +19,9 @@ from .tiles import COUNTERS
 
 class TritonOps(ReferenceOps):
     name = "triton"
-    capabilities = Capabilities(independent_rows=2048, prompts_independent=True, graphs=True, prompt_chunk=1024)
+    capabilities = Capabilities(
+        independent_rows=2048, prompts_independent=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=2048
+    )
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
