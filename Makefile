@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check docs dist clean
+.PHONY: setup demo test check docs dist clean gpu-archs
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -34,3 +34,7 @@ dist: setup
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
+
+# Every quantised kernel compiled for sm_80 to sm_120, without a GPU
+gpu-archs: setup
+	$(BIN)/python benchmarks/gpu_archs.py --all

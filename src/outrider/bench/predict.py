@@ -155,8 +155,9 @@ class Setup:
     on: Machine
     batch: int = 1
     context: int = 1024
-    weight_bytes: float = 2.0
+    weight_bytes: float = 2.0  # of a weight that a token reads, on average
     kv_item: float = 2.0
+    stored: float | None = None  # bytes of all weights, where they are not of one size
 
 
 def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
@@ -218,7 +219,7 @@ def sweep(setup: Setup, accept: Acceptance, ks: Sequence[int] = range(MAX_DRAFT 
 
 
 def memory_bytes(setup: Setup) -> dict[str, float]:
-    weights = model_size(setup.target).total * setup.weight_bytes
+    weights = model_size(setup.target).total * setup.weight_bytes if setup.stored is None else setup.stored
     drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
     cache = setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item)
     return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}

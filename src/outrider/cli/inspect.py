@@ -5,22 +5,23 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from itertools import groupby
-from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..bench.predict import machine
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.inspect import report
+from ..models.inspect import drafter_size, model_size, report, room
 from ..models.known import KNOWN
 from ..types import OutriderError
 from . import common
 from .common import out
 
-BYTES = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has two
+if TYPE_CHECKING:
+    from ..weights.sizes import StoredSize
 
 
 def show_cpu(asked: bool) -> None:
@@ -48,6 +49,7 @@ def inspect(
     drafter: Annotated[str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")] = None,
     context: Annotated[int, typer.Option(help="The length at which passes are compared.")] = 1024,
     bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Does it fit this card, and with how much context? rtx4090, h200, …")] = None,
     quality: Annotated[bool, typer.Option("--quality", help="Load it and measure what rounding costs, on the CPU.")] = False,
     quantize: common.Quantize = None,
     as_json: common.AsJson = False,
@@ -63,15 +65,22 @@ def inspect(
         raise OutriderError(f"--context must be at least 1, got {context}")
     if bits is not None and not 0 < bits <= 64:
         raise OutriderError(f"--bits must be in (0, 64], got {bits:g}")
-    raw, size = read(model, "model")
+    raw, kept = stored(model, "model")
     config = ModelConfig.from_hf(raw)
+    size, total = kept.token / model_size(config).active, kept.total
     helper, helper_size = None, 2.0
     if drafter is not None:
         draft_raw, helper_size = read(drafter, "drafter")
         helper = DrafterConfig.from_hf(draft_raw)
     if bits is not None:
         size = helper_size = bits / 8
-    data = {"model": model, **report(config, helper, size, helper_size, context)}
+        total = model_size(config).total * size
+    data = {"model": model, **report(config, helper, size, helper_size, context, total)}
+    data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
+    if gpu is not None:
+        on = machine(gpu)
+        tokens = room(config, on.memory * 1e9, total + (drafter_size(helper).total * helper_size if helper is not None else 0))
+        data["gpu"] = {"name": on.label, "memory": round(on.memory * 1e9), "fits": tokens > 0, "context": tokens}
     if data["drafter"] is not None:
         data["drafter"] = {"name": drafter, **data["drafter"]}
     if quality or quantize is not None:
@@ -91,20 +100,26 @@ def rounding(model: str, quantize: str | None) -> dict[str, Any]:
     return {"held": quantize or "as stored", "line": found.line(), **asdict(found)}
 
 
-def read(name: str, kind: str) -> tuple[dict[str, Any], float]:
-    """A configuration and the bytes of a stored weight. Gemma 4's are built in: nothing is fetched for them."""
-    if name in KNOWN and not Path(name).exists():
-        return dict(KNOWN[name]), 2.0
-    from ..weights import files, hub
+def stored(name: str, kind: str) -> tuple[dict[str, Any], StoredSize]:
+    """A configuration and what its weights take. Gemma 4's are built in: nothing is fetched for them."""
+    from ..weights import hub
+    from ..weights.files import Files
+    from ..weights.sizes import stored_size
 
-    found = hub.resolve(name, "drafter" if kind == "drafter" else "model", weights=False)
-    if found.gguf is not None:  # mixed formats: the mean over the file
-        entries = files.open_source(found).entries.values()
-        return found.config, sum(e.nbytes for e in entries) / sum(prod(e.shape) for e in entries)
-    text = found.config.get("text_config")
-    inner = text if isinstance(text, dict) else {}
-    dtype = next((c[key] for c in (found.config, inner) for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)), "bfloat16")
-    return found.config, BYTES.get(dtype, 2.0)
+    if name in KNOWN and not Path(name).exists():
+        found = Files(name, Path(name), "safetensors", dict(KNOWN[name]))
+    else:
+        found = hub.resolve(name, "drafter" if kind == "drafter" else "model", weights=False)
+    config = DrafterConfig.from_hf(found.config) if kind == "drafter" else ModelConfig.from_hf(found.config)
+    return found.config, stored_size(found, config)
+
+
+def read(name: str, kind: str) -> tuple[dict[str, Any], float]:
+    """A configuration and the bytes of a weight that a token reads, on average."""
+    raw, size = stored(name, kind)
+    if kind == "drafter":
+        return raw, size.mean
+    return raw, size.token / model_size(ModelConfig.from_hf(raw)).active
 
 
 def amount(n: float, unit: str = "") -> str:
@@ -134,6 +149,13 @@ def show(data: dict[str, Any]) -> None:
         facts.add_row("drafter", f"{drafter['name']} {verdict}")
         facts.add_row("", f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
                       f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}")  # fmt: skip
+    kinds = {name: nbytes for name, nbytes in data.get("formats", {}).items() if nbytes >= 0.001 * data["bytes"]}
+    if len(kinds) > 1 or (kinds and "dense" not in kinds):
+        facts.add_row("weights", f"{amount(data['bytes'], 'B')}: " + ", ".join(f"{amount(n, 'B')} {name}" for name, n in kinds.items()))
+    if "gpu" in data:
+        card = data["gpu"]
+        said = f"[green]fits[/green] with {card['context']:,} tokens of context" if card["fits"] else "[red]does not fit[/red]"
+        facts.add_row(card["name"], f"{amount(card['memory'], 'B')}: {said}")
     if "rounding" in data:
         facts.add_row("rounding", f"{data['rounding']['held']}: {data['rounding']['line']}")
     out.print(facts)

@@ -19,7 +19,7 @@ from ..models.known import KNOWN
 from ..types import OutriderError
 from . import common
 from .common import out
-from .inspect import read
+from .inspect import read, stored
 
 WITHIN = 0.15
 
@@ -104,7 +104,8 @@ def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: 
             helper = DrafterConfig.from_hf(read(where, "drafter")[0])
     elif drafter != "none":
         helper = DrafterConfig.from_hf(read(drafter, "drafter")[0])
-    return model_of.Setup(config, helper, on, batch, context, bits / 8 if bits is not None else size)
+    total = stored(model, "model")[1].total if bits is None else None
+    return model_of.Setup(config, helper, on, batch, context, bits / 8 if bits is not None else size, stored=total)
 
 
 def _card(model: str, drafter: str) -> model_of.Acceptance | None:

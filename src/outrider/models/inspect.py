@@ -13,6 +13,7 @@ from .config import DrafterConfig, ForeignDict, LayerSpec, ModelConfig
 from .pairing import fits, reads
 
 DECODE_ROWS = (1, 5, 9)
+RESERVE = 1.0e9  # bytes of a GPU beside weights and K/V: the driver's context, activations of a prompt chunk, captured graphs
 
 
 @dataclass(frozen=True)
@@ -152,6 +153,18 @@ def drafter_size(config: DrafterConfig) -> DrafterSize:
     return DrafterSize(body + own + centroids, body + centroids + head // config.clusters * config.cluster_top)
 
 
+def room(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
+    """Tokens of one sequence whose K/V fits beside the weights; 0: not even the weights fit. RESERVE is left for the rest."""
+    free = memory - weights - RESERVE
+    if free < kv_bytes(config, 1, item):
+        return 0
+    low, high = 1, config.max_context + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if kv_bytes(config, middle, item) <= free else (low, middle)
+    return low
+
+
 def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
     layer = config.layers[i]
     attn = layer.attn
@@ -165,10 +178,13 @@ def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
 
 
 def report(
-    config: ModelConfig, drafter: DrafterConfig | None = None, weight_bytes: float = 2.0, drafter_bytes: float = 2.0, context: int = 1024
-) -> ForeignDict:
-    """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared."""
+    config: ModelConfig, drafter: DrafterConfig | None = None, weight_bytes: float = 2.0, drafter_bytes: float = 2.0, context: int = 1024,
+    total_bytes: float | None = None,
+) -> ForeignDict:  # fmt: skip
+    """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared; weight_bytes: of a weight
+    that a token reads, on average; total_bytes: of all weights, where it is not the same for each."""
     size = model_size(config)
+    total = size.total * weight_bytes if total_bytes is None else total_bytes
     out: ForeignDict = {
         "model_type": config.model_type,
         "family": config.family,
@@ -184,8 +200,8 @@ def report(
         "vocabulary": config.vocab_size,
         "hidden": config.hidden,
         "max_context": config.max_context,
-        "bits_per_weight": round(8 * weight_bytes, 3),
-        "bytes": round(size.total * weight_bytes),
+        "bits_per_weight": round(8 * total / size.total, 3),
+        "bytes": round(total),
         "bytes_per_token": round(size.active * weight_bytes),
         "kv_bytes_per_token": kv_bytes_per_token(config),
         "kv_bytes_full_context": kv_bytes(config, config.max_context),

@@ -56,7 +56,26 @@ def _assistant(
     }  # fmt: skip
 
 
-KNOWN: Mapping[str, Foreign] = {
+def _w4a16(config: Foreign) -> ForeignDict:
+    """The QAT checkpoints for vLLM: int4 in groups of 32, embeddings, head and towers in bfloat16."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    how = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": ["lm_head"]}
+    return {**config, "quantization_config": how}
+
+
+def _with_qat(known: dict[str, ForeignDict]) -> dict[str, ForeignDict]:
+    """Google's QAT checkpoints have the shapes of the others: bfloat16 values that survive Q4_0, and for all but the mixture W4A16."""
+    more = {}
+    for name, config in known.items():
+        base, _, assistant = name.partition("-it")
+        more[f"{base}-it-qat-q4_0-unquantized{assistant}"] = config
+        if not assistant and "26B" not in name:
+            more[f"{base}-it-qat-w4a16-ct"] = _w4a16(config)
+    return known | more
+
+
+KNOWN: Mapping[str, Foreign] = _with_qat({
     "google/gemma-4-E2B-it": _target(
         "gemma4", hidden=1536, sliding=4, blocks=7, heads=8, kv=1, global_kv=None, intermediate=6144, window=512, context=131072,
         num_kv_shared_layers=20, use_double_wide_mlp=True, hidden_size_per_layer_input=256, vocab_size_per_layer_input=262144,
@@ -95,4 +114,4 @@ KNOWN: Mapping[str, Foreign] = {
         "gemma4_assistant", backbone=5376, hidden=1024, intermediate=8192, heads=32, kv=16, global_kv=4, window=1024, context=131072,
         clustered=False,
     ),
-}  # fmt: skip
+})  # fmt: skip

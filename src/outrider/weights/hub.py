@@ -92,6 +92,8 @@ def auto_drafter(name: str | Path) -> tuple[str | None, str]:
         if (ASSETS / "smollm2" / "config.json").is_file():
             return str(ASSETS / "smollm2"), "shipped with Outrider"
         return None, "this installation ships no drafter for smollm2"
+    if qat := re.fullmatch(r"(google/gemma-4-[\w.\-]+-it)-qat-[\w.\-]+", name):
+        return f"{qat[1]}-qat-q4_0-unquantized-assistant", "Google's MTP drafter for the QAT checkpoints of this size"
     if re.fullmatch(r"google/gemma-4-[\w.\-]+-it", name):
         return f"{name}-assistant", "Google's MTP drafter for this model"
     return None, f"no drafter is known for {name}: pass one with --drafter, or train one"

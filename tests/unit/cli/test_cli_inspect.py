@@ -80,3 +80,28 @@ def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     assert "perplexity" in call(str(folder), "--quantize", "int8") and "rounding" not in call(str(folder))
     with pytest.raises(OutriderError, match="int8 or int4"):
         call(str(folder), "--quantize", "int3")
+
+
+def test_a_quantised_config_is_counted_as_it_is_stored() -> None:
+    """It reported the 61.4 GB of bfloat16 for int4 in groups of 32."""
+    data = json.loads(call("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--json"))
+    dense = json.loads(call("google/gemma-4-31B-it", "--gpu", "rtx4090", "--json"))
+    assert 19.2e9 < data["bytes"] < 19.5e9 and data["bytes_per_token"] < 19.5e9 and 61e9 < dense["bytes"] < 62e9
+    assert data["formats"]["int4 g32"] > 16e9 and data["formats"]["dense"] < 3e9
+    assert data["gpu"]["fits"] and data["gpu"]["context"] >= 32768
+    assert not dense["gpu"]["fits"] and dense["gpu"]["context"] == 0
+
+
+def test_an_unknown_card_is_refused() -> None:
+    with pytest.raises(OutriderError, match="unknown machine 'rtx9999'"):
+        call("google/gemma-4-31B-it", "--gpu", "rtx9999")
+
+
+def test_a_quantised_folder_is_counted_by_its_recipe(tmp_path: Path) -> None:
+    tiny._config("llama").save_pretrained(tmp_path)
+    dense = json.loads(call(str(tmp_path), "--json"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    settings = {"quant_method": "fp8", "modules_to_not_convert": ["down_proj", "lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    data = json.loads(call(str(tmp_path), "--json"))
+    assert data["bytes"] < dense["bytes"] and set(data["formats"]) == {"dense", "fp8"}

@@ -155,6 +155,9 @@ def test_a_name_that_is_nearly_right_is_guessed(tmp_path: Path) -> None:
 
 def test_auto_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hub.auto_drafter("google/gemma-4-E4B-it")[0] == "google/gemma-4-E4B-it-assistant"
+    qat = "google/gemma-4-31B-it-qat-q4_0-unquantized-assistant"  # a QAT target wants the QAT drafter
+    for name in ("qat-w4a16-ct", "qat-q4_0-unquantized", "qat-q4_0-gguf"):
+        assert hub.auto_drafter(f"google/gemma-4-31B-it-{name}")[0] == qat
     assert hub.auto_drafter("google/gemma-4-31B")[0] is None
     assert hub.auto_drafter("meta/llama")[0] is None
     model = tiny.write_target("gemma4_e2b", tmp_path / "model")

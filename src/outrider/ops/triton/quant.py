@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
-from .quant_tiles import QuantTile, choose_quant_tile, fit
+from .quant_tiles import QuantTile, choose_quant_tile, fit, shared_of
 from .repack import QuantWeight
 from .unpack import planes_of
 
@@ -196,8 +196,9 @@ class Extras:
 
 
 def quant_linear(
-    x: Tensor, w: QuantWeight, seen: Tensor, extras: Extras, pdl: bool, tile: QuantTile | None = None, bm: int | None = None
-) -> Tensor:
+    x: Tensor, w: QuantWeight, seen: Tensor, extras: Extras, pdl: bool,
+    tile: QuantTile | None = None, bm: int | None = None, shared: int | None = None,
+) -> Tensor:  # fmt: skip
     """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up."""
     if w.order is not None:
         x = x[:, w.order]
@@ -209,7 +210,7 @@ def quant_linear(
     tile = tile or choose_quant_tile(w.padded, w.columns, w.bits)
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
-    bm, tile = (bm, tile) if bm is not None else fit(tile, rows, w.columns_of_chunk, w.plane)
+    bm, tile = (bm, tile) if bm is not None else fit(tile, rows, w.columns_of_chunk, w.plane, shared or shared_of(x.device))
     out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
     part = torch.empty((grid[0] * grid[1] * splits, bm * tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out

@@ -7,10 +7,21 @@ tokens: the bits were the same on an H200 whatever they were (docs/gpu.md has th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
+import torch
 import triton
 
-SHARED = 226 << 10  # bytes of shared memory a program may take on Hopper
+KIB = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}  # of shared memory a program may take, by architecture
+
+
+@lru_cache
+def shared_of(device: torch.device) -> int:
+    """Bytes that a program may take on this device; what Hopper gives where there is none to ask."""
+    if device.type != "cuda":
+        return 226 << 10
+    major, minor = torch.cuda.get_device_capability(device)
+    return (KIB.get(10 * major + minor, 99) - 1) << 10
 
 
 @dataclass(frozen=True)
@@ -28,11 +39,13 @@ def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
     return QuantTile(64, max(1, min(round(500 / tiles), chunks // 4)), 4)
 
 
-def fit(tile: QuantTile, rows: int, columns: int, plane: int, shared: int = SHARED) -> tuple[int, QuantTile]:
+def fit(tile: QuantTile, rows: int, columns: int, plane: int, shared: int) -> tuple[int, QuantTile]:
     """Tokens of a tile, and the tile that goes with them. Few tokens: small programs, whose warps wait for few others.
     columns: of a chunk; plane: words of a row's chunk."""
     if rows <= 8 and plane == 32:
         return 8, replace(tile, bn=32, warps=2, stages=3)
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
     each = tile.bn * plane * 4 + bm * columns * 2
+    if shared < 100 << 10 and bm == 64:
+        bm, each = 32, tile.bn * plane * 4 + 32 * columns * 2
     return bm, replace(tile, stages=max(2, min(tile.stages, shared // each + 1)))
