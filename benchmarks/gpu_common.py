@@ -1,4 +1,4 @@
-"""What the GPU scripts share: lines with the time, results in one file, jobs of which one may fail, cycles, tables of kernels."""
+"""What the GPU scripts share: lines with the time, results in one file, jobs of which one may fail, cycles, tables of kernels, inputs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 import triton
 
-from outrider.bench.gpu import Rig, collect
+from outrider.bench.gpu import Rig, collect, time_ms
+from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.known import KNOWN
 from outrider.spec.mtp import MTPDrafter
+from outrider.types import AttnSpec, KVView
+from outrider.weights.names import tensor_plan
+
+BF16 = torch.bfloat16
 
 RESULTS: dict[str, Any] = {}
 FAILED: list[str] = []  # checks and jobs, by name
@@ -116,3 +122,59 @@ def kernel_table(events: list[dict[str, Any]], title: str) -> None:
     for name, each in ranked[:22]:
         print(f"    {sum(each):8.1f} us {len(each):4d} x {sum(each) / len(each):7.2f}  {name}")
     RESULTS.setdefault("kernels", {})[title] = [(n, len(d), sum(d)) for n, d in ranked]
+
+
+# ---- inputs and times ---------------------------------------------------------------------------------------------------
+def rand(*shape: int, dtype: torch.dtype = BF16, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    if not torch.isfinite(got.float()).all():
+        return float("nan")
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+def weight_shapes() -> dict[tuple[int, int, bool], str]:
+    """(N, K, gated) -> where it occurs. Expert tensors aside."""
+    shapes: dict[tuple[int, int, bool], str] = {}
+    for name, raw in KNOWN.items():
+        config = (DrafterConfig if "assistant" in name else ModelConfig).from_hf(raw)
+        for weight, plan in tensor_plan(config).items():
+            part = weight.rpartition(".")[2]
+            if plan.role not in ("matrix", "embedding") or len(plan.shape) != 2 or part == "ple_embed":
+                continue
+            if part == "embed" and "assistant" in name and config.clusters:
+                continue
+            gated = part == "gate_up"
+            key = (plan.shape[0] // 2 if gated else plan.shape[0], plan.shape[1], gated)
+            shapes.setdefault(key, f"{name.removeprefix('google/gemma-4-').replace('-it', '')} {part}")
+    return shapes
+
+
+def view(spec: AttnSpec, spans: list[tuple[int, int]], page: int = 16, bound: int | None = None) -> KVView:
+    top = max(s + c for s, c in spans)
+    per = -(-top // page)
+    table = (1 + torch.randperm(len(spans) * per, device="cuda")).view(len(spans), per).to(torch.int32)
+    shape = (1 + len(spans) * per, spec.kv_heads, page, spec.head_dim)
+    counts = [c for _, c in spans]
+    return KVView(
+        page, [rand(*shape)], [rand(*shape)], {"full": table, "sliding": table},
+        torch.cat([torch.arange(s, s + c) for s, c in spans]).cuda(),
+        torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(counts)).cuda(),
+        torch.tensor([0, *counts]).cumsum(0).to(torch.int32).cuda(), max(counts), bound or top,
+    )  # fmt: skip
+
+
+def graph_us(fn: Any, count: int, replays: int = 5) -> float:
+    """Microseconds a call, `count` calls in one graph (fn takes the call's index)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn(0)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for i in range(count):
+            fn(i)
+    return time_ms(graph.replay, replays, 1) * 1000 / count

@@ -17,8 +17,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import FAILED, RESULTS, attempt, begin, finish, kernel_table, kernels, say
-from gpu_smoke import BF16, graph_us, rand, view, weight_shapes
+from gpu_common import (
+    BF16,
+    FAILED,
+    RESULTS,
+    attempt,
+    begin,
+    finish,
+    graph_us,
+    kernel_table,
+    kernels,
+    rand,
+    say,
+    view,
+    weight_shapes,
+)  # fmt: skip
 
 from outrider.bench.gpu import H200_BYTES_PER_S, Rig, time_ms
 from outrider.engine.capture import Graph
@@ -145,7 +158,7 @@ def products() -> None:
         ws.clear()
 
 
-def recut(quick: bool) -> None:
+def recut() -> None:
     """Other cuts of the target's weights: for every number of spans the best tile at one row, and what it leaves to many rows."""
     ops = TritonOps("cuda")
     extra = lambda g: dict(gated=g, act="gelu_tanh" if g else "", pdl=True)  # noqa: E731
@@ -485,7 +498,7 @@ def main() -> None:
     out = OUT[0] = begin(args.out)
     jobs = {
         "products": products,
-        "recut": lambda: recut(QUICK[0]),
+        "recut": recut,
         "attention": attend,
         "experts": experts,
         "models": lambda: models(args.sizes, args.tables),

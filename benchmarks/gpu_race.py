@@ -13,8 +13,7 @@ from __future__ import annotations
 import sys
 
 import torch
-from gpu_common import FAILED, attempt, say, verdict
-from gpu_smoke import BF16, error, rand, view
+from gpu_common import BF16, FAILED, attempt, error, rand, say, verdict, view
 
 from outrider.bench.gpu import Rig
 from outrider.bench.rounds import batch_of, float32_drafter, follow, gentle
