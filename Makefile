@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test check docs dist clean gpu-archs
+.PHONY: setup demo test test-arm check docs dist clean gpu-archs
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -22,6 +22,10 @@ check: setup
 
 test: check
 	$(BIN)/pytest tests/property tests/parity tests/e2e
+
+# The CPU kernels for ARM, cross-compiled and run under qemu (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user).
+test-arm: setup
+	$(BIN)/python tests/arm/run.py
 
 # The site, into build/site; a broken link or anchor is an error.
 docs: setup

@@ -67,6 +67,8 @@ INLINE int zero_shift(int kind) { return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : k
 #include "tile_avx512.h"
 #elif ISA_AVX2
 #include "tile_avx2.h"
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include "tile_neon.h"
 #else
 #include "tile_portable.h"
 #endif

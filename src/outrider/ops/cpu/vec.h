@@ -211,14 +211,22 @@ INLINE vf vf_add(vf a, vf b) { return a + b; }
 INLINE vf vf_sub(vf a, vf b) { return a - b; }
 INLINE vf vf_mul(vf a, vf b) { return a * b; }
 INLINE vf vf_div(vf a, vf b) { return a / b; }
+#if defined(__aarch64__)
+INLINE vf vf_fma(vf a, vf b, vf c) { vf r; for (int i = 0; i < 16; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]); return r; }
+#else
 INLINE vf vf_fma(vf a, vf b, vf c) { return a * b + c; } /* two roundings: without the instruction a fused one is slow */
+#endif
 INLINE vf vf_pick(vi m, vf a, vf b) { return (vf)((m & (vi)a) | (~m & (vi)b)); }
 INLINE vf vf_pick_lt(vf a, vf b, vf yes, vf no) { return vf_pick(a < b, yes, no); }
 INLINE vf vf_max(vf a, vf b) { return vf_pick(a > b, a, b); }
 INLINE vf vf_min(vf a, vf b) { return vf_pick(a < b, a, b); }
 INLINE vf vf_abs(vf a) { return (vf)((vi)a & 0x7fffffff); }
 INLINE vf vf_round(vf a) { const vf big = vf_set(12582912.0f); return (a + big) - big; } /* |a| < 2^22 */
+#if defined(__aarch64__)
+INLINE vf vf_half(const uint16_t *p) { __fp16 h[16]; vf r; memcpy(h, p, 32); for (int i = 0; i < 16; i++) r[i] = h[i]; return r; }
+#else
 INLINE vf vf_half(const uint16_t *p) { vf r; for (int i = 0; i < 16; i++) r[i] = half_float(p[i]); return r; }
+#endif
 INLINE vf vf_bf16(const uint16_t *p) { vi r; for (int i = 0; i < 16; i++) r[i] = (int32_t)((uint32_t)p[i] << 16); return (vf)r; }
 INLINE void vf_store_half(uint16_t *p, vf a) { for (int i = 0; i < 16; i++) p[i] = float_half(a[i]); }
 INLINE vi vf_bits(vf a) { return (vi)a; }
