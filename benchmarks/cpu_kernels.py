@@ -3,6 +3,7 @@
     python benchmarks/cpu_kernels.py MODEL.gguf                  # everything, two rounds interleaved with the peer
     python benchmarks/cpu_kernels.py MODEL.gguf --numba          # the two largest products in Numba as well (docs/adr/0001)
     python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
+    python benchmarks/cpu_kernels.py MODEL.gguf --drafter DIR    # an MTP drafter's steps and whole cycles as well
 
 Times are medians with (least to greatest) over the repetitions; `x` columns are multiples of one row in the same run.
 """
@@ -15,21 +16,26 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
+import numpy as np
 import torch
 
 from outrider.cache.store import CacheSpec, KVStore
-from outrider.models import build
+from outrider.models import build, build_drafter
+from outrider.ops.backend import Asked
 from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
-from outrider.types import KVView
-from outrider.weights.load import load_target
+from outrider.spec.choose import SamplingBatch
+from outrider.types import KVView, SamplingParams
+from outrider.weights.load import load_drafter, load_target
 
 PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 2, 5, 9, 17), 200, 512
+DRAFTS = (1, 4, 8)
 
 
 class Clock:
@@ -62,10 +68,13 @@ class Ours:
         self.ops = CpuOps(threads, isa)
         self.config, weights, _ = load_target(path, ops=self.ops)
         self.model = self.ops.compile(build(self.config, weights, self.ops))
-        isa_name = ("generic", "AVX2", "AVX-512", "AVX-512 with bfloat16")[self.ops.lib.or_isa()]
-        print(f"{self.ops.threads} threads, {isa_name}, loaded in {time.perf_counter() - began:.2f} s")
-        packed = sum(w.nbytes if hasattr(w, "nbytes") else w.numel() * w.element_size() for w in weights.values())
-        print(f"weights in memory: {packed / 1e6:.0f} MB")
+        print(f"{self.ops.threads} threads, {self.ops.version}, loaded in {time.perf_counter() - began:.2f} s")
+        held = {name: w.nbytes for name, w in weights.items()}  # tables that stay in the file: 0
+        experts = sum(size for name, size in held.items() if ".experts_" in name)
+        share = self.config.moe.top_k / self.config.moe.experts if self.config.moe is not None else 0.0
+        looked_up = held["embed"] if not self.config.tied else 0
+        self.step_bytes = sum(held.values()) - looked_up - experts * (1 - share)
+        print(f"weights in memory: {sum(held.values()) / 1e6:.0f} MB; a step reads {self.step_bytes / 1e6:.0f} MB")
         self.store = KVStore(self.config, CacheSpec(8, 2048, 32, 512, 16384), self.ops.kv_dtype(torch.float32), "cpu")
         self.seq, _ = self.store.open([0] * 64, 32, reuse=False)
         self.store.reserve(self.seq, 2048)
@@ -88,6 +97,40 @@ class Ours:
     def gate_ups(self, x: torch.Tensor) -> None:
         for block in self.model.blocks:
             self.ops.linear(x, block.gate_up)
+
+
+class Cycles:
+    """An MTP drafter beside the target: rounds of K steps, and whole cycles (draft K, verify K + 1, choose, accept) in one call."""
+
+    def __init__(self, ours: Ours, folder: str):
+        own, weights = load_drafter(folder, ops=ours.ops, quantize=ours.ops.capabilities.draft_format)
+        self.ours = ours
+        self.drafter = ours.ops.compile_drafter(build_drafter(own, weights, ours.ops, ours.model.model))
+        self.features = torch.randn((8, ours.config.hidden * (1 + len(own.taps))), generator=torch.Generator().manual_seed(1))
+        self.cycle = ours.ops.host_cycle(ours.model, self.drafter, ours.store.pages(), self.features, own.taps)
+        assert self.cycle is not None and self.cycle.drafts, "the library runs no whole cycles of this pair"
+        self.sampling = SamplingBatch.build([SamplingParams(temperature=0.0)], [[5]], [[]], ours.config.vocab_size, torch.device("cpu"))
+        self.cold, self.zero = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
+
+    def draft(self, steps: int) -> None:
+        self.drafter.draft(
+            self.zero + 5, self.features[:1], self.ours.view(CONTEXT - 1, 1), steps, torch.ones(1), self.cold, self.zero, self.zero + CONTEXT
+        )
+
+    def run(self, k: int) -> None:
+        self.cycle.run([Asked(self.ours.seq.slot, 5, CONTEXT, k, None)], self.sampling, None)
+
+
+def read_speed(threads: int) -> float:
+    """Bytes a second that so many threads read together, the best of five."""
+    data = np.ones(threads << 25, np.int64)  # 256 MB each
+    best = 0.0
+    with ThreadPoolExecutor(threads) as pool:
+        for _ in range(5):
+            began = time.perf_counter()
+            list(pool.map(lambda i: int(data[i << 25 : (i + 1) << 25].max()), range(threads)))
+            best = max(best, data.nbytes / (time.perf_counter() - began))
+    return best
 
 
 class Peer:
@@ -131,6 +174,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--drafter", help="an MTP drafter's folder")
     parser.add_argument("--numba", action="store_true")
     parser.add_argument("--json", help="append the medians to this file")
     args = parser.parse_args()
@@ -145,6 +189,9 @@ def main() -> None:
         from numba_products import NumbaProducts
 
         numba = NumbaProducts(ours)
+    cycles = Cycles(ours, args.drafter) if args.drafter else None
+    speed = read_speed(ours.ops.threads)
+    print(f"{ours.ops.threads} threads read {speed / 1e9:.1f} GB/s: a step takes {ours.step_bytes / speed * 1e3:.2f} ms at least")
     ours.prefill()
     if peer is not None:
         peer.prefill()
@@ -154,6 +201,11 @@ def main() -> None:
             clock.run(f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows), args.repeat)
             if peer is not None:
                 clock.run(f"llama.cpp, {rows} rows", lambda rows=rows: peer.one_pass(rows), max(3, args.repeat // 3))
+        if cycles is not None:
+            for k in DRAFTS:
+                clock.run(f"draft of {k}", lambda k=k: cycles.draft(k), args.repeat)
+            for k in (0, *DRAFTS):
+                clock.run(f"cycle, K = {k}", lambda k=k: cycles.run(k), args.repeat)
         clock.run(f"prefill of {PREFILL}", ours.prefill, max(2, args.repeat // 8))
         if peer is not None:
             clock.run(f"llama.cpp prefill of {PREFILL}", peer.prefill, 1)
@@ -169,6 +221,12 @@ def main() -> None:
         clock.show(f"pass, {rows} rows", f"pass, {PASS_ROWS[0]} rows", rows)
         if peer is not None:
             clock.show(f"llama.cpp, {rows} rows", f"llama.cpp, {PASS_ROWS[0]} rows", rows)
+    if cycles is not None:
+        for k in DRAFTS:
+            clock.show(f"draft of {k}", "cycle, K = 0")
+        for k in (0, *DRAFTS):
+            clock.show(f"cycle, K = {k}", "cycle, K = 0")
+    print(f"  a plain pass is {ours.step_bytes / speed * 1e3 / clock.median(f'pass, {PASS_ROWS[0]} rows'):.0%} of the memory limit")
     clock.show(f"prefill of {PREFILL}", per=PREFILL)
     if peer is not None:
         clock.show(f"llama.cpp prefill of {PREFILL}", per=PREFILL)
