@@ -86,7 +86,7 @@ class LLM:
         """`drafter`: auto | none | ngram | a folder or id of an MTP drafter, a draft model (draft:NAME) or Medusa heads."""
         spec = SpecConfig(parse_draft_tokens(draft_tokens), verify)
         place = ops_module.place(device)
-        if place.type == "cuda":
+        if place.index is not None:
             torch.cuda.set_device(place)  # kernels are launched on the current device, wherever their tensors are
         kind = _dtype(dtype, place)
         chosen = ops_module.choose(place, ops, threads)

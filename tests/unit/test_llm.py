@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from outrider import LLM, ops
 from outrider.models import known
-from outrider.types import SamplingParams
+from outrider.types import OutriderError, SamplingParams
 from outrider.weights import hub
 
 
@@ -27,8 +29,22 @@ def test_a_known_gemma_on_dummy_weights_needs_no_network(monkeypatch: pytest.Mon
         num_kv_shared_layers=0, intermediate_size=64, vocab_size=128, vocab_size_per_layer_input=128, hidden_size_per_layer_input=32
     )
     monkeypatch.setattr(hub, "KNOWN", {"google/gemma-4-E2B-it": {**raw, "text_config": small}})
-    from outrider import LLM
-
     llm = LLM.load("google/gemma-4-E2B-it", drafter="none", device="cpu", ops="reference", load_format="dummy")
     done = llm.generate([3, 5, 7], SamplingParams(max_tokens=4, ignore_eos=True))
     assert len(done[0].token_ids) == 4
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch refuses to make "cuda" the current device: it must be told which one."""
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: asked.append(torch.device(device).index))
+    monkeypatch.setattr(ops, "place", lambda name: torch.device(name))
+
+    def stop(place: torch.device, *_: Any) -> None:
+        raise OutriderError("far enough")
+
+    monkeypatch.setattr(ops, "choose", stop)
+    for name in ("cuda", "cuda:1", "cpu"):
+        with pytest.raises(OutriderError, match="far enough"):
+            LLM.load("smollm2", device=name)
+    assert asked == [1]

@@ -220,6 +220,7 @@ class Rig:
                     raise OutriderError(f"no room for {batch} sequences of {context + room} positions")
                 self.store.commit(seq, min(end, context))
             seqs.append(seq)
+        self.store.flush()
         return seqs
 
     def close(self, seqs: list[SeqCache]) -> None:

@@ -79,6 +79,8 @@ class KVStore:
         self.tables: dict[GroupName, Tensor] = {
             name: torch.zeros((spec.slots + 1, width), dtype=torch.int32, device=self.device) for name in self.groups
         }
+        self._changed: dict[GroupName, list[tuple[int, int]]] = {name: [] for name in self.groups}  # (place in the table, page)
+        self._width = width
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
@@ -101,6 +103,7 @@ class KVStore:
             hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity)
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
+        self.flush()  # what was meant for the slot's last sequence must not come after this
         for name in self.groups:
             row = self.tables[name][seq.slot]
             row.zero_()
@@ -136,11 +139,18 @@ class KVStore:
                 added = group.reserve(pages, positions)
             except OutOfPages:
                 return False
-            if added:
-                row = self.tables[name][seq.slot]
-                row[added[0] : added[-1] + 1] = upload(pages.pages[added[0] :], torch.int32, self.device)
+            at = seq.slot * self._width
+            self._changed[name] += [(at + i, pages.pages[i]) for i in added]
         seq.room = -(-positions // self.spec.page_size) * self.spec.page_size
         return True
+
+    def flush(self) -> None:
+        """Bring the tables up to date: the new pages of all sequences in one upload. Whoever launches a pass calls it first."""
+        for name, changed in self._changed.items():
+            if changed:
+                both = upload([*zip(*changed)], torch.int64, self.device)  # [2, n]
+                self.tables[name].view(-1).index_copy_(0, both[0], both[1].to(torch.int32))
+                changed.clear()
 
     def commit(self, seq: SeqCache, committed: int) -> None:
         """Positions below `committed` are final; sliding pages that fell out of the window go back."""
@@ -162,6 +172,7 @@ class KVStore:
 
     # ---- what a forward pass sees -----------------------------------------------------------------------------------
     def view(self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
+        self.flush()
         width = -(-max_context // self.spec.page_size)
         tables = {name: table[:, :width].index_select(0, slots) for name, table in self.tables.items()}
         return KVView(self.spec.page_size, self.keys, self.values, tables, positions, row_seq, row_start, max_rows, max_context)
@@ -175,6 +186,7 @@ class KVStore:
 
     def check(self) -> None:
         """Audit every pool against every holder, and the tables against the page lists."""
+        self.flush()
         for name, group in self.groups.items():
             group.pool.check([s.pages[name].held() for s in self._live.values()] + [self.prefix.held(name)])
             for seq in self._live.values():

@@ -166,7 +166,7 @@ class Engine:
     def step(self) -> list[Event]:
         """Schedule, launch, read, commit. Where steps are read one behind, this one runs while the one before is committed."""
         began, clock, spent = self.clock(), self.clock, self.host_times
-        if self.device.type == "cuda":
+        if self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
         if self._flight is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
             self._land()  # a grammar's next masks hang on what was emitted

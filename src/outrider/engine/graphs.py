@@ -175,6 +175,7 @@ class GraphExecutor:
             return flight
         key = self.key(batch.decode)
         assert key is not None
+        self.machine.store.flush()
         self._upload(batch.decode, key)
         if key.asks.grammar:
             self._mask(batch.decode, key)

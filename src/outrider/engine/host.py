@@ -32,6 +32,7 @@ class HostExecutor:
             machine.prompts(batch.prompts)
         flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], machine.clock())
         if batch.decode:
+            machine.store.flush()
             asked = [
                 Asked(lane.slot, lane.seq.tokens[-1], lane.start, lane.k, lane.guess if lane.k else None, lane.stop, lane.drop)
                 for lane in batch.decode
@@ -59,4 +60,6 @@ class HostExecutor:
             sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, self.machine.vocab, self.machine.device)
             self._probes[batch] = sampling
         guess = [0] * k if part == "verify" else None
-        self.cycle.run([Asked(slot, 0, context, k, guess) for slot in self.machine.scratch_slots(batch, context + k + 1)], sampling, None)
+        slots = self.machine.scratch_slots(batch, context + k + 1)
+        self.machine.store.flush()
+        self.cycle.run([Asked(slot, 0, context, k, guess) for slot in slots], sampling, None)

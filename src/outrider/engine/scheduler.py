@@ -91,9 +91,10 @@ class Scheduler:
 
     def _budget(self, decoding: int) -> int:
         """Prompt tokens of this step. With streams running it is a chunk, and a quarter so that short prompts ride along with a long one
-        instead of waiting for all of it; the larger the share of sequences that wait for their prompt, the more it is."""
+        instead of waiting for all of it; the larger the share of sequences that wait for their prompt, the more it is, up to `pack` where
+        a fifth of them wait."""
         waiting = len(self.running) - decoding
-        return max(self.chunk + self.chunk // 4, min(self.pack, self.pack * waiting // max(1, decoding)))
+        return max(self.chunk + self.chunk // 4, min(self.pack, 4 * self.pack * waiting // max(1, decoding)))
 
     def _may_be_over(self, seq: Seq) -> bool:
         """What is in flight may end the answer, or fill its context: wait and see."""

@@ -245,6 +245,6 @@ def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
 def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
     scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, pack=2048)
     scheduler.running = [None] * 40  # type: ignore[list-item]
-    assert [scheduler._budget(n) for n in (0, 10, 20, 30, 39)] == [2048, 2048, 2048, 682, 640]
+    assert [scheduler._budget(n) for n in (0, 20, 32, 36, 39)] == [2048, 2048, 2048, 910, 640]
     scheduler.pack = 0
     assert scheduler._budget(0) == scheduler._budget(39) == 640
