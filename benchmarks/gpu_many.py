@@ -1,4 +1,4 @@
-# ruff: noqa: E501, B023
+# ruff: noqa: E501, B023, I001
 """Many rows on this GPU: bits and rates of the shapes a pass may take, products beside cuBLAS, attention and experts beside their bytes.
 
     python benchmarks/gpu_many.py [--out FOLDER] [--sections recut products attention experts models] [--quick] [--sizes 31B] [--tables]
@@ -17,21 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import (
-    BF16,
-    FAILED,
-    RESULTS,
-    attempt,
-    begin,
-    finish,
-    graph_us,
-    kernel_table,
-    kernels,
-    rand,
-    say,
-    view,
-    weight_shapes,
-)  # fmt: skip
+from gpu_common import BF16, FAILED, RESULTS, attempt, begin, finish, graph_us, kernel_table, kernels, rand, say, view, weight_shapes  # fmt: skip
 
 from outrider.bench.gpu import H200_BYTES_PER_S, Rig, time_ms
 from outrider.engine.capture import Graph

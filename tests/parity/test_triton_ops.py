@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 from outrider.ops.reference import ReferenceOps, gumbel  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, moe  # noqa: E402
 from outrider.ops.triton.ahead import Ahead  # noqa: E402
-from outrider.ops.triton.attention import Cut, Shape, attend  # noqa: E402
+from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
 from outrider.ops.triton.linear import product  # noqa: E402
 from outrider.ops.triton.tiles import Shape as Rows  # noqa: E402
 from outrider.ops.triton.tiles import Tile, choose_tile, for_rows  # noqa: E402
@@ -278,6 +278,20 @@ def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
         assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4)), apart)
         assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 4, run=3)), apart)
         same(attend(q, spec, kv, False, cut, Shape(False, 64, 4)), apart)
+
+
+def test_partial_sums_stay_bounded() -> None:
+    """Eight sequences of 256k with 17 rows each would leave 5 GiB for the second kernel: more than a graph may take on the side."""
+    nothing = torch.empty(0)
+    for spec in (AttnSpec(32, 4, 512, 0, True), AttnSpec(32, 16, 256, 0, True, window=1024), AttnSpec(8, 1, 512, 0, True)):
+        cut = choose_cut(spec, torch.bfloat16)
+        for batch in (1, 8, 64, 256):
+            for rows in (1, 5, 17):
+                for context in (1024, 32768, 262144):
+                    kv = KVView(16, [], [], {}, nothing, nothing, nothing, rows, context)
+                    shape = choose_shape(spec, cut, kv, batch, torch.bfloat16)
+                    partial = batch * rows * spec.heads * split_count(spec, kv, cut) * spec.head_dim * 4
+                    assert not shape.split or partial <= 1 << 30
 
 
 @pytest.mark.parametrize("window", [None, 60])

@@ -22,6 +22,7 @@ from torch import Tensor
 from ...types import AttnSpec, KVView
 from .common import gdc_launch_dependents, gdc_wait, prefetch
 
+MOST_APART = 1 << 30  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
 INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
 
 
@@ -74,7 +75,8 @@ def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.
         enough = 128 if cut.bn == 64 or packed <= 16 else 64
     else:
         enough = 264 if slots > 64 else 96 if packed > 16 or cut.bn == 64 else 1024
-    if slots == 1 or programs >= enough:
+    apart = batch * kv.max_rows * spec.heads * slots * spec.head_dim * 4  # bytes of partial sums
+    if slots == 1 or programs >= enough or apart > MOST_APART:
         if sliding:
             return Shape(False, 16, 4, 3 if programs <= 132 or cut.bn == 32 else 2)
         return Shape(False, 32 if cut.bn == 64 and programs >= 264 and packed > 16 else 16, 4 if cut.bn == 32 else 8)
