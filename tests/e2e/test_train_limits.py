@@ -17,7 +17,7 @@ from tests.e2e.test_train import QUIET, job, prompts
 
 from outrider.cli.main import main
 from outrider.llm import LLM
-from outrider.train import memory, run
+from outrider.train import forecast, memory, run
 from outrider.train.answers import Answering, read_answers
 from outrider.train.data import Sequences
 from outrider.train.recipes import Phase, train_recipe
@@ -89,22 +89,24 @@ def test_a_signal_while_answering_keeps_the_answers(world: tuple[Path, Path], tm
     assert len(later) >= len(kept) and all(later[k].tokens == tokens for k, tokens in first.items())
 
 
-def test_minutes_are_kept(world: tuple[Path, Path], tmp_path: Path) -> None:
+def test_minutes_are_kept(world: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Answering, training and evaluation together; what is continued has the time that was left."""
     target, data = world
+    monkeypatch.setattr(forecast, "FEWEST_TOKENS", 50)  # a machine that is busy with other tests shall not be refused
+    monkeypatch.setattr(forecast, "FEWEST_STEPS", 5)
     quick = job(
         target, data, tmp_path, minutes=0.25, answering=Answering(max_new=12), settings=TrainSettings(steps=10**6, unroll=2, eval_every=0)
     )
     began = time.perf_counter()
     result = run.train(quick, QUIET)
     took = time.perf_counter() - began
-    assert result["full"]["answers"] > 0 and 8 < took < 15 * 1.1 + 2  # other processes may hold up the last step
+    assert result["full"]["answers"] > 0 and 8 < took < 15 * 1.1 + 5  # other processes may hold up the last step
     spent = json.loads((tmp_path / "spent.json").read_text())["seconds"]
     assert abs(spent - took) < 1
     steps = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["progress"]["step"]
     began = time.perf_counter()
     run.train(quick, QUIET)
-    assert time.perf_counter() - began < 8
+    assert time.perf_counter() - began < 15
     assert torch.load(tmp_path / "checkpoint.pt", weights_only=True)["progress"]["step"] <= steps + 200
 
 
@@ -165,7 +167,10 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     assert mine.keys() == theirs.keys() and mine["weight_bits"] == 4 and mine["use_ordered_embeddings"] and mine["taps"] == [0]
     story = json.loads((made / "provenance.json").read_text())
     assert [r["steps"] for r in story["runs"]] == [8, 8] and story["runs"][1]["started_from"].endswith("drafter")
-    assert story.keys() == json.loads((shipped / "provenance.json").read_text()).keys() and result["sampled"]["answers"] > 0
+    assert (
+        story.keys() == json.loads((shipped / "provenance.json").read_text()).keys()
+        and result["sampled"]["answers"] == result["full"]["answers"] == 8
+    )
     assert {json.loads(line)["run"] for line in (made / "log.jsonl").read_text().splitlines()} == {1, 2}
     text = (made / "README.md").read_text()
     assert "trained as 4 bits hold them" in text and "sampled, coupled" in text and text.count("steps over") == 2

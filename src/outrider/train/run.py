@@ -91,11 +91,15 @@ class Run:
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
         target = open_target(known, job.device, job.dtype)
-        data, aside = split(whole, prompts.index[heldout_prompts(len(prompts), job.heldout)])
+        data, aside = split(whole, self.held(prompts))
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
 
     # ---- data ------------------------------------------------------------------------------------------------------
+    def held(self, prompts: Sequences) -> np.ndarray:
+        """Lines of the prompt file that are kept for evaluation."""
+        return prompts.index[heldout_prompts(len(prompts), self.job.heldout)]
+
     def prompts(self, known: Described) -> Sequences:
         job, kept = self.job, self.job.out / "prompts.npz"
         most = job.max_prompt + job.answering.max_new if job.texts else job.max_prompt
@@ -125,7 +129,7 @@ class Run:
             self.group.wait()
             if self.group.first:
                 found = [a for path in sorted(job.out.glob("answers*.jsonl")) for a in read_answers(path).values()]
-                made = [as_sequences(prompts, found, known.config.vocab_size), *(carried(p, job) for p in job.carry)]
+                made = [as_sequences(prompts, found, known.config.vocab_size), *(carried(p, job, self.held(prompts)) for p in job.carry)]
                 Sequences.join(made).save(kept)
             self.group.wait()
         return Sequences.load(kept)
@@ -298,18 +302,18 @@ class Run:
         total = np.cumsum(aside.lengths - aside.prompts)
         count = max(1, int(np.searchsorted(total, allowed, side="right")))
         chosen = aside.select(np.arange(len(aside))[:: max(1, len(aside) // count)][:count])
-        return chosen, 1.2 * finish.PASSES * each * chosen.answer_tokens + EXPORT_SECONDS
+        return chosen, 1.5 * finish.PASSES * each * chosen.answer_tokens + EXPORT_SECONDS
 
 
 def item(dtype: torch.dtype) -> int:
     return torch.empty((), dtype=dtype).element_size()
 
 
-def carried(path: Path, job: TrainJob) -> Sequences:
-    """Of an earlier run's data every greedy answer and a share of the sampled ones."""
+def carried(path: Path, job: TrainJob, held: np.ndarray) -> Sequences:
+    """Of an earlier run's data every greedy answer and a share of the sampled ones; of held-out prompts none, they are answered anew."""
     data = Sequences.load(path)
     luck = np.random.default_rng((job.settings.seed, 5)).random(len(data))
-    return data.select(np.nonzero(data.greedy | (luck < job.carry_sampled))[0])
+    return data.select(np.nonzero((data.greedy | (luck < job.carry_sampled)) & ~np.isin(data.index, held))[0])
 
 
 def category_weights(job: TrainJob, prompts: Sequences) -> np.ndarray | None:
