@@ -22,7 +22,7 @@ from .config import EngineConfig, SpecConfig, Verify, parse_draft_tokens
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
 from .engine.step import Request
-from .engine.text import Tokenizer
+from .engine.text import Messages, Tokenizer
 from .models import build, build_drafter
 from .models.layers import TextModel
 from .models.pairing import fits
@@ -32,13 +32,12 @@ from .spec.controller import Controller
 from .spec.cost import FORMAT, CostKey, CostTable, machine_name
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
-from .types import OutriderError, RequestStats, SamplingParams
+from .types import Json, OutriderError, RequestStats, SamplingParams
 from .weights import hub, load_drafter, load_target
 from .weights.files import fingerprint
 from .weights.load import LoadFormat
 
 log = logging.getLogger("outrider")
-Messages = Sequence[Mapping[str, object]]
 Prompt = str | Sequence[int]
 
 
@@ -174,7 +173,7 @@ class LLM:
     def chat(self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[Drafting]) -> Completion:
         return self.generate(self.chat_prompt(messages), params, **options)[0]
 
-    def chat_prompt(self, messages: Messages, tools: Sequence[Mapping[str, object]] | None = None) -> list[int]:
+    def chat_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Json]] | None = None) -> list[int]:
         return self._tokenizer().chat(messages, tools)
 
     def _encode(self, prompt: Prompt) -> list[int]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GroupName = Literal["full", "sliding"]
+Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 MAX_DRAFT = 16
 COLD = 1e-5  # below this temperature the choice is greedy
 

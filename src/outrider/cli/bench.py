@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
@@ -17,7 +18,11 @@ from . import common
 from .common import err, out
 
 if TYPE_CHECKING:
-    from ..bench.harness import Cell, Contestant
+    from ..bench.harness import Cell, Contestant, Settings, Store
+    from ..bench.report import Row
+    from ..bench.workloads import Prompt
+
+N = TypeVar("N", int, float)
 
 
 def bench(
@@ -55,7 +60,7 @@ def bench(
     """
     from ..bench import workloads
 
-    options = {"verify": verify, "device": device, "dtype": dtype, "ops": ops, "threads": threads, "quantize": quantize, "seed": seed}
+    options = common.LoadOptions(verify=verify, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, seed=seed)
     if simulate is not None:
         _simulate(model, _list(drafters)[0], simulate, options, as_json)
         return
@@ -105,17 +110,18 @@ def bench(
     _verdict(rows, verify)
 
 
-def _verdict(rows: list[Any], verify: str) -> None:
+def _verdict(rows: list[Row], verify: str) -> None:
     from ..bench.harness import PLAIN
 
-    ours = [r for r in rows if r.contestant != PLAIN and "/" in r.contestant and r.category == "all" and r.identical is not None]
-    wrong = [r for r in ours if r.identical < 1.0]
+    ours = [r for r in rows if r.contestant != PLAIN and "/" in r.contestant and r.category == "all"]
+    wrong = [(r.contestant, r.identical) for r in ours if r.identical is not None and r.identical < 1.0]
     if verify == "coupled" and wrong:
-        share = 100 * (1 - wrong[0].identical)
-        raise OutriderError(f"{wrong[0].contestant} gave another text than plain decoding on {share:.1f} % of prompts: a bug")
+        name, same = wrong[0]
+        share = 100 * (1 - same)
+        raise OutriderError(f"{name} gave another text than plain decoding on {share:.1f} % of prompts: a bug")
 
 
-def _run(contestants: list[Contestant], prompts: list[Any], settings: Any, store: Any) -> None:
+def _run(contestants: list[Contestant], prompts: list[Prompt], settings: Settings, store: Store) -> None:
     from ..bench import harness
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -131,7 +137,7 @@ def _run(contestants: list[Contestant], prompts: list[Any], settings: Any, store
 
 
 def _contestants(
-    model: str, drafters: tuple[str, ...], ks: list[int | None], peers: tuple[str, ...], batch: int, options: dict[str, Any]
+    model: str, drafters: tuple[str, ...], ks: list[int | None], peers: tuple[str, ...], batch: int, options: common.LoadOptions
 ) -> list[Contestant]:
     from ..bench import harness
     from ..bench import peers as others
@@ -140,7 +146,8 @@ def _contestants(
     found: list[Contestant] = []
     engine = EngineConfig(max_batch=batch, prefix_cache=False)  # the same prompt comes again and again: a cache would hide its cost
     for drafter in drafters:
-        llm = common.load_llm(model, drafter=drafter, engine=engine, **options)
+        chosen: common.LoadOptions = {**options, "drafter": drafter, "engine": engine}
+        llm = common.load_llm(model, **chosen)
         if 0 in ks and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
         lossless = options["verify"] == "coupled"
@@ -163,12 +170,15 @@ def _names(drafters: tuple[str, ...], ks: list[int | None]) -> list[str]:
     return (["plain"] if 0 in ks else []) + [_name(d, k) for d in drafters for k in ks if k != 0]
 
 
-def _record(model: str, drafter: str, prompts: list[Any], path: Path, temperature: float, seed: int, options: dict[str, Any]) -> None:
+def _record(
+    model: str, drafter: str, prompts: list[Prompt], path: Path, temperature: float, seed: int, options: common.LoadOptions
+) -> None:
     from ..bench import traces
     from ..spec.simulate import read_traces, write_traces
 
     done = {t.id for t in read_traces(path)} if path.exists() else set()
-    llm = common.load_llm(model, drafter=drafter, **options)
+    chosen: common.LoadOptions = {**options, "drafter": drafter}
+    llm = common.load_llm(model, **chosen)
     left = [p for p in prompts if p.id not in done]
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err, transient=True
@@ -183,12 +193,13 @@ def _record(model: str, drafter: str, prompts: list[Any], path: Path, temperatur
     out.print(f"{len(left)} prompts recorded into {path} ({len(done)} were there)")
 
 
-def _simulate(model: str, drafter: str, path: Path, options: dict[str, Any], as_json: bool) -> None:
+def _simulate(model: str, drafter: str, path: Path, options: common.LoadOptions, as_json: bool) -> None:
     """By category, each with a controller that has seen nothing, and over all."""
     from ..spec.simulate import compare, read_traces
 
     traces = list(read_traces(path))
-    controller = common.load_llm(model, as_json, drafter=drafter, **options).engine.controller
+    wanted: common.LoadOptions = {**options, "drafter": drafter}
+    controller = common.load_llm(model, as_json, **wanted).engine.controller
     table = Table("category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt")
     found = {}
     for category in ["all", *dict.fromkeys(t.category for t in traces)]:
@@ -243,7 +254,7 @@ def _ks(text: str) -> list[int | None]:
     return list(dict.fromkeys(found))
 
 
-def _numbers(text: str, kind: type, what: str) -> list[Any]:
+def _numbers(text: str, kind: Callable[[str], N], what: str) -> list[N]:
     try:
         found = [kind(part) for part in _list(text)]
     except ValueError:

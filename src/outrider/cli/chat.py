@@ -44,7 +44,7 @@ def chat(
 
     What is pasted is one message, with all its lines. From a pipe every line is one, or what stands between three quotes.
     """
-    params = common.sampling(max_tokens, temperature, top_p, top_k, seed)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed).validate()
     llm = common.load_llm(
         model, drafter=drafter, draft_tokens=draft_tokens, verify=verify,
         device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, engine=EngineConfig(max_context=max_context),

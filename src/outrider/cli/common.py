@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
 
 import typer
 from rich.console import Console
 
-from ..types import OutriderError, RequestStats, SamplingParams
+from ..types import OutriderError, RequestStats
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
     from ..llm import LLM, Completion
+    from ..models.config import ForeignDict
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -39,13 +40,29 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 LoadFormat = Annotated[str, typer.Option(help="auto | dummy (seeded random weights from the config alone).")]
 
 
-def load_llm(model: str, quiet: bool = False, **options: Any) -> LLM:
+class LoadOptions(TypedDict, total=False):
+    """What a command passes on to `LLM.load`."""
+
+    drafter: str
+    draft_tokens: str
+    verify: str
+    device: str | None
+    dtype: str | None
+    ops: str
+    threads: int | None
+    quantize: str | None
+    load_format: str
+    seed: int
+    engine: EngineConfig
+
+
+def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) -> LLM:
     """Load and say once what was chosen."""
     from ..llm import LLM
 
     say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: err.print(f"[dim]{line}[/dim]"))
-    llm = LLM.load(model, say=say, **options)
-    engine: EngineConfig | None = options.get("engine")
+    llm = LLM.load(model, say=say, **options)  # type: ignore[arg-type]  # a user's words: it checks them
+    engine = options.get("engine")
     if engine is not None and engine.max_context is not None and engine.max_context > llm.config.max_context:
         say(f"context: {llm.engine.max_context} tokens (--max-context {engine.max_context} is more than this model knows)")
     return llm
@@ -62,7 +79,7 @@ def encode_prompt(llm: LLM, prompt: str | list[dict[str, str]], raw: bool) -> li
     return llm._encode(text)
 
 
-def read_prompts(path: Path) -> Iterator[dict[str, Any]]:
+def read_prompts(path: Path) -> Iterator[ForeignDict]:
     """Lines of {"prompt": ...} or {"turns": [...]}; other fields are kept."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -98,7 +115,7 @@ def times(speedup: float) -> str:
     return f"{speedup:.2f}x faster" if speedup >= 0.995 else f"slower: {speedup:.2f}x the speed of plain decoding"
 
 
-def stats_json(stats: RequestStats) -> dict[str, Any]:
+def stats_json(stats: RequestStats) -> dict[str, int | float | list[int]]:
     last = max((i + 1 for i, d in enumerate(stats.drafted_by_position) if d), default=0)
     return {
         "prompt_tokens": stats.prompt_tokens,
@@ -117,8 +134,8 @@ def stats_json(stats: RequestStats) -> dict[str, Any]:
     }
 
 
-def completion_json(completion: Completion) -> dict[str, Any]:
-    row: dict[str, Any] = {
+def completion_json(completion: Completion) -> dict[str, object]:
+    row: dict[str, object] = {
         "text": completion.text,
         "token_ids": completion.token_ids,
         "finish_reason": completion.finish_reason,
@@ -127,7 +144,3 @@ def completion_json(completion: Completion) -> dict[str, Any]:
     if completion.logprobs:
         row["logprobs"] = [{str(t): v for t, v in entry.items()} for entry in completion.logprobs]
     return row
-
-
-def sampling(max_tokens: int, temperature: float, top_p: float, top_k: int, seed: int, **more: Any) -> SamplingParams:
-    return SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, **more).validate()

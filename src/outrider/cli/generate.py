@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -53,10 +54,11 @@ def generate(
 
     Example: outrider generate smollm2 "Why is the sky blue?" --compare
     """
-    params = common.sampling(
-        max_tokens, temperature, top_p, top_k, seed, min_p=min_p, repetition_penalty=repetition_penalty, n=n,
-        presence_penalty=presence_penalty, frequency_penalty=frequency_penalty, stop=tuple(stop or ()), logprobs=logprobs,
-    )  # fmt: skip
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed, min_p=min_p, n=n, logprobs=logprobs,
+        repetition_penalty=repetition_penalty, presence_penalty=presence_penalty, frequency_penalty=frequency_penalty,
+        stop=tuple(stop or ()),
+    ).validate()  # fmt: skip
     if (prompt is None) == (prompts is None):
         raise OutriderError("give either a prompt or --prompts FILE.jsonl")
     if prompt == "-":
@@ -113,7 +115,7 @@ def run_plain(llm: LLM, ids: list[int], params: SamplingParams) -> Completion:
     return llm.generate(ids, params, drafter=False)[0]
 
 
-def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> dict[str, Any]:
+def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> dict[str, object]:
     answer = llm.generate(ids, params)[0]
     row = common.completion_json(answer)
     if compare:
@@ -124,13 +126,13 @@ def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> 
     return row
 
 
-def _one_row(llm: LLM, row: dict[str, Any], params: SamplingParams, raw: bool, compare: bool) -> dict[str, Any]:
+def _one_row(llm: LLM, row: Mapping[str, object], params: SamplingParams, raw: bool, compare: bool) -> dict[str, object]:
     """Turns are answered one after the other, each seeing what came before."""
-    turns = row["turns"] if "turns" in row else [row["prompt"]]
+    turns = row.get("turns")
     messages: list[dict[str, str]] = []
     answers = []
-    for turn in turns:
+    for turn in turns if isinstance(turns, list) else [row["prompt"]]:
         messages.append({"role": "user", "content": str(turn)})
         answers.append(_answer(llm, common.encode_prompt(llm, messages, raw), params, compare))
-        messages.append({"role": "assistant", "content": answers[-1]["text"]})
+        messages.append({"role": "assistant", "content": str(answers[-1]["text"])})
     return answers[0] if "turns" not in row else {**answers[-1], "turns": answers}

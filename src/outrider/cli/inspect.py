@@ -6,14 +6,14 @@ import json
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..bench.predict import machine
-from ..models.config import DrafterConfig, ModelConfig
+from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_size, model_size, report, room
 from ..models.known import KNOWN
 from ..types import OutriderError
@@ -91,7 +91,7 @@ def inspect(
         show(data)
 
 
-def rounding(model: str, quantize: str | None) -> dict[str, Any]:
+def rounding(model: str, quantize: str | None) -> dict[str, object]:
     from ..bench.rounding import measure
 
     if quantize not in (None, "int8", "int4"):
@@ -100,7 +100,7 @@ def rounding(model: str, quantize: str | None) -> dict[str, Any]:
     return {"held": quantize or "as stored", "line": found.line(), **asdict(found)}
 
 
-def stored(name: str, kind: str) -> tuple[dict[str, Any], StoredSize]:
+def stored(name: str, kind: str) -> tuple[ForeignDict, StoredSize]:
     """A configuration and what its weights take. Gemma 4's are built in: nothing is fetched for them."""
     from ..weights import hub
     from ..weights.files import Files
@@ -114,7 +114,7 @@ def stored(name: str, kind: str) -> tuple[dict[str, Any], StoredSize]:
     return found.config, stored_size(found, config)
 
 
-def read(name: str, kind: str) -> tuple[dict[str, Any], float]:
+def read(name: str, kind: str) -> tuple[ForeignDict, float]:
     """A configuration and the bytes of a weight that a token reads, on average."""
     raw, size = stored(name, kind)
     if kind == "drafter":
@@ -129,7 +129,7 @@ def amount(n: float, unit: str = "") -> str:
     return f"{n:.3g} {unit}".rstrip()
 
 
-def show(data: dict[str, Any]) -> None:
+def show(data: ForeignDict) -> None:
     out.print(f"[bold]{data['model']}[/bold]  {data['model_type']}, vocabulary {data['vocabulary']:,}, hidden {data['hidden']}")
     facts = Table.grid(padding=(0, 2))
     parts = ", ".join(f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5)
@@ -177,6 +177,6 @@ def show(data: dict[str, Any]) -> None:
     out.print(table)
 
 
-def owner(row: dict[str, Any]) -> dict[str, int]:
+def owner(row: ForeignDict) -> dict[str, int]:
     """What tells rows of the table apart: whose K/V is read, and -1 for one's own."""
     return {"kv": -1 if row["kv_from"] == row["index"] else row["kv_from"]}

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -79,7 +79,7 @@ def predict(
         accepted = model_of.Acceptance.nothing("no drafter is known for this model: n-gram matches alone, whose gain depends on the text")
     else:
         accepted = _card(model, drafter) or model_of.Acceptance.parse("0.72")
-    data = {"model": model, **model_of.predict(setup, accepted)}
+    data = model_of.predict(setup, accepted)
     if plot is not None:
         roof, points = model_of.roofline(setup)
         text = svg.lines(
@@ -87,9 +87,9 @@ def predict(
         )
         plot.write_text(text, encoding="utf-8")
     if as_json:
-        print(json.dumps(data))
+        print(json.dumps({"model": model, **data}))
     else:
-        _show(data)
+        _show(model, data)
 
 
 def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: int, bits: float | None) -> model_of.Setup:
@@ -130,9 +130,9 @@ def _here(model: str, bits: float | None) -> model_of.Machine:
     return here(bits / 8 if bits is not None else read(model, "model")[1] if model else 2.0)
 
 
-def _show(data: dict[str, Any]) -> None:
+def _show(model: str, data: model_of.Prediction) -> None:
     need, parts = data["memory_gb"], data["plain_parts_ms"]
-    out.print(f"[bold]{data['model']}[/bold] on {data['machine']}, batch {data['batch']}, context {data['context']}")
+    out.print(f"[bold]{model}[/bold] on {data['machine']}, batch {data['batch']}, context {data['context']}")
     fits = "" if data["fits"] else " [bold red](does not fit)[/bold red]"
     out.print(f"memory  {need['total']:.1f} GB{fits}: weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, K/V {need['kv']:.2f}")
     split = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())

@@ -23,9 +23,8 @@ from functools import cached_property
 
 from tokenizers import Tokenizer as Backend
 
-from ..types import OutriderError
+from ..types import Json, OutriderError
 
-Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 Renderer = Callable[[Sequence[Mapping[str, Json]], Json], str]  # (messages, tools) -> the template's text
 PLAIN = "_-.,/:\"'"  # punctuation of keys, roles and JSON: never replaced
 PRIVATE = (range(0xE000, 0xF900), range(0xF0000, 0xFFFFE), range(0x100000, 0x10FFFE))

@@ -13,11 +13,14 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..types import OutriderError
+from ..types import Json, OutriderError
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # Bounded white space: a model may print JSON on one line or indented, but can't spend its budget on blanks.
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
@@ -29,7 +32,7 @@ class Matcher:
     A grammar that turns out too complex on the way must not take the batch down: `failed` says why, masks then allow end
     tokens only, and the engine ends this request with an error."""
 
-    def __init__(self, start: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._start, self._inner = start, start.deep_copy()
         self._taken: list[int] = []  # what was committed, to come back here from a draft that broke the parser
         self._vocab = vocab_size
@@ -108,7 +111,7 @@ class Matcher:
 class Grammar:
     """A compiled grammar. Cheap to share: `matcher()` copies the start state."""
 
-    def __init__(self, start: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._start = start
         self._vocab = vocab_size
         self._eos = tuple(eos_ids)
@@ -130,7 +133,7 @@ class GrammarCompiler:
         self._vocab, self._eos = vocab_size, tuple(eos_ids)
         self._compiled = functools.lru_cache(maxsize=cache)(self.compile)
 
-    def json_schema(self, schema: Mapping[str, Any] | bool) -> Grammar:
+    def json_schema(self, schema: Mapping[str, Json] | bool) -> Grammar:
         """JSON that validates against `schema`. Keywords llguidance can't enforce are refused, never ignored."""
         return self._compiled(schema_grammar(schema))
 

@@ -12,17 +12,21 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from ..types import OutriderError, TextFiles
+from ..types import Json, OutriderError, TextFiles
 from .control import ChatPrompt, ControlText
 
-Messages = Sequence[Mapping[str, Any]]
+if TYPE_CHECKING:
+    import tokenizers
+    from jinja2.parser import Parser
+
+Messages = Sequence[Mapping[str, Json]]
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -105,11 +109,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.files.chat_template is not None
 
-    def chat(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+    def chat(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> list[int]:
         """Ids of a conversation. The template writes bos itself where the model wants one."""
         return self.prompt(messages, tools, add_generation_prompt, **variables).ids
 
-    def prompt(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> ChatPrompt:
+    def prompt(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> ChatPrompt:
         """A conversation encoded: control tokens are what the template writes, never what a message spells."""
         return self._control.prompt(messages, tools, lambda m, t: self.render(m, t, add_generation_prompt, **variables))
 
@@ -117,7 +121,7 @@ class Tokenizer:
     def _control(self) -> ControlText:
         return ControlText(self.backend, self.files.chat_template or "")
 
-    def render(self, messages: Messages, tools: Any = None, add_generation_prompt: bool = True, **variables: Any) -> str:
+    def render(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> str:
         if self.files.chat_template is None:
             raise OutriderError(f"{self.files.where} has no chat template: send a plain prompt")
         try:
@@ -170,7 +174,7 @@ class Detokenizer:
         return text
 
 
-def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
+def _decoder_steps(backend: tokenizers.Tokenizer) -> list[dict[str, Json]]:
     """The decoder's parts; the library tells them only as JSON."""
     if backend.decoder is None:
         return []
@@ -178,7 +182,9 @@ def _decoder_steps(backend: Any) -> list[dict[str, Any]]:
     return list(whole["decoders"]) if whole.get("type") == "Sequence" else [whole]
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False) -> str:
+def _tojson(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None, sort_keys: bool = False
+) -> str:
     """jinja's own filter escapes HTML, which is no part of a prompt."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
@@ -192,7 +198,7 @@ class _Generation(Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Any) -> list[nodes.Node]:
+    def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         body: list[nodes.Node] = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return body

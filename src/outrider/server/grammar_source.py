@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from ..engine.grammar import schema_grammar
-from ..types import OutriderError
+from ..types import Json, OutriderError
 from .tool_grammar import gemma_calls, json_calls
 
 Kind = Literal["json_schema", "regex", "lark", "gbnf", "choice", "json_calls", "gemma_calls"]
@@ -52,7 +52,7 @@ def build(source: Source) -> str:
             words = " | ".join(json.dumps(word, ensure_ascii=False) for word in json.loads(source.payload))
             return str(llguidance.LLMatcher.grammar_from_lark(f"start: {words}"))
         calls = json.loads(source.payload)
-        functions = [(str(name), cast(dict[str, object], close_objects(parameters))) for name, parameters in calls["functions"]]
+        functions = [(str(name), cast(dict[str, Json], close_objects(parameters))) for name, parameters in calls["functions"]]
         if source.kind == "json_calls":
             text = json_calls(functions, calls["most"])
         else:

@@ -12,13 +12,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..engine.control import ChatPrompt
 from ..engine.grammar import Grammar, GrammarCompiler
 from ..engine.scheduler import Request
 from ..engine.text import Tokenizer
-from ..types import OutriderError, SamplingParams
+from ..types import Json, OutriderError, SamplingParams
 from .errors import ApiError, bad
 from .grammar_source import Source, build
 from .output import Chain, Parser, Plain
@@ -28,6 +28,9 @@ from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, 
 from .settings import ServerSettings, without_paths
 from .tool_grammar import MAX_CALLS
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, JSON_CLOSE, JSON_OPEN, GemmaCalls, JsonCalls
+
+if TYPE_CHECKING:
+    from ..llm import LLM
 
 TOOLS_PROMPT = """You can call functions. These are available:
 <tools>{tools}</tools>
@@ -48,7 +51,7 @@ class Backend:
     note: str = ""  # one line about the drafter
 
     @classmethod
-    def of(cls, llm: Any) -> Backend:
+    def of(cls, llm: LLM) -> Backend:
         if llm.tokenizer is None:
             raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
         return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, without_paths(llm.drafter_note))
@@ -65,8 +68,8 @@ class Dialect:
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Dialect:
         gemma = len(tokenizer.encode(GEMMA_OPEN, bos=False)) == 1
-        function = {"name": "zq_probe", "description": "", "parameters": {"type": "object", "properties": {}}}
-        probe = {"type": "function", "function": function}
+        function: Json = {"name": "zq_probe", "description": "", "parameters": {"type": "object", "properties": {}}}
+        probe: Json = {"type": "function", "function": function}
         try:
             shown = "zq_probe" in tokenizer.render([{"role": "user", "content": "x"}], tools=[probe])
         except OutriderError:

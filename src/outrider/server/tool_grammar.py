@@ -11,17 +11,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..engine.grammar import WHITESPACE
-from ..types import OutriderError
+from ..types import Json, OutriderError
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, JSON_CLOSE, JSON_OPEN
 
+Schema = Mapping[str, Json]
 MAX_CALLS = 8
 IGNORED = {"title", "description", "default", "examples", "$schema", "additionalProperties", "$defs", "definitions"}
 
 
-def json_calls(functions: Sequence[tuple[str, Mapping[str, Any]]], most: int) -> str:
+def json_calls(functions: Sequence[tuple[str, Schema]], most: int) -> str:
     """`functions`: (name, parameters schema). One to `most` calls in one list."""
     calls = []
     for i, (name, parameters) in enumerate(functions):
@@ -32,16 +32,16 @@ def json_calls(functions: Sequence[tuple[str, Mapping[str, Any]]], most: int) ->
     return f"start: {_quote(JSON_OPEN)} body {_quote(JSON_CLOSE)}\nbody: %json {json.dumps(schema)}\n"
 
 
-def _rebase(schema: Any, base: str) -> Any:
+def _rebase(schema: Json, base: str) -> Json:
     """A schema moved inside another: its references '#/...' must follow."""
-    if isinstance(schema, dict):
+    if isinstance(schema, Mapping):
         return {
             k: base + v[1:] if k == "$ref" and isinstance(v, str) and v.startswith("#") else _rebase(v, base) for k, v in schema.items()
         }
     return [_rebase(v, base) for v in schema] if isinstance(schema, list) else schema
 
 
-def gemma_calls(functions: Sequence[tuple[str, Mapping[str, Any]]], most: int, token_id: Callable[[str], int]) -> str:
+def gemma_calls(functions: Sequence[tuple[str, Schema]], most: int, token_id: Callable[[str], int]) -> str:
     """`token_id`: the id of a control token."""
     writer = _Gemma(quote=f"<[{token_id(GEMMA_QUOTE)}]>")
     bodies = []
@@ -76,7 +76,7 @@ class _Gemma:
         }
         return [f"{name}: {body}" for name, body in {**self.rules, **fixed}.items()]
 
-    def rule(self, schema: Any, root: Mapping[str, Any], where: str) -> str:
+    def rule(self, schema: Json, root: Schema, where: str) -> str:
         """The name of a rule (or a literal) for one schema."""
         if schema is True or schema == {}:
             return "any"
@@ -92,10 +92,11 @@ class _Gemma:
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 self._only(left, {keyword, "type"}, where)
-                return self._new(" | ".join(self.rule(s, root, where) for s in schema[keyword]))
+                return self._new(" | ".join(self.rule(s, root, where) for s in _list(schema, keyword, where)))
         if "const" in schema or "enum" in schema:
             self._only(left, {"const", "enum", "type"}, where)
-            return self._new(" | ".join(self._literal(v) for v in schema.get("enum", [schema.get("const")])))
+            values = _list(schema, "enum", where) if "enum" in schema else [schema["const"]]
+            return self._new(" | ".join(map(self._literal, values)))
         kind = schema.get("type")
         if isinstance(kind, list):
             return self._new(" | ".join(self.rule({**schema, "type": k}, root, where) for k in kind))
@@ -108,17 +109,19 @@ class _Gemma:
             self._only(left, {"type", "minLength", "maxLength", "pattern"}, where)
             return self._string(schema, where)
         self._only(left, {"type"}, where)
-        known = {"number": "NUMBER", "integer": "INTEGER", "boolean": '("true" | "false")', "null": '"null"', None: "any"}
-        if kind not in known:
+        if kind is None:
+            return "any"
+        known = {"number": "NUMBER", "integer": "INTEGER", "boolean": '("true" | "false")', "null": '"null"'}
+        if not isinstance(kind, str) or kind not in known:
             raise OutriderError(f"{where}: unknown type {kind!r}")
         return known[kind]
 
-    def _object(self, schema: Mapping[str, Any], left: set[str], root: Mapping[str, Any], where: str) -> str:
+    def _object(self, schema: Schema, left: set[str], root: Schema, where: str) -> str:
         self._only(left, {"type", "properties", "required"}, where)
         properties = schema.get("properties") or {}
         if not isinstance(properties, Mapping) or not properties:
             return "anyobject"
-        required = set(schema.get("required") or ())
+        required = set(_list(schema, "required", where)) if schema.get("required") else set()
         for key in properties:
             if not re.fullmatch(r"[^:{}\[\],\"<>\n]{1,64}", key):
                 raise OutriderError(f"{where}: property {key!r} can't be written as a bare key")
@@ -132,7 +135,7 @@ class _Gemma:
             rest = self._new(f"{comma} {follow}" if needed else f"{comma} {follow} | {rest}")
         return self._new(f"{_quote('{')} {head} {_quote('}')}")
 
-    def _array(self, schema: Mapping[str, Any], root: Mapping[str, Any], where: str) -> str:
+    def _array(self, schema: Schema, root: Schema, where: str) -> str:
         item = self.rule(schema.get("items", {}), root, where)
         least, most = schema.get("minItems", 0), schema.get("maxItems")
         if not isinstance(least, int) or (most is not None and (not isinstance(most, int) or most < max(least, 0))):
@@ -143,7 +146,7 @@ class _Gemma:
         body = f"{item} ({_quote(',')} {item}){more}"
         return self._new(f"{_quote('[')} {body if least else f'[{body}]'} {_quote(']')}")
 
-    def _string(self, schema: Mapping[str, Any], where: str) -> str:
+    def _string(self, schema: Schema, where: str) -> str:
         if "pattern" in schema:
             self._only(set(schema) - IGNORED, {"type", "pattern"}, where)
             pattern = str(schema["pattern"])
@@ -151,14 +154,17 @@ class _Gemma:
             pattern += "" if str(schema["pattern"]).endswith("$") else "(.|\\n)*"
             body = "/" + pattern.replace("/", "\\/") + "/"
         elif "minLength" in schema or "maxLength" in schema:
-            body = f"/(.|\\n){{{int(schema.get('minLength', 0))},{schema.get('maxLength', '')}}}/"
+            least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+            if not isinstance(least, int) or not (most == "" or isinstance(most, int)):
+                raise OutriderError(f"{where}: minLength and maxLength must be whole numbers")
+            body = f"/(.|\\n){{{least},{most}}}/"
         else:
             return "string"
         name = self._fresh().upper()
         self.rules[name] = body
         return self._new(f"{self.quote} {name} {self.quote}")
 
-    def _literal(self, value: Any) -> str:
+    def _literal(self, value: Json) -> str:
         if isinstance(value, str):
             return f"{self.quote} {_quote(value)} {self.quote}" if value else f"{self.quote} {self.quote}"
         if value is None or isinstance(value, (bool, int, float)):
@@ -178,8 +184,15 @@ class _Gemma:
         return name
 
 
-def _resolve(root: Mapping[str, Any], ref: str, where: str) -> Any:
-    node: Any = root
+def _list(schema: Schema, keyword: str, where: str) -> list[Json]:
+    value = schema[keyword]
+    if not isinstance(value, list):
+        raise OutriderError(f"{where}: {keyword!r} must be a list")
+    return value
+
+
+def _resolve(root: Schema, ref: str, where: str) -> Json:
+    node: Json = root
     for part in ref.removeprefix("#").strip("/").split("/") if ref != "#" else []:
         node = node.get(part) if isinstance(node, Mapping) else None
     if not ref.startswith("#") or node is None:

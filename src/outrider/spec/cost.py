@@ -22,8 +22,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from ..models.config import Foreign
 from ..types import MAX_DRAFT, OutriderError
 
 WIDTH = MAX_DRAFT + 1  # K = 0..16
@@ -203,7 +203,7 @@ class CostTable:
             factor[k] = min(4.0, max(0.25, factor[k] * share))
 
     # ---- keeping ---------------------------------------------------------------------------------------------------
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return {
             "key": asdict(self.key) if self.key else None,
             "ragged": self.ragged,
@@ -213,7 +213,7 @@ class CostTable:
         }
 
     @staticmethod
-    def from_json(raw: Mapping[str, Any]) -> CostTable:
+    def from_json(raw: Foreign) -> CostTable:
         try:
             table = CostTable(
                 {(int(e["batch"]), int(e["context"])): e["seconds"] for e in raw["verify"]},

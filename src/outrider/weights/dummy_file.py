@@ -13,20 +13,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 
-from ..models.config import DrafterConfig, ModelConfig
+from ..models.config import DrafterConfig, Foreign, ModelConfig
 from ..ops.formats import BLOCKS
 from ..types import OutriderError
-from .gguf import SCALARS, STRING, TENSOR_TYPES
+from .gguf import SCALARS, STRING, TENSOR_TYPES, Value
 from .gguf_config import ARCHITECTURES, LAYER, LAYER_WHOLE, TOP
 from .names import Role, tensor_plan
 from .source import ITEM_BYTES
 
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")
 ALIGN, CHUNK, SPREAD = 32, 4 << 20, 0.02
+Written = Value | list[bool] | list[int]  # an entry of GGUF metadata
 CODES = {name: code for code, name in TENSOR_TYPES.items()}
 ARCH_OF = {model.removesuffix("_text"): arch for arch, model in ARCHITECTURES.items()} | {"gemma4_unified": "gemma4", "mistral": "llama"}
 TO_GGUF = {hf: stem for stem, hf in (*TOP.items(), *LAYER.items())}
@@ -34,7 +35,7 @@ WHOLE_TO_GGUF = {hf: name for name, hf in LAYER_WHOLE.items()}
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 QWEN = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-6,
             rope_theta=1e6, max_position_embeddings=32768, hidden_act="silu", eos_token_id=1)  # fmt: skip
-SHAPES: dict[str, dict[str, Any]] = {  # beside models.known
+SHAPES: dict[str, Foreign] = {  # beside models.known
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN | dict(hidden_size=896, num_hidden_layers=24, num_attention_heads=14, intermediate_size=4864),
     "Qwen/Qwen2.5-1.5B-Instruct": QWEN | dict(hidden_size=1536, num_hidden_layers=28, num_attention_heads=12, intermediate_size=8960),
 }
@@ -159,10 +160,10 @@ def gguf_name(name: str, arch: str) -> str:
     return f"blk.{index}.{'ffn_norm' if stem == norm else TO_GGUF[stem]}.{tail}"
 
 
-def metadata(config: ModelConfig, arch: str, context: int) -> dict[str, Any]:
+def metadata(config: ModelConfig, arch: str, context: int) -> dict[str, Written]:
     """Keys in the order written. An int is a u32, a float an f32, a list an array."""
     first, layers = config.layers[0], config.layers
-    keys: dict[str, Any] = {
+    keys: dict[str, Written] = {
         "context_length": context, "embedding_length": config.hidden, "block_count": len(layers),
         "attention.head_count": first.attn.heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
     }  # fmt: skip
@@ -173,7 +174,7 @@ def metadata(config: ModelConfig, arch: str, context: int) -> dict[str, Any]:
             "feed_forward_length": [layer.intermediate for layer in layers],
             "attention.key_length": full.attn.head_dim, "attention.value_length": full.attn.head_dim,
             "attention.key_length_swa": sliding.attn.head_dim, "attention.value_length_swa": sliding.attn.head_dim,
-            "attention.sliding_window": sliding.attn.window,
+            "attention.sliding_window": sliding.attn.window or 0,
             "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers],
             "attention.shared_kv_layers": sum(not layer.attn.writes for layer in layers),
             "embedding_length_per_layer_input": config.ple_dim, "final_logit_softcapping": config.softcap or 0.0,
@@ -219,7 +220,7 @@ def _string(text: str) -> bytes:
     return struct.pack("<Q", len(data)) + data
 
 
-def _value(value: Any) -> bytes:
+def _value(value: Written) -> bytes:
     """Type and value of a metadata entry."""
     kinds = {form: code for code, form in SCALARS.items()}
     if isinstance(value, bool):
@@ -257,7 +258,7 @@ def write_gguf(path: Path, config: ModelConfig, fmt: str, seed: int = 0, advance
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------
 def write_folder(
-    path: Path, raw: dict[str, Any], config: ModelConfig | DrafterConfig, seed: int = 0, advance: Callable[[int], None] = lambda _: None
+    path: Path, raw: Foreign, config: ModelConfig | DrafterConfig, seed: int = 0, advance: Callable[[int], None] = lambda _: None
 ) -> int:
     """config.json and model.safetensors; a target gets a byte-level tokenizer. Returns the size of the weights."""
     held = [Tensor(t.name, t.shape, t.role, "I64" if t.role == "index" else "BF16") for t in tensors(config, "bf16")]
@@ -279,7 +280,7 @@ def write_folder(
     return _write(path / "model.safetensors", struct.pack("<Q", len(header)) + header, held, seed, 1, advance)
 
 
-def _tokenizer(tokens: list[str], merges: list[str]) -> dict[str, Any]:
+def _tokenizer(tokens: list[str], merges: list[str]) -> dict[str, object]:
     special = [{"id": i, "content": tokens[i], "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
                for i in range(5)]  # fmt: skip
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -10,17 +10,16 @@ import struct
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from ..models.config import ForeignDict
 from ..ops.formats import BLOCKS
 from ..types import OutriderError
 from .source import ITEM_BYTES, Entry, Mapped
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
+Value = bool | int | float | str | list[str] | np.ndarray  # of a key
 TENSOR_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K",
     20: "IQ4_NL", 23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 30: "BF16",
@@ -30,7 +29,7 @@ TENSOR_TYPES = {
 @dataclass(frozen=True)
 class GGUF:
     path: Path
-    meta: ForeignDict  # arrays of numbers are numpy arrays, arrays of strings are lists
+    meta: dict[str, Value]
     tensors: dict[str, Entry]  # by GGUF name; shapes outermost first
     header: bytes
 
@@ -55,17 +54,20 @@ class _Reader:
     def bad(self, what: str) -> OutriderError:
         return OutriderError(f"{self.file.path} is not a sound GGUF file: {what}; fetch it again")
 
-    def number(self, form: str) -> Any:
+    def scalar(self, form: str) -> bool | int | float:
         (value,) = struct.unpack_from(form, self.view, self.at)
         self.at += struct.calcsize(form)
         return value
+
+    def number(self, form: str) -> int:
+        return int(self.scalar(form))
 
     def count(self, unit: int, what: str) -> int:
         """A u64 count of things that take at least `unit` bytes each: it must fit into the rest of the file."""
         value = self.number("<Q")
         if value > (self.file.size - self.at) // unit:
             raise self.bad(f"{what} runs past the end (truncated?)")
-        return int(value)
+        return value
 
     def string(self, what: str) -> str:
         length = self.count(1, what)
@@ -91,9 +93,9 @@ class _Reader:
             raise self.bad(f"{what} is garbled ({name[:20]!r}…)")
         return name
 
-    def value(self, kind: int, key: str) -> Any:
+    def value(self, kind: int, key: str) -> Value:
         if kind in SCALARS:
-            return self.number(SCALARS[kind])
+            return self.scalar(SCALARS[kind])
         if kind == STRING:
             return self.string(f"the value of {key!r}")
         if kind != ARRAY:
@@ -118,7 +120,7 @@ class _Reader:
         if version not in (2, 3):
             raise OutriderError(f"{self.file.path}: GGUF version {version} is not supported (2 and 3 are, little-endian)")
         tensors, keys = self.count(24, "the tensor list"), self.count(13, "the metadata")
-        meta: ForeignDict = {}
+        meta: dict[str, Value] = {}
         for _ in range(keys):
             key = self.name("a key")
             meta[key] = self.value(self.number("<I"), key)

@@ -7,13 +7,12 @@ entry. Gemma 3's norms already contain the +1 there.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
 from ..models.config import ForeignDict
 from ..types import OutriderError
-from .gguf import GGUF
+from .gguf import GGUF, Value
 from .source import Entry, Source
 
 ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
@@ -79,7 +78,7 @@ class _Meta:
     def __init__(self, file: GGUF) -> None:
         self.file, self.arch = file, file.arch
 
-    def get(self, key: str) -> Any:
+    def get(self, key: str) -> Value | None:
         return self.file.meta.get(f"{self.arch}.{key}")
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -55,7 +55,8 @@ def text_files(file: GGUF) -> TextFiles:
 def build(file: GGUF) -> Tokenizer:
     """A `tokenizers.Tokenizer`."""
     family = file.meta.get("tokenizer.ggml.model")
-    tokens: list[str] = file.meta["tokenizer.ggml.tokens"]
+    tokens = file.meta["tokenizer.ggml.tokens"]
+    assert isinstance(tokens, list)  # `text` builds only of those
     types = file.meta.get("tokenizer.ggml.token_type")
     if types is None:
         types = np.full(len(tokens), NORMAL, np.int32)
@@ -82,7 +83,7 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = file.meta.get("tokenizer.ggml.pre", "gpt-2")
-    if pre not in SPLITS:
+    if not isinstance(pre, str) or pre not in SPLITS:
         raise OutriderError(f"{file.path}: pre-tokenizer {pre!r} is not supported; known: {', '.join(SPLITS)}")
     vocab = {token: i for i, token in enumerate(tokens)}
     tokenizer = Tokenizer(models.BPE(vocab, _stored_merges(file, tokens), ignore_merges=pre == "llama-bpe"))
