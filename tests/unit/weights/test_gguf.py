@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,9 @@ def test_gguf_gives_the_same_model_as_safetensors(name: str, tmp_path: Path) -> 
 
 
 class PackingOps(ReferenceOps):
-    """Keeps what it is given; refuses Q8_0."""
+    """Keeps what it is given, tables too; refuses Q8_0."""
+
+    capabilities = replace(ReferenceOps.capabilities, quantizes_tables=True)
 
     def __init__(self) -> None:
         self.dense = 0
