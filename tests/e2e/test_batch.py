@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests import tiny
 
 LINES = 1000
@@ -19,18 +20,19 @@ def count(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+@pytest.mark.timeout(1200)  # five starts of the program: seconds, but not on a machine that does other things
 def test_killed_three_times_each_line_once(tmp_path: Path) -> None:
     model = tiny.write_target("llama", tmp_path / "tiny")
     source = tmp_path / "in.jsonl"
     with source.open("w") as file:
         for i in range(LINES):
-            body: dict[str, Any] = {"model": "tiny", "max_tokens": 2 + i % 5, "temperature": (i % 3) / 2, "prompt": f"Line {i % 90}"}
+            body: dict[str, Any] = {"model": "tiny", "max_tokens": 1 + i % 4, "temperature": (i % 3) / 2, "prompt": f"Line {i % 90}"}
             file.write(json.dumps({"custom_id": f"n{i}", "method": "POST", "url": "/v1/completions", "body": body}) + "\n")
     environment = os.environ | {"OUTRIDER_CACHE": str(tmp_path / "cache"), "PYTHONPATH": "src", "OMP_NUM_THREADS": "1"}
 
     def start(out: Path) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "outrider.cli.main", "batch", str(source), "--out", str(out), "--model", str(model)]
-        options = ["--drafter", "ngram", "--threads", "1", "--max-context", "128"]
+        options = ["--drafter", "ngram", "--threads", "1", "--max-context", "128", "--max-concurrent", "64"]
         return subprocess.Popen([*command, *options], env=environment, stderr=subprocess.PIPE, cwd=Path(__file__).parents[2])
 
     out = tmp_path / "killed.jsonl"
@@ -45,7 +47,7 @@ def test_killed_three_times_each_line_once(tmp_path: Path) -> None:
     undisturbed = tmp_path / "whole.jsonl"
     for path in (out, undisturbed):
         process = start(path)
-        _, said = process.communicate(timeout=240)
+        _, said = process.communicate(timeout=600)
         assert process.returncode == 0, said.decode()
         assert "0 failed" in said.decode()
 
