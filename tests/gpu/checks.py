@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tests.gpu.company import crowd, rows_alone
 from tests.gpu.place import GIB, HERE, KS, LAYERS
@@ -216,10 +217,32 @@ def engine_of(size: str, graphs: bool | None, rig: Rig, names: tuple[str, ...] =
     return Engine(rig.model, None, config, SpecConfig(4), drafter, Controller(CostTable(), names))
 
 
+class Odd:
+    """A grammar: odd ids only. What it masks is uploaded before every step."""
+
+    def __init__(self, vocab: int) -> None:
+        self.vocab = vocab
+        self.failed: str | None = None
+
+    def matcher(self) -> Odd:
+        return self
+
+    def masks(self, drafts: Any) -> tuple[np.ndarray, int]:
+        return np.tile(np.arange(self.vocab) % 2 == 1, (len(drafts) + 1, 1)), 0
+
+    def bits(self, drafts: Any) -> np.ndarray:
+        return np.full((len(drafts) + 1, -(-self.vocab // 32)), 0xAAAAAAAA, dtype=np.uint32).view(np.int32)
+
+    def advance(self, tokens: Any) -> None:
+        assert all(t % 2 for t in tokens), "a token outside the grammar was emitted"
+
+
 PARAMS: tuple[dict[str, Any], ...] = (
     {}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 4}, {},
     {"temperature": 0.6, "top_p": 0.8, "seed": 5},
     {"temperature": 0.9, "min_p": 0.02, "seed": 6}, {}, {"temperature": 0.7, "repetition_penalty": 1.2, "seed": 8},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 1.0, "seed": 9}, {"logit_bias": {5: 2.0, 9: -3.0}, "logprobs": 3},
+    {"bad_words": ((5, 9), (12,)), "min_tokens": 5, "temperature": 0.9, "seed": 10}, {"grammar": Odd, "temperature": 0.9, "seed": 11},
 )  # fmt: skip
 
 
@@ -231,9 +254,10 @@ def requests(vocab: int) -> list[tuple[int, Request]]:
         prompt = torch.randint(3, vocab, (5 + 37 * i,), generator=rng).tolist()
         prompt = (prompt[:9] * 8)[: len(prompt) + 20] if i % 3 == 0 else prompt
         drafter: bool | str = "ngram" if i == 3 else True
-        sampling = SamplingParams(max_tokens=24 + 5 * i, ignore_eos=True, **params)
-        joins = 25 if i == 7 else 3 * (i % 4)  # the one with a penalty needs eager cycles: it comes when others are under way
-        out.append((joins, Request(str(i), prompt, sampling, (4, 2, 7, 3, 1, 16, 0, 4)[i], drafter)))
+        asked = {**params, "grammar": Odd(vocab)} if "grammar" in params else params
+        sampling = SamplingParams(max_tokens=24 + 5 * (i % 8), ignore_eos=True, **asked)
+        joins = 25 if i == 7 else 3 * (i % 4)  # the first with a history comes when others are under way
+        out.append((joins, Request(str(i), prompt, sampling, (4, 2, 7, 3, 1, 16, 0, 4)[i % 8], drafter)))
     return out
 
 

@@ -16,13 +16,14 @@ from .common import err, out
 def bench_gpu(
     sizes: Annotated[str, typer.Option(help="Comma-separated: E2B, E4B, 12B, 26B-A4B, 31B.")] = "E2B,E4B,12B,26B-A4B,31B",
     k: Annotated[str, typer.Option("--k", help="Drafted tokens a cycle, comma-separated; 0 is plain decoding.")] = "0,1,2,4,8,16",
-    batch: Annotated[str, typer.Option(help="Comma-separated, up to 16.")] = "1,2,4,8,16",
+    batch: Annotated[str, typer.Option(help="Comma-separated, up to 256 and more.")] = "1,2,4,8,16",
     context: Annotated[str, typer.Option(help="Committed positions, comma-separated.")] = "256,4096,32768",
     accept: Annotated[
         str, typer.Option(help="SYNTHETIC acceptance: share of drafted tokens (0.72), or chances by position (0.9,0.8). As published.")
     ] = "",
     against_hf: Annotated[bool, typer.Option("--against-hf", help="Also time transformers on the same shapes.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Batch 1 at 1k, K = 0, 4, 8, 16, and transformers: three minutes.")] = False,
+    engine: Annotated[bool, typer.Option("--engine", help="The engine's own steps, host included, instead of graphs alone.")] = False,
     output: Annotated[Path, typer.Option("--out", help="Folder for gpu.jsonl, gpu.txt and plots.")] = Path("bench-gpu-out"),
 ) -> None:
     """Times whole cycles as CUDA graphs and sets them against the memory limit. Acceptance is assumed and marked synthetic.
@@ -36,6 +37,17 @@ def bench_gpu(
     if not torch.cuda.is_available():
         raise OutriderError("bench-gpu needs a CUDA device")
     chosen = tuple(s for s in sizes.split(",") if s)
+    if engine:
+        from ..bench import gpu_engine
+
+        asked = gpu_table.Settings(chosen, _numbers(k, int, "--k"), _numbers(batch, int, "--batch"), _numbers(context, int, "--context"))
+        found = []
+        for size, drafted, positions in ((s, n, c) for s in asked.sizes for n in asked.ks for c in asked.contexts):
+            for figures in gpu_engine.measure(size, asked.batches, drafted, positions):
+                found.append(figures)
+                err.print(f"[dim]{' '.join(gpu_engine.table([figures])[1])}[/dim]")
+        out.print(gpu_table.text_table(gpu_engine.table(found)))
+        return
     if quick:
         settings = replace(gpu_table.quick(), sizes=chosen)
     else:
