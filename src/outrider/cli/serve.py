@@ -24,7 +24,7 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="More keys, one a line.")] = None,
-    max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 256 on a GPU, else 8.")] = None,
+    max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")] = None,
     max_queued: Annotated[int, typer.Option(help="Sequences that wait behind them; more get 429.")] = 64,
     max_context: common.MaxContext = None,
     gpu_memory: common.GpuMemory = 0.9,

@@ -223,13 +223,6 @@ class SamplingBatch:
         point = torch.zeros_like(z).scatter_(1, z.argmax(-1, keepdim=True), 1.0)
         return torch.where(self.hot[row_seq][:, None], z.softmax(-1), point) if self.any_hot else point
 
-    @staticmethod
-    def logprobs(logits: Tensor, tokens: Tensor, top: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the raw logits [R, V]: logprob of `tokens` [R], and ids and logprobs [R, top] of the most likely ones."""
-        norm = logits.logsumexp(-1, keepdim=True)
-        values, ids = logits.topk(top, dim=-1)
-        return (logits.gather(1, tokens[:, None]) - norm)[:, 0], ids, values - norm
-
     # ---- the pieces of process ------------------------------------------------------------------------------------
     @staticmethod
     def _penalise(z: Tensor, pen: Penalties, row_seq: Tensor, row_offset: Tensor, drafts: Tensor) -> Tensor:

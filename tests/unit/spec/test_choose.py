@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.engine.cycle import logprob_rows
 from outrider.ops.reference import ReferenceOps, gumbel
 from outrider.spec.choose import SamplingBatch, accept
 from outrider.types import Draft, SamplingParams
@@ -203,8 +204,8 @@ def test_draft_noise_differs_from_block_to_block():
 
 def test_logprobs_are_those_of_the_raw_logits():
     logits, tokens = torch.randn(3, V), torch.tensor([1, 5, 9])
-    chosen, ids, values = SamplingBatch.logprobs(logits, tokens, 3)
-    want = logits.log_softmax(-1)
+    chosen, values, ids = logprob_rows(logits, tokens, 3).split((1, 3, 3), 1)
+    chosen, ids, want = chosen[:, 0], ids.long(), logits.log_softmax(-1)
     torch.testing.assert_close(chosen, want[torch.arange(3), tokens])
     torch.testing.assert_close(values, want.topk(3).values)
     assert torch.equal(ids, want.topk(3).indices)
