@@ -15,7 +15,6 @@ from pathlib import Path
 from ..models.config import ForeignDict
 from ..types import OutriderError
 
-SUITES = ("quick", "full")
 FULL = ("spec_bench_question.jsonl", "own.jsonl", "humaneval.jsonl", "gsm8k_200.jsonl")
 GRADED = ("gsm8k_200.jsonl", "humaneval.jsonl", "mmlu_228.jsonl")
 REPOSITORY = Path(__file__).resolve().parents[3] / "benchmarks" / "data"

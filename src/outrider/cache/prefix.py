@@ -37,12 +37,10 @@ class PrefixCache:
         self.groups, self.page_size = groups, page_size
         self.entries: dict[bytes, Entry] = {}
         self._clock = 0
-        self.hits = self.queries = 0  # tokens
 
     def match(self, tokens: Sequence[int], limit: int, granularity: int) -> tuple[int, dict[GroupName, list[int]]]:
         """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long, and its pages per group."""
         self._clock += 1
-        self.queries += len(tokens)
         chain: list[Entry] = []
         key = ROOT
         for start in range(0, limit - self.page_size + 1, self.page_size):
@@ -57,7 +55,6 @@ class PrefixCache:
                 continue
             pages = self._usable(chain[:count])
             if pages is not None:
-                self.hits += count * self.page_size
                 return count * self.page_size, pages
         return 0, {name: [] for name in self.groups}
 

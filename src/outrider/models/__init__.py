@@ -20,17 +20,13 @@ if TYPE_CHECKING:
 
 def build(config: ModelConfig, weights: Mapping[str, Held], ops: Backend) -> TextModel:
     """A target model over loaded weights (canonical names: `outrider.weights.names`)."""
-    if config.family == "llama":
-        from .llama import Llama
+    if config.family == "gemma4":
+        from .gemma4 import Gemma4
 
-        return Llama(config, weights, ops)
-    if config.family == "gemma3":
-        from .gemma3 import Gemma3
+        return Gemma4(config, weights, ops)
+    from .llama import Llama
 
-        return Gemma3(config, weights, ops)
-    from .gemma4 import Gemma4
-
-    return Gemma4(config, weights, ops)
+    return Llama(config, weights, ops)
 
 
 def build_drafter(config: DrafterConfig, weights: Mapping[str, Held], ops: Backend, target: TextModel) -> OutriderDrafter | Gemma4Assistant:

@@ -1,6 +1,8 @@
-"""The Llama family: Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen 2 (biases), Qwen 3 (q/k norms).
+"""The Llama family: Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen 2 (biases), Qwen 3 (q/k norms); and Gemma 3, text only
+(norms after each sublayer too, five sliding layers to a full one, two RoPE bases).
 
-The differences are configuration: a part that a checkpoint lacks is None in its `Block`.
+The differences are configuration: a part that a checkpoint lacks is None in its `Block`. Gemma 3's checkpoints store norm weights minus
+one; the loader adds the one, so nothing here knows of it.
 """
 
 from __future__ import annotations
@@ -23,14 +25,14 @@ class Llama(TextModel):
             qkv = ops.linear(h, block.qkv, block.qkv_bias)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
             y = ops.linear(ops.attend(q, block.spec, kv), block.out, block.out_bias)
-            x, h = ops.residual_norm(x, y, None, None, block.mlp_norm, eps)
+            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
 
             if block.gate_up_bias is None:
                 y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
             else:
                 gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
                 y = ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias)
-            x, h = ops.residual_norm(x, y, None, None, block.next_norm, eps)
+            x, h = ops.residual_norm(x, y, block.post_mlp_norm, None, block.next_norm, eps)
             if i in taps:
                 streams[i] = x
         return (h, tuple(streams[i] for i in taps)) if taps else h

@@ -41,7 +41,6 @@ class Capabilities:
     graph_rows: int = 2048
     sequences: int = 8  # at once, where the configuration leaves it open
     # Whole decode cycles of a compiled model run in one call (`Backend.host_cycle`).
-    host_cycles: bool = False
     # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while most wait for theirs.
     prompt_chunk: int = 512
     packed_rows: int = 0

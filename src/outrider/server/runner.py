@@ -14,7 +14,8 @@ import queue
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from ..engine.metrics import Metrics
 from ..engine.scheduler import Request
@@ -22,6 +23,7 @@ from ..types import OutriderError, RequestStats
 
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
+T = TypeVar("T")
 
 
 class Event(Protocol):
@@ -141,15 +143,15 @@ class Runner:
     def abort(self, id: str) -> None:
         self._commands.put(lambda: self._abort(id))
 
-    async def call(self, function: Callable[[EngineLike], Any]) -> Any:
+    async def call(self, function: Callable[[EngineLike], T]) -> T:
         """Run something on the engine between two steps (an audit, a count)."""
-        done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def command() -> None:
             try:
-                self._post(done, function(self._engine), None)
+                self._post(done, partial(done.set_result, function(self._engine)))
             except Exception as e:
-                self._post(done, None, e)
+                self._post(done, partial(done.set_exception, e))
 
         self._commands.put(command)
         return await done
@@ -219,10 +221,10 @@ class Runner:
                 if not isinstance(e, OutriderError):
                     log.error("the engine could not take a request: %s", where(e))
                     e = EngineError("the engine could not take this request")
-                self._post(taken, None, e)
+                self._post(taken, partial(taken.set_exception, e))
                 return
             self._streams[request.id] = stream
-        self._post(taken, None, None)
+        self._post(taken, partial(taken.set_result, None))
 
     def _abort(self, id: str) -> None:
         if self._streams.pop(id, None) is None:
@@ -249,13 +251,10 @@ class Runner:
         if out:
             self._call_soon(hand_over)
 
-    def _post(self, future: asyncio.Future[Any], value: Any, error: Exception | None) -> None:
+    def _post(self, future: asyncio.Future[T], settle: Callable[[], None]) -> None:
         def resolve() -> None:
             if not future.done():
-                if error is not None:
-                    future.set_exception(error)
-                else:
-                    future.set_result(value)
+                settle()
 
         self._call_soon(resolve)
 

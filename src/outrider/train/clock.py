@@ -50,10 +50,6 @@ class Stop:
     def asked(self) -> bool:
         return self.signal != 0
 
-    @property
-    def exit_code(self) -> int:
-        return 128 + self.signal
-
 
 @contextmanager
 def listening() -> Iterator[Stop]:

@@ -28,7 +28,7 @@ class Stack:
 
     def __init__(self, ops: CpuOps, blocks: Sequence[Any], inv_freqs: Sequence[Tensor], hidden: int, eps: float, act: str):
         self.ops, self.hidden = ops, hidden
-        self.keep: list[Any] = [blocks, inv_freqs]
+        self.keep: list[object] = [blocks, inv_freqs]
         self.layers = (CLayer * len(blocks))()
         for c, block in zip(self.layers, blocks, strict=True):
             c.attn, c.rope, c.inter = c_spec(block.spec), block.rope, ops.c_weight(block.down).k

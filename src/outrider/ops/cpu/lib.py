@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_long, c_void_p
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,7 +88,8 @@ class CCycle(Structure):
 
 
 P, I, F, L, I64 = c_void_p, c_int, c_float, c_long, c_int64
-SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+CType = type[c_void_p] | type[c_int] | type[c_float] | type[c_long] | type[c_int64]
+SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_isa": (I, []),
     "or_sizes": (I, [I]),
     "or_team_new": (P, [I]),
@@ -118,7 +118,7 @@ SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-def load(isa: str | None = None) -> Any:
+def load(isa: str | None = None) -> ctypes.CDLL:
     """The library, built if need be. ctypes lets other Python threads run during a call."""
     lib = ctypes.CDLL(str(shared_object(isa)))
     for name, (result, arguments) in SIGNATURES.items():
@@ -146,8 +146,8 @@ class Batch:
     """A KVView as the library sees it; keeps alive what its pointers show."""
 
     def __init__(self, kv: KVView, ids: Tensor | None = None):
-        self.keep: list[Any] = [kv.positions.contiguous(), kv.row_seq.contiguous(), kv.row_start.contiguous()]
-        positions, row_seq, row_start = self.keep
+        positions, row_seq, row_start = kv.positions.contiguous(), kv.row_seq.contiguous(), kv.row_start.contiguous()
+        self.keep: list[object] = [positions, row_seq, row_start]
         assert positions.dtype == row_seq.dtype == torch.int64 and row_start.dtype == torch.int32
         c = self.c = CBatch(positions.shape[0], row_start.shape[0] - 1, kv.page_size)
         c.positions, c.row_seq, c.row_start = positions.data_ptr(), row_seq.data_ptr(), row_start.data_ptr()

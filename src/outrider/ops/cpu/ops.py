@@ -56,7 +56,7 @@ def at(x: Tensor | None) -> int | None:
 class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
-        independent_rows=EVERY_ROW, prompts_independent=True, host_cycles=True, formats=frozenset(BLOCKS),
+        independent_rows=EVERY_ROW, prompts_independent=True, formats=frozenset(BLOCKS),
         quantizes=("int8", "int4"), quantizes_tables=True, draft_format="int8",
     )  # fmt: skip
 

@@ -10,7 +10,6 @@ import ctypes
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +33,7 @@ class PackedWeight:
     shape: tuple[int, ...]
     c: CWeight
     nbytes: int
-    keep: tuple[Any, ...]  # what the pointers show
+    keep: tuple[object, ...]  # what the pointers show
 
     @property
     def ref(self) -> int:
@@ -51,7 +50,7 @@ class PackedWeight:
 class Packer:
     """Lays weights out with a team of the library; `arena` holds them."""
 
-    def __init__(self, lib: Any, team: int, arena: Arena):
+    def __init__(self, lib: ctypes.CDLL, team: int, arena: Arena):
         self.lib, self.team, self.arena = lib, team, arena
 
     def pack(self, parts: Sequence[QuantPart]) -> PackedWeight | None:

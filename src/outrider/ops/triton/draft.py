@@ -261,7 +261,7 @@ class FusedDrafter:
         self.probe = torch.zeros((programs, max(1, probe), 2), dtype=torch.int64, device=device)
         self.lengths = torch.arange(MAX_DRAFT + 1, device=device)[:, None].repeat(1, most)  # [steps, B], all `steps`
         pieces = 1 << max(0, (cuts // config.cluster_top).bit_length() - 1)
-        self.constants: dict[str, Any] = dict(
+        self.constants: dict[str, int | float | str | bool] = dict(
             H=h, HB=config.backbone_hidden, HBP=triton.next_power_of_2(config.backbone_hidden), INTER=inter, CLUSTERS=config.clusters,
             SIZE=size, TOP=config.cluster_top, PIECES=min(pieces, size), NORMS=self.norm_stride, ACTIVATION=config.activation,
             EPS=config.norm_eps, CUTS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at, G=programs,
@@ -325,12 +325,12 @@ class FusedDrafter:
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
-        end: Any = None, warm: bool = True,
+        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         size = last.shape[0]
         out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
-        parts: list[Any] = []
+        parts: list[Tensor] = []
         strides, pages = [], []
         for run in (self.runs * 2)[:2]:
             keys, values = kv.keys[run.spec.kv_layer], kv.values[run.spec.kv_layer]

@@ -99,7 +99,7 @@ class SteppedDrafter:
             processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
         self.processors = processors
         asm = device.type != "cpu"  # the interpreter knows no instructions
-        self.how: dict[str, Any] = dict(Q8=narrow, ASM=asm)
+        self.how: dict[str, bool] = dict(Q8=narrow, ASM=asm)
         self.table_scale = float(torch.tensor(self.target.config.embed_scale, dtype=drafter.dtype))
         cuts = cuts or (NARROW if narrow else WIDE)
         self._pack(cuts.chunk)
@@ -109,7 +109,7 @@ class SteppedDrafter:
         self.cuts = cuts
         tiles = self.config.vocab_size // cuts.head[0]
         self.programs = triton.cdiv(tiles, triton.cdiv(tiles, self.processors * cuts.head[2]))  # as many tiles for each
-        self.launch: dict[str, Any] = dict(PDL=pdl, num_stages=1, **({"launch_pdl": True} if pdl else {}))
+        self.launch: dict[str, int] = dict(PDL=pdl, num_stages=1, **({"launch_pdl": True} if pdl else {}))
         self._allocate()
 
     def recut(self, cuts: Cuts, pdl: bool) -> SteppedDrafter:
@@ -163,7 +163,7 @@ class SteppedDrafter:
 
     def draft(
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
-        end: Any = None, warm: bool = True,
+        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         out = torch.empty((1, steps), dtype=torch.int64, device=last.device)
@@ -186,14 +186,14 @@ class SteppedDrafter:
             PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how, **self.launch,
         )  # fmt: skip
 
-    def _ready(self, stream: tuple[Tensor, ...], to: Tensor, last: bool, **how: Any) -> None:
+    def _ready(self, stream: tuple[Tensor, ...], to: Tensor, last: bool, **how: int) -> None:
         """stream: what `stream_of` takes, and the norm after it."""
         kernels.ready_kernel[(1,)](
             *stream, self.kept, to, H=self.config.hidden, LAST=last, EPS=self.config.norm_eps, Q8=self.narrow, num_warps=4, **how,
             **self.launch,
         )  # fmt: skip
 
-    def _rows(self, weights: tuple[Tensor, Tensor], stream: tuple[Tensor, ...], to: Tensor, out: Tensor, gated: bool, **how: Any) -> None:
+    def _rows(self, weights: tuple[Tensor, Tensor], stream: tuple[Tensor, ...], to: Tensor, out: Tensor, gated: bool, **how: int) -> None:
         """q or gate_up: of norm(stream), which is kept in `to`."""
         (rows, warps), ready = (self.cuts.gate, self.cuts.ready_gate) if gated else (self.cuts.q, self.cuts.ready_q)
         if ready:
