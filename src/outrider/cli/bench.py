@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
     from ..bench.harness import Cell, Contestant, Settings, Store
     from ..bench.report import Row
     from ..bench.workloads import Prompt
-
-N = TypeVar("N", int, float)
 
 
 def bench(
@@ -62,36 +59,37 @@ def bench(
 
     options = common.LoadOptions(verify=verify, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, seed=seed)
     if simulate is not None:
-        _simulate(model, _list(drafters)[0], simulate, options, as_json)
+        _simulate(model, common.parts(drafters)[0], simulate, options, as_json)
         return
     if card is not None:
-        _card(model, _list(drafters)[0], card)
+        _card(model, common.parts(drafters)[0], card)
         return
-    ks, temperatures, batches = _ks(draft_tokens), _numbers(temperature, float, "temperature"), _numbers(batch, int, "batch")
+    ks = _ks(draft_tokens)
+    temperatures, batches = common.numbers(temperature, float, "--temperature"), common.numbers(batch, int, "--batch")
     if repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
         raise OutriderError("--repeats and --batch must be at least 1, --temperature at least 0")
-    prompts = workloads.load_suite(suite, data, limit, _list(categories))
+    prompts = workloads.load_suite(suite, data, limit, common.parts(categories))
     if quality:
         known = {p.id for p in prompts}
         prompts += [p for p in workloads.load_graded(quality, data) if p.id not in known]
     if max_tokens is not None:
         prompts = [workloads.Prompt(p.id, p.category, p.text, min(p.max_tokens, max_tokens), p.check) for p in prompts]
     if record_traces is not None:
-        _record(model, _list(drafters)[0], prompts, record_traces, temperatures[0], seed, options)
+        _record(model, common.parts(drafters)[0], prompts, record_traces, temperatures[0], seed, options)
         return
     from .. import __version__
     from ..bench import harness, report
     from ..bench import quality as grading
     from ..spec.cost import machine_name
 
-    names = _names(_list(drafters), ks) + list(_list(against))
+    names = _names(common.parts(drafters), ks) + list(common.parts(against))
     settings = harness.Settings(
-        model, suite, tuple(names), tuple(temperatures), tuple(batches), repeats, len(prompts), machine_name(_accelerator(device), threads),
+        model, suite, tuple(names), temperatures, batches, repeats, len(prompts), machine_name(_accelerator(device), threads),
         __version__, seed,
     )  # fmt: skip
     store = harness.Store(output, settings, resume)
     if len(store.done) < harness.total(settings, prompts):
-        contestants = _contestants(model, _list(drafters), ks, _list(against), max(batches), options)
+        contestants = _contestants(model, common.parts(drafters), ks, common.parts(against), max(batches), options)
         _run(contestants, prompts, settings, store)
     cells = list(harness.read_cells(output))
     rows = report.summarise(cells)
@@ -241,24 +239,10 @@ def _accelerator(device: str | None) -> str | None:
     return torch.cuda.get_device_name(where) if where.type == "cuda" else None
 
 
-def _list(text: str) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip())
-
-
 def _ks(text: str) -> list[int | None]:
     from ..config import parse_draft_tokens
 
-    found = [parse_draft_tokens(part) for part in _list(text)]
+    found = [parse_draft_tokens(part) for part in common.parts(text)]
     if not found:
         raise OutriderError("--draft-tokens is empty: give for instance 0,4,auto")
     return list(dict.fromkeys(found))
-
-
-def _numbers(text: str, kind: Callable[[str], N], what: str) -> list[N]:
-    try:
-        found = [kind(part) for part in _list(text)]
-    except ValueError:
-        raise OutriderError(f"--{what} must be numbers separated by commas, got {text!r}") from None
-    if not found:
-        raise OutriderError(f"--{what} is empty")
-    return found

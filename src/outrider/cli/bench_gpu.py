@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from ..types import OutriderError
-from .common import err, out
+from .common import err, numbers, out, parts
 
 
 def bench_gpu(
@@ -36,11 +36,11 @@ def bench_gpu(
 
     if not torch.cuda.is_available():
         raise OutriderError("bench-gpu needs a CUDA device")
-    chosen = tuple(s for s in sizes.split(",") if s)
+    chosen = parts(sizes)
     if engine:
         from ..bench import gpu_engine
 
-        asked = gpu_table.Settings(chosen, _numbers(k, int, "--k"), _numbers(batch, int, "--batch"), _numbers(context, int, "--context"))
+        asked = gpu_table.Settings(chosen, numbers(k, int, "--k"), numbers(batch, int, "--batch"), numbers(context, int, "--context"))
         found = []
         for size, drafted, positions in ((s, n, c) for s in asked.sizes for n in asked.ks for c in asked.contexts):
             for figures in gpu_engine.measure(size, asked.batches, drafted, positions):
@@ -51,9 +51,9 @@ def bench_gpu(
     if quick:
         settings = replace(gpu_table.quick(), sizes=chosen)
     else:
-        assumed = _numbers(accept, float, "--accept") or None
+        assumed = numbers(accept, float, "--accept") if accept else None
         settings = gpu_table.Settings(
-            chosen, _numbers(k, int, "--k"), _numbers(batch, int, "--batch"), _numbers(context, int, "--context"), assumed, against_hf
+            chosen, numbers(k, int, "--k"), numbers(batch, int, "--batch"), numbers(context, int, "--context"), assumed, against_hf
         )
     command = " ".join(["outrider", *sys.argv[1:]])
 
@@ -64,13 +64,3 @@ def bench_gpu(
     out.print(gpu_table.text_table(gpu_table.table(records)))
     for path in gpu_table.write(output, records, command):
         err.print(f"[dim]wrote {path}[/dim]")
-
-
-N = TypeVar("N", int, float)
-
-
-def _numbers(text: str, kind: type[N], name: str) -> tuple[N, ...]:
-    try:
-        return tuple(kind(part) for part in text.split(",") if part.strip())
-    except ValueError:
-        raise OutriderError(f"{name} takes comma-separated numbers, got {text!r}") from None

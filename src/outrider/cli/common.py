@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar, Unpack
 
 import typer
 from rich.console import Console
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ..llm import LLM, Completion
     from ..models.config import ForeignDict
 
+N = TypeVar("N", int, float)
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -92,9 +93,30 @@ def read_prompts(path: Path) -> Iterator[ForeignDict]:
             row = json.loads(line)
         except json.JSONDecodeError as error:
             raise OutriderError(f"{path}, line {number}: not JSON ({error.msg})") from None
-        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("turns"), list)):
-            raise OutriderError(f"{path}, line {number}: needs a field 'prompt' (a string) or 'turns' (a list)")
+        turns = row.get("turns") if isinstance(row, dict) else None
+        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or (isinstance(turns, list) and turns)):
+            raise OutriderError(f"{path}, line {number}: needs a field 'prompt' (a string) or 'turns' (a list that is not empty)")
         yield row
+
+
+def prompt_texts(path: Path) -> list[str]:
+    """The first turn of every line."""
+    return [row["prompt"] if isinstance(row.get("prompt"), str) else str(row["turns"][0]) for row in read_prompts(path)]
+
+
+def parts(text: str) -> tuple[str, ...]:
+    """What an option such as a,b,c lists."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(text: str, kind: Callable[[str], N], option: str) -> tuple[N, ...]:
+    try:
+        found = tuple(kind(part) for part in parts(text))
+    except ValueError:
+        raise OutriderError(f"{option} must be numbers separated by commas, got {text!r}") from None
+    if not found:
+        raise OutriderError(f"{option} is empty: give for instance 1,4")
+    return found
 
 
 def stats_line(stats: RequestStats, finish: str) -> str:

@@ -131,7 +131,7 @@ def _one_row(llm: LLM, row: Mapping[str, object], params: SamplingParams, raw: b
     turns = row.get("turns")
     messages: list[dict[str, str]] = []
     answers = []
-    for turn in turns if isinstance(turns, list) else [row["prompt"]]:
+    for turn in turns if isinstance(turns, list) and turns else [row["prompt"]]:
         messages.append({"role": "user", "content": str(turn)})
         answers.append(_answer(llm, common.encode_prompt(llm, messages, raw), params, compare))
         messages.append({"role": "assistant", "content": str(answers[-1]["text"])})

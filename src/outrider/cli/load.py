@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 
 from ..types import OutriderError
-from .common import err, out, read_prompts
+from .common import err, numbers, out, prompt_texts
 
 if TYPE_CHECKING:
     from ..bench.load import Summary
@@ -61,13 +61,10 @@ def load(
         from ..bench.load import run
     except ModuleNotFoundError as e:
         raise OutriderError(f"the load generator needs {e.name}: pip install 'outrider[serve]'") from None
-    try:
-        levels = [int(c) for c in concurrency.split(",")]
-    except ValueError:
-        raise OutriderError(f"--concurrency is a list of numbers such as 1,4,8; got {concurrency!r}") from None
-    if not levels or min(levels) < 1 or requests < 1 or max_tokens < 1:
+    levels = numbers(concurrency, int, "--concurrency")
+    if min(levels) < 1 or requests < 1 or max_tokens < 1:
         raise OutriderError("--concurrency, --requests and --max-tokens must be at least 1")
-    texts = [str(row.get("prompt") or row["turns"][0]) for row in read_prompts(prompts)] if prompts else list(PROMPTS)
+    texts = prompt_texts(prompts) if prompts else list(PROMPTS)
     rows: list[Summary] = []
     with server(target, drafter, max(levels)) as url:
         for level in levels:

@@ -47,18 +47,12 @@ def prove(
     """Check, on your machine and with your weights, that speculation changes nothing. Exit code 1 if anything differs."""
     from ..bench.prove import prove as run
 
-    try:
-        lengths = [int(k) for k in ks.split(",")]
-        heats = [float(t) for t in temperatures.split(",")]
-    except ValueError:
-        raise OutriderError(f"--k and --temperatures take numbers separated by commas, got {ks!r} and {temperatures!r}") from None
+    lengths, heats = common.numbers(ks, int, "--k"), common.numbers(temperatures, float, "--temperatures")
     if not all(1 <= k <= MAX_DRAFT for k in lengths):
         raise OutriderError(f"--k must be in 1..{MAX_DRAFT}, got {ks}")
     if count < 1:
         raise OutriderError(f"--count must be at least 1, got {count}")
-    texts = (
-        [row["prompt"] if "prompt" in row else str(row["turns"][0]) for row in common.read_prompts(prompts)] if prompts else list(PROMPTS)
-    )
+    texts = common.prompt_texts(prompts) if prompts else list(PROMPTS)
     llm = common.load_llm(
         model, as_json, drafter=drafter, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
         engine=EngineConfig(max_context=max_context),

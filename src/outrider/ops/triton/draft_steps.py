@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from . import draft_steps_kernel as kernels
+from .draft import power
 
 LOG2E = 1.4426950408889634
 
@@ -41,10 +42,6 @@ class Cuts:
 
 WIDE = Cuts(q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4))  # bfloat16: twice the bytes
 NARROW = Cuts(out=(32768, 2, 8), down=(8192, 1, 4))
-
-
-def power(n: int) -> bool:
-    return n > 0 and n & (n - 1) == 0
 
 
 def unsupported(drafter: Any) -> str | None:
