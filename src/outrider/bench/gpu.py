@@ -115,27 +115,26 @@ class Rig:
 
     def __init__(
         self, raw: Foreign, drafter: Foreign | None, ops: Backend, device: torch.device | str = "cuda",
-        dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None, seed: int = 0,
-        page_size: int = 16, chunk: int = 1024, weights: dict[str, Held] | None = None, compiled: bool = False,
+        dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None,
+        weights: dict[str, Held] | None = None, compiled: bool = False,
     ):  # fmt: skip
         """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all; weights: given
         ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the ops can."""
         self.raw, self.ops, self.device = raw, ops, torch.device(device)
         self.config = ModelConfig.from_hf(raw)
-        self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, seed)
+        self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, 0)
         self.model = build(self.config, self.weights, ops)
         self.drafter: MTPDrafter | None = None
         self.draft_narrow = False  # the drafter's matrices are read as bytes
         self.drafter_weights: dict[str, Tensor] = {}
         if drafter is not None:
             config = DrafterConfig.from_hf(drafter)
-            self.drafter_weights = plain_all(dummy_weights(config, self.device, dtype, ops, None, seed + 1))
+            self.drafter_weights = plain_all(dummy_weights(config, self.device, dtype, ops, None, 1))
             assistant = Gemma4Assistant(config, self.drafter_weights, ops, self.model)
             if compiled:
                 assistant = ops.compile_drafter(assistant)
                 self.draft_narrow = bool(vars(assistant).get("narrow"))
             self.drafter = MTPDrafter(assistant, self.model)
-        self.page_size, self.chunk = page_size, chunk
         self.pool = Pool(self.device)
         self.store = self._cache(slots, context, tokens)
 
@@ -146,7 +145,7 @@ class Rig:
         self.store = self._cache(slots, context, tokens)
 
     def _cache(self, slots: int, context: int, tokens: int | None) -> KVStore:
-        spec = CacheSpec(slots, context, self.page_size, self.chunk, tokens or slots * context)
+        spec = CacheSpec(slots, context, 16, 1024, tokens or slots * context)
         return KVStore(self.config, spec, self.model.dtype, self.device)
 
     def free(self) -> None:
@@ -293,11 +292,11 @@ class Synthetic:
 
     Counter-based and even: the n-th cycle's number is n times the golden ratio, so few cycles already have the right mean."""
 
-    def __init__(self, chances: Sequence[float], batch: int, device: torch.device, seed: int = 0):
+    def __init__(self, chances: Sequence[float], batch: int, device: torch.device):
         reach = [math.prod(chances[: j + 1]) for j in range(len(chances))]
         self.expected = 1.0 + sum(reach)  # tokens a cycle
         self.reach = torch.tensor([round(r * 2**32) for r in reach], dtype=torch.int64, device=device)  # falling
-        self.counter = (torch.arange(batch, device=device) * 0x85EBCA6B + seed) & 0xFFFFFFFF
+        self.counter = (torch.arange(batch, device=device) * 0x85EBCA6B) & 0xFFFFFFFF
 
     def __call__(self, verdict: Verdict, draft: Draft, length: Tensor) -> Verdict:
         self.counter.add_(0x9E3779B9).bitwise_and_(0xFFFFFFFF)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ..types import AttnSpec, OutriderError
 
 Foreign = Mapping[str, Any]  # what a JSON file or GGUF metadata holds: anything at any depth, until it is translated here
 ForeignDict = dict[str, Any]
+T = TypeVar("T")
 Family = Literal["llama", "gemma3", "gemma4"]
 
 LLAMA_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -193,8 +194,8 @@ class DrafterConfig:
 
 
 # ---- reading one foreign dict -------------------------------------------------------------------------------------
-def _field(raw: Foreign, key: str, kind: type) -> Any:
-    value = raw.get(key)
+def _field(raw: Foreign, key: str, kind: type[T]) -> T:
+    value: T | None = raw.get(key)
     if value is None:
         raise OutriderError(f"config.json has no {key!r}")
     if (kind is int and isinstance(value, bool)) or not isinstance(value, (int, float) if kind is float else kind):

@@ -11,7 +11,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class CpuOps(ReferenceOps):
         self.packer = packing.Packer(self.lib, self.team, Arena())
         self._specs: dict[AttnSpec, CSpec] = {}
         self._batch: tuple[weakref.ref[KVView], Batch] | None = None
-        self._pages: tuple[Any, Pages] | None = None
+        self._pages: tuple[weakref.ref[Tensor], Pages] | None = None
         self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
