@@ -5,7 +5,9 @@
  */
 #include <stdio.h>
 
+#include "../../src/outrider/ops/cpu/chunks.c"
 #include "../../src/outrider/ops/cpu/kernels.c"
+#include "../../src/outrider/ops/cpu/tiles.c"
 
 static uint64_t state = 88172645463325252ull;
 static uint32_t random32(void) { state ^= state << 13; state ^= state >> 7; state ^= state << 17; return (uint32_t)(state >> 16); }

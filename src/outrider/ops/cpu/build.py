@@ -21,9 +21,10 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "prebuilt"  # libraries inside a wheel (setup.py)
+UNITS = ("chunks.c", "tiles.c", "kernels.c")  # compiled side by side
 SOURCES = (
-    "kernels.c", "cycle.h", "draft.h", "forward.h", "moe.h", "share.h", "attend.h", "score.h", "rows.h", "pack.h", "product.h",
-    "tile_avx512.h", "tile_avx2.h", "tile_neon.h", "tile_portable.h", "formats.h", "pool.h", "vec.h",
+    "kernels.c", "chunks.c", "tiles.c", "cycle.h", "draft.h", "forward.h", "moe.h", "share.h", "attend.h", "score.h", "rows.h", "pack.h",
+    "product.h", "tile_avx512.h", "tile_avx2.h", "tile_neon.h", "tile_portable.h", "formats.h", "pool.h", "vec.h",
 )  # fmt: skip
 ISAS = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "generic")  # best first; the processor decides which it can run
 AVX512 = ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
@@ -51,7 +52,7 @@ WHEEL_LEVELS = {
     "aarch64": ("i8mm", "dotprod", "generic"),
 }  # by machine: what a wheel ships
 # No contraction: a sum must round the same in every tile it is part of.
-COMMON = ("-std=c11", "-D_GNU_SOURCE", "-fPIC", "-shared", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-ter", "-w")
+COMMON = ("-std=c11", "-D_GNU_SOURCE", "-fPIC", "-pthread", "-ffp-contract=off", "-fno-math-errno", "-fno-tree-ter", "-w")
 
 
 class BuildError(Exception):
@@ -198,10 +199,11 @@ def compile_to(target: Path, isa: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         fd, scratch = tempfile.mkstemp(suffix=".so", prefix="build-", dir=folder)
         os.close(fd)
-        command = [cc, *COMMON, *FLAGS[isa], str(HERE / "kernels.c"), "-o", scratch, "-lm"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "TMPDIR": str(folder)})
-        if done.returncode:
-            raise _refused(cc, done.stderr, folder)
+        with tempfile.TemporaryDirectory(prefix="build-", dir=folder) as objects:
+            made = [f"{objects}/{name}.o" for name in UNITS]
+            flags = [*COMMON, *FLAGS[isa]]
+            _run([[cc, *flags, "-c", str(HERE / name), "-o", out] for name, out in zip(UNITS, made)], folder)
+            _run([[cc, *flags, "-shared", *made, "-o", scratch, "-lm"]], folder)
         os.chmod(scratch, 0o755)
         os.replace(scratch, target)
     except subprocess.TimeoutExpired:
@@ -227,6 +229,21 @@ def levels() -> list[Level]:
     flags, able = cpu_flags(), runnable()
     names = WHEEL_LEVELS.get(platform.machine(), ("generic",))
     return [Level(name, tuple(sorted(NEEDS[name] - flags)), found(name), name == able[0]) for name in names]
+
+
+def _run(commands: list[list[str]], folder: Path) -> None:
+    """Compilers side by side; the first that fails is the error."""
+    env = {**os.environ, "TMPDIR": str(folder)}
+    running = [subprocess.Popen(c, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) for c in commands]
+    try:
+        said = [process.communicate(timeout=300)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()  # nothing to one that has ended
+            process.wait()
+    for process, text in zip(running, said):
+        if process.returncode:
+            raise _refused(commands[0][0], text, folder)
 
 
 def _refused(cc: str, said: str, folder: Path) -> BuildError:

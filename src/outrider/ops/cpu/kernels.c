@@ -18,6 +18,32 @@ int or_sizes(int which) {
     return (int)sizes[which];
 }
 
+/* ---- teams ---- */
+Team *or_team_new(int size) {
+    Team *t = aligned_alloc(64, (sizeof(Team) + 63) & ~(size_t)63);
+    memset(t, 0, sizeof *t);
+    t->size = size < 1 ? 1 : size;
+    t->threads = calloc((size_t)t->size, sizeof(pthread_t));
+    team_start(t);
+    return t;
+}
+
+int or_team_size(const Team *t) { return t->size; }
+
+void or_team_free(Team *t) {
+    if (t->owner == getpid()) {
+        pthread_mutex_lock(&t->lock);
+        t->stop = 1;
+        atomic_fetch_add(&t->round, 1);
+        pthread_cond_broadcast(&t->wake);
+        pthread_mutex_unlock(&t->lock);
+        for (int i = 1; i < t->size; i++) pthread_join(t->threads[i], NULL);
+    }
+    free(t->threads);
+    free(t->scratch.at);
+    free(t);
+}
+
 /* ---- packing ---- */
 /* Bytes of `data` (which = 0) or `scale` (1) that a weight of this kind needs */
 int64_t or_packed_bytes(int kind, int n, int k, int which) {

@@ -1,0 +1,131 @@
+/* Attention over one chunk of keys, for every type of K/V. A translation unit of its own: most of all the compiling. See attend.h. */
+#include "attend.h"
+
+/* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head: part[query][maximum, sum, values]. */
+INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
+                         long ldq, float *part, long part_step, float *scratch) {
+    const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim), base = chunk * CHUNK;
+    const void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
+    float *scores = scratch, *tile = scratch + (long)MAX_QUERIES * CHUNK;
+    const float *x[MAX_QUERIES];
+    int lo[MAX_QUERIES], hi[MAX_QUERIES], from = CHUNK, to = -1; /* visible keys of each query within the chunk */
+    for (int i = 0, row = q0 % r.count, h = q0 / r.count; i < nq; i++) {
+        const int64_t last = b->positions[r.row + row] - base, first = first_key(s, b->positions[r.row + row]) - base;
+        lo[i] = first > 0 ? (int)(first < CHUNK ? first : CHUNK) : 0;
+        hi[i] = last < CHUNK - 1 ? (int)(last < -1 ? -1 : last) : CHUNK - 1;
+        if (lo[i] <= hi[i]) { from = lo[i] < from ? lo[i] : from; to = hi[i] > to ? hi[i] : to; }
+        x[i] = q + (long)(r.row + row) * ldq + (long)(head * per + h) * dim;
+        if (++row == r.count) row = 0, h++;
+    }
+    static const float steps[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const vf none = vf_set(-INFINITY), scale = vf_set(s->scale), lane = vf_load(steps);
+    const int whole = tiled(b), direct = whole && (DIRECT || nq <= SCORED), each = even_share(nq, SCORED);
+    long at[CHUNK / LANES]; /* where tiles begin, in elements */
+    for (int c = from & -LANES; whole && c <= to; c += LANES) at[c / LANES] = kv_offset(s, b, r.seq, base + c, head);
+#if ISA_BF16
+    const uint32_t *xs[MAX_QUERIES]; /* queries as pairs, in the room of `tile` */
+    for (int i = 0; pairs && i < nq; i++) {
+        uint16_t *half = (uint16_t *)tile + (long)i * dim;
+        for (int d = 0; d < dim; d += LANES) vf_store_bf16(half + d, vf_load(x[i] + d));
+        xs[i] = (const uint32_t *)half;
+    }
+#endif
+    for (int c = from & -LANES; c <= to; c += LANES) {
+        if (whole) { /* the cache is larger than the caches, its pages lie anywhere */
+            fetch_tile(keys, at[(c + 3 * LANES <= to ? c + 3 * LANES : c) / LANES], dim, dtype);
+            fetch_tile(values, at[c / LANES], dim, dtype);
+        }
+        if (!whole) {
+            for (int i = 0; i < LANES; i++) { /* outside from..to stands a neighbour that is finite: its weight is 0 */
+                const long row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
+                for (int d = 0; d < dim; d++) tile[d * LANES + i] = one_any(keys, row + d, dtype);
+            }
+        } else if (!direct) {
+            for (int d = 0; d < dim; d++) vf_store(tile + d * LANES, vf_any(keys, at[c / LANES] + (long)d * LANES, dtype));
+        }
+        for (int i = 0; i < nq; i += each) {
+            const int count = nq - i < each ? nq - i : each;
+            float *out[SCORED];
+            for (int j = 0; j < count; j++) out[j] = scores + (long)(i + j) * CHUNK + c;
+#if ISA_BF16
+            if (pairs) { score_some_pairs(count, xs + i, (const uint32_t *)keys + at[c / LANES] / 2, dim, scale, out); continue; }
+#endif
+            if (direct) score_some(count, x + i, keys, at[c / LANES], dtype, dim, scale, out);
+            else score_some(count, x + i, tile, 0, DT_F32, dim, scale, out);
+        }
+    }
+    /* maxima of all queries first, then all exponentials: each query's chain of dependent steps runs beside the next one's */
+    for (int i = 0; i < nq; i++) {
+        float *p = part + (long)i * part_step, *z = scores + (long)i * CHUNK;
+        p[0] = -INFINITY;
+        if (lo[i] > hi[i]) continue;
+        vf top = none;
+        const int first = lo[i] & -LANES, last = hi[i] & -LANES;
+        if (lo[i] > first) vf_store(z + first, vf_pick_lt(lane, vf_set((float)(lo[i] - first)), none, vf_load(z + first)));
+        /* keys out of sight, perhaps of slots never written */
+        if (hi[i] < last + LANES - 1) vf_store(z + last, vf_pick_lt(lane, vf_set((float)(hi[i] - last + 1)), vf_load(z + last), none));
+        for (int c = first; c <= last; c += LANES) top = vf_max(top, vf_load(z + c));
+        p[0] = vf_hmax(top);
+    }
+    for (int i = 0; i < nq; i++) {
+        float *p = part + (long)i * part_step, *z = scores + (long)i * CHUNK;
+        const vf top = vf_set(p[0]);
+        vf sum = vf_set(0.0f);
+        const int first = lo[i] & -LANES, last = hi[i] & -LANES;
+        for (int c = from & -LANES; c < first; c += LANES) vf_store_any(z, c, vf_set(0.0f), pairs ? DT_BF16 : DT_F32);
+        for (int c = first; c <= last; c += LANES) {
+            vf e = vf_exp(vf_sub(vf_load(z + c), top));
+#if ISA_BF16
+            if (pairs) { /* what is added up is what is multiplied */
+                vf_store_bf16((uint16_t *)z + c, e);
+                e = vf_bf16((uint16_t *)z + c);
+            }
+#endif
+            sum = vf_add(sum, e);
+            if (!pairs) vf_store(z + c, e);
+        }
+        for (int c = last + LANES; c <= to; c += LANES) vf_store_any(z, c, vf_set(0.0f), pairs ? DT_BF16 : DT_F32);
+        p[1] = vf_sum(sum);
+    }
+    const int together = even_share(nq, MIXED), rows = whole && dim % LANES == 0; /* rows: values are read where they lie */
+    for (int c = from & -LANES; !rows && c <= to; c += LANES) {
+        for (int i = 0; i < LANES; i++) {
+            const long row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
+            for (int d = 0; d < wide; d += LANES) vf_store(tile + (long)i * wide + d, load_piece(values, row, d, dim, dtype));
+        }
+        for (int i = 0; i < nq; i += together) {
+            const int count = nq - i < together ? nq - i : together;
+            const float *w[MIXED];
+            float *out[MIXED];
+            const long zero = 0;
+            for (int j = 0; j < count; j++) w[j] = scores + (long)(i + j) * CHUNK + c, out[j] = part + (long)(i + j) * part_step + LANES;
+            mix_some(count, w, tile, &zero, wide, DT_F32, 0, LANES, out, c > (from & -LANES));
+        }
+    }
+    for (int i = 0; i < nq && (rows || to < 0); i += together) {
+        const int count = nq - i < together ? nq - i : together;
+        const float *w[MIXED];
+        float *out[MIXED];
+        for (int j = 0; j < count; j++) w[j] = scores + (long)(i + j) * CHUNK, out[j] = part + (long)(i + j) * part_step + LANES;
+#if ISA_BF16
+        if (pairs) {
+            mix_some_pairs(count, (const uint32_t *const *)w, values, at, dim, from / 2, to / 2 + (to >= 0), from & 1 ? 0xffff0000u : ~0u,
+                           to & 1 ? ~0u : 0xffffu, out);
+            continue;
+        }
+#endif
+        mix_some(count, w, values, at, wide, dtype, from, to + 1, out, 0);
+    }
+}
+void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q, long ldq,
+                         float *part, long part_step, float *scratch) {
+#define ARGS s, b, r, head, q0, q1, chunk, q, ldq, part, part_step, scratch
+    if (paired(s, b)) {
+        if (s->dim == 64) attend_typed(DT_BF16, 64, 1, ARGS);
+        else attend_typed(DT_BF16, s->dim, 1, ARGS);
+    } else if (b->kv_dtype == DT_F16 && s->dim == 64) attend_typed(DT_F16, 64, 0, ARGS);
+    else if (b->kv_dtype == DT_F16) attend_typed(DT_F16, s->dim, 0, ARGS);
+    else if (b->kv_dtype == DT_F32) attend_typed(DT_F32, s->dim, 0, ARGS);
+    else attend_typed(DT_BF16, s->dim, 0, ARGS);
+#undef ARGS
+}
