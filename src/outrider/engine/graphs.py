@@ -87,8 +87,10 @@ class GraphExecutor:
         self.bits: Tensor | None = None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
         self.pool = Pool(self.device)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
+        self._refused: set[Key] = set()  # graphs with something special in them that could not be captured: those steps are eager
         self._graphs: dict[Key, Captured] = {}
         self._uploaded: dict[str, tuple[object, ...]] = {}
+        self._next: tuple[StepBatch, Key | None] = (StepBatch(), None)  # what `takes` was asked last, and the graph for it
         self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, Asks] = ([], "greedy", NOTHING)  # of the last batch
         widest = next(iter(machine.store.tables.values())).shape[1] * machine.store.spec.page_size
@@ -99,6 +101,7 @@ class GraphExecutor:
         if not batch.decode:
             return self.broken is None
         key = self.key(batch.decode)
+        self._next = (batch, key)
         return key is not None and self.ready(key)
 
     def key(self, lanes: Sequence[Lane]) -> Key | None:
@@ -131,7 +134,12 @@ class GraphExecutor:
         """Capture it if that has not been done. A failure ends the use of graphs, with one line."""
         if key in self._graphs:
             return True
+        if key in self._refused:
+            self._joined.clear()  # the eager step leaves what the slots hold of their history behind
+            return False
         if self.history.grow(key.asks):
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
             self._graphs = {known: made for known, made in self._graphs.items() if known.asks == NOTHING}
         if key.asks.grammar and self.bits is None:
             shape = (self.can.graph_rows, -(-self.machine.vocab // 32))
@@ -155,8 +163,13 @@ class GraphExecutor:
         except Exception as error:
             if self.device.type != "cuda":
                 raise
-            self.broken = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning("CUDA graphs are off: capturing %s failed (%s)", key, self.broken)
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            if key.asks != NOTHING:
+                log.warning("steps with %s are not captured: it failed (%s)", key.asks, why)
+                self._refused.add(key)
+                return False
+            self.broken = why
+            log.warning("CUDA graphs are off: capturing %s failed (%s)", key, why)
             return False
         pinned = self.device.type == "cuda"
         copy = lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned)  # noqa: E731
@@ -173,8 +186,8 @@ class GraphExecutor:
         flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], self.machine.clock())
         if not batch.decode:
             return flight
-        key = self.key(batch.decode)
-        assert key is not None
+        known, key = self._next
+        assert known is batch and key is not None, "takes() comes first: it finds the graph"
         self.machine.store.flush()
         self._upload(batch.decode, key)
         if key.asks.grammar:

@@ -271,6 +271,25 @@ def test_a_failing_capture_leaves_the_eager_cycle(monkeypatch: pytest.MonkeyPatc
     assert calls == 4
 
 
+def test_a_special_graph_that_cannot_be_captured_does_not_end_the_others() -> None:
+    """Steps with it are eager, back and forth with the graphs of the others; the texts are the same."""
+    engine = engines("dense")
+    executor = graphs_of(engine)
+    jobs = [request("a", PROMPT, k=2, max_tokens=30), request("b", PROMPT[3:], k=2, max_tokens=9, repetition_penalty=1.3)]
+    jobs.append(request("c", PROMPT[5:], k=0, max_tokens=6, frequency_penalty=0.5))
+    ready = executor.ready
+
+    def some(key: Key) -> bool:
+        if key.asks.penalties and key.batch in (1, 2):
+            executor._refused.add(key)
+        return ready(key)
+
+    executor.ready = some  # type: ignore[method-assign]
+    got = run(engine, jobs)
+    assert executor._refused and executor._graphs and executor.broken is None
+    assert all(got[r.id] == alone("dense", r) for r in jobs)
+
+
 def test_probes_leave_the_sequences_alone() -> None:
     engine = engines("dense")
     r = request("a", PROMPT, k=2)
