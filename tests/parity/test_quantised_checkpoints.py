@@ -173,3 +173,19 @@ def test_the_compressed_tensors_package_packs_the_same_words() -> None:
     assert torch.equal(helpers.pack_to_int32(q, 4), quantised.words(q.int() + 8, 4))
     zero = torch.randint(-8, 8, (20, 2), dtype=torch.int8)
     assert torch.equal(helpers.pack_to_int32(zero, 4, packed_dim=0), quantised.words((zero.int() + 8).t(), 4).t())
+
+
+@pytest.mark.parametrize("scheme", ["ct-int4-g32", "awq", "ct-int8-g32"])
+def test_the_cpu_kernels_hold_grouped_integers_as_they_are(scheme: str, tmp_path: Path) -> None:
+    from outrider.ops.cpu.ops import CpuOps
+    from outrider.ops.cpu.packing import PackedWeight
+
+    folder = made("llama", tmp_path)
+    quantised.rewrite(folder, scheme)
+    ops = CpuOps(1)
+    _, held, _ = load_target(folder, ops=ops)
+    _, dense, _ = load_target(folder)
+    for key in ("layers.0.qkv", "layers.1.gate_up", "layers.1.down"):
+        weight, meant = held[key], plain(dense[key])
+        assert isinstance(weight, PackedWeight)
+        torch.testing.assert_close(ops.unpack(weight), meant, rtol=2e-3, atol=2e-3)

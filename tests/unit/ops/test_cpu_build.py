@@ -226,3 +226,10 @@ def test_inspect_cpu() -> None:
 
     result = CliRunner().invoke(app, ["inspect", "--cpu"])
     assert result.exit_code == 0 and "in use" in result.output and build.best_isa() in result.output
+
+
+def test_a_gpu_has_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--device cuda`, the default, ended in torch's ValueError: setting a device wants its number."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert place(None) == place("cuda") == torch.device("cuda:0") and place("cuda:1").index == 1

@@ -13,7 +13,8 @@ from tests.unit.ops.ternary import Ternary, ternary
 from tests.unit.ops.test_cpu_packing import part
 
 from outrider.engine.engine import Engine  # noqa: F401  the engine must not need to know of a format
-from outrider.ops.formats import BLOCKS, Dense, Weight, dense, join, stack
+from outrider.ops.formats import BLOCKS, Block, Dense, Float8, Integer, NvFp4, Weight, dense, join, stack
+from outrider.ops.formats.blocks import blocks_of
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 from outrider.weights import load_target
@@ -23,6 +24,10 @@ torch.manual_seed(0)
 SAMPLES = {
     "dense": dense(torch.randn(6, 512)),
     "ternary": Ternary().quantise(torch.randn(6, 520)),
+    "int4 g32": Integer(4, 32).quantise(torch.randn(6, 512)),
+    "int8 channel": Integer(8, 0).quantise(torch.randn(6, 512)),
+    "fp8 g128": Float8(128).quantise(torch.randn(6, 512)),
+    "nvfp4": NvFp4().quantise(torch.randn(6, 512)),
     **{kind: part(kind, 6, 512).weight for kind in BLOCKS},
 }
 
@@ -87,3 +92,21 @@ def test_a_new_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytes
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "quinary"}}))
     with pytest.raises(OutriderError, match="weights quantised by 'quinary' are not supported"):
         load_target(folder)
+
+
+@pytest.mark.parametrize("bits,group,lifted", [(4, 32, False), (4, 64, True), (4, 0, False), (8, 128, False)])
+def test_grouped_integers_are_blocks_for_the_cpu(bits: int, group: int, lifted: bool) -> None:
+    made = Integer(bits, group).quantise(torch.randn(6, 256, generator=torch.Generator().manual_seed(4)))
+    if lifted:
+        zero = torch.randint(0, 16, made.tensors["scale"].shape).to(torch.uint8)
+        made = Weight(Integer(bits, group, True), made.shape, {**made.tensors, "zero": zero})
+    blocks = blocks_of(made)
+    assert blocks is not None and blocks.check("w").format == Block("Q4_1" if lifted else "Q4_0" if bits == 4 else "Q8_0")
+    torch.testing.assert_close(blocks.dense(), made.dense(), rtol=2e-3 if lifted else 0, atol=2e-3 if lifted else 0)
+
+
+def test_what_has_no_block_form_stays() -> None:
+    assert blocks_of(NvFp4().quantise(torch.randn(4, 64))) is None
+    assert blocks_of(Integer(4, 16).quantise(torch.randn(4, 64))) is None
+    tiny_scale = Integer(4, 32).quantise(torch.randn(4, 64) * 1e-7)
+    assert blocks_of(tiny_scale) is None

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...types import AttnSpec, KVPages, KVView, OutriderError
 from ..backend import EVERY_ROW, Capabilities, HostCycle, M
 from ..formats import BLOCKS, Block, Held, QuantPart, Weight
+from ..formats.blocks import blocks_of
 from ..reference import ReferenceOps, plain
 from . import packing
 from .lib import Batch, CMoe, CSpec, CWeight, Pages, c_spec, dense_weight, load
@@ -79,6 +80,7 @@ class CpuOps(ReferenceOps):
 
     # ---- weights --------------------------------------------------------------------------------------------------
     def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
+        parts = [p if isinstance(p.format, Block) else blocks_of(p) or p for p in parts]
         if any(not isinstance(p.format, Block) for p in parts):
             return None
         if len(parts[0].shape) == 2:

@@ -42,15 +42,25 @@ def _half(pair, HIGH: tl.constexpr, FP16: tl.constexpr):
 
 
 @triton.jit
-def _pairs(ptr, PAIRS: tl.constexpr):
+def _word(ptr, DIRECT: tl.constexpr):
+    """A load in whichever layout its user has. A plain one would be laid out for itself and moved through shared memory."""
+    if not DIRECT:
+        return tl.load(ptr)
+    else:
+        at = ptr.to(tl.int64, bitcast=True)
+        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _pairs(ptr, PAIRS: tl.constexpr, DIRECT: tl.constexpr):
     """The words of a chunk's factors: up to four, 64 rows apart."""
-    a = tl.load(ptr)
+    a = _word(ptr, DIRECT)
     b, c, d = a, a, a
     if PAIRS > 1:
-        b = tl.load(ptr + 64)
+        b = _word(ptr + 64, DIRECT)
     if PAIRS > 2:
-        c = tl.load(ptr + 128)
-        d = tl.load(ptr + 192)
+        c = _word(ptr + 128, DIRECT)
+        d = _word(ptr + 192, DIRECT)
     return a, b, c, d
 
 
@@ -61,13 +71,14 @@ def quant_kernel(
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """x [M, K]; w int32 [N / 64, chunks, 64, P]; scale, lift int32 [N / 64, chunks, pairs, 64]; sums float32 [M, groups]; factor [N].
     PER: planes of a group; 0: no factors but those of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     COLUMNS: tl.constexpr = PLANES * P
+    DIRECT: tl.constexpr = WARPS * 16 < BN and not PLAIN
     rows = pid_m * BM + tl.arange(0, BM)
     local = tl.arange(0, BN)
     if GATED:  # gate and up rows alternate in the tile, and so do the sums
@@ -91,14 +102,14 @@ def quant_kernel(
     row_ok = rows[:, None] < M
     acc = tl.zeros((BN, BM), dtype=tl.float32)
     if PER > 0:
-        s_a, s_b, s_c, s_d = _pairs(s_ptr + first * (64 * PAIRS), PAIRS)
+        s_a, s_b, s_c, s_d = _pairs(s_ptr + first * (64 * PAIRS), PAIRS, DIRECT)
     for chunk in tl.range(first, last, num_stages=STAGES):
         words = tl.load(w_ptr + chunk * (64 * P))
         if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
             scales = (s_a, s_b, s_c, s_d)
-            s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, last - 1) * (64 * PAIRS), PAIRS)
+            s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, last - 1) * (64 * PAIRS), PAIRS, DIRECT)
         if LIFT:
-            lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS)
+            lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, DIRECT)
         values = planes_of(words, CODES, P, BN, x.dtype.element_ty, PLAIN)
         d = tl.zeros((BN, BM), dtype=tl.float32)
         for i in tl.static_range(PLANES):
@@ -210,7 +221,7 @@ def quant_linear(
     tile = tile or choose_quant_tile(w.padded, w.columns, w.bits)
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
-    bm, tile = (bm, tile) if bm is not None else fit(tile, rows, w.columns_of_chunk, w.plane, shared or shared_of(x.device))
+    bm, tile = (bm, tile) if bm is not None else fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, shared or shared_of(x.device))
     out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
     part = torch.empty((grid[0] * grid[1] * splits, bm * tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
@@ -224,8 +235,9 @@ def quant_linear(
         CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, LIFT=w.lift is not None, FACTOR=w.factor is not None,
         BM=bm, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None, MUL=mul is not None,
         SOFTCAP=extras.softcap is not None, EVEN=k % w.columns_of_chunk == 0, SPLITS=splits, PLAIN=plain,
-        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages, AHEAD=tile.ahead if pdl else 0, PDL=pdl,
-        LATE=pdl and w.words.nbytes >= LATE_BYTES, num_warps=tile.warps, num_stages=tile.stages,
+        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps,
+        AHEAD=tile.ahead if pdl else 0, PDL=pdl,
+        LATE=pdl and w.words.nbytes >= LATE_BYTES, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

@@ -26,24 +26,24 @@ def shared_of(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class QuantTile:
-    bn: int  # rows of the weight a program takes: 16 a warp
+    bn: int  # rows of the weight a program takes: 16 a warp, or 32 where there are few tokens
     splits: int  # spans of the columns; part of the order of sums
     stages: int
     ahead: int = 2  # chunks asked for before the kernel ahead is done
     warps: int = 4
+    registers: int | None = None  # most a thread may take, so that more programs are at work on a processor; None: the compiler's choice
 
 
 def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
-    """About 500 programs of 64 rows, four on each of 132 processors, none with less than four chunks of columns."""
+    """As many programs of 64 rows as are at work at once, six on each of 132 processors, but none with less than four chunks."""
     tiles, chunks = triton.cdiv(n, 64), triton.cdiv(k * bits, 1024)
-    return QuantTile(64, max(1, min(round(500 / tiles), chunks // 4)), 4)
+    return QuantTile(64, max(1, min(780 // tiles, chunks // 4)), 4)
 
 
-def fit(tile: QuantTile, rows: int, columns: int, plane: int, shared: int) -> tuple[int, QuantTile]:
-    """Tokens of a tile, and the tile that goes with them. Few tokens: small programs, whose warps wait for few others.
-    columns: of a chunk; plane: words of a row's chunk."""
-    if rows <= 8 and plane == 32:
-        return 8, replace(tile, bn=32, warps=2, stages=3)
+def fit(tile: QuantTile, rows: int, columns: int, plane: int, bits: int, shared: int) -> tuple[int, QuantTile]:
+    """Tokens of a tile, and the tile that goes with them. columns: of a chunk; plane: words of a row's chunk."""
+    if rows <= 8 and plane == 32:  # 4 bits: two warps with 32 rows each share what there is beside the weights
+        return 8, replace(tile, warps=2, stages=3, registers=160) if bits == 4 else tile
     bm = 16 if rows <= 16 else 32 if rows <= 32 else 64
     each = tile.bn * plane * 4 + bm * columns * 2
     if shared < 100 << 10 and bm == 64:

@@ -1,0 +1,134 @@
+"""Quantised weights on a GPU: products against their definition and the bandwidth, and whole steps through the engine on dummy weights.
+
+    python benchmarks/gpu_quant.py products [--formats int4 fp8 Q4_0]        # 31B's four shapes, 1 to 40 rows
+    python benchmarks/gpu_quant.py steps 31B --quantize int4 [--k 4] [--batch 1 8]
+
+Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s; every row must have the same bits
+alone and in company. Steps: milliseconds a cycle are (16 + n tokens) - (16 tokens), best of two; K = 4 counts 3.88 tokens a cycle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+import torch
+
+from outrider import LLM, SamplingParams
+from outrider.config import EngineConfig
+from outrider.models.known import KNOWN
+from outrider.ops.formats import Block, Float8, Integer, NvFp4, Weight
+from outrider.ops.triton.quant import Extras, quant_linear
+from outrider.ops.triton.repack import QuantWeight, repack
+
+BANDWIDTH = 4.39e12
+SHAPES = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376), "out": (5376, 8192)}
+
+
+def made(name: str, n: int, k: int) -> Weight:
+    formats = {"int4": Integer(4, 32), "int4-g128": Integer(4, 128), "int8": Integer(8, 128), "fp8": Float8(), "nvfp4": NvFp4()}
+    if name in formats:
+        return formats[name].quantise(torch.randn((n, k), device="cuda", dtype=torch.bfloat16) * 0.02)
+    size, nbytes, scales = {"Q4_0": (32, 18, 2), "Q4_K": (256, 144, 4)}[name]
+    blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8, device="cuda")
+    blocks[:, :, :scales] = torch.full((scales // 2,), 5e-4, dtype=torch.float16, device="cuda").view(torch.uint8)
+    return Weight(Block(name), (n, k), {"blocks": blocks.view(n, -1)})
+
+
+def timed(x: torch.Tensor, weights: list[QuantWeight], seen: torch.Tensor, extras: Extras) -> float:
+    """Microseconds a product."""
+    quant_linear(x, weights[0], seen, extras, True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for weight in weights:
+            quant_linear(x, weight, seen, extras, True)
+    best = float("inf")
+    for _ in range(6):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        b.synchronize()
+        best = min(best, a.elapsed_time(b) / len(weights) * 1e3)
+    return best
+
+
+def products(formats: list[str]) -> None:
+    seen = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+    for shape, (n, k) in SHAPES.items():
+        extras = Extras(act="gelu_tanh", gated=True) if shape == "gate_up" else Extras()
+        for name in formats:
+            weight = made(name, n, k)
+            held = repack(weight)
+            assert held is not None
+            x = torch.randn((40, k), device="cuda", dtype=torch.bfloat16)
+            want = (x.float() @ weight.dense().T)[:, : n // 2] if extras.gated else x.float() @ weight.dense().T
+            got = quant_linear(x, held, seen, Extras(), True)[:, : want.shape[1]]
+            error = float((got.float() - want).norm() / want.norm())
+            together = quant_linear(x, held, seen, extras, True)
+            alone = all(torch.equal(quant_linear(x[:r], held, seen, extras, True), together[:r]) for r in (1, 5, 8, 16, 17, 33))
+            many = [held] + [dataclasses.replace(held, words=held.words.clone()) for _ in range(max(3, int(5e8 / held.nbytes)))]
+            times = {rows: round(timed(x[:rows], many, seen, extras), 1) for rows in (1, 5, 8, 16, 40)}
+            floor = round(held.nbytes / BANDWIDTH * 1e6, 1)
+            print(json.dumps(dict(shape=shape, format=name, floor_us=floor, us=times, error=round(error, 5), rows_alone=alone)), flush=True)
+
+
+def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: int, context: int) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        for name in (f"gemma-4-{size}-it", f"gemma-4-{size}-it-assistant"):
+            (Path(root) / name).mkdir()
+            (Path(root) / name / "config.json").write_text(json.dumps(dict(KNOWN[f"google/{name}"])))
+        most = max(batches)
+        engine = EngineConfig(
+            max_batch=most, max_context=context + tokens + 128, kv_tokens=most * (context + tokens + 160), prefix_cache=False
+        )
+        target = f"{root}/gemma-4-{size}-it"
+        drafter = f"{target}-assistant" if k else "none"
+        llm = LLM.load(target, drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
+    rng = random.Random(1)
+    for batch in batches:
+        prompts = [[rng.randrange(5, 200000) for _ in range(context)] for _ in range(batch)]
+
+        def run(count: int, prompts: list[list[int]] = prompts, batch: int = batch) -> tuple[float, float]:
+            began = time.perf_counter()
+            done = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+            return time.perf_counter() - began, sum(c.stats.cycles for c in done) / batch
+
+        run(8)
+        short, long = min(run(16) for _ in range(2)), min(run(16 + tokens) for _ in range(2))
+        cycle = (long[0] - short[0]) / (long[1] - short[1])
+        rate = (3.88 if k == 4 else 1.0) * batch / cycle
+        held = round(torch.cuda.memory_allocated() / 2**30, 2)
+        row = dict(
+            size=size, quantize=quantize, k=k, batch=batch, context=context, ms=round(cycle * 1e3, 3), tokens_s=round(rate), gib=held
+        )
+        print(json.dumps(row), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("what", choices=["products", "steps"])
+    parser.add_argument("size", nargs="?", default="31B")
+    parser.add_argument("--formats", nargs="+", default=["int4", "fp8", "Q4_0", "Q4_K", "int8", "nvfp4"])
+    parser.add_argument("--quantize", default=None)
+    parser.add_argument("--k", type=int, default=0)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1024)
+    args = parser.parse_args()
+    if args.what == "products":
+        products(args.formats)
+    else:
+        steps(args.size, args.quantize, args.k, args.batch, args.tokens, args.context)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Grouped integers as GGUF's blocks: the CPU's kernels then read compressed-tensors, AWQ and GPTQ checkpoints in 4 or 8 bits.
+
+Symmetric ones become Q4_0 or Q8_0 and keep their values (a factor outside float16's normal range is refused); 4-bit ones with zeros
+become Q4_1, whose offset is rounded to float16.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .base import Weight
+from .gguf import Block
+from .integer import Integer, halves
+
+BLOCK = 32
+SMALLEST, LARGEST = 6.2e-5, 6e4  # what float16 holds with all its bits
+
+
+def blocks_of(weight: Weight) -> Weight | None:
+    """The same matrix in Q4_0, Q4_1 or Q8_0; None where it has no such form."""
+    format, t = weight.format, weight.tensors
+    columns = weight.shape[-1]
+    if not isinstance(format, Integer) or format.ordered or columns % BLOCK or (format.group % BLOCK and format.group):
+        return None
+    if format.lifted and format.bits == 8:
+        return None
+    scale = t["scale"].float()
+    if bool(((scale.abs() < SMALLEST) | (scale.abs() > LARGEST)).any()):
+        return None
+    each = (format.group or columns) // BLOCK
+    d = spread(scale, each).to(torch.float16)
+    if format.bits == 8:
+        return made("Q8_0", weight, [d], (t["q"] ^ 128).unflatten(-1, (-1, BLOCK)))
+    q = halves(t["q"]).unflatten(-1, (-1, BLOCK))
+    nibbles = q[..., :16] | (q[..., 16:] << 4)  # a block's first half in the low halves
+    if not format.lifted:
+        return made("Q4_0", weight, [d], nibbles)
+    return made("Q4_1", weight, [d, spread(-scale * t["zero"].float(), each).to(torch.float16)], nibbles)
+
+
+def spread(numbers: Tensor, each: int) -> Tensor:
+    """[.., groups] -> [.., blocks, 1]"""
+    return numbers.repeat_interleave(each, dim=-1)[..., None]
+
+
+def made(kind: str, weight: Weight, numbers: list[Tensor], codes: Tensor) -> Weight:
+    blocks = torch.cat([*(n.contiguous().view(torch.uint8) for n in numbers), codes.view(torch.uint8)], dim=-1)
+    return Weight(Block(kind), weight.shape, {"blocks": blocks.flatten(-2).contiguous()})
