@@ -9,11 +9,13 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from tests.kv import PagedKV, build_kv
 from tests.unit.ops.test_cpu_packing import part
+from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
 from torch import Tensor
 
 from outrider.models import build, build_drafter
@@ -29,7 +31,8 @@ from outrider.ops.formats import BLOCKS
 from outrider.ops.reference import ReferenceOps, gumbel
 from outrider.train import design
 from outrider.types import AttnSpec
-from outrider.weights.load import dummy_weights
+from outrider.weights.dummy_file import write_gguf
+from outrider.weights.load import dummy_weights, load_target
 
 # The code for AVX-VNNI, with AVX-512's encoding of its one instruction: for machines that have the latter only.
 TWIN, TWIN_FLAGS = "avxvnni twin", (*build_module.AVX2, "-mavx512vl", "-mavx512vnni", "-DISA_TWIN")
@@ -300,6 +303,26 @@ def test_compiled_models(ops: CpuOps, name: str, quantize: str | None) -> None:
     sharp = name.startswith("gemma4")  # unscaled scores of random weights: the int8 rounding of activations moves the softmax
     routed = name == "gemma4_moe"  # and may choose another expert
     assert error < (1e-5 if quantize is None else 0.5 if routed else 0.2 if sharp else 0.03)
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q5_1", "q4_k_m", "q6_k", "q8_0"])
+@pytest.mark.parametrize("raw", [QWEN, EDGE, MOE], ids=["qwen2", "edge", "moe"])
+def test_files_in_every_format(ops: CpuOps, raw: dict[str, object], fmt: str, tmp_path: Path) -> None:
+    """A whole model from a file of mixed formats: one call, the single operations, and 1 to 17 rows at once give the same bits."""
+    write_gguf(tmp_path / "m.gguf", ModelConfig.from_hf(raw), fmt)
+    config, weights, _ = load_target(tmp_path / "m.gguf", "cpu", torch.float32, ops)
+    model = build(config, weights, ops)
+    compiled = ops.compile(model)
+    assert isinstance(compiled, CompiledModel)
+    ids = torch.randint(0, config.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
+    kv = [build_kv(config, 1, 64, 16) for _ in range(3)]
+    want = model.forward(ids, kv[0].view([(0, 40)]))
+    assert torch.equal(compiled.forward(ids, kv[1].view([(0, 40)])), want)
+    at = 0
+    for count in (1, 2, 5, 6, 9, 17):
+        assert torch.equal(compiled.forward(ids[at : at + count], kv[2].view([(at, count)])), want[at : at + count]), count
+        at += count
+    assert at == 40
 
 
 @pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("float32", "bfloat16")])
