@@ -110,13 +110,14 @@ def test_gated_bias_and_multiplied() -> None:
     near(quant_linear(x, held, seen, Extras(softcap=3.0, out_dtype=torch.float32), False), REF.logits(x, dense, 3.0), 1e-2)
 
 
-def test_rows_stand_alone() -> None:
-    """A row's bits do not depend on the rows beside it: tiles of 16, 32, 64 and 128 tokens."""
-    weight = Integer(4, 32).quantise(rand(64, 256, seed=1)).to(DEVICE)
+@pytest.mark.parametrize("name", list(WEIGHTS) if CUDA else ["int4 g32"])
+def test_rows_stand_alone(name: str) -> None:
+    """A row's bits do not depend on the rows beside it: tiles of 8, 16, 32 and 64 tokens, with and without spans."""
+    weight = WEIGHTS[name](64, 2048 if CUDA else 256).to(DEVICE)
     held = repack(weight)
     assert held is not None
     seen = torch.zeros(64, dtype=torch.int32, device=DEVICE)
-    x = rand(130 if CUDA else 40, 256).to(DEVICE, DTYPE)
+    x = rand(130 if CUDA else 40, weight.shape[1]).to(DEVICE, DTYPE)
     alone = torch.cat([quant_linear(x[i : i + 1], held, seen, Extras(), False) for i in range(3)])
     for count in (5, 17, 40, 130):
         together = quant_linear(x[:count], held, seen, Extras(), False)[:3]
