@@ -171,16 +171,18 @@ class Engine:
         if self._flight is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
             self._land()  # a grammar's next masks hang on what was emitted
         batch = self.scheduler.plan(self._choose_drafts)
-        if any(lane.stop or lane.drop for lane in batch.decode) and self.drafter is not None:
+        if self.drafter is not None and batch.decode and any([lane.stop or lane.drop for lane in batch.decode]):
             batch.trust = self.controller.trust(self.drafter.name)
         planned = clock()
         spent["plan"] += planned - began
         executor = pick(self.executors, batch)
         if executor.behind or self._flight is None:
             flight = executor.launch(batch) if batch else None
-            self._launched(flight)
+            if flight is not None and (batch.prompts or flight.ahead):
+                self._launched(flight)
             spent["launch"] += clock() - planned
-            self._land()
+            if self._flight is not None:
+                self._land()
             self._flight = flight if batch.decode else None
             if not executor.behind:
                 self._land()
@@ -190,10 +192,8 @@ class Engine:
         self._measure(began)
         return events
 
-    def _launched(self, flight: Flight | None) -> None:
+    def _launched(self, flight: Flight) -> None:
         """Prompt chunks are as good as done: what comes later on the device comes after them."""
-        if flight is None:
-            return
         for lane in flight.batch.prompts:
             seq, end = lane.seq, lane.start + lane.count
             seq.computed = end

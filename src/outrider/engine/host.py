@@ -24,7 +24,7 @@ class HostExecutor:
         self._probes: dict[int, SamplingBatch] = {}
 
     def takes(self, batch: StepBatch) -> bool:
-        return all(lane.seq.tempered and lane.drafter in self.drafters for lane in batch.decode)
+        return all([lane.seq.tempered and lane.drafter in self.drafters for lane in batch.decode])
 
     def launch(self, batch: StepBatch) -> Flight:
         machine = self.machine
