@@ -291,13 +291,15 @@ async def measure(target: Target, minutes: float, tokens: int, many: int) -> Jso
     before = target.memory()
     say(f"attack for {minutes:g} minutes, after {len(alone)} requests alone, p99 {percentile(alone, 0.99):.2f} s")
     stop, health = asyncio.Event(), list[float]()
-    attack = Attack(target.port, stop, many)
-    tasks = [*attack.tasks(), asyncio.create_task(probe_health(target.port, stop, health))]
+    probing = asyncio.create_task(probe_health(target.port, stop, health))
+    command = [sys.executable, __file__, "--attack", str(target.port), "--minutes", str(minutes), "--connections", str(many)]
+    attackers = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)  # their work must not delay the measuring
     attacked = await good.run(minutes * 60, least=1)
     peak, lines = target.memory(), target.lines
     say(f"the attack ends after {len(attacked)} requests, p99 {percentile(attacked, 0.99):.2f} s")
+    counts = json.loads((await attackers.communicate())[0] or b"{}")
     stop.set()
-    await asyncio.wait(tasks, timeout=90)
+    await probing
     after = target.memory()
     for _ in range(30):
         await asyncio.sleep(1)
@@ -313,7 +315,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int) -> Jso
         "p99_factor": round(factor, 2), "p99_afterwards_s": round(percentile(afterwards, 0.99), 3),
         "health_p99_ms": round(1e3 * percentile(health, 0.99), 1), "health_max_ms": round(1e3 * max(health, default=0), 1),
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
-        "log_lines": lines, "attacks": dict(sorted(attack.counts.items())), "wrong": good.wrong[:10],
+        "log_lines": lines, "attacks": counts, "wrong": good.wrong[:10],
         "passed": {
             "p99": factor <= P99_FACTOR, "answers": not good.wrong, "health": max(health, default=0) < HEALTH_LIMIT,
             "memory": after <= before * MEMORY_FACTOR, "alive": target.process.poll() is None,
@@ -321,15 +323,31 @@ async def measure(target: Target, minutes: float, tokens: int, many: int) -> Jso
     }  # fmt: skip
 
 
+async def attack(port: int, minutes: float, many: int) -> None:
+    """What the process of the attackers does. It is polite to this machine only: elsewhere they would have machines of their own."""
+    os.nice(19)
+    stop = asyncio.Event()
+    attackers = Attack(port, stop, many)
+    tasks = attackers.tasks()
+    await asyncio.sleep(minutes * 60)
+    stop.set()
+    await asyncio.wait(tasks, timeout=60)
+    print(json.dumps(dict(sorted(attackers.counts.items()))))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", help="as for `outrider serve`")
+    parser.add_argument("model", nargs="?", default="smollm2", help="as for `outrider serve`")
+    parser.add_argument("--attack", type=int, metavar="PORT", help=argparse.SUPPRESS)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--tokens", type=int, default=32, help="of the well-behaved client's answers")
     parser.add_argument("--connections", type=int, default=700, help="silent ones, open at once")
     parser.add_argument("--serve", default="--timeout 20", help="more options for `outrider serve`")
     parser.add_argument("--out", type=Path, help="append the result to this file")
     args = parser.parse_args()
+    if args.attack is not None:
+        asyncio.run(attack(args.attack, args.minutes, args.connections))
+        return
     target = Target(args.model, args.serve.split())
     try:
         result = asyncio.run(measure(target, args.minutes, args.tokens, args.connections))

@@ -144,6 +144,7 @@ class SamplingParams:
     min_tokens: int = 0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    include_stop: bool = False  # the stop string stays in the text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int = 0

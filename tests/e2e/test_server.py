@@ -265,7 +265,7 @@ BAD: list[tuple[Any, int, str]] = [
     (chat(top_logprobs=2), 400, "top_logprobs"),
     (chat(stream_options={"include_usage": True}), 400, "stream_options"),
     (chat(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": {"not": {}}}}), 400, "response_format"),
-    (chat(response_format={"type": "json_object"}, tools=WEATHER), 400, "response_format"),
+    (chat(guided_regex="a+", tools=WEATHER), 400, "guided_regex"),
     (chat(response_format={"type": "json_object"}, min_tokens=5), 400, "min_tokens"),
     (chat(tool_choice={"type": "function", "function": {"name": "nope"}}, tools=WEATHER), 400, "nope"),
     (chat(stop=["x"] * 17), 400, "stop"),
@@ -307,12 +307,12 @@ def test_broken_bodies_are_400(served: Served, body: bytes) -> None:
     "fields, word",
     [
         ({"suffix": "x"}, "suffix"),
-        ({"best_of": 2}, "best_of"),
+        ({"best_of": 1, "n": 2}, "best_of"),
         ({"prompt": ""}, "prompt"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [999]}, "999"),
-        ({"prompt": ["a"] * 17}, "16"),
-        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"prompt": ["a"] * 65}, "64"),
+        ({"best_of": 2, "stream": True}, "best_of"),
     ],
 )
 def test_bad_completions(served: Served, fields: dict[str, Any], word: str) -> None:

@@ -33,6 +33,11 @@ def serve(
     max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt. 0: as many as the context holds.")] = 0,
     log_prompts: Annotated[bool, typer.Option(help="Write prompts to the log (off: no prompt text is ever logged).")] = False,
     shutdown_grace: Annotated[float, typer.Option(help="Seconds for running requests to finish on shutdown.")] = 10.0,
+    log_level: Annotated[str, typer.Option(help="debug | info | warning | error.")] = "info",
+    log_json: Annotated[bool, typer.Option(help="Logs as one JSON object a line.")] = False,
+    allowed_origin: Annotated[list[str] | None, typer.Option(help="A page of this origin may call, too (repeatable; * is any).")] = None,
+    trusted_host: Annotated[list[str] | None, typer.Option(help="A host name we may be called by on loopback (behind a proxy).")] = None,
+    root_path: Annotated[str, typer.Option(help="The path a proxy serves us under.")] = "",
     max_connections: Annotated[int, typer.Option(help="Open connections; at the cap the one that keeps us waiting longest goes.")] = 512,
     request_timeout: Annotated[float, typer.Option(help="Seconds for a request's head to arrive, and for its body.")] = 30.0,
     idle_timeout: Annotated[float, typer.Option(help="Seconds a connection stays open between requests.")] = 60.0,
@@ -60,7 +65,8 @@ def serve(
         model_name=name or public_name(model), host=host, port=port, api_keys=read_keys(api_key, api_key_file),
         max_concurrent=8 if max_concurrent is None else max_concurrent, max_queued=max_queued,
         timeout=timeout, max_body=max_body, max_prompt=max_prompt,
-        log_prompts=log_prompts, shutdown_grace=shutdown_grace, max_connections=max_connections,
+        log_level=log_level, log_json=log_json, allowed_origins=tuple(allowed_origin or ()), trusted_hosts=tuple(trusted_host or ()),
+        root_path=root_path, log_prompts=log_prompts, shutdown_grace=shutdown_grace, max_connections=max_connections,
         request_timeout=request_timeout, idle_timeout=idle_timeout, stall_timeout=stall_timeout,
     )  # fmt: skip
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute

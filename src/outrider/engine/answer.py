@@ -61,8 +61,10 @@ class Answer:
         """What of the text may be shown, and whether a stop string ended it."""
         stops = self._params.stop
         self._held += text
-        found = [at for at in map(self._held.find, stops) if at >= 0]
-        end = min(found, default=len(self._held))
+        found = sorted((at, stop) for stop in stops if (at := self._held.find(stop)) >= 0)
+        end = found[0][0] if found else len(self._held)
+        if found and self._params.include_stop:
+            end += len(found[0][1])
         if not found and not last:
             end -= max(overlap(self._held, stop) for stop in stops)
         show, self._held = self._held[:end], self._held[end:]

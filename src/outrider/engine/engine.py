@@ -146,7 +146,7 @@ class Engine:
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         seq.answer = Answer(params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None)
         if "ngram" in self.controller.drafters and self._copies(request):
-            seq.ngram = NgramIndex(request.prompt)
+            seq.ngram = NgramIndex([*request.hint, *request.prompt])
         seq.stats.prompt_tokens = seq.prompt_len
         self._seqs[request.id] = seq
         self.scheduler.add(seq)

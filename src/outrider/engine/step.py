@@ -27,6 +27,7 @@ class Request:
     params: SamplingParams
     draft_tokens: int | None = None  # None: as the engine is set
     drafter: bool | str = True  # False: plain decoding; a name: only that drafter
+    hint: tuple[int, ...] = ()  # what the answer may look like: copied from for drafts, never for answers
 
 
 @dataclass(eq=False)

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -20,6 +20,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from .. import __version__
+from ..engine.engine import Engine
+from ..engine.score import Scorer
 from ..types import OutriderError
 from .call import Call, EventStream, Feeder, late, unless_gone
 from .errors import ApiError, from_validation
@@ -31,16 +33,17 @@ from .names import route_of
 from .prepare import Backend, Job, Preparer
 from .protocol import Connections
 from .routes import add_routes
-from .runner import EngineError, Runner, where
+from .runner import EngineError, EngineLike, Runner, where
 from .schema import ChatRequest, Common, CompletionRequest
 from .settings import ServerSettings
 from .stream import Writer
 from .turns import Turns
-from .wire import Wire
+from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
 Body = TypeVar("Body", bound=Common)
+T = TypeVar("T")
 
 
 class Server:
@@ -72,6 +75,11 @@ class Server:
             log.error("unexpected, in request %s: %s", request.state.request_id, where(e))
             return JSONResponse(wire.refusal(ApiError(500, "Internal error; the server's log has the details.")), status_code=500)
 
+    async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
+        """An answer that needs no engine: texts and token ids."""
+        raw = await request.body()
+        return JSONResponse(await self.desk.run(request.state.client, lambda: read(raw, lambda data: work(data, self.prepare))))
+
     async def _answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
         began = time.monotonic()
         if self.admission.closing:
@@ -99,6 +107,8 @@ class Server:
         client = request.state.client
         body = await self.desk.run(client, lambda: read(raw, parse))
         answers = self.prepare.answers(body)
+        for name in body.ignored:
+            self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
         job = await self.desk.run(client, lambda: self._prepare(body, request))
         if job.grammar is not None:
@@ -112,6 +122,8 @@ class Server:
         route, deadline = route_of(request.url.path), began + self.settings.timeout
         call = Call(job, feeder, writer, wire, stack, deadline, self.settings.timeout, route, self.metrics, lambda: self.admission.closing)
         stack.callback(feeder.close)
+        if job.prompt_logprobs is not None:
+            await self._score(job, writer, client)
         if not self.turns.would_wait(client):
             try:
                 await call.begin()  # so that a refusal by the engine is a status, not an event in a stream
@@ -120,6 +132,29 @@ class Server:
             except EngineError as e:
                 raise ApiError(500, str(e)) from e
         return call
+
+    async def _score(self, job: Job, writer: Writer, client: str) -> None:
+        """What the model thinks of the prompts, a few rows between two steps of the engine. One place is held for it."""
+        assert job.prompt_logprobs is not None
+        for prompt in {id(r.prompt): r.prompt for r in job.requests}.values():
+            scorer = Scorer(prompt, job.prompt_logprobs)
+
+            def step(engine: EngineLike, scorer: Scorer = scorer) -> bool:
+                return scorer.step(cast(Engine, engine))
+
+            def close(engine: EngineLike, scorer: Scorer = scorer) -> None:
+                scorer.close(cast(Engine, engine))
+
+            await self.turns.acquire(client, job.priority)
+            try:
+                while await self.runner.call(step):
+                    await asyncio.sleep(0)
+            except OutriderError as e:
+                raise ApiError(429, f"{e}.", retry_after=1) from e
+            finally:
+                self.turns.release(client)
+                self.runner.later(close)
+            writer.scores[id(prompt)] = scorer.entries
 
     def _prepare(self, body: Common, request: Request) -> Job:
         stats = request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes")
@@ -133,7 +168,7 @@ class Server:
         await self.grammars.close()
 
 
-def read(raw: bytes, parse: Callable[[bytes], Body]) -> Body:
+def read(raw: bytes, parse: Callable[[bytes], T]) -> T:
     try:
         return parse(raw)
     except ValidationError as e:

@@ -10,7 +10,7 @@ import json
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from ..engine.grammar import schema_grammar
+from ..engine.grammar import WHITESPACE, schema_grammar
 from ..types import Json, OutriderError
 from .tool_grammar import gemma_calls, json_calls
 
@@ -57,6 +57,9 @@ def build(source: Source) -> str:
             text = json_calls(functions, calls["most"])
         else:
             text = gemma_calls(functions, calls["most"], lambda token: int(calls["ids"][token]))
+        if "format" in calls:  # a call, or an answer of this form
+            schema = {**cast(dict[str, object], close_objects(calls["format"])), "x-guidance": {"whitespace_pattern": WHITESPACE}}
+            text = f"start: calls | answer\nanswer: %json {json.dumps(schema)}\n" + text.replace("start: ", "calls: ", 1)
         return str(llguidance.LLMatcher.grammar_from_lark(text))
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise OutriderError(f"it can't be turned into a grammar: {' '.join(str(e).split())[:200] or type(e).__name__}") from e

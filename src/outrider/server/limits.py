@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .errors import ApiError, bad
@@ -83,6 +84,7 @@ class Guard:
         head = scope["method"] == "HEAD"
         state = {**scope.get("state", {}), "request_id": id, "client": _address(scope)}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
+        cross = self._cross(headers.get(b"origin", b"").decode("latin-1"))
         got, refused = 0, False
 
         async def counted() -> Message:
@@ -98,7 +100,7 @@ class Guard:
                 self._count(scope["method"], scope["path"], status)
                 if status >= 400:
                     log.info("refused: id %s, route %s %s, %d %s", id, *_route(scope), status, state.get("refusal", "refused"))
-                extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()))
+                extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()), *cross)
                 message["headers"] = [*message.get("headers", ()), *extra]
             elif head:
                 message = {**message, "body": b""}
@@ -110,6 +112,9 @@ class Guard:
 
         try:
             self._host(headers)
+            if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers and cross:
+                await Response(status_code=204)(scope, receive, answer)
+                return
             state["client"] = self._key(scope["path"], headers) or state["client"]
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self._settings.max_body:
@@ -131,11 +136,26 @@ class Guard:
     def _host(self, headers: dict[bytes, bytes]) -> None:
         """A web page elsewhere must not drive this server: no foreign origins, and on loopback no foreign host names (DNS rebinding)."""
         host = headers.get(b"host", b"").decode("latin-1")
-        if self._settings.loopback and _hostname(host) not in LOOPBACK:
+        if self._settings.loopback and _hostname(host) not in (*LOOPBACK, *self._settings.trusted_hosts):
             raise ApiError(403, "This server listens on loopback only; call it by localhost or 127.0.0.1.")
         origin = headers.get(b"origin", b"").decode("latin-1")
-        if origin and urlsplit_netloc(origin) != host:
-            raise ApiError(403, "Requests from other origins are not allowed.")
+        if origin and urlsplit_netloc(origin) != host and not self._may_call(origin):
+            raise ApiError(403, "Requests from other origins are not allowed; see --allowed-origin.", code="foreign_origin")
+
+    def _may_call(self, origin: str) -> bool:
+        allowed = self._settings.allowed_origins
+        return "*" in allowed or origin.rstrip("/") in {a.rstrip("/") for a in allowed}
+
+    def _cross(self, origin: str) -> list[tuple[bytes, bytes]]:
+        """What a browser wants to hear before it shows our answer to a page of an allowed origin."""
+        if not origin or not self._may_call(origin):
+            return []
+        return [
+            (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
+            (b"access-control-allow-methods", b"GET, POST, OPTIONS"), (b"access-control-max-age", b"600"),
+            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, x-outrider-stats, anthropic-version"),
+            (b"access-control-expose-headers", b"x-request-id"),
+        ]  # fmt: skip
 
     def _key(self, path: str, headers: dict[bytes, bytes]) -> str | None:
         """Who it is, by key; None where there are no keys or none is needed."""

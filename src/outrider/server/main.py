@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import logging
 import socket
 import time
@@ -32,6 +33,7 @@ class HttpServer(uvicorn.Server):
                 port=settings.port,
                 http=functools.partial(BoundedProtocol, self.connections),  # type: ignore[arg-type]
                 ws="none",
+                root_path=settings.root_path,
                 backlog=BACKLOG,
                 log_config=None,
                 access_log=False,
@@ -70,6 +72,20 @@ def listen(host: str, port: int) -> socket.socket:
     return made
 
 
+class JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        return json.dumps({"time": when, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()})
+
+
+def set_up_logs(level: str, as_json: bool) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines() if as_json else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
 def serve(backend: Backend, settings: ServerSettings, listener: socket.socket) -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    set_up_logs(settings.log_level, settings.log_json)
     HttpServer(backend, settings).run(sockets=[listener])

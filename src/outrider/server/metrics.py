@@ -33,6 +33,7 @@ class ServerMetrics:
         )
         self.end_to_end = Histogram("outrider_request_seconds", "Submission to last token of a call.", buckets=SECONDS, registry=r)
         self.queued = Histogram("outrider_queue_seconds", "Arrival of a call to its submission.", buckets=SECONDS, registry=r)
+        self.ignored = Counter("outrider_ignored_fields", "Fields that were sent and change nothing.", ["field"], registry=r)
         self.aborted = Counter("outrider_requests_aborted", "Clients that went away, and time-outs.", registry=r)
         flight = Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r)
         flight.set_function(in_flight)

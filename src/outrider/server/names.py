@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-LABELS = {"/v1/chat/completions": "chat", "/v1/completions": "completions"}
+LABELS = {
+    "/v1/chat/completions": "chat", "/chat/completions": "chat", "/v1/completions": "completions", "/completions": "completions",
+    "/v1/responses": "responses", "/responses": "responses", "/v1/messages": "messages", "/api/chat": "ollama_chat",
+    "/api/generate": "ollama_generate", "/tokenize": "tokenize", "/detokenize": "detokenize", "/apply-template": "apply_template",
+}  # fmt: skip
 
 
 def route_of(path: str) -> str:

@@ -3,7 +3,7 @@
 A few bytes of schema can take a compiler any time and any memory, or overflow its stack, and nothing inside a process can
 stop that. So this process holds a tokenizer, forks a child for each grammar, and the child lives under limits: processor
 time, address space, stack. Whatever happens to it is the answer. Lines of JSON come on stdin (the set-up, then grammars and
-cancellations) and go out on stdout. It ends with its stdin, and never competes with those who decode (nice 19).
+cancellations) and go out on stdout. It ends with its stdin; its children leave most of the processor to those who decode.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Child:
 
 
 def main() -> None:
-    os.nice(19)
     line, pending = _first_line()
     setup = json.loads(line)
     compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])
@@ -90,13 +89,14 @@ def _order(order: dict[str, str], compiler: GrammarCompiler, children: dict[int,
         os.close(mine)
         _try(source, compiler, its, seconds, memory)
     os.close(its)
-    children[mine] = Child(order["id"], pid, time.monotonic() + 10 * seconds)  # at nice 19 it may have to wait for its second
+    children[mine] = Child(order["id"], pid, time.monotonic() + 10 * seconds)  # it may have to wait for its second
 
 
 def _try(source: Source, compiler: GrammarCompiler, pipe: int, seconds: float, memory: int) -> None:
     """In the child. Never returns."""
     out: dict[str, object]
     try:
+        os.nice(10)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_STACK, (STACK, STACK))
         resource.setrlimit(resource.RLIMIT_AS, (_size() + memory,) * 2)

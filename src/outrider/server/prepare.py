@@ -12,8 +12,11 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from pydantic import JsonValue
+
+from ..engine.allowed import AllowedTokens
 from ..engine.control import ChatPrompt
 from ..engine.grammar import Grammar, GrammarCompiler
 from ..engine.scheduler import Request
@@ -24,7 +27,7 @@ from .grammar_source import Source, build
 from .output import Chain, Parser, Plain
 from .reasoning import GEMMA4_CHANNEL, THINK_TAGS, ThoughtFormat, Thoughts
 from .runner import EngineLike
-from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions
+from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions, Prediction, StreamOptions
 from .settings import ServerSettings, without_paths
 from .tool_grammar import MAX_CALLS
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, JSON_CLOSE, JSON_OPEN, GemmaCalls, JsonCalls
@@ -90,6 +93,14 @@ class Job:
     one_call: bool = False  # parallel_tool_calls: false
     echoes: tuple[str, ...] = ()  # /v1/completions with echo: the prompt's text, per request
     priority: int = 0  # among the waiting requests of one client: lower comes first
+    continuous_usage: bool = False
+    return_ids: bool = False
+    functions: bool = False  # calls are told as they were before there were tools
+    best: tuple[int, int] = (1, 1)  # keep so many of each prompt's so many answers
+    hide_logprobs: bool = False  # they were computed to choose the best
+    max_zero: bool = False  # max_tokens: 0: nothing is wanted but the prompt
+    prompt_logprobs: int | None = None  # score the prompt, with so many alternatives
+    echo_logprobs: bool = False  # and tell it with the answer's
     grammar: Source | None = None  # what the answers must match, to be compiled before the job can run
 
     @property
@@ -116,30 +127,27 @@ class Preparer:
         self._check_model(body.model)
         use_tools = bool(body.tools) and body.tool_choice != "none"
         forced = use_tools and body.tool_choice not in (None, "auto")
-        structured = body.response_format is not None and body.response_format.type != "text"
-        if use_tools and structured:
-            raise bad("response_format can't be combined with tools; set tool_choice to 'none' or drop one.", "response_format")
+        format_ = self._format(body)
         prompt = self._prompt(body, use_tools)
         ids = prompt.ids
-        grammar: Source | None = None
-        if structured:
-            grammar = self._format_grammar(body)
-        elif forced:
-            grammar = self._tool_grammar(body)
+        grammar = self._tool_grammar(body, format_ if not forced else None) if forced or (use_tools and format_ is not None) else format_
         if grammar is not None and (body.min_tokens or body.ignore_eos):
             field = "min_tokens" if body.min_tokens else "ignore_eos"
-            raise bad(f"{field} can't be combined with response_format or a forced tool call.", field)
+            raise bad(f"{field} can't be combined with {grammar.field}.", field)
         params = self._params(body, ids, body.limit, (body.top_logprobs or 0) if body.logprobs else None)
         tail = prompt.written[-64:]
 
         def parser() -> Parser:
             thoughts = Thoughts(self.dialect.thoughts, tail)
             if not use_tools:
-                return thoughts if not structured else Plain()
+                return thoughts if format_ is None else Plain()
             return Chain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
-        job = self._job(body, [ids], params, parser, stats, one_call=body.parallel_tool_calls is False)
-        return replace(job, grammar=grammar)
+        job = self._job(body, [ids], params, parser, stats, one_call=body.parallel_tool_calls is False or body.functions is not None)
+        hint = self._hint(body.prediction)
+        if hint:
+            job = replace(job, requests=[replace(r, hint=hint) for r in job.requests])
+        return replace(job, grammar=grammar, functions=body.functions is not None, prompt_logprobs=body.prompt_logprobs)
 
     def completion(self, body: CompletionRequest, stats: bool) -> Job:
         self._check_model(body.model)
@@ -147,13 +155,21 @@ class Preparer:
         encoded = [self._encode(p, bos=True) if isinstance(p, str) else self._token_ids(p) for p in prompts]
         longest = max(encoded, key=len)
         room = max(1, self._backend.max_context - len(longest))
-        limit = body.max_tokens if body.max_tokens is not None else min(16, room)  # 16 is OpenAI's default
-        params = self._params(body, longest, limit, body.logprobs)
-        job = self._job(body, encoded, params, Plain, stats)
+        limit = body.limit if body.max_tokens is not None else min(16, room)  # 16 is OpenAI's default
+        best_of = max(body.best_of or 1, body.n or 1)
+        keep = body.n or 1
+        asked = 0 if body.logprobs is None and best_of > keep else body.logprobs  # to know which are the best
+        params = self._params(body, longest, limit, asked)
+        job = self._job(body, encoded, params, Plain, stats, many=best_of)
+        scored = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
+        job = replace(
+            job, grammar=self._format(body), best=(keep, best_of), hide_logprobs=body.logprobs is None, prompt_logprobs=scored,
+            max_zero=limit == 0, echo_logprobs=bool(body.echo) and body.logprobs is not None,
+        )  # fmt: skip
         if not body.echo:
             return job
         texts = [p if isinstance(p, str) else self.tokenizer.decode(ids) for p, ids in zip(prompts, encoded)]
-        return replace(job, echoes=tuple(t for t in texts for _ in range(body.n or 1)))
+        return replace(job, echoes=tuple(t for t in texts for _ in range(best_of)))
 
     # ---- before any work
 
@@ -162,6 +178,7 @@ class Preparer:
         n = body.n or 1
         many = n
         if isinstance(body, CompletionRequest):
+            n = max(n, body.best_of or 1)
             prompts = body.prompts
             if not prompts or any(not p for p in prompts):
                 raise bad("The prompt is empty.", "prompt")
@@ -170,8 +187,9 @@ class Preparer:
                 self._check_length(len(prompt), "prompt", isinstance(prompt, str))
         elif isinstance(body, ChatRequest):
             self._check_length(sum(len(m.text) for m in body.messages), "messages", True)
-        if many > self._settings.max_choices:
-            raise bad(f"At most {self._settings.max_choices} answers a call{' (prompts times n)' if many > n else ''}.", "n")
+        if n > self._settings.max_choices or many > self._settings.max_answers:
+            most = f"n can be at most {self._settings.max_choices}, prompts times n at most {self._settings.max_answers}"
+            raise bad(f"This call asks for {many} answers; {most}.", "n")
         return many
 
     def _check_length(self, length: int, field: str, text: bool) -> None:
@@ -192,6 +210,19 @@ class Preparer:
 
     # ---- prompt
 
+    @property
+    def max_context(self) -> int:
+        return self._backend.max_context
+
+    def conversation(self, body: ChatRequest) -> ChatPrompt:
+        """What the model would read of it."""
+        self.answers(body)
+        return self._prompt(body, bool(body.tools) and body.tool_choice != "none")
+
+    def tokens(self, text: str, special: bool) -> list[int]:
+        self._check_length(len(text), "prompt", True)
+        return self._encode(text, bos=special)
+
     def _token_ids(self, prompt: Sequence[object]) -> list[int]:
         ids: list[int] = []
         for token in prompt:
@@ -207,26 +238,47 @@ class Preparer:
         if not self.dialect.template_tools:
             messages = _spell_out_tools(messages, tools)
             tools = None
-        options = {} if body.reasoning_effort is None else {"enable_thinking": body.reasoning_effort != "none"}
+        options: dict[str, JsonValue] = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            options = {"enable_thinking": body.reasoning_effort != "none", "reasoning_effort": body.reasoning_effort, **options}
+        for name in ("messages", "tools", "documents", "add_generation_prompt"):
+            if name in options:
+                raise bad(f"chat_template_kwargs can't set '{name}'.", "chat_template_kwargs")
+        last = str(messages.pop()["content"]) if body.continue_final_message else ""
+        begin = True if body.continue_final_message else body.add_generation_prompt is not False
         try:
-            return self.tokenizer.prompt(messages, tools=tools, **options)
+            prompt = self.tokenizer.prompt(messages, tools=tools, add_generation_prompt=begin, **options)
+            return prompt if not last else ChatPrompt(prompt.ids + self._continued(last), prompt.written + last)
         except OutriderError as e:
             raise bad(_one_line(e), "messages", "template_error") from e
         except (UnicodeError, TypeError) as e:
             raise bad("The text is not valid Unicode.") from e
 
-    def _message(self, message: Message) -> dict[str, Any]:
-        out: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-        if message.tool_calls:
-            calls = []
-            for call in message.tool_calls:
+    def _continued(self, text: str) -> list[int]:
+        """The beginning of an answer, as text: what it spells of control tokens is left out."""
+        return [t for t in self.tokenizer.encode(text) if t not in self.tokenizer.special_ids]
+
+    def _hint(self, prediction: Prediction | None) -> tuple[int, ...]:
+        if prediction is None:
+            return ()
+        text = prediction.content if isinstance(prediction.content, str) else "".join(p.text for p in prediction.content)
+        self._check_length(len(text), "prediction", True)
+        return tuple(self._encode(text, bos=False))
+
+    def _message(self, message: Message) -> dict[str, JsonValue]:
+        role = {"developer": "system", "function": "tool"}.get(message.role, message.role)
+        out: dict[str, JsonValue] = {"role": role, "content": message.text}
+        if message.calls:
+            calls: list[JsonValue] = []
+            for call in message.calls:
+                given = call.function.arguments
                 try:
-                    arguments = json.loads(call.function.arguments or "{}")
+                    arguments: JsonValue = json.loads(given or "{}") if isinstance(given, str) else cast(JsonValue, given)
                 except (ValueError, RecursionError) as e:
                     raise bad("tool_calls[].function.arguments is not valid JSON.", "messages") from e
                 calls.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
             out["tool_calls"] = calls
-        if message.role == "tool":
+        if role == "tool":
             out["tool_call_id"] = message.tool_call_id
         if message.name is not None:
             out["name"] = message.name
@@ -249,16 +301,21 @@ class Preparer:
             raise bad(message, "max_tokens", "context_length_exceeded")
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         asked = {
-            "top_k": body.top_k, "top_p": body.top_p, "min_p": body.min_p, "repetition_penalty": body.repetition_penalty,
+            "min_p": body.min_p, "repetition_penalty": body.repetition_penalty or body.repeat_penalty,
             "presence_penalty": body.presence_penalty, "frequency_penalty": body.frequency_penalty,
             "min_tokens": body.min_tokens, "ignore_eos": body.ignore_eos,
         }  # fmt: skip
         params = SamplingParams(
             temperature=1.0 if body.temperature is None else body.temperature,
             logit_bias={int(k): v for k, v in (body.logit_bias or {}).items()},
+            top_k=max(0, body.top_k or 0),
+            top_p=max(body.top_p if body.top_p is not None else 1.0, 1e-6),  # 0 keeps the most likely token, as the peers have it
+            bad_words=tuple(w for word in body.bad_words or () for w in self._spellings(word)),
+            grammar=self._allowed(body.allowed_token_ids),
             stop=body.stops,
+            include_stop=bool(body.include_stop_str_in_output),
             stop_token_ids=(*(body.stop_token_ids or ()), *(self._hand_over if isinstance(body, ChatRequest) and body.tools else ())),
-            max_tokens=limit if limit is not None else context - len(ids),
+            max_tokens=max(1, limit) if limit is not None else context - len(ids),
             seed=seed & (2**63 - 1),
             logprobs=logprobs,
             keep_special=isinstance(body, ChatRequest) and self.dialect.tools == "gemma4",  # its tags are control tokens
@@ -269,6 +326,18 @@ class Preparer:
         except OutriderError as e:
             raise bad(str(e)) from e
 
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """A word as it begins a text and as it follows another."""
+        ways = [self._encode(word, bos=False)] + ([] if word.startswith(" ") else [self._encode(" " + word, bos=False)])
+        return list(dict.fromkeys(tuple(w) for w in ways if w))
+
+    def _allowed(self, ids: Sequence[int] | None) -> AllowedTokens | None:
+        if ids is None:
+            return None
+        if max(ids) >= self._backend.vocab_size:
+            raise bad(f"allowed_token_ids: at most {self._backend.vocab_size - 1} is a token id.", "allowed_token_ids")
+        return AllowedTokens(ids, self._backend.vocab_size)
+
     def _job(
         self,
         body: Common,
@@ -277,8 +346,9 @@ class Preparer:
         parser: Callable[[], Parser],
         stats: bool,
         one_call: bool = False,
+        many: int | None = None,
     ) -> Job:
-        n = body.n or 1
+        n = many or body.n or 1
         options = body.outrider or OutriderOptions()
         options = options.model_copy(update={"stats": options.stats or stats})
         k = None if options.draft_tokens == "auto" else options.draft_tokens
@@ -288,8 +358,12 @@ class Preparer:
             for p, ids in enumerate(prompts)
             for i in range(n)
         ]
-        usage = body.stream_options is not None and body.stream_options.include_usage
-        return Job(requests, parser, options, params.seed, bool(body.stream), usage, one_call)
+        streamed = body.stream_options or StreamOptions()
+        return Job(
+            requests, parser, options, params.seed, bool(body.stream),
+            bool(streamed.include_usage or streamed.continuous_usage_stats), one_call,
+            continuous_usage=bool(streamed.continuous_usage_stats), priority=body.priority or 0, return_ids=bool(body.return_token_ids),
+        )  # fmt: skip
 
     def _check_model(self, name: str | None) -> None:
         """With one model served, it need not be named."""
@@ -299,22 +373,34 @@ class Preparer:
 
     # ---- grammars
 
-    def _format_grammar(self, body: ChatRequest) -> Source:
-        assert body.response_format is not None
-        spec = body.response_format.json_schema
-        schema = {"type": "object"} if spec is None or spec.schema_ is None else spec.schema_
-        return Source("json_schema", _dumps(schema, "response_format"), "response_format")
+    def _format(self, body: Common) -> Source | None:
+        """What the answer must match, by whichever of the fields it was said."""
+        formats = body.formats
+        if not formats:
+            return None
+        field, kind, what = formats[0]
+        if len(formats) > 1:
+            raise bad(f"{field} and {formats[1][0]} both say what the answer must be; send one.", formats[1][0])
+        if body.allowed_token_ids is not None:
+            raise bad(f"allowed_token_ids can't be combined with {field}.", "allowed_token_ids")
+        return Source(kind, what if isinstance(what, str) else _dumps(what, field), field)
 
-    def _tool_grammar(self, body: ChatRequest) -> Source:
+    def _tool_grammar(self, body: ChatRequest, format_: Source | None = None) -> Source:
+        """Calls of these functions; with a format, those or an answer of that form."""
         functions = [(t.function.name, t.function.parameters or {"type": "object"}) for t in body.tools or []]
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
         if isinstance(body.tool_choice, NamedTool):
             wanted = body.tool_choice.function.name
             functions, most = [f for f in functions if f[0] == wanted][:1], 1
+        payload: dict[str, object] = {"functions": functions, "most": most}
+        if format_ is not None and format_.kind != "json_schema":
+            raise bad(f"{format_.field} can't be combined with tools; a JSON schema can.", format_.field)
+        if format_ is not None:
+            payload["format"] = json.loads(format_.payload)
         if self.dialect.tools == "json":
-            return Source("json_calls", _dumps({"functions": functions, "most": most}, "tools"), "tools")
-        ids = {tag: self._token_id(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
-        return Source("gemma_calls", _dumps({"functions": functions, "most": most, "ids": ids}, "tools"), "tools")
+            return Source("json_calls", _dumps(payload, "tools"), "tools")
+        payload["ids"] = {tag: self._token_id(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
+        return Source("gemma_calls", _dumps(payload, "tools"), "tools")
 
     def compiled(self, job: Job) -> Job:
         """The job with its grammar compiled here and now, without bounds: for requests of our own side only."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,10 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel
 
 from .. import __version__
+from . import anthropic, responses, text_routes
+from . import ollama as ollama_wires
 from .errors import ApiError
+from .prepare import Preparer
 from .schema import ChatRequest, Common, CompletionRequest
 from .wire import Json, OpenAIWire, Wire
 
@@ -25,9 +29,19 @@ ERRORS: dict[int | str, dict[str, object]] = {s: {"description": "An error objec
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    _post(app, server, "/v1/chat/completions", ChatRequest, ChatRequest.model_validate_json, OpenAIWire)
-    _post(app, server, "/v1/completions", CompletionRequest, CompletionRequest.model_validate_json, OpenAIWire)
+    openai, ollama = OpenAIWire, ollama_wires
+    for base in ("/v1", ""):  # some clients are given the address without /v1
+        _post(app, server, f"{base}/chat/completions", ChatRequest, ChatRequest.model_validate_json, openai)
+        _post(app, server, f"{base}/completions", CompletionRequest, CompletionRequest.model_validate_json, openai)
+        _post(app, server, f"{base}/responses", responses.ResponsesRequest, responses.parse, responses.ResponsesWire)
+    _post(app, server, "/v1/messages", anthropic.MessagesRequest, anthropic.parse, anthropic.AnthropicWire)
+    _post(app, server, "/api/chat", ollama.ChatBody, ollama.parse_chat, ollama.OllamaWire)
+    _post(app, server, "/api/generate", ollama.GenerateBody, ollama.parse_generate, lambda: ollama.OllamaWire(chat=False))
+    _text(app, server, "/tokenize", text_routes.TokenizeRequest, text_routes.tokenize)
+    _text(app, server, "/detokenize", text_routes.DetokenizeRequest, text_routes.detokenize)
+    _text(app, server, "/apply-template", ChatRequest, text_routes.apply_template)
     _information(app, server)
+    _ollama_information(app, server)
     _page(app)
 
 
@@ -39,10 +53,20 @@ def _post(
     async def answer(request: Request) -> Response:
         return await server.answer(request, parse, wire())
 
-    content = {"application/json": {"schema": shape.model_json_schema(ref_template="#/components/schemas/{model}")}}
-    app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra={"requestBody": {"content": content, "required": True}})(
-        answer
-    )
+    _add(app, path, shape, answer)
+
+
+def _text(app: FastAPI, server: Server, path: str, shape: type[BaseModel], work: Callable[[bytes, Preparer], Json]) -> None:
+    async def answer(request: Request) -> Response:
+        return await server.look(request, work)
+
+    _add(app, path, shape, answer)
+
+
+def _add(app: FastAPI, path: str, shape: type[BaseModel], answer: Callable[[Request], Awaitable[Response]]) -> None:
+    schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
+    shown = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+    app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra=shown, include_in_schema=path.startswith("/v1"))(answer)
 
 
 def _information(app: FastAPI, server: Server) -> None:
@@ -52,6 +76,7 @@ def _information(app: FastAPI, server: Server) -> None:
             "outrider": {"max_context": server.backend.max_context, "drafter": server.backend.note},
         }  # fmt: skip
 
+    @app.get("/models", response_model=None, include_in_schema=False)
     @app.get("/v1/models", response_model=None)
     async def models() -> Json:
         return {"object": "list", "data": [card()]}
@@ -68,6 +93,14 @@ def _information(app: FastAPI, server: Server) -> None:
         state = "ok" if ok else ("shutting down" if server.admission.closing else "engine stopped")
         return JSONResponse({"status": state, "in_flight": server.admission.in_flight}, status_code=200 if ok else 503)
 
+    @app.get("/livez", response_model=None)
+    async def live() -> Json:
+        return {"status": "alive"}
+
+    @app.get("/readyz", responses={503: {"description": "Not for new requests"}}, response_model=None)
+    async def ready() -> Response:
+        return await health()
+
     @app.get("/version", response_model=None)
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -75,6 +108,34 @@ def _information(app: FastAPI, server: Server) -> None:
     @app.get("/metrics", response_model=None)
     async def metrics() -> Response:
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _ollama_information(app: FastAPI, server: Server) -> None:
+    """What Ollama's clients ask before they chat."""
+    name = server.settings.model_name
+    details = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+
+    @app.get("/api/tags", response_model=None, include_in_schema=False)
+    async def tags() -> Json:
+        when = datetime.fromtimestamp(server.started, UTC).isoformat()
+        model = {"name": name, "model": name, "modified_at": when, "size": 0, "digest": "", "details": details}
+        return {"models": [model]}
+
+    @app.post("/api/show", response_model=None, include_in_schema=False)
+    async def show(request: Request) -> Json:
+        info = {"general.architecture": "outrider", "outrider.context_length": server.backend.max_context}
+        return {
+            "modelfile": "",
+            "parameters": "",
+            "template": "",
+            "details": details,
+            "model_info": info,
+            "capabilities": ["completion", "tools"],
+        }
+
+    @app.get("/api/version", response_model=None, include_in_schema=False)
+    async def version() -> Json:
+        return {"version": __version__}
 
 
 def _page(app: FastAPI) -> None:

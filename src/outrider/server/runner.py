@@ -143,6 +143,10 @@ class Runner:
     def abort(self, id: str) -> None:
         self._commands.put(lambda: self._abort(id))
 
+    def later(self, function: Callable[[EngineLike], None]) -> None:
+        """Like `call`, for those who can't wait."""
+        self._commands.put(lambda: function(self._engine))
+
     async def call(self, function: Callable[[EngineLike], T]) -> T:
         """Run something on the engine between two steps (an audit, a count)."""
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()

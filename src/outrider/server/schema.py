@@ -1,17 +1,18 @@
-"""What a request may hold. Unknown fields are refused by name: a field that is silently ignored is a wrong answer.
+"""What a request may hold. Unknown fields are refused by name: a field that is silently ignored is a wrong answer. Taken without effect
+are null, the fields of `INERT`, and what clients have added to messages.
 
-The shapes are OpenAI's; fields after the comment `ours` are extensions other engines share (top_k, min_p, ...) or our
-own object `outrider`.
+The shapes are OpenAI's, with the extensions that vLLM and llama.cpp share, and our own object `outrider`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, field_validator, model_validator
 
 from ..types import MAX_DRAFT
 from .errors import bad
+from .grammar_source import Kind
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
@@ -26,44 +27,47 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Lenient(BaseModel):
+    """Parts of a conversation. Clients send back what they were given and what they have added to it: what is not known is ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+
 class StreamOptions(Strict):
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # usage so far with every chunk
+    include_obfuscation: bool | None = None  # changes nothing here
 
 
-class TextPart(Strict):
-    type: Literal["text"]
+class TextPart(Lenient):
+    type: Literal["text", "input_text", "output_text"] = "text"
     text: str
 
 
-class FunctionCall(Strict):
+class FunctionCall(Lenient):
     name: ToolName
-    arguments: str = Field(description="JSON text")
+    arguments: str | dict[str, object] = Field(default="", description="JSON text")
 
 
-class ToolCall(Strict):
-    id: str
+class ToolCall(Lenient):
+    id: str | None = None
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class Message(Strict):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+class Message(Lenient):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = None  # what we sent earlier; not rendered again, as the models' own templates ask
-    refusal: None = None  # the openai client echoes it
+    function_call: FunctionCall | None = None  # as it was before there were tools
 
     @model_validator(mode="after")
     def fits_role(self) -> Message:
-        if self.tool_calls is not None and self.role != "assistant":
+        if self.tool_calls and self.role != "assistant":
             raise ValueError("only an assistant message may hold tool_calls")
-        if self.tool_call_id is not None and self.role != "tool":
-            raise ValueError("only a tool message may hold tool_call_id")
-        if self.role == "tool" and self.tool_call_id is None:
-            raise ValueError("a tool message needs tool_call_id")
-        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+        if self.content is None and self.role in ("system", "developer", "user"):
             raise ValueError("content is missing")
         return self
 
@@ -73,11 +77,16 @@ class Message(Strict):
             return ""
         return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
 
+    @property
+    def calls(self) -> list[ToolCall]:
+        old = [ToolCall(id="call_0", function=self.function_call)] if self.function_call is not None else []
+        return list(self.tool_calls or old)
+
 
 class Function(Strict):
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     strict: bool | None = None
 
 
@@ -96,21 +105,47 @@ class NamedTool(Strict):
 
 
 class SchemaFormat(Strict):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+    name: str | None = None
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: dict[str, object] | None = Field(default=None, alias="schema")
     strict: bool | None = None
 
 
 class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: SchemaFormat | None = None
+    schema_: dict[str, object] | None = Field(default=None, alias="schema")  # llama.cpp: beside type json_object or json_schema
 
     @model_validator(mode="after")
     def whole(self) -> ResponseFormat:
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.json_schema is not None and self.type != "json_schema":
             raise ValueError("json_schema goes with type 'json_schema', and only with it")
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise ValueError("type 'json_schema' needs json_schema")
         return self
+
+    @property
+    def wanted(self) -> dict[str, object]:
+        """The schema that answers must match."""
+        inner = self.json_schema.schema_ if self.json_schema is not None else None
+        return inner or self.schema_ or {"type": "object"}
+
+
+class StructuredOutputs(Strict):
+    """vLLM's; one of them."""
+
+    json_: str | dict[str, object] | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(min_length=1, max_length=4096)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Prediction(Strict):
+    """OpenAI's predicted outputs: here a source of drafts, so it changes nothing but the speed."""
+
+    type: Literal["content"]
+    content: str | list[TextPart]
 
 
 class OutriderOptions(Strict):
@@ -122,35 +157,69 @@ class OutriderOptions(Strict):
     stream_smoothing: bool = False  # spread the tokens of one cycle over the time of a cycle
 
 
+# Taken because clients send them, and of no effect on an answer here; counted in the metric `outrider_ignored_fields`.
+INERT = (
+    "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user", "modalities",
+    "verbosity", "cache_prompt", "cache_salt", "request_id", "add_special_tokens", "skip_special_tokens",
+    "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "n_probs",
+)  # fmt: skip
+
+
 class Common(Strict):
     model: str | None = None  # one model is served: it may be left out
     temperature: Temperature | None = None
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as the context holds
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Seed | None = None
-    user: str | None = None  # accepted for compatibility; not logged, not used
-    # ours
-    top_k: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    # beyond OpenAI's
+    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
     min_p: Fraction | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None  # llama.cpp's name for it
     min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] | None = None
+    allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65536)] | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None  # among the waiting requests of one client; lower comes first
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, object] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(min_length=1, max_length=4096)] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, object] | None = None  # llama.cpp's
+    grammar: str | None = None  # llama.cpp's GBNF, or Lark
     outrider: OutriderOptions | None = None
+    ignored: Annotated[tuple[str, ...], Field(exclude=True)] = ()  # which of INERT were sent
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_inert(cls, data: object) -> object:
+        """What is null was not sent. Fields that change nothing are set aside."""
+        if not isinstance(data, dict):
+            return data
+        kept = {k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"}
+        modalities = data.get("modalities")
+        if modalities is not None and modalities != ["text"]:
+            raise ValueError("modalities: only text is spoken here")
+        return {**kept, "ignored": tuple(k for k in INERT if data.get(k) is not None)}
 
     @field_validator("stop")
     @classmethod
     def few_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
         stops = [value] if isinstance(value, str) else value or []
-        if len(stops) > 16 or not all(0 < len(s) <= 256 for s in stops):
-            raise ValueError("at most 16 stop strings of 1 to 256 characters")
+        if len(stops) > 16 or not all(len(s) <= 256 for s in stops):
+            raise ValueError("at most 16 stop strings of up to 256 characters")
         return value
 
     @field_validator("logit_bias")
@@ -168,22 +237,52 @@ class Common(Strict):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(s for s in given if s)
+
+    @property
+    def formats(self) -> list[tuple[str, Kind, object]]:
+        """Everything that says what the answer must match: (field, kind, what)."""
+        so = self.structured_outputs or StructuredOutputs()
+        form = self.response_format
+        any_object = {"type": "object"}
+        said: list[tuple[str, Kind, object]] = [
+            ("response_format", "json_schema", form.wanted if form is not None and form.type != "text" else None),
+            ("structured_outputs.json", "json_schema", so.json_), ("structured_outputs.regex", "regex", so.regex),
+            ("structured_outputs.choice", "choice", so.choice), ("structured_outputs.grammar", "gbnf", so.grammar),
+            ("structured_outputs.json_object", "json_schema", any_object if so.json_object else None),
+            ("guided_json", "json_schema", self.guided_json), ("guided_regex", "regex", self.guided_regex),
+            ("guided_choice", "choice", self.guided_choice), ("guided_grammar", "gbnf", self.guided_grammar),
+            ("json_schema", "json_schema", self.json_schema), ("grammar", "gbnf", self.grammar or None),
+        ]  # fmt: skip
+        return [(field, kind, what) for field, kind, what in said if what is not None]
 
 
 class ChatRequest(Common):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FailFast()]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high"] | None = None
+    functions: Annotated[list[Function], Field(max_length=128)] | None = None  # as it was before there were tools
+    function_call: Literal["none", "auto"] | NamedFunction | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    chat_template_kwargs: dict[str, JsonValue] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None  # the last message is the assistant's and goes on
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prediction: Prediction | None = None
 
     @model_validator(mode="after")
     def chat_consistent(self) -> ChatRequest:
+        if self.functions and not self.tools:
+            self.tools = [Tool(type="function", function=f) for f in self.functions]
+            call = self.function_call
+            self.tool_choice = NamedTool(type="function", function=call) if isinstance(call, NamedFunction) else call
+        if self.limit == 0:
+            raise ValueError("max_tokens must be at least 1, or -1 for as many as fit")
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
@@ -192,13 +291,16 @@ class ChatRequest(Common):
             names = [t.function.name for t in self.tools or []]
             if self.tool_choice.function.name not in names:
                 raise ValueError(f"tool_choice names '{self.tool_choice.function.name}', which is not among tools")
-        if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
-            raise ValueError("max_tokens and max_completion_tokens differ; send one")
+        if self.continue_final_message and self.messages[-1].role != "assistant":
+            raise ValueError("continue_final_message needs an assistant message at the end")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message and add_generation_prompt exclude each other")
         return self
 
     @property
     def limit(self) -> int | None:
-        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return None if asked == -1 else asked
 
 
 class CompletionRequest(Common):
@@ -206,14 +308,20 @@ class CompletionRequest(Common):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=128)] | None = None
+    suffix: Literal[""] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @model_validator(mode="after")
     def completion_consistent(self) -> CompletionRequest:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ValueError("best_of other than n is not supported")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo with logprobs is not supported")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            raise ValueError("best_of must be at least n")
+        if (self.best_of or 1) > (self.n or 1) and self.stream:
+            raise ValueError("best_of can't be streamed")
         return self
+
+    @property
+    def limit(self) -> int | None:
+        return None if self.max_tokens == -1 else self.max_tokens
 
     @property
     def prompts(self) -> list[str | list[object]]:

@@ -22,9 +22,15 @@ class ServerSettings:
     timeout: float = 600.0  # seconds for one request, waiting included
     max_body: int = 4 << 20  # bytes
     max_prompt: int = 0  # tokens; 0: as long as the model's context
-    max_choices: int = 16  # the largest n, and the most prompts of one /v1/completions call
+    max_choices: int = 16  # the largest n
+    max_answers: int = 64  # of one /v1/completions call: prompts times n
     log_prompts: bool = False
+    log_level: str = "info"
+    log_json: bool = False  # one JSON object a line
     shutdown_grace: float = 10.0  # seconds for running requests to finish
+    allowed_origins: tuple[str, ...] = ()  # pages of these origins may call, besides our own; "*": all
+    trusted_hosts: tuple[str, ...] = ()  # names we may be called by on loopback, besides localhost
+    root_path: str = ""  # where a proxy puts us
     max_connections: int = 512  # fewer where the system lends fewer file descriptors
     request_timeout: float = 30.0  # seconds for a request's head and body to arrive, each
     idle_timeout: float = 60.0  # seconds a connection may stay open between two requests
@@ -43,6 +49,9 @@ class ServerSettings:
         need(self.max_body >= 1024, f"--max-body must be at least 1024 bytes, got {self.max_body}")
         need(self.max_prompt >= 0, f"--max-prompt must be 0 (the model's context) or more tokens, got {self.max_prompt}")
         need(self.shutdown_grace >= 0, f"--shutdown-grace must be 0 or more seconds, got {self.shutdown_grace}")
+        levels = ("debug", "info", "warning", "error")
+        need(self.log_level in levels, f"--log-level must be one of {', '.join(levels)}, got {self.log_level!r}")
+        need(self.root_path == "" or self.root_path.startswith("/"), f"--root-path must begin with /, got {self.root_path!r}")
         need(self.max_connections >= 1, f"--max-connections must be at least 1, got {self.max_connections}")
         for name in ("request_timeout", "idle_timeout", "stall_timeout"):
             value = getattr(self, name)

@@ -32,6 +32,9 @@ def single_tokens(event: Event) -> list[Event]:
     return list(parts)
 
 
+Table = dict[int, float] | None  # {token id: logprob}; None for a token that nothing stands before
+
+
 class CalledFunction(TypedDict):
     name: str
     arguments: str
@@ -57,6 +60,7 @@ class Update:
     deltas: list[Json] = field(default_factory=list)
     logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
     tokens: list[list[str]] = field(default_factory=list)  # [text, kind]
+    ids: list[int] = field(default_factory=list)
 
 
 class Choice:
@@ -71,7 +75,10 @@ class Choice:
         self.logprobs: list[tuple[int, dict[int, float]]] = []
         self.tokens: list[list[str]] = []  # [text, kind]
         self.new_tokens = 0
-        self.offset = len(echo)  # where in the text the next token's entry begins
+        self.ids: list[int] = []
+        self.prompt, self.cached = request.prompt, 0
+        self.echoed = echo
+        self.offset = 0 if job.echo_logprobs else len(echo)  # where in the text the next token's entry begins
         self.finish: str | None = None
         self.stats: RequestStats | None = None
 
@@ -87,6 +94,8 @@ class Choice:
     def _take(self, event: Event, update: Update) -> None:
         parts = self._parser.feed("".join(event.texts))
         self.new_tokens += len(event.tokens)
+        self.ids += event.tokens
+        update.ids += event.tokens
         if event.finish_reason is not None:
             complete = event.finish_reason == "stop"
             parts += self._parser.finish(complete)
@@ -101,6 +110,10 @@ class Choice:
             tokens = [[self._piece(t), kind] for t, kind in zip(event.tokens, event.kinds)]
             self.tokens += tokens
             update.tokens += tokens
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(table[t] for t, table in self.logprobs) / max(1, len(self.logprobs))
 
     def _piece(self, token: int) -> str:
         assert self._pieces is not None
@@ -139,6 +152,7 @@ class Writer:
         echoes = job.echoes or ("",) * len(job.requests)
         self.choices = [Choice(i, r, job.parser(), tokenizer, job, e) for i, (r, e) in enumerate(zip(job.requests, echoes))]
         self._by_id = {r.id: c for r, c in zip(job.requests, self.choices)}
+        self.scores: dict[int, list[Table]] = {}  # by the prompt's identity: what the model thought of its tokens
 
     def choice(self, id: str) -> Choice:
         return self._by_id[id]
@@ -146,24 +160,50 @@ class Writer:
     # ---- whole
 
     def whole(self) -> Json:
-        choices = []
-        for c in self.choices:
-            choice: Json = {"index": c.index, "finish_reason": c.finish, "logprobs": self._logprobs(c, c.logprobs)}
-            if self._chat:
-                message: Json = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
-                if c.reasoning:
-                    message["reasoning_content"] = c.reasoning
-                if c.calls:
-                    message["tool_calls"] = c.calls
-                choice["message"] = message
-            else:
-                choice["text"] = c.content
-            if self._job.options.token_kinds:
-                choice["outrider"] = {"tokens": c.tokens}
-            choices.append(choice)
-        out = {**self._head, "object": self._object, "choices": choices, "usage": self.usage()}
+        told = [self._choice(i, c) for i, c in enumerate(self._kept())]
+        out: Json = {**self._head, "object": self._object, "choices": told, "usage": self.usage()}
+        if self._chat and self._job.prompt_logprobs is not None:
+            out["prompt_logprobs"] = self._prompt_logprobs(self.choices[0])
+        if self._chat and self._job.return_ids:
+            out["prompt_token_ids"] = self.choices[0].prompt
         if self._job.options.stats:
             out["outrider"] = statistics([c.stats for c in self.choices], self._job.seed)
+        return out
+
+    def _kept(self) -> list[Choice]:
+        """Of each prompt's answers the likeliest, by the mean of their tokens' log-probabilities."""
+        keep, of = self._job.best
+        if keep == of:
+            return self.choices
+        groups = [self.choices[i : i + of] for i in range(0, len(self.choices), of)]
+        return [c for group in groups for c in sorted(group, key=lambda c: -c.mean_logprob)[:keep]]
+
+    def _choice(self, index: int, c: Choice) -> Json:
+        out: Json = {"index": index, "finish_reason": c.finish, "logprobs": self._logprobs(c, [*self._scored(c), *c.logprobs])}
+        if self._chat:
+            message: Json = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
+            if c.reasoning:
+                message["reasoning_content"] = c.reasoning
+            if c.calls and self._job.functions:
+                message["function_call"], out["finish_reason"] = (
+                    c.calls[0]["function"],
+                    "function_call" if c.finish == "tool_calls" else c.finish,
+                )
+            elif c.calls:
+                message["tool_calls"] = c.calls
+            out["message"] = message
+        else:
+            out["text"] = c.echoed if self._job.max_zero else c.content
+        if self._job.max_zero:
+            out["finish_reason"] = "length"
+        if self._job.return_ids:
+            out["token_ids"] = [] if self._job.max_zero else c.ids
+            if not self._chat:
+                out["prompt_token_ids"] = c.prompt
+        if not self._chat and self._job.prompt_logprobs is not None and not self._job.echo_logprobs:
+            out["prompt_logprobs"] = self._prompt_logprobs(c)
+        if self._job.options.token_kinds:
+            out["outrider"] = {"tokens": c.tokens}
         return out
 
     # ---- chunks
@@ -171,8 +211,10 @@ class Writer:
     def opening(self) -> list[Json]:
         """The first chunk of each choice: the role, or the echoed prompt."""
         if self._chat:
-            return [self._chunk(c, {"role": "assistant", "content": ""}) for c in self.choices]
-        return [self._chunk(c, {"content": c.content}) for c in self.choices if c.content]
+            first: list[Json] = [self._chunk(c, {"role": "assistant", "content": ""}) for c in self.choices]
+        else:
+            first = [self._chunk(c, {"content": c.echoed}, self._scored(c)) for c in self.choices if c.echoed]
+        return [{**chunk, "usage": self.usage()} for chunk in first] if self._job.continuous_usage else first
 
     def chunks(self, event: Event) -> list[Json]:
         choice = self.choice(event.id)
@@ -180,22 +222,27 @@ class Writer:
             return []
         update = choice.take(event)
         deltas, logprobs, tokens = update.deltas, update.logprobs, update.tokens
-        if not deltas and (logprobs or tokens):
+        if self._job.max_zero:
+            deltas, logprobs, tokens = [], [], []
+        if not deltas and (logprobs or tokens or (self._job.return_ids and update.ids)):
             deltas = [{}]  # text is held back (half a character, a possible tag), the tokens are not
         out = []
         for i, delta in enumerate(deltas):
             chunk = self._chunk(choice, delta, logprobs if i == 0 else None)
             if tokens and i == 0:
                 chunk["outrider"] = {"tokens": tokens}
+            if self._job.return_ids and i == 0:
+                cast(list[Json], chunk["choices"])[0]["token_ids"] = update.ids
             out.append(chunk)
         if choice.finish is not None:
-            last = self._chunk(choice, {}, finish=choice.finish)
+            finish = "length" if self._job.max_zero else choice.finish
+            last = self._chunk(choice, {}, finish="function_call" if self._job.functions and finish == "tool_calls" else finish)
             if self._job.options.stats:
                 last["outrider"] = statistics([choice.stats], self._job.seed + choice.index)
             out.append(last)
         if self._job.include_usage:
             for chunk in out:
-                chunk["usage"] = None
+                chunk["usage"] = self.usage() if self._job.continuous_usage else None
         return out
 
     def closing(self) -> list[Json]:
@@ -207,12 +254,13 @@ class Writer:
         self,
         choice: Choice,
         delta: Json,
-        logprobs: Sequence[tuple[int, dict[int, float]]] | None = None,
+        logprobs: Sequence[tuple[int, Table]] | None = None,
         finish: str | None = None,
     ) -> Json:
         body: Json = {"index": choice.index, "finish_reason": finish, "logprobs": self._logprobs(choice, logprobs or [])}
         if self._chat:
-            body["delta"] = delta
+            calls = delta.get("tool_calls")
+            body["delta"] = {"function_call": cast(list[Json], calls)[0]["function"]} if self._job.functions and calls else delta
         else:
             body["text"] = delta.get("content", "")
         return {**self._head, "object": self._chunk_object, "choices": [body]}
@@ -220,7 +268,7 @@ class Writer:
     # ---- parts of both
 
     def usage(self) -> Json:
-        new = sum(c.new_tokens for c in self.choices)
+        new = 0 if self._job.max_zero else sum(c.new_tokens for c in self.choices)
         prompt = self._job.prompt_tokens
         cached = min((c.stats.cached_tokens for c in self.choices if c.stats is not None), default=0)
         return {
@@ -230,22 +278,42 @@ class Writer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _logprobs(self, choice: Choice, entries: Sequence[tuple[int, dict[int, float]]]) -> Json | None:
+    def _scored(self, choice: Choice) -> list[tuple[int, Table]]:
+        """The prompt's own tokens, where they are told with the answer's."""
+        scores = self.scores.get(id(choice.prompt)) if self._job.echo_logprobs else None
+        return list(zip(choice.prompt, scores)) if scores is not None else []
+
+    def _prompt_logprobs(self, choice: Choice) -> list[Json | None]:
+        """vLLM's shape: per token {id: {logprob, rank, decoded_token}}."""
+        out: list[Json | None] = []
+        for table in self.scores.get(id(choice.prompt), []):
+            entry: Json = {}
+            for rank, (token, value) in enumerate(sorted((table or {}).items(), key=lambda item: -item[1]), 1):
+                entry[str(token)] = {"logprob": max(value, -9999.0), "rank": rank, "decoded_token": self._token(token, value)["token"]}
+            out.append(entry if table is not None else None)
+        return out
+
+    def _logprobs(self, choice: Choice, entries: Sequence[tuple[int, Table]]) -> Json | None:
         wanted = self._job.requests[0].params.logprobs
-        if wanted is None or not entries:
+        if self._job.max_zero and not self._job.echo_logprobs:
+            return None
+        if self._job.max_zero:
+            entries = entries[: len(choice.prompt)]
+        if wanted is None or self._job.hide_logprobs or not entries:
             return None
         if self._chat:
-            content = [{**self._token(t, table[t]), "top_logprobs": self._top(table, wanted)} for t, table in entries]
+            content = [{**self._token(t, table[t]), "top_logprobs": self._top(table, wanted)} for t, table in entries if table is not None]
             return {"content": content, "refusal": None}
-        tokens = [self._token(t, table[t]) for t, table in entries]
+        tokens = [self._token(t, 0.0 if table is None else table[t])["token"] for t, table in entries]
         offsets = []
-        for t in tokens:
+        for token in tokens:
             offsets.append(choice.offset)
-            choice.offset += len(t["token"])
+            choice.offset += len(token)
+        top = [None if table is None else {e["token"]: e["logprob"] for e in self._top(table, wanted)} for _, table in entries]
         return {
-            "tokens": [t["token"] for t in tokens],
-            "token_logprobs": [t["logprob"] for t in tokens],
-            "top_logprobs": [{e["token"]: e["logprob"] for e in self._top(table, wanted)} for _, table in entries] if wanted else None,
+            "tokens": tokens,
+            "token_logprobs": [None if table is None else max(table[t], -9999.0) for t, table in entries],
+            "top_logprobs": top if wanted else None,
             "text_offset": offsets,
         }
 

@@ -1,0 +1,163 @@
+"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, options by Ollama's names, streaming unless told otherwise."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import cast
+
+from pydantic import JsonValue
+
+from .errors import ApiError, bad
+from .schema import ChatRequest, CompletionRequest, Lenient
+from .wire import Json
+
+# option -> our field; those that are not here say how a model is run, not what it says, and are ignored as Ollama ignores unknown ones
+OPTIONS = {
+    "temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "seed": "seed", "num_predict": "max_tokens",
+    "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+}  # fmt: skip
+
+
+class Call(Lenient):
+    function: dict[str, JsonValue]
+
+
+class OllamaMessage(Lenient):
+    role: str
+    content: str = ""
+    tool_calls: list[Call] | None = None
+    tool_name: str | None = None
+    images: list[str] | None = None
+
+
+class Common(Lenient):
+    model: str | None = None
+    stream: bool | None = None
+    format: str | dict[str, object] | None = None
+    options: dict[str, JsonValue] | None = None
+    think: bool | str | None = None
+
+
+class ChatBody(Common):
+    messages: list[OllamaMessage]
+    tools: list[dict[str, JsonValue]] | None = None
+
+
+class GenerateBody(Common):
+    prompt: str = ""
+    system: str | None = None
+    raw: bool | None = None
+    images: list[str] | None = None
+
+
+def parse_chat(raw: bytes) -> ChatRequest:
+    body = ChatBody.model_validate_json(raw)
+    messages: list[Json] = []
+    for i, m in enumerate(body.messages):
+        if m.images:
+            raise bad("messages: images can't be read here.", "messages")
+        calls = [{"id": f"call_{i}_{j}", "type": "function", "function": c.function} for j, c in enumerate(m.tool_calls or [])]
+        more: Json = {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
+        messages.append({"role": m.role, "content": m.content, **more})
+    return ChatRequest.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
+
+
+def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
+    body = GenerateBody.model_validate_json(raw)
+    if body.images:
+        raise bad("images can't be read here.", "images")
+    if body.raw:
+        common = _common(body)
+        common.pop("reasoning_effort", None)
+        return CompletionRequest.model_validate({"max_tokens": -1, **common, "prompt": body.prompt})
+    system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
+    return ChatRequest.model_validate({**_common(body), "messages": [*system, {"role": "user", "content": body.prompt}]})
+
+
+def _common(body: Common) -> Json:
+    out: Json = {"model": None if body.model is None else body.model.removesuffix(":latest"), "stream": body.stream is not False}
+    for name, value in (body.options or {}).items():
+        if name in OPTIONS and value is not None:
+            out[OPTIONS[name]] = -1 if name == "num_predict" and isinstance(value, int) and value < 0 else value
+    if out["stream"]:
+        out["stream_options"] = {"include_usage": True}
+    if body.format == "json":
+        out["response_format"] = {"type": "json_object"}
+    elif isinstance(body.format, dict):
+        out["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+    if body.think is not None:
+        out["reasoning_effort"] = (body.think if isinstance(body.think, str) else "medium") if body.think else "none"
+    return out
+
+
+class OllamaWire:
+    media_type = "application/x-ndjson"
+    still_working = ""
+
+    def __init__(self, chat: bool = True) -> None:
+        self._chat = chat
+        self._reason: object = "stop"
+        self._calls: dict[int, dict[str, str]] = {}
+
+    def whole(self, answer: Json) -> Json:
+        choice = cast(list[Json], answer["choices"])[0]
+        message = cast(Json, choice.get("message") or {"content": choice.get("text")})
+        calls = [_call(cast(dict[str, str], c["function"])) for c in cast(list[Json], message.get("tool_calls") or [])]
+        self._reason = choice["finish_reason"]
+        said = self._said(str(message.get("content") or ""), str(message.get("reasoning_content") or ""), calls)
+        return {**self._head(answer), **said, **self._end(answer)}
+
+    def chunk(self, chunk: Json) -> str:
+        out = ""
+        for choice in cast(list[Json], chunk["choices"]):
+            delta = cast(Json, choice.get("delta") or {"content": choice.get("text")})
+            for call in cast(list[Json], delta.get("tool_calls") or []):
+                function, known = (
+                    cast(dict[str, str], call["function"]),
+                    self._calls.setdefault(cast(int, call["index"]), {"name": "", "arguments": ""}),
+                )
+                known["name"] += function.get("name", "")
+                known["arguments"] += function.get("arguments", "")
+            text, thought = str(delta.get("content") or ""), str(delta.get("reasoning_content") or "")
+            finished = choice.get("finish_reason")
+            calls = [_call(c) for c in self._calls.values()] if finished else []
+            if text or thought or calls:
+                out += _line({**self._head(chunk), **self._said(text, thought, calls), "done": False})
+            self._reason = finished or self._reason
+        if not chunk["choices"] and chunk.get("usage"):
+            out += _line({**self._head(chunk), **self._said("", "", []), **self._end(chunk)})
+        return out
+
+    def done(self) -> str:
+        return ""
+
+    def error(self, error: ApiError) -> str:
+        return _line(self.refusal(error))
+
+    def refusal(self, error: ApiError) -> Json:
+        return {"error": error.message}
+
+    def _head(self, answer: Json) -> Json:
+        return {"model": answer["model"], "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+
+    def _said(self, text: str, thought: str, calls: list[Json]) -> Json:
+        more: Json = {**({"thinking": thought} if thought else {}), **({"tool_calls": calls} if calls else {})}
+        return {"message": {"role": "assistant", "content": text, **more}} if self._chat else {"response": text, **more}
+
+    def _end(self, answer: Json) -> Json:
+        usage = cast(Json, answer["usage"])
+        reason = "length" if self._reason == "length" else "stop"
+        return {
+            "done": True, "done_reason": reason, "prompt_eval_count": usage["prompt_tokens"], "eval_count": usage["completion_tokens"],
+            "total_duration": 0, "load_duration": 0, "prompt_eval_duration": 0, "eval_duration": 0,
+        }  # fmt: skip
+
+
+def _call(function: dict[str, str]) -> Json:
+    return {"function": {"name": function["name"], "arguments": json.loads(function["arguments"] or "{}")}}
+
+
+def _line(data: Json) -> str:
+    return json.dumps(data, ensure_ascii=False) + "\n"

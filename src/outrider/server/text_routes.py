@@ -1,0 +1,55 @@
+"""Texts and token ids, a conversation as the model reads it: /tokenize, /detokenize, /apply-template, as vLLM and llama.cpp have them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from .errors import bad
+from .prepare import Preparer
+from .schema import ChatRequest, Lenient, TokenId
+from .wire import Json
+
+
+class TokenizeRequest(Lenient):
+    prompt: str | None = None
+    content: str | None = None  # llama.cpp's name for it
+    messages: list[object] | None = None
+    add_special_tokens: bool | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Lenient):
+    tokens: Annotated[list[TokenId], Field(max_length=1 << 20)]
+
+
+def tokenize(raw: bytes, preparer: Preparer) -> Json:
+    body = TokenizeRequest.model_validate_json(raw)
+    text = body.prompt if body.prompt is not None else body.content
+    if body.messages is not None:
+        ids = preparer.conversation(ChatRequest.model_validate({"messages": body.messages})).ids
+    elif text is not None:
+        special = body.add_special_tokens if body.add_special_tokens is not None else bool(body.add_special)
+        ids = preparer.tokens(text, special)
+    else:
+        raise bad("Missing field: 'prompt'.", "prompt", "missing_field")
+    pieces = [preparer.tokenizer.token_bytes(t).decode("utf-8", "replace") for t in ids]
+    out: Json = {"tokens": ids, "count": len(ids), "max_model_len": preparer.max_context}
+    if body.with_pieces:
+        out["tokens"] = [{"id": t, "piece": p} for t, p in zip(ids, pieces)]
+    if body.return_token_strs:
+        out["token_strs"] = pieces
+    return out
+
+
+def detokenize(raw: bytes, preparer: Preparer) -> Json:
+    ids = DetokenizeRequest.model_validate_json(raw).tokens
+    text = preparer.tokenizer.decode(ids, keep_special=True)
+    return {"prompt": text, "content": text}
+
+
+def apply_template(raw: bytes, preparer: Preparer) -> Json:
+    return {"prompt": preparer.conversation(ChatRequest.model_validate_json(raw)).written}
