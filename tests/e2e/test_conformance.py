@@ -385,7 +385,7 @@ for field_name, messages in HISTORY.items():
 
 @case
 def history_round_trip(api: Api) -> None:
-    message = api.chat(tools=[TOOL], tool_choice="required", max_tokens=200)["choices"][0]["message"]
+    message = api.chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, max_tokens=200)["choices"][0]["message"]
     results = [{"role": "tool", "tool_call_id": c["id"], "content": "12:00"} for c in message["tool_calls"]]
     api.chat(messages=[*HI, message, *results], tools=[TOOL])
 
@@ -415,9 +415,13 @@ def anthropic_stream(api: Api) -> None:
 @case
 def anthropic_tools(api: Api) -> None:
     tools = [{"name": "time", "description": "d", "input_schema": TOOL["function"]["parameters"]}]  # type: ignore[index]
-    got = api.post("/v1/messages", {**ANTHROPIC, "max_tokens": 200, "tools": tools, "tool_choice": {"type": "any"}})
+    got = api.post(
+        "/v1/messages", {**ANTHROPIC, "max_tokens": 200, "tools": tools, "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    )
     use = next(b for b in got["content"] if b["type"] == "tool_use")
     assert got["stop_reason"] == "tool_use" and use["input"]["zone"] in ("UTC", "CET")
+    cut = api.post("/v1/messages", {**ANTHROPIC, "max_tokens": 40, "tools": tools, "tool_choice": {"type": "any"}})
+    assert cut["stop_reason"] == "max_tokens"  # and the call that was cut off is no 500
     result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use["id"], "content": "12:00"}]}
     api.post("/v1/messages", {**ANTHROPIC, "tools": tools, "messages": [*HI, {"role": "assistant", "content": got["content"]}, result]})
 
@@ -436,7 +440,10 @@ def responses_stream(api: Api) -> None:
 @case
 def responses_tools(api: Api) -> None:
     tools = [{"type": "function", **TOOL["function"]}]  # type: ignore[dict-item]
-    got = api.post("/v1/responses", {"input": "hello", "tools": tools, "tool_choice": "required", "max_output_tokens": 200})
+    got = api.post(
+        "/v1/responses",
+        {"input": "hello", "tools": tools, "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 200},
+    )
     call = next(i for i in got["output"] if i["type"] == "function_call")
     again = [{"role": "user", "content": "hello"}, call, {"type": "function_call_output", "call_id": call["call_id"], "output": "12:00"}]
     assert api.post("/v1/responses", {"input": again, "tools": tools, "max_output_tokens": 4})["object"] == "response"

@@ -274,8 +274,7 @@ def test_a_client_that_does_not_read_gives_back_its_places() -> None:
         with Served(engine, TOK, 1 << 20, max_concurrent=2, max_queued=0, **settings) as s:
             silent = raw(s, request("/v1/chat/completions", body), small=True)
             until(lambda: s.state.admission.in_flight == 2)
-            assert post(s).status_code == 429
-            until(lambda: not s.state.admission.in_flight, 15)
+            until(lambda: not s.state.admission.in_flight, 30)
             assert post(s, max_tokens=5).status_code == 200
             silent.close()
             s.settle()

@@ -21,7 +21,7 @@ class AllowedTokens:
 
     def masks(self, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
         valid = next((i for i, t in enumerate(drafts) if not self._row[t]), len(drafts))
-        return np.broadcast_to(self._row, (len(drafts) + 1, len(self._row))), valid
+        return np.tile(self._row, (len(drafts) + 1, 1)), valid
 
     def bits(self, drafts: Sequence[int]) -> np.ndarray:
         """The same rows packed, 32 tokens a word: int32 [len(drafts) + 1, words]."""

@@ -5,14 +5,13 @@ Text, tools, tool results, prefill, stop sequences, thinking and streaming. Imag
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Literal, cast
 
 from pydantic import Field
 
 from .errors import TYPES, ApiError, bad
 from .schema import ChatRequest, Lenient, Strict
-from .wire import Json, sse
+from .wire import Json, arguments_of, sse
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -145,9 +144,7 @@ class AnthropicWire:
             blocks.append({"type": "text", "text": message["content"]})
         for call in cast(list[Json], message.get("tool_calls") or []):
             function = cast(dict[str, str], call["function"])
-            blocks.append(
-                {"type": "tool_use", "id": call["id"], "name": function["name"], "input": json.loads(function["arguments"] or "{}")}
-            )
+            blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments_of(function["arguments"])})
         reason = REASONS.get(str(choice["finish_reason"]), "end_turn")
         return {**self._message(answer), "content": blocks, "stop_reason": reason, "usage": _usage(answer)}
 

@@ -10,7 +10,7 @@ from pydantic import JsonValue
 
 from .errors import ApiError, bad
 from .schema import ChatRequest, CompletionRequest, Lenient
-from .wire import Json
+from .wire import Json, arguments_of
 
 # option -> our field; those that are not here say how a model is run, not what it says, and are ignored as Ollama ignores unknown ones
 OPTIONS = {
@@ -156,7 +156,7 @@ class OllamaWire:
 
 
 def _call(function: dict[str, str]) -> Json:
-    return {"function": {"name": function["name"], "arguments": json.loads(function["arguments"] or "{}")}}
+    return {"function": {"name": function["name"], "arguments": arguments_of(function["arguments"])}}
 
 
 def _line(data: Json) -> str:

@@ -18,6 +18,14 @@ def sse(data: Json, event: str | None = None) -> str:
     return f"{name}data: {json.dumps(data, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
+def arguments_of(text: str) -> object:
+    """A call's arguments as an object; of a call that was cut off, nothing is known."""
+    try:
+        return json.loads(text or "{}")
+    except ValueError:
+        return {}
+
+
 class Wire(Protocol):
     media_type: str
     still_working: str  # written when nothing came for a while
