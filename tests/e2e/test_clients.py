@@ -128,7 +128,8 @@ def test_ollama(served: Served) -> None:
     client.chat(model="fake", messages=[*HI, whole.message, *HI], options=options, tools=TOOLS)
 
 
-def test_litellm(served: Served) -> None:
+def test_litellm(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # no other host is asked
     litellm = pytest.importorskip("litellm")
     ask: dict[str, Any] = dict(model="openai/fake", api_base=f"{served.url}/v1", api_key="none", max_tokens=200, seed=1, tools=TOOLS)
     first = litellm.completion(messages=HI, tool_choice="required", parallel_tool_calls=False, **ask)

@@ -9,74 +9,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 from tests import tiny
+from tests.conformance import CASES, HI, Api, case, content, holds, is_a, many, matches, same
 from tests.server_fakes import Served
 
 from outrider.config import EngineConfig
 from outrider.llm import LLM
 
-CASES: dict[str, Callable[[Api], None]] = {}
 KNOWN: dict[str, str] = {}  # name -> why it is otherwise here
 OUTCOMES: dict[str, bool] = {}
 CONTEXT = 1536
-HI = [{"role": "user", "content": "hello"}]
 TOOL = {
     "type": "function",
     "function": {"name": "time", "description": "the time", "parameters": {"type": "object", "properties": {"zone": {"enum": ["UTC", "CET"]}}, "required": ["zone"]}},
 }  # fmt: skip
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}}, "required": ["a"]}
-
-
-class Api:
-    def __init__(self, url: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=120)
-
-    def post(self, path: str, body: Any, status: int = 200) -> Any:
-        answer = self.http.post(path, json=body)
-        assert answer.status_code == status, f"{answer.status_code}: {answer.text[:300]}"
-        return answer.json()
-
-    def chat(self, status: int = 200, **body: Any) -> Any:
-        return self.post("/v1/chat/completions", {"messages": HI, "max_tokens": 8, "seed": 1, **body}, status)
-
-    def text(self, status: int = 200, **body: Any) -> Any:
-        return self.post("/v1/completions", {"prompt": "hello", "max_tokens": 8, "seed": 1, **body}, status)
-
-    def lines(self, path: str, body: Any) -> list[Any]:
-        """The events of a stream."""
-        answer = self.http.post(path, json=body)
-        assert answer.status_code == 200, answer.text[:300]
-        return [json.loads(x[6:]) for x in answer.text.split("\n") if x.startswith("data: {")]
-
-    def stream(self, **body: Any) -> list[Any]:
-        return self.lines("/v1/chat/completions", {"messages": HI, "max_tokens": 8, "seed": 1, "stream": True, **body})
-
-
-def case(function: Callable[[Api], None]) -> Callable[[Api], None]:
-    CASES[function.__name__] = function
-    return function
-
-
-def many(name: str, values: dict[str, Callable[[Api], Any]]) -> None:
-    for key, check in values.items():
-        CASES[f"{name}_{key}"] = check
-
-
-def content(answer: Any) -> str:
-    return answer["choices"][0]["message"]["content"] or ""
-
-
-def same(a: Any, b: Any) -> None:
-    assert a == b, f"{a!r} != {b!r}"
-
-
-def holds(true: Any, what: Any = "") -> None:
-    assert true, what
 
 
 # ---- accepted, and of no effect
@@ -290,17 +241,6 @@ many("logprobs", {
 })  # fmt: skip
 
 # ---- structured output
-
-JSON_A = re.compile(r"\s*\{\s*\"a\"\s*:\s*\d{1,2}\s*\}\s*")
-
-
-def matches(pattern: str, text: str) -> None:
-    assert re.fullmatch(pattern, text), text
-
-
-def is_a(text: str) -> None:
-    assert set(json.loads(text)) == {"a"}, text
-
 
 many("structured", {
     "schema": lambda api: is_a(content(api.chat(max_tokens=60, response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}))),

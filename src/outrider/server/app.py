@@ -7,7 +7,9 @@ tokenising, and clients take turns at every stage (fair.py), so that what one se
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import logging
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager
@@ -42,6 +44,7 @@ from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
+BIG_BODY, TRIM_S = 256 << 10, 5.0
 Body = TypeVar("Body", bound=Common)
 T = TypeVar("T")
 
@@ -60,6 +63,7 @@ class Server:
         self.metrics = ServerMetrics(backend.engine.metrics, self.runner, lambda: self.admission.in_flight, lambda: self.turns.waiting)
         self.connections: Connections | None = None  # set where real ones come in
         self.started = int(time.time())
+        self._trimmed = 0.0
         self.fingerprint = f"outrider-{__version__}"
 
     async def answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
@@ -97,7 +101,9 @@ class Server:
             raise late(self.settings.timeout) from None
         except BaseException:
             stack.close()
+            self._trim(len(raw))
             raise
+        self._trim(len(raw))
         return EventStream(call, wire.media_type) if call.streams else JSONResponse(await unless_gone(request, call.whole()))
 
     async def _begin(
@@ -132,6 +138,12 @@ class Server:
             except EngineError as e:
                 raise ApiError(500, str(e)) from e
         return call
+
+    def _trim(self, size: int) -> None:
+        """What big bodies took of the memory goes back to the system, now and then."""
+        if size > BIG_BODY and sys.platform == "linux" and time.monotonic() - self._trimmed > TRIM_S:
+            self._trimmed = time.monotonic()
+            asyncio.get_running_loop().run_in_executor(None, lambda: ctypes.CDLL(None).malloc_trim(0))
 
     async def _score(self, job: Job, writer: Writer, client: str) -> None:
         """What the model thinks of the prompts, a few rows between two steps of the engine. One place is held for it."""

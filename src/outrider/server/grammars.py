@@ -24,7 +24,7 @@ from .fair import FairGate
 from .grammar_source import MAX_CHARS, Source
 
 SECONDS, MEMORY = 1.0, 192 << 20  # of one trial
-KEEP, KEEP_REFUSED = 128 << 20, 256
+KEEP, KEEP_REFUSED = 32 << 20, 256
 AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
 
 
