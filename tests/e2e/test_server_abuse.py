@@ -26,7 +26,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 
 from outrider.engine.grammar import GrammarCompiler
-from outrider.server import call, grammars
+from outrider.server import grammars, runner
 from outrider.server.errors import ApiError
 from outrider.server.fair import Desk, FairGate
 from outrider.server.grammar_source import Source, build, close_objects
@@ -281,7 +281,7 @@ def test_a_client_that_does_not_read_gives_back_its_places() -> None:
 
 
 def test_unread_output_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call, "MAX_UNREAD", 50)
+    monkeypatch.setattr(runner, "MAX_UNREAD", 50)
     engine = FakeEngine(TOK, lambda r: "word " * 20000, draft=0)
     with Served(engine, TOK, 1 << 20, max_concurrent=1, max_queued=0) as s:
         silent = raw(
@@ -318,6 +318,20 @@ def test_connections_that_say_nothing_or_half_are_ended() -> None:
                 pass
             made.close()
         dripping.close()
+
+
+def test_who_leaves_in_the_middle_of_a_body_leaves_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    with Served(FakeEngine(TOK), TOK, max_connections=8) as s, caplog.at_level(logging.INFO):
+        half_body = request("/v1/chat/completions", {"messages": HI})[:-5]
+        for _ in range(4):
+            raw(s, half_body).close()
+        crowd = [raw(s, half_body) for _ in range(12)]  # more than there is room for: the first ones are ended by us
+        until(lambda: len(s.server.connections.open) <= 8)
+        for made in crowd:
+            made.close()
+        until(lambda: not s.server.connections.open, 20)
+        assert post(s, max_tokens=5).status_code == 200
+    assert [r.getMessage() for r in caplog.records if r.exc_info or r.levelno >= logging.ERROR] == []
 
 
 def test_at_the_cap_silent_connections_make_room() -> None:

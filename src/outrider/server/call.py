@@ -29,7 +29,6 @@ from .wire import Wire
 
 log = logging.getLogger("outrider.server")
 KEEP_ALIVE_S = 15.0
-MAX_UNREAD = 2048  # events of one call that wait to be written; a client that far behind does not read
 T = TypeVar("T")
 
 
@@ -41,6 +40,7 @@ class Feeder:
         self._holding: set[str] = set()
         self._others: asyncio.Task[None] | None = None
         self.stream = runner.stream(r.id for r in job.requests)
+        self.stream.on_unread = self.close  # the engine's places go back while the write still blocks
 
     async def first(self) -> None:
         await self._feed(self._job.requests[0])
@@ -144,12 +144,12 @@ class Call:
             waiting.result()
             stream = self._feeder.stream
             while stream.open and any(c.finish is None for c in self._writer.choices):
-                if stream.waiting > MAX_UNREAD:
-                    raise ApiError(408, "The answer is not being read.", code="unread_answer")
                 event = await stream.next(min(self._left(), KEEP_ALIVE_S))
                 if event is not None and event.finish_reason is not None:
                     self._feeder.finished(event.id)
                 yield event
+            if stream.unread:
+                raise ApiError(408, "The answer is not being read.", code="unread_answer")
         except OutriderError as e:  # the engine found out on the way that this request can't be done
             raise ApiError(400, str(e), code="request_failed") from e
         except EngineError as e:

@@ -122,8 +122,7 @@ class Guard:
             try:
                 await self.app(scope, counted, secured)
             except ClientDisconnect:
-                if not refused:
-                    raise
+                pass  # it left in the middle of its body: there is nobody to answer, and nothing worth a traceback
             if refused:
                 raise self._too_large()
         except ApiError as e:

@@ -23,6 +23,7 @@ from ..types import OutriderError, RequestStats
 
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
+MAX_UNREAD = 1024  # events of one call that wait to be written; a client that far behind does not read
 T = TypeVar("T")
 
 
@@ -69,6 +70,8 @@ class Stream:
         self._runner = runner
         self._queue: asyncio.Queue[tuple[str, Item]] = asyncio.Queue()
         self.open = set(ids)
+        self.unread = False  # it was ended because nobody took its events
+        self.on_unread: Callable[[], None] = self.close
 
     async def next(self, timeout: float) -> Event | None:
         """The next event, or None when none came in `timeout` seconds. Raises what the engine raised."""
@@ -84,18 +87,22 @@ class Stream:
             self.open.discard(id)
         return item
 
-    @property
-    def waiting(self) -> int:
-        """Events that have arrived and were not taken yet."""
-        return self._queue.qsize()
-
     def put(self, id: str, item: Item) -> None:
-        self._queue.put_nowait((id, item))
+        """The bound holds while the reader is stuck in a write: at `MAX_UNREAD` events everything ends and is let go at once."""
+        if id not in self.open:
+            return
+        if self._queue.qsize() >= MAX_UNREAD:
+            self.unread = True
+            self.on_unread()
+            self._queue.put_nowait((id, EngineError("the answer is not being read")))  # wakes a reader that comes back
+        else:
+            self._queue.put_nowait((id, item))
 
     def close(self) -> None:
         for id in self.open:
             self._runner.abort(id)
         self.open = set()
+        self._queue = asyncio.Queue()  # what waited may be megabytes, and the call that holds this may live on for a while
 
 
 class Runner:
