@@ -6,30 +6,22 @@ leaves, is pre-empted or stops in between.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.engines import VARIANTS, VOCAB, assistant, mtp_drafter, request, run, tiny_engine, tiny_model
+from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
 
-from outrider.bench.gpu import Synthetic
-from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.capture import Graph
-from outrider.engine.decode import Choosing, Inputs, Key, Output, State, decode_step
+from outrider.engine.decode import Key
 from outrider.engine.engine import Engine, Request
 from outrider.engine.graphs import GraphExecutor, choosing_of
-from outrider.engine.history import NOTHING, Asks, History
-from outrider.models import build, build_drafter
-from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.engine.history import NOTHING, Asks
 from outrider.ops.backend import Capabilities
-from outrider.ops.reference import ReferenceOps
-from outrider.spec.mtp import MTPDrafter
 from outrider.types import MAX_DRAFT, SamplingParams
-from outrider.weights.load import kept_dtype
-from outrider.weights.names import tensor_plan
 
 MODELS = {name: tiny_model(name) for name in ("dense", "edge", "moe", "llama")}
 PARAMS = [{}, {"temperature": 0.7, "seed": 5}, {"temperature": 1.2, "top_k": 9, "top_p": 0.9, "min_p": 0.02}]
@@ -308,42 +300,3 @@ def test_a_graph_without_a_gpu_is_the_function() -> None:
     graph.replay()
     graph.replay()
     assert graph.result == 2 and len(seen) == 2
-
-
-class ShapesOnly(ReferenceOps):
-    """The plain attention and experts look at values; their GPU twins do not. Shapes are enough here."""
-
-    def attend(self, q: Any, spec: Any, kv: Any) -> Any:
-        return torch.empty_like(q)
-
-    def moe(self, router_in: Any, x: Any, *rest: Any) -> Any:
-        return torch.empty_like(x)
-
-
-@pytest.mark.parametrize("variant", ["dense", "edge", "moe"])
-@torch.inference_mode()
-def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
-    """On the meta device there are none: whatever would wait for a GPU raises."""
-    ops, config = ShapesOnly(), ModelConfig.from_hf(VARIANTS[variant])
-    drafter = DrafterConfig.from_hf(assistant(VARIANTS[variant], True))
-
-    def blank(c: Any) -> dict[str, Any]:
-        return {n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in tensor_plan(c).items()}
-
-    model = build(config, blank(config), ops)
-    guesser = MTPDrafter(build_drafter(drafter, blank(drafter), ops, model), model)
-    store = KVStore(config, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta")
-    state, inputs = State.of(torch.zeros(5, 32, device="meta")), Inputs.of(torch.device("meta"), 4, 2)
-    assumed = Synthetic([0.5] * 3, 2, torch.device("meta"))
-    history = History(5, VOCAB, (1,), torch.device("meta"))
-    all_of_it = Asks(True, 4, 2, 4, 2, 3, True)
-    history.grow(all_of_it)
-    bits = torch.zeros((8, VOCAB // 32), dtype=torch.int32, device="meta")
-    for choosing in get_args(Choosing):
-        for k, source in ((0, None), (3, "drafter"), (3, "host"), (3, "both"), (3, "drafted")):
-            for asks in (NOTHING, all_of_it):
-                key = Key(2, k, 512, choosing, source, "cycle", asks)  # type: ignore[arg-type]
-                out, more = Output.of(key, torch.device("meta")), {"history": history, "bits": bits} if asks != NOTHING else {}
-                for override in (None, assumed) if k else (None,):
-                    logits = decode_step(model, store, guesser, state, inputs, key, out, override, **more)()
-                    assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)
