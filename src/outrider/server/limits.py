@@ -11,7 +11,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from urllib.parse import urlsplit
 
 from starlette.requests import ClientDisconnect
@@ -119,10 +119,8 @@ class Guard:
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self._settings.max_body:
                 raise self._too_large()
-            try:
+            with suppress(ClientDisconnect):  # who left in the middle of a body hears no answer, and is not worth a traceback
                 await self.app(scope, counted, secured)
-            except ClientDisconnect:
-                pass  # it left in the middle of its body: there is nobody to answer, and nothing worth a traceback
             if refused:
                 raise self._too_large()
         except ApiError as e:
