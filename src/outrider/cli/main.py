@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -46,14 +47,29 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
+    code = run()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        # One of several processes. Threads of the collectives may still want the interpreter, and abort the process when they find
+        # it being taken down: so it is not taken down.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def run() -> int:
+    """The command that the arguments name; returns the exit code."""
     try:
         app()
     except OutriderError as error:
         print(f"outrider: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        return 2
     except KeyboardInterrupt:
         print(file=sys.stderr)
-        raise SystemExit(130) from None
+        return 130
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    return 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ stored. Everything here is numpy and the standard library; batches hold torch te
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import json
@@ -221,22 +222,23 @@ def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
     ready: queue.Queue[tuple[T, None] | tuple[None, BaseException]] = queue.Queue(depth)
     stop = threading.Event()
 
+    def put(entry: tuple[T, None] | tuple[None, BaseException]) -> None:
+        while not stop.is_set():
+            with contextlib.suppress(queue.Full):
+                return ready.put(entry, timeout=0.2)
+
     def work() -> None:
         try:
             for item in items:
-                while not stop.is_set():
-                    try:
-                        ready.put((item, None), timeout=0.2)
-                        break
-                    except queue.Full:
-                        continue
+                put((item, None))
                 if stop.is_set():
                     return
-            ready.put((None, StopIteration()))
+            put((None, StopIteration()))
         except BaseException as error:
-            ready.put((None, error))
+            put((None, error))
 
-    threading.Thread(target=work, daemon=True).start()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
     try:
         while True:
             item, error = ready.get()
@@ -247,3 +249,4 @@ def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
             yield item  # type: ignore[misc]
     finally:
         stop.set()
+        thread.join()  # a thread inside torch while the interpreter ends would abort the process

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,14 @@ def test_an_epoch_takes_every_sequence_once() -> None:
     assert [b.tolist() for b in other] != [b.tolist() for b in plan]
     with pytest.raises(OutriderError, match="nothing to learn from"):
         plan_epoch(data.select(np.nonzero(data.lengths - data.prompts < 2)[0]), 300, 900, 0, 0)
+
+
+def test_prefetch_that_is_left_early_leaves_no_thread() -> None:
+    before = threading.active_count()
+    items = prefetch(iter(range(1000)), 2)
+    assert next(items) == 0
+    items.close()  # type: ignore[attr-defined]
+    assert threading.active_count() == before
 
 
 def test_prefetch_keeps_the_order_and_the_error() -> None:
