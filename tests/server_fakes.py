@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +175,23 @@ class FakeEngine:
         s.decode_s = now - run.arrived - s.ttft_s
 
 
+@contextmanager
+def running(server: Any) -> Iterator[str]:
+    """An HttpServer in a thread of its own, on a free port: its address."""
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while not server.started:
+        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive(), "the server did not stop"
+
+
 class Served:
     """The real HTTP server in a thread of its own, on a free port. `with Served(engine, tok) as s: s.client()`"""
 
@@ -188,6 +206,7 @@ class Served:
             ServerBackend(engine, tok, vocab, max_context, "drafter: fake"), ServerSettings(**{"model_name": "fake", "port": 0, **settings})
         )
         self.state = self.server.app.state.server
+        self.model = self.state.shelf.loaded[0]
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def _run(self) -> None:

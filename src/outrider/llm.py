@@ -59,8 +59,8 @@ class Completion:
 
 
 class LLM:
-    def __init__(self, engine: Engine, name: str, drafter_note: str):
-        self.engine, self.name, self.drafter_note = engine, name, drafter_note
+    def __init__(self, engine: Engine, name: str, drafter_note: str, weight_bytes: int = 0):
+        self.engine, self.name, self.drafter_note, self._weight_bytes = engine, name, drafter_note, weight_bytes
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
         self._ids = itertools.count()
@@ -115,7 +115,12 @@ class LLM:
             )
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
             controller.cost = calibrate(made, key, hub.keeping("costs", f"{digest}.json"))
-        return cls(made, model, note)
+        return cls(made, model, note, sum(w.nbytes for w in weights.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """What the target's weights and the K/V of all sequences take."""
+        return self._weight_bytes + self.engine.store.bytes()
 
     # ---- running --------------------------------------------------------------------------------------------------
     def requests(

@@ -117,7 +117,7 @@ def test_others_are_served_while_bombs_are_tried(served: Served) -> None:
 
 def test_a_trial_ends_with_its_client(served: Served) -> None:
     post(served, response_format={"type": "json_object"})  # the nursery is up
-    nursery = served.state.grammars._nursery
+    nursery = served.model.grammars._nursery
     children = lambda: subprocess.run(["ps", "--ppid", str(nursery._process.pid), "-o", "pid="], capture_output=True).stdout.split()  # noqa: E731
     with pytest.raises(httpx.ReadTimeout):
         schema = {"type": "integer", "multipleOf": 98765431}
@@ -128,7 +128,7 @@ def test_a_trial_ends_with_its_client(served: Served) -> None:
 
 def test_the_nursery_may_die(served: Served) -> None:
     post(served, response_format={"type": "json_object"})
-    os.kill(served.state.grammars._nursery._process.pid, signal.SIGKILL)
+    os.kill(served.model.grammars._nursery._process.pid, signal.SIGKILL)
     schema = {"type": "object", "properties": {"fresh": {"type": "integer"}}}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     until(lambda: post(served, response_format=form, max_tokens=200).status_code == 200)
@@ -169,8 +169,8 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(served: Served
     def never(*_: object, **__: object) -> Any:
         raise AssertionError("tokenised")
 
-    monkeypatch.setattr(type(served.state.prepare.tokenizer), "encode", never)
-    monkeypatch.setattr(type(served.state.prepare.tokenizer), "prompt", never)
+    monkeypatch.setattr(type(served.model.prepare.tokenizer), "encode", never)
+    monkeypatch.setattr(type(served.model.prepare.tokenizer), "prompt", never)
     long = "1" * 4_000_000
     answer = post(served, messages=[{"role": "user", "content": long}])
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded"
@@ -184,7 +184,7 @@ def test_a_full_server_refuses_before_it_tokenises(monkeypatch: pytest.MonkeyPat
         with httpx.stream("POST", f"{s.url}/v1/chat/completions", json={"messages": HI, "stream": True}) as stream:
             pieces = stream.iter_raw()
             next(pieces)
-            monkeypatch.setattr(type(s.state.prepare), "chat", lambda *_: pytest.fail("prepared"))
+            monkeypatch.setattr(type(s.model.prepare), "chat", lambda *_: pytest.fail("prepared"))
             answer = post(s)
             assert answer.status_code == 429 and answer.json()["error"]["code"] == "server_full" and answer.headers["retry-after"]
         monkeypatch.undo()
@@ -405,7 +405,7 @@ def test_a_missing_key_says_how() -> None:
 
 def test_paths_stay_private() -> None:
     class Llm:
-        tokenizer, engine, drafter_note = TOK, FakeEngine(TOK), "drafter: mtp /home/me/secret/drafter (as asked)"
+        tokenizer, engine, nbytes, drafter_note = TOK, FakeEngine(TOK), 0, "drafter: mtp /home/me/secret/drafter (as asked)"
 
         class config:
             vocab_size = VOCAB

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,15 +14,30 @@ from ..types import OutriderError
 from . import common
 from .common import err
 
+if TYPE_CHECKING:
+    from ..llm import LLM
+    from ..server.catalogue import Listed
+    from ..server.prepare import Backend
+    from ..server.shelf import Shelf
+
+
+Models = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="MODEL...", help="smollm2, a folder, a .gguf file, or a Hugging Face id; or name=MODEL. Several are loaded when asked for."
+    ),
+]
+
 
 def serve(
-    model: common.Model,
+    models: Models,
     drafter: common.Drafter = "auto",
     draft_tokens: common.DraftTokens = "auto",
     verify: common.VerifyBy = "coupled",
     host: Annotated[str, typer.Option(help="Address to listen on. Anything but loopback should have an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
+    memory: Annotated[float | None, typer.Option(help="GiB for weights and K/V of several models. Default: 80 % of what is free.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")] = None,
     api_key_file: Annotated[Path | None, typer.Option(help="More keys, one a line.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")] = None,
@@ -51,18 +67,28 @@ def serve(
 ) -> None:
     """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
 
+    Of several models the first is loaded at the start, the others when somebody asks for them; where memory runs short, the one that
+    was used least recently and has no request makes room.
+
     Example: outrider serve smollm2, then open http://127.0.0.1:8000
     """
     try:
+        from ..server import catalogue
         from ..server.main import listen
         from ..server.main import serve as run
+        from ..server.model import Model
         from ..server.prepare import Backend
-        from ..server.settings import ServerSettings, public_name, read_keys
+        from ..server.settings import ServerSettings, read_keys
         from ..server.turns import SPARE
     except ModuleNotFoundError as e:
         raise OutriderError(f"the server needs {e.name}: pip install 'outrider[serve]'") from None
+    from ..ops import place
+
+    listed = catalogue.read(models)
+    if len(listed) > 1:
+        several(listed, name, drafter, memory)
     settings = ServerSettings(
-        model_name=name or public_name(model), host=host, port=port, api_keys=read_keys(api_key, api_key_file),
+        model_name=name or listed[0].name, host=host, port=port, api_keys=read_keys(api_key, api_key_file),
         max_concurrent=8 if max_concurrent is None else max_concurrent, max_queued=max_queued,
         timeout=timeout, max_body=max_body, max_prompt=max_prompt,
         log_level=log_level, log_json=log_json, allowed_origins=tuple(allowed_origin or ()), trusted_hosts=tuple(trusted_host or ()),
@@ -70,13 +96,35 @@ def serve(
         request_timeout=request_timeout, idle_timeout=idle_timeout, stall_timeout=stall_timeout,
     )  # fmt: skip
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute
-    llm = common.load_llm(
-        model, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-        quantize=quantize, load_format=load_format,
-        engine=EngineConfig(None if max_concurrent is None else max_concurrent + SPARE, max_context, gpu_memory=gpu_memory),
-    )  # fmt: skip
-    settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
+    engine = EngineConfig(None if max_concurrent is None else max_concurrent + SPARE, max_context, gpu_memory=gpu_memory)
+
+    def load(model: str) -> LLM:
+        return common.load_llm(
+            model, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
+            quantize=quantize, load_format=load_format, engine=engine,
+        )  # fmt: skip
+
+    served: Backend | Shelf
+    if len(listed) == 1:
+        llm = load(listed[0].model)
+        settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
+        served = Backend.of(llm)
+    else:
+        limit = None if memory is None else int(memory * 2**30)
+        served = catalogue.shelf(listed, load, engine, limit, settings, cuda=place(device).type == "cuda")
+        served.first.take(Model(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"[yellow]warning: {host} can be reached from other machines and no API key is set[/yellow]")
-    err.print(f"serving [bold]{settings.model_name}[/bold] at http://{host}:{listener.getsockname()[1]} (page at /, API at /v1)")
-    run(Backend.of(llm), settings, listener)
+    names = ", ".join(f"[bold]{one.name}[/bold]" for one in listed) if len(listed) > 1 else f"[bold]{settings.model_name}[/bold]"
+    err.print(f"serving {names} at http://{host}:{listener.getsockname()[1]} (page at /, API at /v1)")
+    run(served, settings, listener)
+
+
+def several(listed: Sequence[Listed], name: str | None, drafter: str, memory: float | None) -> None:
+    """What makes no sense with more than one model."""
+    if name is not None:
+        raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={listed[0].model}")
+    if drafter not in ("auto", "none", "ngram"):
+        raise OutriderError(f"--drafter {drafter} can't fit {len(listed)} models: use auto, ngram or none")
+    if memory is not None and memory <= 0:
+        raise OutriderError(f"--memory must be more than 0 GiB, got {memory:g}")

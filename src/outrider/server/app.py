@@ -12,12 +12,11 @@ import logging
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from typing import TypeVar, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -26,41 +25,36 @@ from ..engine.engine import Engine
 from ..engine.score import Scorer
 from ..types import OutriderError
 from .call import Call, EventStream, Feeder, late, unless_gone
-from .errors import ApiError, from_validation
+from .errors import ApiError, read
 from .fair import Desk
-from .grammars import Grammars
 from .limits import Admission, Guard
 from .metrics import ServerMetrics
+from .model import Model
 from .names import route_of
 from .prepare import Backend, Job, Preparer
 from .protocol import Connections
 from .routes import add_routes
-from .runner import EngineError, EngineLike, Runner, where
-from .schema import ChatRequest, Common, CompletionRequest
+from .runner import EngineError, EngineLike, where
+from .schema import ChatRequest, Common, CompletionRequest, Named
 from .settings import ServerSettings
+from .shelf import Shelf
 from .stream import Writer
-from .turns import Turns
 from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
 BIG_BODY, TRIM_S = 256 << 10, 5.0
 Body = TypeVar("Body", bound=Common)
-T = TypeVar("T")
 
 
 class Server:
-    """One model behind the routes of one app."""
+    """The models of a shelf behind the routes of one app."""
 
-    def __init__(self, backend: Backend, settings: ServerSettings) -> None:
-        self.backend, self.settings = backend, settings
-        self.runner = Runner(backend.engine)
+    def __init__(self, shelf: Shelf, settings: ServerSettings) -> None:
+        self.shelf, self.settings = shelf, settings
         self.admission = Admission(settings)
         self.desk = Desk(DESK_THREADS, DESK_WAITING)
-        self.turns = Turns(settings.max_concurrent)
-        self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
-        self.prepare = Preparer(backend, settings)
-        self.metrics = ServerMetrics(backend.engine.metrics, self.runner, lambda: self.admission.in_flight, lambda: self.turns.waiting)
+        self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.connections: Connections | None = None  # set where real ones come in
         self.started = int(time.time())
         self._trimmed = 0.0
@@ -81,8 +75,20 @@ class Server:
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""
-        raw = await request.body()
-        return JSONResponse(await self.desk.run(request.state.client, lambda: read(raw, lambda data: work(data, self.prepare))))
+        raw, client = await request.body(), request.state.client
+        several = len(self.shelf.slots) > 1
+        named = await self.desk.run(client, lambda: read(raw, Named.model_validate_json)) if several else Named()
+        with ExitStack() as stack:
+            model = await self._borrow(named.model, client, stack)
+            return JSONResponse(await self.desk.run(client, lambda: read(raw, lambda data: work(data, model.prepare))))
+
+    async def _borrow(self, name: str | None, client: str, stack: ExitStack) -> Model:
+        """The model that a call names, until `stack` is closed. One that must be loaded first is waited for in a place of its own."""
+        slot = self.shelf.find(name)
+        with nullcontext() if self.shelf.ready(slot) else self.admission.enter(1, client):
+            model = await self.shelf.borrow(slot)
+        stack.callback(self.shelf.give_back, slot)
+        return model
 
     async def _answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
         began = time.monotonic()
@@ -112,25 +118,26 @@ class Server:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by `stack`."""
         client = request.state.client
         body = await self.desk.run(client, lambda: read(raw, parse))
-        answers = self.prepare.answers(body)
+        model = await self._borrow(body.model, client, stack)
+        answers = model.prepare.answers(body)
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
-        job = await self.desk.run(client, lambda: self._prepare(body, request))
+        job = await self.desk.run(client, lambda: prepare(body, request, model.prepare))
         if job.grammar is not None:
-            job = job.under(await self.grammars.get(job.grammar, client))
+            job = job.under(await model.grammars.get(job.grammar, client))
         if self.settings.log_prompts:
             for r in job.requests:
-                log.info("prompt %s: %r", r.id, self.backend.tokenizer.decode(r.prompt))
+                log.info("prompt %s: %r", r.id, model.backend.tokenizer.decode(r.prompt))
 
-        feeder = Feeder(self.runner, self.turns, client, job)
-        writer = Writer(job, self.backend.tokenizer, self.settings.model_name, isinstance(body, ChatRequest), self.fingerprint)
+        feeder = Feeder(model.runner, model.turns, client, job)
+        writer = Writer(job, model.backend.tokenizer, model.name, isinstance(body, ChatRequest), self.fingerprint)
         route, deadline = route_of(request.url.path), began + self.settings.timeout
         call = Call(job, feeder, writer, wire, stack, deadline, self.settings.timeout, route, self.metrics, lambda: self.admission.closing)
         stack.callback(feeder.close)
         if job.prompt_logprobs is not None:
-            await self._score(job, writer, client)
-        if not self.turns.would_wait(client):
+            await score(model, job, writer, client)
+        if not model.turns.would_wait(client):
             try:
                 await call.begin()  # so that a refusal by the engine is a status, not an event in a stream
             except OutriderError as e:
@@ -145,59 +152,51 @@ class Server:
             self._trimmed = time.monotonic()
             asyncio.get_running_loop().run_in_executor(None, lambda: ctypes.CDLL(None).malloc_trim(0))
 
-    async def _score(self, job: Job, writer: Writer, client: str) -> None:
-        """What the model thinks of the prompts, a few rows between two steps of the engine. One place is held for it."""
-        assert job.prompt_logprobs is not None
-        for prompt in {id(r.prompt): r.prompt for r in job.requests}.values():
-            scorer = Scorer(prompt, job.prompt_logprobs)
-
-            def step(engine: EngineLike, scorer: Scorer = scorer) -> bool:
-                return scorer.step(cast(Engine, engine))
-
-            def close(engine: EngineLike, scorer: Scorer = scorer) -> None:
-                scorer.close(cast(Engine, engine))
-
-            await self.turns.acquire(client, job.priority)
-            try:
-                while await self.runner.call(step):
-                    await asyncio.sleep(0)
-            except OutriderError as e:
-                raise ApiError(429, f"{e}.", retry_after=1) from e
-            finally:
-                self.turns.release(client)
-                self.runner.later(close)
-            writer.scores[id(prompt)] = scorer.entries
-
-    def _prepare(self, body: Common, request: Request) -> Job:
-        stats = request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes")
-        if isinstance(body, ChatRequest):
-            return self.prepare.chat(body, stats)
-        assert isinstance(body, CompletionRequest)
-        return self.prepare.completion(body, stats)
-
     async def close(self) -> None:
+        await self.shelf.stop()
         self.desk.close()
-        await self.grammars.close()
 
 
-def read(raw: bytes, parse: Callable[[bytes], T]) -> T:
-    try:
-        return parse(raw)
-    except ValidationError as e:
-        raise from_validation(e) from None
-    except RecursionError:
-        raise ApiError(400, "The body nests too deep.", code="invalid_json") from None
+def prepare(body: Common, request: Request, preparer: Preparer) -> Job:
+    stats = request.headers.get("x-outrider-stats", "").strip().lower() in ("1", "true", "yes")
+    if isinstance(body, ChatRequest):
+        return preparer.chat(body, stats)
+    assert isinstance(body, CompletionRequest)
+    return preparer.completion(body, stats)
 
 
-def create_app(backend: Backend, settings: ServerSettings) -> FastAPI:
-    server = Server(backend, settings)
+async def score(model: Model, job: Job, writer: Writer, client: str) -> None:
+    """What the model thinks of the prompts, a few rows between two steps of the engine. One place is held for it."""
+    assert job.prompt_logprobs is not None
+    for prompt in {id(r.prompt): r.prompt for r in job.requests}.values():
+        scorer = Scorer(prompt, job.prompt_logprobs)
+
+        def step(engine: EngineLike, scorer: Scorer = scorer) -> bool:
+            return scorer.step(cast(Engine, engine))
+
+        def close(engine: EngineLike, scorer: Scorer = scorer) -> None:
+            scorer.close(cast(Engine, engine))
+
+        await model.turns.acquire(client, job.priority)
+        try:
+            while await model.runner.call(step):
+                await asyncio.sleep(0)
+        except OutriderError as e:
+            raise ApiError(429, f"{e}.", retry_after=1) from e
+        finally:
+            model.turns.release(client)
+            model.runner.later(close)
+        writer.scores[id(prompt)] = scorer.entries
+
+
+def create_app(models: Backend | Shelf, settings: ServerSettings) -> FastAPI:
+    server = Server(Shelf.of(models, settings) if isinstance(models, Backend) else models, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.runner.start()
+        server.shelf.start()
         yield
         server.admission.closing = True
-        await server.runner.stop()
         await server.close()
 
     # no /docs: its page would load scripts from other hosts

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -10,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
+T = TypeVar("T")
 TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple"}
 
 
@@ -57,6 +59,16 @@ def from_validation(error: RequestValidationError | ValidationError) -> ApiError
         return bad(f"Missing field: '{name}'." if name else "The body is missing; send a JSON object.", name or None, "missing_field")
     message = str(first["msg"]).removeprefix("Value error, ")
     return bad(f"Invalid value for '{name}': {message}." if name else f"{message}.", name or None, "invalid_value")
+
+
+def read(raw: bytes, parse: Callable[[bytes], T]) -> T:
+    """What `parse` makes of a body; what is wrong with it as an answer for its sender."""
+    try:
+        return parse(raw)
+    except ValidationError as e:
+        raise from_validation(e) from None
+    except RecursionError:
+        raise ApiError(400, "The body nests too deep.", code="invalid_json") from None
 
 
 def field_name(loc: Sequence[int | str]) -> str:

@@ -16,13 +16,14 @@ from .app import create_app
 from .prepare import Backend
 from .protocol import BACKLOG, BoundedProtocol, Connections, Quiet
 from .settings import ServerSettings
+from .shelf import Shelf
 
 
 class HttpServer(uvicorn.Server):
     """On SIGTERM or Ctrl-C: new requests get 503; running ones get the grace time, then they are aborted and told so."""
 
-    def __init__(self, backend: Backend, settings: ServerSettings) -> None:
-        self.app = create_app(backend, settings)
+    def __init__(self, models: Backend | Shelf, settings: ServerSettings) -> None:
+        self.app = create_app(models, settings)
         self._settings = settings
         self.connections = Connections(settings)
         self.app.state.server.connections = self.connections
@@ -54,7 +55,7 @@ class HttpServer(uvicorn.Server):
         deadline = time.monotonic() + self._settings.shutdown_grace
         while state.admission.in_flight and time.monotonic() < deadline and not self.force_exit:
             await asyncio.sleep(0.02)
-        await state.runner.stop()
+        await state.shelf.stop()
         await super().shutdown(sockets)
 
 
@@ -86,6 +87,6 @@ def set_up_logs(level: str, as_json: bool) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
-def serve(backend: Backend, settings: ServerSettings, listener: socket.socket) -> None:
+def serve(models: Backend | Shelf, settings: ServerSettings, listener: socket.socket) -> None:
     set_up_logs(settings.log_level, settings.log_json)
-    HttpServer(backend, settings).run(sockets=[listener])
+    HttpServer(models, settings).run(sockets=[listener])

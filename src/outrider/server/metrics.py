@@ -10,10 +10,9 @@ from collections.abc import Callable, Iterator
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from ..engine.metrics import Metrics as EngineMetrics
 from ..types import RequestStats
 from .names import route_of
-from .runner import Runner
+from .shelf import Shelf
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1)
@@ -22,7 +21,7 @@ CYCLE_TOKENS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 17)
 
 
 class ServerMetrics:
-    def __init__(self, engine: EngineMetrics, runner: Runner, in_flight: Callable[[], int], queued: Callable[[], int]) -> None:
+    def __init__(self, shelf: Shelf, in_flight: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self.requests = Counter("outrider_http_requests", "Answers, by route and status.", ["route", "status"], registry=r)
@@ -37,7 +36,7 @@ class ServerMetrics:
         self.aborted = Counter("outrider_requests_aborted", "Clients that went away, and time-outs.", registry=r)
         flight = Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r)
         flight.set_function(in_flight)
-        r.register(_EngineCollector(engine, runner, queued))
+        r.register(_EngineCollector(shelf))
 
     def count(self, method: str, path: str, status: int) -> None:
         """Every answer's route and status; of those that worked only the ones that were work."""
@@ -56,13 +55,14 @@ class ServerMetrics:
 
 
 class _EngineCollector:
-    """Reads the engine's own counters when asked; plain integers, so no lock is needed."""
+    """Reads the engines' own counters when asked, those of all models together."""
 
-    def __init__(self, metrics: EngineMetrics, runner: Runner, queued: Callable[[], int]) -> None:
-        self._m, self._runner, self._queued = metrics, runner, queued
+    def __init__(self, shelf: Shelf) -> None:
+        self._shelf = shelf
 
     def collect(self) -> Iterator[Metric]:
-        m = self._m
+        tally = self._shelf.tally()
+        m = tally.engine
         totals = {
             "prompt_tokens": (m.prompt_tokens, "Prompt tokens received."),
             "cached_tokens": (m.cached_tokens, "Prompt tokens found in the prefix cache."),
@@ -75,7 +75,7 @@ class _EngineCollector:
             "preemptions": (m.preemptions, "Sequences set back because pages ran out."),
             "step_seconds": (m.step_seconds, "Seconds in engine steps."),
             "prefill_seconds": (m.prefill_seconds, "Seconds in prefill."),
-            "failed_steps": (self._runner.failed_steps, "Engine steps that raised."),
+            "failed_steps": (tally.failed_steps, "Engine steps that raised."),
         }
         for name, (value, text) in totals.items():
             yield CounterMetricFamily(f"outrider_{name}", text, value=value)
@@ -90,9 +90,23 @@ class _EngineCollector:
         for reason, count in list(m.finished.items()):
             finished.add_metric([reason], count)
         yield finished
-        for name, gauge in (("running", m.running), ("waiting", m.waiting + self._queued())):
+        for name, gauge in (("running", m.running), ("waiting", m.waiting + tally.waiting)):
             yield GaugeMetricFamily(f"outrider_{name}", f"Sequences {name}.", value=gauge)
         pages = GaugeMetricFamily("outrider_free_pages", "Free cache pages.", labels=["group"])
         for group, count in list(m.free_pages.items()):
             pages.add_metric([group], count)
         yield pages
+        yield from self._models()
+
+    def _models(self) -> Iterator[Metric]:
+        loaded = GaugeMetricFamily("outrider_model_loaded", "1 while a model is loaded.", labels=["model"])
+        size = GaugeMetricFamily("outrider_model_bytes", "Weights and K/V of a loaded model.", labels=["model"])
+        loads = CounterMetricFamily("outrider_model_loads", "Times a model was loaded.", labels=["model"])
+        evictions = CounterMetricFamily("outrider_model_evictions", "Times a model made room for another.", labels=["model"])
+        for slot in self._shelf.slots.values():
+            here = slot.model is not None
+            loaded.add_metric([slot.name], int(here))
+            size.add_metric([slot.name], slot.size if here else 0)
+            loads.add_metric([slot.name], slot.loads)
+            evictions.add_metric([slot.name], slot.evictions)
+        yield from (loaded, size, loads, evictions)

@@ -52,6 +52,11 @@ class GenerateBody(Common):
     images: list[str] | None = None
 
 
+class ShowBody(Lenient):
+    model: str | None = None
+    name: str | None = None  # its older spelling
+
+
 def parse_chat(raw: bytes) -> ChatRequest:
     body = ChatBody.model_validate_json(raw)
     messages: list[Json] = []

@@ -52,12 +52,15 @@ class Backend:
     vocab_size: int
     max_context: int
     note: str = ""  # one line about the drafter
+    nbytes: int = 0  # weights and K/V; 0: nobody counted
+    places: int = 0  # sequences at once; 0: as many as the settings say
 
     @classmethod
     def of(cls, llm: LLM) -> Backend:
         if llm.tokenizer is None:
             raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
-        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, without_paths(llm.drafter_note))
+        note = without_paths(llm.drafter_note)
+        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, note, llm.nbytes)
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from pydantic import BaseModel
 from .. import __version__
 from . import anthropic, responses, text_routes
 from . import ollama as ollama_wires
-from .errors import ApiError
+from .errors import ApiError, read
 from .prepare import Preparer
 from .schema import ChatRequest, Common, CompletionRequest
+from .shelf import Slot
 from .wire import Json, OpenAIWire, Wire
 
 if TYPE_CHECKING:
@@ -70,26 +71,24 @@ def _add(app: FastAPI, path: str, shape: type[BaseModel], answer: Callable[[Requ
 
 
 def _information(app: FastAPI, server: Server) -> None:
-    def card() -> Json:
+    def card(slot: Slot) -> Json:
         return {
-            "id": server.settings.model_name, "object": "model", "created": server.started, "owned_by": "outrider",
-            "outrider": {"max_context": server.backend.max_context, "drafter": server.backend.note},
+            "id": slot.name, "object": "model", "created": server.started, "owned_by": "outrider",
+            "outrider": {"max_context": slot.max_context or None, "drafter": slot.note, "state": slot.state, "bytes": slot.size},
         }  # fmt: skip
 
     @app.get("/models", response_model=None, include_in_schema=False)
     @app.get("/v1/models", response_model=None)
     async def models() -> Json:
-        return {"object": "list", "data": [card()]}
+        return {"object": "list", "data": [card(slot) for slot in server.shelf.slots.values()]}
 
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=None)
     async def model(name: str) -> Json:
-        if name != server.settings.model_name:
-            raise ApiError(404, "No such model here.", "model", "model_not_found")
-        return card()
+        return card(server.shelf.find(name))
 
     @app.get("/health", responses={503: {"description": "The engine has stopped"}}, response_model=None)
     async def health() -> Response:
-        ok = server.runner.healthy and not server.admission.closing
+        ok = server.shelf.healthy and not server.admission.closing
         state = "ok" if ok else ("shutting down" if server.admission.closing else "engine stopped")
         return JSONResponse({"status": state, "in_flight": server.admission.in_flight}, status_code=200 if ok else 503)
 
@@ -112,18 +111,26 @@ def _information(app: FastAPI, server: Server) -> None:
 
 def _ollama_information(app: FastAPI, server: Server) -> None:
     """What Ollama's clients ask before they chat."""
-    name = server.settings.model_name
     details = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+
+    def told(slot: Slot) -> Json:
+        when = datetime.fromtimestamp(server.started, UTC).isoformat()
+        return {"name": slot.name, "model": slot.name, "modified_at": when, "size": slot.size, "digest": "", "details": details}
 
     @app.get("/api/tags", response_model=None, include_in_schema=False)
     async def tags() -> Json:
-        when = datetime.fromtimestamp(server.started, UTC).isoformat()
-        model = {"name": name, "model": name, "modified_at": when, "size": 0, "digest": "", "details": details}
-        return {"models": [model]}
+        return {"models": [told(slot) for slot in server.shelf.slots.values()]}
+
+    @app.get("/api/ps", response_model=None, include_in_schema=False)
+    async def loaded() -> Json:
+        return {"models": [told(slot) for slot in server.shelf.slots.values() if slot.model is not None]}
 
     @app.post("/api/show", response_model=None, include_in_schema=False)
     async def show(request: Request) -> Json:
-        info = {"general.architecture": "outrider", "outrider.context_length": server.backend.max_context}
+        asked = read(await request.body(), ollama_wires.ShowBody.model_validate_json)
+        name = asked.model or asked.name
+        slot = server.shelf.find(None if name is None else name.removesuffix(":latest"))
+        info = {"general.architecture": "outrider", "outrider.context_length": slot.max_context}
         return {
             "modelfile": "",
             "parameters": "",

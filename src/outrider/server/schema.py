@@ -33,6 +33,12 @@ class Lenient(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
 
+class Named(Lenient):
+    """Of any body, the model it is for."""
+
+    model: str | None = None
+
+
 class StreamOptions(Strict):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # usage so far with every chunk

@@ -1,0 +1,70 @@
+"""The models a server is given on its command line: `MODEL` or `name=MODEL`, each with the name clients use and the room it will need."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ..config import EngineConfig
+from ..engine.room import free_bytes, room
+from ..llm import LLM
+from ..models.config import ModelConfig
+from ..types import OutriderError
+from ..weights import hub
+from ..weights.sizes import stored_size
+from .prepare import Backend
+from .settings import ServerSettings, public_name
+from .shelf import Shelf, Slot
+from .turns import SPARE
+
+ALIAS = re.compile(r"([A-Za-z0-9][\w.:-]*)=(.+)")
+SHARE = 0.8  # of the memory that is free at the start, where nobody says
+
+
+@dataclass(frozen=True)
+class Listed:
+    name: str
+    model: str  # what is loaded
+
+
+def read(given: Sequence[str]) -> list[Listed]:
+    out: list[Listed] = []
+    for text in given:
+        alias = None if Path(text).exists() else ALIAS.fullmatch(text)
+        out.append(Listed(alias[1], alias[2]) if alias else Listed(public_name(text), text))
+    names = [listed.name for listed in out]
+    for name in names:
+        if names.count(name) > 1:
+            raise OutriderError(f"two models would be called {name!r}: name one of them, as in other={out[names.index(name)].model}")
+    return out
+
+
+def estimate(model: str, engine: EngineConfig) -> tuple[int, int]:
+    """(bytes of weights and K/V, most tokens of context) from the configuration alone. A model that can't be had fails here."""
+    files = hub.resolve(model, weights=False)
+    config = ModelConfig.from_hf(files.config)
+    dtype = torch.float16  # of K/V, on nearly every machine
+    rooms = room(engine, config, dtype, free_bytes(torch.device("cpu")))
+    position = sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim * 2 for i in config.kv_layers)
+    return int(stored_size(files, config).total) + position * rooms.tokens, rooms.max_context
+
+
+def shelf(
+    listed: Sequence[Listed], load: Callable[[str], LLM], engine: EngineConfig, limit: int | None, settings: ServerSettings, cuda: bool
+) -> Shelf:
+    """Nothing is loaded yet. limit: bytes; without one, a share of what is free; on a GPU, whose memory K/V fills, one model at a time."""
+
+    def slot(one: Listed) -> Slot:
+        def loaded() -> Backend:
+            llm = load(one.model)
+            return replace(Backend.of(llm), places=max(1, llm.engine.max_batch - SPARE))
+
+        size, context = estimate(one.model, engine)
+        return Slot(one.name, loaded, size, context)
+
+    most = limit if limit is not None else 0 if cuda else int(SHARE * free_bytes(torch.device("cpu")))
+    return Shelf([slot(one) for one in listed], most, settings)

@@ -1,0 +1,30 @@
+"""One loaded model and what answers with it: the engine's thread, its places, the grammars of its vocabulary, its way with prompts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .grammars import Grammars
+from .prepare import Backend, Preparer
+from .runner import Runner
+from .settings import ServerSettings
+from .turns import Turns
+
+
+class Model:
+    """Made off the event loop (the tokenizer is asked a few things); `start` and `stop` belong on it."""
+
+    def __init__(self, name: str, backend: Backend, settings: ServerSettings) -> None:
+        self.name, self.backend = name, backend
+        self.runner = Runner(backend.engine)
+        self.turns = Turns(backend.places or settings.max_concurrent)
+        self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
+        self.prepare = Preparer(backend, replace(settings, model_name=name))
+
+    def start(self) -> None:
+        self.runner.start()
+
+    async def stop(self) -> None:
+        """End what runs. May be called twice."""
+        await self.runner.stop()
+        await self.grammars.close()

@@ -1,0 +1,199 @@
+"""Several models in one server: who is loaded, who makes room, who waits."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine
+
+import pytest
+from tests.server_fakes import VOCAB, FakeEngine, tokenizer
+
+from outrider.engine.metrics import Metrics
+from outrider.server import catalogue
+from outrider.server.errors import ApiError
+from outrider.server.prepare import Backend
+from outrider.server.settings import ServerSettings
+from outrider.server.shelf import PATIENCE_S, Shelf, Slot, total
+from outrider.types import OutriderError
+
+TOK = tokenizer()
+
+
+class Loader:
+    """Counts what is loaded, and can hold a load up or fail it."""
+
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.go = threading.Event()
+        self.go.set()
+        self.error: Exception | None = None
+
+    def slot(self, name: str, size: int) -> Slot:
+        def load() -> Backend:
+            assert self.go.wait(30)
+            self.order.append(name)
+            if self.error is not None:
+                raise self.error
+            return Backend(FakeEngine(TOK), TOK, VOCAB, 128, nbytes=size)
+
+        return Slot(name, load, size)
+
+
+def run(work: Callable[[Shelf, Loader], Coroutine[object, object, None]], limit: int | None = 15, now: list[float] | None = None) -> None:
+    loader, clock = Loader(), now if now is not None else [0.0]
+
+    async def inner() -> None:
+        slots = [loader.slot("a", 10), loader.slot("b", 10), loader.slot("c", 4)]
+        shelf = Shelf(slots, limit, ServerSettings("a", port=0), clock=lambda: clock[0])
+        try:
+            async with asyncio.timeout(60):
+                await work(shelf, loader)
+        finally:
+            loader.go.set()
+            await shelf.stop()
+
+    asyncio.run(inner())
+
+
+async def use(shelf: Shelf, name: str) -> None:
+    slot = shelf.find(name)
+    assert (await shelf.borrow(slot)).name == name
+    shelf.give_back(slot)
+
+
+def there(shelf: Shelf) -> list[str]:
+    return [m.name for m in shelf.loaded]
+
+
+def test_loads_on_demand_and_the_least_recently_used_makes_room() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        assert there(shelf) == [] and shelf.find(None).name == "a"
+        for name in ("a", "c", "a"):
+            await use(shelf, name)
+        assert there(shelf) == ["a", "c"] and loader.order == ["a", "c"]
+        await use(shelf, "b")  # 10 + 4 + 10 > 15: c was used least recently, and that is not enough
+        assert there(shelf) == ["b"]
+        await use(shelf, "c")
+        assert there(shelf) == ["b", "c"] and shelf.slots["a"].evictions == 1 and shelf.slots["b"].state == "loaded"
+
+    run(work)
+
+
+def test_without_a_limit_all_stay() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        for name in ("a", "b", "c", "a", "b"):
+            await use(shelf, name)
+        assert there(shelf) == ["a", "b", "c"] and len(loader.order) == 3
+
+    run(work, limit=None)
+
+
+def test_a_model_in_use_is_never_put_back_and_those_who_wait_get_it_together() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        a = shelf.find("a")
+        await shelf.borrow(a)
+        waiting = [asyncio.ensure_future(use(shelf, "b")) for _ in range(3)]
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert there(shelf) == ["a"] and not any(w.done() for w in waiting)
+        shelf.give_back(a)
+        await asyncio.gather(*waiting)
+        assert there(shelf) == ["b"] and loader.order == ["a", "b"]
+
+    run(work)
+
+
+def test_newcomers_stand_back_once_another_has_waited_long() -> None:
+    now = [0.0]
+
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        a = shelf.find("a")
+        await shelf.borrow(a)
+        other = asyncio.ensure_future(use(shelf, "b"))
+        await asyncio.sleep(0)
+        await shelf.borrow(a)  # in time: nobody waited long yet
+        now[0] += PATIENCE_S + 1
+        assert not shelf.ready(a)
+        late = asyncio.ensure_future(use(shelf, "a"))
+        await asyncio.sleep(0)
+        assert not late.done()
+        shelf.give_back(a)
+        shelf.give_back(a)
+        await asyncio.gather(other, late)
+        assert loader.order == ["a", "b", "a"]
+
+    run(work, now=now)
+
+
+def test_who_leaves_the_line_holds_up_nobody() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        a = shelf.find("a")
+        await shelf.borrow(a)
+        gone, stays = asyncio.ensure_future(use(shelf, "b")), asyncio.ensure_future(use(shelf, "c"))
+        await asyncio.sleep(0)
+        assert not stays.done()  # c would fit beside a, but b was first
+        gone.cancel()
+        await stays
+        assert there(shelf) == ["a", "c"] and a.users == 1 and shelf.slots["c"].users == 0
+
+    run(work)
+
+
+def test_who_leaves_while_it_loads_borrows_nothing() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        loader.go.clear()
+        gone = asyncio.ensure_future(use(shelf, "b"))
+        while not shelf.slots["b"].loading:
+            await asyncio.sleep(0)
+        assert shelf.slots["b"].state == "loading"
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        loader.go.set()
+        await use(shelf, "a")
+        assert there(shelf) == ["a"] and all(s.users == 0 for s in shelf.slots.values())
+
+    run(work)
+
+
+def test_a_model_that_cannot_be_loaded_is_told_to_those_who_asked() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        loader.error = OutriderError("/secret/place/weights.gguf is cut off")
+        with pytest.raises(ApiError) as told:
+            await use(shelf, "b")
+        assert told.value.status == 503 and "weights.gguf" in told.value.message and "secret" not in told.value.message
+        loader.error = None
+        await use(shelf, "b")
+
+    run(work)
+
+
+def test_unknown_models_are_told_which_there_are() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        with pytest.raises(ApiError, match="this server has 'a', 'b', 'c'") as told:
+            shelf.find("d")
+        assert told.value.status == 404
+
+    run(work)
+
+
+def test_counts_outlive_a_model() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        a = shelf.find("a")
+        (await shelf.borrow(a)).backend.engine.metrics.new_tokens = 7
+        shelf.give_back(a)
+        await use(shelf, "b")
+        assert there(shelf) == ["b"] and shelf.tally().engine.new_tokens == 7
+
+    run(work)
+    summed = total([Metrics(new_tokens=1, finished={"stop": 1}), Metrics(new_tokens=2, finished={"stop": 2, "length": 1})])
+    assert summed.new_tokens == 3 and summed.finished == {"stop": 3, "length": 1}
+
+
+def test_names_on_the_command_line(tmp_path_factory: pytest.TempPathFactory) -> None:
+    odd = tmp_path_factory.mktemp("models") / "x=y"
+    odd.mkdir()
+    read = catalogue.read(["smollm2", "big=org/name", str(odd)])
+    assert [(m.name, m.model) for m in read] == [("smollm2", "smollm2"), ("big", "org/name"), ("x=y", str(odd))]
+    with pytest.raises(OutriderError, match="two models would be called 'smollm2'"):
+        catalogue.read(["smollm2", "smollm2=org/name"])
