@@ -47,6 +47,8 @@ class Capabilities:
     # Formats of stored weights that are multiplied as they are (`Format.family`), and what `quantize` can make of dense ones.
     formats: frozenset[str] = frozenset()
     quantizes: tuple[str, ...] = ()
+    # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in float32 would give.
+    holds_halves: bool = False
     quantizes_tables: bool = False  # embeddings and head too; otherwise these stay dense, as GPU checkpoints keep them
     # What an MTP drafter's matrices are rounded to: a guess need not be exact, only soon. None: they stay as they are stored.
     draft_format: str | None = None

@@ -31,6 +31,7 @@ C = TypeVar("C", ModelConfig, DrafterConfig)
 LoadFormat = Literal["auto", "dummy"]
 SLICE = 8 << 20  # bytes of the file copied at once
 INTEGERS = ("I64", "I32")
+HALVES = ("F16", "BF16")
 TABLES = ("embed", "ple_embed", "head")  # what quantised checkpoints for GPUs leave dense, beside routers
 
 
@@ -95,7 +96,8 @@ def load(
     weights: dict[str, Held] = {}
     with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
         for name, plan in plans.items():
-            weight = hold(plan, pieces[name], ops, device, source.where, only_looked_up(config, name))
+            halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
+            weight = hold(plan, pieces[name], ops, device, source.where, only_looked_up(config, name), halves)
             if weight is None:
                 filled = dense(plan, pieces[name], device, dtype, source.plus_one_done, source.where)
                 weight = finish(name, plan, filled, ops, held(config, name, quantize))
@@ -148,10 +150,14 @@ def only_looked_up(config: Config, name: str) -> bool:
     return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
 
 
-def hold(plan: TensorPlan, pieces: list[Piece], ops: Backend, device: torch.device | str, where: str, table: bool) -> Held | None:
+def hold(
+    plan: TensorPlan, pieces: list[Piece], ops: Backend, device: torch.device | str, where: str, table: bool, halves: bool
+) -> Held | None:
     """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`: it is only
-    ever looked up, and may be read where it lies."""
-    if plan.role not in ("matrix", "embedding") or not any(p.quantised for p in pieces):
+    ever looked up, and may be read where it lies. `halves`: dense matrices in 16 bits are offered as well."""
+    if plan.role not in ("matrix", "embedding"):
+        return None
+    if not any(p.quantised for p in pieces) and not (halves and all(p.entry is not None and p.entry.kind in HALVES for p in pieces)):
         return None
     if plan.role == "embedding" and not ops.capabilities.quantizes_tables:
         return None

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -67,7 +67,7 @@ class Piece:
         entry = self.entry
         if entry is not None:
             if entry.kind not in BLOCKS:
-                return dense(tensor(entry).reshape(self.shape))
+                return replace(dense(tensor(entry).reshape(self.shape)), release=entry.release if entry.order is None else None)
             data = entry.data() if entry.order is None else entry.data()[entry.order]
             blocks = torch.from_numpy(data).view(*self.shape[:-1], -1)
             return Weight(Block(entry.kind), self.shape, {"blocks": blocks}, entry.release if entry.order is None else None)

@@ -8,6 +8,7 @@ from typing import Any
 import gguf as reference
 import pytest
 import torch
+from tests.kv import build_kv
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
@@ -36,6 +37,26 @@ MOE = EDGE | dict(
     num_kv_shared_layers=0, hidden_size_per_layer_input=0, attention_k_eq_v=True, enable_moe_block=True, num_experts=4, top_k_experts=2,
     moe_intermediate_size=96,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("fmt", ["f16", "bf16"])
+def test_matrices_in_16_bits_stay_so_and_change_no_bit(tmp_path: Path, fmt: str) -> None:
+    """Held in the file's 16 bits the CPU's answers are those of float32; a table that is only looked up stays in the file."""
+    ops, ids = CpuOps(threads=2), torch.arange(7) % 5
+    write_gguf(tmp_path / "d.gguf", ModelConfig.from_hf(EDGE), fmt)
+    config, held, _ = load_target(tmp_path / "d.gguf", ops=ops)
+    wide = {n: ops.unpack(w) if isinstance(w, PackedWeight) else w for n, w in held.items()}
+    assert held["ple_embed"].nbytes == 0 and held["embed"].nbytes * 2 == wide["embed"].nbytes
+    assert all(held[n].nbytes * 2 == wide[n].nbytes for n in ("layers.0.qkv", "layers.1.down", "ple_proj"))
+    answers = []
+    for weights in (held, wide):
+        model = ops.compile(build(config, weights, ops))
+        assert isinstance(model, CompiledModel)
+        kv = build_kv(config, 1, 16, 16)
+        answers.append(model.logits(model.forward(ids, kv.view([(0, 7)]))))
+    assert torch.equal(*answers)
+    order = torch.tensor([3, 1, 2])
+    assert torch.equal(ops.unpack(ops.take_rows(held["embed"], order)), wide["embed"][order])
 
 
 @pytest.mark.parametrize("fmt", FORMATS)

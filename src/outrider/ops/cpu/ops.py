@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
 from ..backend import EVERY_ROW, Capabilities, HostCycle, M
-from ..formats import BLOCKS, Block, Held, QuantPart, Weight
+from ..formats import BLOCKS, Block, Dense, Held, QuantPart, Weight
 from ..formats.blocks import blocks_of
 from ..reference import ReferenceOps, plain
 from . import packing
@@ -58,7 +58,7 @@ class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
         independent_rows=EVERY_ROW, prompts_independent=True, formats=frozenset(BLOCKS),
-        quantizes=("int8", "int4"), quantizes_tables=True, draft_format="int8",
+        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8",
     )  # fmt: skip
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
@@ -80,6 +80,8 @@ class CpuOps(ReferenceOps):
 
     # ---- weights --------------------------------------------------------------------------------------------------
     def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
+        if all(halves(p) for p in parts) and len({p.format for p in parts}) == 1:
+            return self.packer.halves(parts)
         parts = [p if isinstance(p.format, Block) else blocks_of(p) or p for p in parts]
         if any(not isinstance(p.format, Block) for p in parts):
             return None
@@ -95,6 +97,8 @@ class CpuOps(ReferenceOps):
 
     def look_up(self, table: Weight, device: torch.device | str) -> Held | None:
         """Where it lies in the file: it takes no memory but the pages that were asked for."""
+        if halves(table):
+            return packing.dense_rows(table.tensors["values"], 0)
         if len(table.shape) != 2 or not isinstance(table.format, Block):
             return None
         return packing.in_file(stored_rows(table))
@@ -325,6 +329,11 @@ def stored_rows(w: Weight) -> QuantPart:
     """All rows of a matrix, or of all experts."""
     blocks = w.tensors["blocks"]
     return QuantPart(w.format.name, (w.nbytes // blocks.shape[-1], w.shape[-1]), blocks.reshape(-1, blocks.shape[-1]).numpy(), w.release)
+
+
+def halves(w: Weight) -> bool:
+    """A dense matrix in 16 bits."""
+    return len(w.shape) == 2 and isinstance(w.format, Dense) and w.format.dtype in (torch.float16, torch.bfloat16)
 
 
 def routable(ops: CpuOps, router: Held, gate_up: Held, down: Held) -> bool:

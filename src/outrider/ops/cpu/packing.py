@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..formats import Weight, dense
 from ..formats.gguf import BLOCKS, QuantPart
 from ..reference import token_hash
-from .lib import W_FILE, W_IQ4, W_IQ4X, W_PARTS, W_Q4, W_Q4K, W_Q4M, W_Q5, W_Q5K, W_Q5M, W_Q6K, W_Q8, CWeight
+from .lib import W_DENSE, W_FILE, W_IQ4, W_IQ4X, W_PARTS, W_Q4, W_Q4K, W_Q4M, W_Q5, W_Q5K, W_Q5M, W_Q6K, W_Q8, CWeight, dense_weight
 from .memory import Arena
 
 LANES, BLOCK = 16, 32
@@ -94,6 +95,20 @@ class Packer:
         data, scale = (self.arena.empty((size,), torch.uint8) for size in sizes)
         return PackedWeight((n, k), CWeight(kind, n, k, 0, data.data_ptr(), scale.data_ptr()), sum(sizes), (data, scale))
 
+    def halves(self, parts: Sequence[Weight]) -> PackedWeight:
+        """Dense rows [N, K] of one 16-bit type, copied as they are while the file streams by."""
+        n, k = sum(p.shape[0] for p in parts), parts[0].shape[1]
+        out, at = self.arena.empty((n, k), parts[0].tensors["values"].dtype), 0
+        for part in parts:
+            step = max(1, SLICE // (2 * k))
+            for lo in range(0, part.shape[0], step):
+                hi = min(part.shape[0], lo + step)
+                out[at + lo : at + hi] = part.tensors["values"][lo:hi]
+                if part.release is not None:
+                    part.release(lo, hi)
+            at += part.shape[0]
+        return dense_rows(out, out.numel() * out.element_size())
+
     def quantize(self, dense: Tensor, mode: str) -> PackedWeight | None:
         """A dense [N, K] weight, blockwise; None where K does not divide into blocks. Works in slices: float32 copies stay small."""
         n, k = dense.shape
@@ -107,6 +122,10 @@ class Packer:
 
     def take(self, w: PackedWeight, order: np.ndarray) -> PackedWeight:
         """Rows `order` of a packed weight, bit for bit."""
+        if w.c.kind == W_DENSE:
+            (rows,) = w.keep
+            assert isinstance(rows, Tensor)
+            return self.halves([dense(rows[torch.from_numpy(order)])])
         assert w.c.kind not in (W_PARTS, W_FILE), "rows of one kind only"
         out = self._empty(w.c.kind, len(order), w.c.k)
         rows = np.ascontiguousarray(order, dtype=np.int64)
@@ -128,6 +147,11 @@ def in_file(part: QuantPart) -> PackedWeight:
     assert part.data.flags.c_contiguous
     n, k = part.shape
     return PackedWeight((n, k), CWeight(W_FILE, n, k, KINDS[part.kind], part.data.ctypes.data, None), 0, (part,))
+
+
+def dense_rows(rows: Tensor, nbytes: int) -> PackedWeight:
+    """Dense rows [N, K] where they lie; `nbytes`: what they take beside the file."""
+    return PackedWeight(tuple(rows.shape), dense_weight(rows), nbytes, (rows,))
 
 
 def quantize_rows(dense: np.ndarray, mode: str) -> QuantPart:
