@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-arm check docs dist clean gpu-archs
+.PHONY: setup demo test test-arm test-ray check docs dist clean gpu-archs
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -26,6 +26,11 @@ test: check
 # The CPU kernels for ARM, cross-compiled and run under qemu (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user).
 test-arm: setup
 	$(BIN)/python tests/arm/run.py
+
+# A real Ray cluster on this machine: replicas, a kill, a rolling update, batch files (installs outrider[ray], 80 MB).
+test-ray: setup
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	$(BIN)/pytest tests/cluster
 
 # The site, into build/site; a broken link or anchor is an error.
 docs: setup

@@ -23,7 +23,8 @@ ALLOWED = {
     "train": {"llm", "engine", "spec", "cache", "models", "weights", "ops"},
     "bench": {"llm", "engine", "spec", "cache", "models", "weights", "ops", "train"},
     "server": {"llm", "engine", "spec", "cache", "models", "weights", "ops"},
-    "cli": {"server", "bench", "train", "llm", "engine", "spec", "cache", "models", "weights", "ops"},
+    "cluster": {"server", "llm"},
+    "cli": {"cluster", "server", "bench", "train", "llm", "engine", "spec", "cache", "models", "weights", "ops"},
     "__init__": {"llm"},
 }
 TORCH_FREE = [

@@ -16,6 +16,7 @@ from .bench_gpu import bench_gpu
 from .chat import chat
 from .cluster import cluster
 from .demo import demo
+from .deploy import deploy
 from .doctor import doctor
 from .eval_drafter import eval_drafter
 from .generate import generate
@@ -33,7 +34,8 @@ app = typer.Typer(
     help="Lossless speculative decoding: the same answers, faster.",
 )
 COMMANDS = (
-    generate, chat, serve, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, make_dummy, demo, doctor,
+    generate, chat, serve, deploy, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, make_dummy,
+    demo, doctor,
 )  # fmt: skip
 for command in COMMANDS:
     app.command()(command)

@@ -1,0 +1,61 @@
+"""`outrider deploy`: several engines behind one address, on Ray Serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..types import OutriderError
+from .common import err
+
+
+def deploy(
+    what: Annotated[str, typer.Argument(metavar="MODEL|FILE.yaml", help="A model as in `outrider serve`, or a configuration file.")],
+    replicas: Annotated[str | None, typer.Option(help="Engines: a number, or bounds for autoscaling such as 2..8.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on (8000).")] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any other field of the file: --set max_concurrent=16 (repeatable).")
+    ] = None,
+    address: Annotated[str, typer.Option(help="Ray: auto (one that runs, else a new one here) | local | HOST:PORT | ray://….")] = "auto",
+    check: Annotated[bool, typer.Option("--check", help="Only check the configuration and print it.")] = False,
+) -> None:
+    """Deploy MODEL as several replicas with one address: same API as `outrider serve`.
+
+    Without a Ray cluster, one is started on this machine and ends with the command. On a running cluster the command returns when all
+    replicas answer; run again with other settings it replaces them one by one, and no request fails.
+
+    Example: outrider deploy smollm2 --replicas 2..8
+    """
+    import yaml
+
+    try:
+        from ..cluster.config import ClusterConfig
+    except ModuleNotFoundError as e:
+        raise OutriderError(f"deploying needs {e.name}: pip install 'outrider[ray]'") from None
+    over: dict[str, object] = {}
+    for word in set_ or ():
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise OutriderError(f"--set needs FIELD=VALUE, got {word!r}")
+        try:
+            over[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            over[key] = value
+    given = {"replicas": replicas, "name": name, "host": host, "port": port}
+    over |= {field: value for field, value in given.items() if value is not None}
+    if what.endswith((".yaml", ".yml")):
+        config = ClusterConfig.read(Path(what), over)
+    else:
+        config = ClusterConfig.of({"model": what, **over})
+    if check:
+        print(yaml.safe_dump({"model": config.model, **config.fields()}, sort_keys=False), end="")
+        return
+    try:
+        from ..cluster import run
+    except ModuleNotFoundError as e:
+        raise OutriderError(f"deploying needs {e.name}: pip install 'outrider[ray]'") from None
+    run.up(config, address, lambda line: err.print(f"[dim]{line}[/dim]"), lambda line: err.print(line))

@@ -1,0 +1,195 @@
+"""The cluster as a Ray Serve application: engine replicas, and an ingress that relays to them.
+
+`build` is the builder for `serve run outrider.cluster.app:build model=smollm2 replicas=2..8` and for KubeRay. Client -> Serve's HTTP
+proxy -> Ingress -> Engine. The ingress is a deployment of ours because Serve's proxy answers 500 when a replica dies under a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import ray
+import yaml
+from ray import serve
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, ReplicaUnavailableError
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from .config import RULES, ClusterConfig
+from .ingress import Forward, Ingress, Refused, ReplicaLost, Taken
+from .router import PrefixRouter
+from .totals import Snapshot
+
+LOST = (ActorDiedError, ActorUnavailableError, RayActorError, ReplicaUnavailableError)
+SNAPSHOT_S = 5.0
+MOST_RELAYED = 4096  # requests that one ingress holds at a time
+QUIET = LoggingConfig(enable_access_log=False)  # a line a request and replica is more than metrics and our own log say
+
+
+class Engine:
+    """One replica: a whole Outrider engine and its app."""
+
+    async def __init__(self, fields: dict[str, object]) -> None:  # type: ignore[misc]  # Serve awaits it
+        from .replica import Replica, load
+
+        config = ClusterConfig.of(fields)
+        name = serve.get_replica_context().replica_id.unique_id
+        backend = await asyncio.to_thread(load, config)
+        self._replica = Replica(name, backend, config.back())
+        await self._replica.start()
+
+    async def answer(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
+        yield Taken(self._replica.name)
+        async for batch in self._replica.answer(request):
+            yield batch
+
+    async def snapshot(self) -> Snapshot:
+        return self._replica.snapshot()
+
+    async def pid(self) -> tuple[str, int]:
+        return self._replica.name, os.getpid()
+
+    async def check_health(self) -> None:
+        if not self._replica.healthy:
+            raise RuntimeError("the engine has stopped after repeated failures")
+
+
+class RayReplicas:
+    """The ingress's view of the replicas, through a Serve handle."""
+
+    def __init__(self, handle: DeploymentHandle) -> None:
+        self._handle = handle
+        self._answer = handle.options(method_name="answer", stream=True)
+
+    async def send(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
+        response = self._answer.remote(request)
+        done = False
+        try:
+            async for item in response:
+                yield item
+            done = True
+        except LOST as e:
+            done = True
+            raise ReplicaLost from e
+        except (BackPressureError, DeploymentUnavailableError) as e:
+            done = True
+            raise Refused from e
+        finally:
+            if not done:
+                response.cancel()
+
+    async def snapshots(self) -> list[Snapshot]:
+        try:
+            found = await self._handle.broadcast("snapshot").results_async(timeout_s=SNAPSHOT_S, return_exceptions=True)
+        except TimeoutError:
+            return []
+        return [s for s in found if isinstance(s, Snapshot)]
+
+
+class _Relayed(Response):
+    """Hands the raw ASGI call to the ingress: Serve's `__call__` gives requests and takes responses."""
+
+    def __init__(self, ingress: Ingress) -> None:
+        super().__init__()
+        self._ingress = ingress
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._ingress(scope, receive, send)
+
+
+class Front:
+    """The ingress deployment."""
+
+    def __init__(self, engines: DeploymentHandle, fields: dict[str, object]) -> None:
+        config = ClusterConfig.of(fields)
+        settings = dataclasses.replace(config.front(), api_keys=config.keys(os.environ))
+        self._ingress = Ingress(RayReplicas(engines), settings, config.retries, config.wait)
+
+    async def __call__(self, request: Request) -> Response:
+        return _Relayed(self._ingress)
+
+
+FRONT_FIELDS = (
+    "model", "name", "host", "port", "max_body", "timeout", "api_key_file", "allowed_origin", "retries", "wait",
+)  # fmt: skip
+
+
+def application(config: ClusterConfig) -> Application:
+    """`config` has to be placed. What changes in it since the last deployment is rolled out, a replica at a time."""
+    assert config.max_concurrent is not None and config.threads is not None, "not placed"
+    fields = config.fields()
+    scale = (
+        {"num_replicas": config.replicas.low}
+        if config.replicas.fixed
+        else {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=config.replicas.low,
+                max_replicas=config.replicas.high,
+                target_ongoing_requests=config.target_queue,
+                upscale_delay_s=config.upscale_delay,
+                downscale_delay_s=config.downscale_delay,
+            )
+        }
+    )
+    engine_fields = {k: v for k, v in fields.items() if k not in ("replicas", "target_queue", "upscale_delay", "downscale_delay")}
+    engines = serve.deployment(
+        Engine,
+        name="Engine",
+        ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica or 0},
+        max_ongoing_requests=config.max_concurrent + config.max_queued,
+        max_queued_requests=max(1, config.max_queued) * config.replicas.high,
+        graceful_shutdown_timeout_s=config.drain,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=5.0,
+        health_check_timeout_s=30.0,
+        logging_config=QUIET,
+        request_router_config=RequestRouterConfig(
+            request_router_class=PrefixRouter,
+            request_router_kwargs={"slack": max(2, config.max_concurrent // 2), "by_prefix": config.routing == "prefix"},
+        ),
+        **scale,
+    ).bind(engine_fields)
+    front = serve.deployment(
+        Front,
+        name="Ingress",
+        num_replicas=config.ingresses,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=MOST_RELAYED,
+        graceful_shutdown_timeout_s=config.drain,
+        graceful_shutdown_wait_loop_s=0.5,
+        logging_config=QUIET,
+    )
+    return front.bind(engines, {k: v for k, v in fields.items() if k in FRONT_FIELDS})
+
+
+def build(args: dict[str, object]) -> Application:
+    """For `serve run` and KubeRay: the fields of a configuration, or `config=FILE` and fields that differ from it."""
+    fields = {name: _typed(name, value) for name, value in args.items() if name != "config"}
+    path = args.get("config")
+    config = ClusterConfig.read(Path(str(path)), fields) if path else ClusterConfig.of(fields)
+    return application(config.placed(ray.cluster_resources().get("GPU", 0.0)))
+
+
+def _typed(name: str, value: object) -> object:
+    """`serve run` gives every value as text."""
+    rule = RULES.get(name.replace("-", "_"))
+    if rule is None or not isinstance(value, str):
+        return value
+    try:
+        rule.read(value)
+    except (ValueError, TypeError):
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+    return value

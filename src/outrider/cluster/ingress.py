@@ -1,0 +1,241 @@
+"""The front of a cluster: takes HTTP, sends each request to one replica and relays its answer. Knows nothing of Ray.
+
+Contract. Until the first byte of an answer has gone to its client, a replica's death is not seen: the request goes to another replica,
+`retries` times. Once bytes have flowed, the stream ends with an error event in its own protocol. No replica in `wait` seconds is a
+503 with Retry-After. A client that leaves cancels its request in the replica that runs it. Hosts, origins, keys and sizes are
+checked here, by the code that a single server has before its routes (`limits.Guard`); everything else is the replica's, which is a single
+server's whole app.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter
+from starlette.requests import ClientDisconnect
+from starlette.responses import JSONResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from ..server.anthropic import AnthropicWire
+from ..server.errors import ApiError
+from ..server.limits import SECURITY_HEADERS, Guard
+from ..server.names import route_of
+from ..server.ollama import OllamaWire
+from ..server.responses import ResponsesWire
+from ..server.settings import ServerSettings
+from ..server.wire import OpenAIWire, Wire
+from .prefix import prefix_keys
+from .totals import Snapshot, Totals
+
+log = logging.getLogger("outrider.cluster")
+KEPT_HEADERS = (b"content-type", b"accept", b"x-outrider-stats", b"anthropic-version", b"user-agent")
+OURS = {name for name, _ in SECURITY_HEADERS} | {b"x-request-id"}  # the guard writes them
+WIRES: dict[str, Callable[[], Wire]] = {
+    "messages": AnthropicWire, "responses": ResponsesWire, "ollama_chat": OllamaWire, "ollama_generate": lambda: OllamaWire(chat=False),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A request on its way to a replica."""
+
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+    client: str  # who asks, as turns and shares are counted
+    prefix: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The first thing a replica says of a request: it has it."""
+
+    replica: str
+
+
+class ReplicaLost(Exception):
+    """The replica that had the request is gone, or leaving."""
+
+
+class Refused(Exception):
+    """Every replica is full, and as many requests wait as may."""
+
+
+class Replicas(Protocol):
+    """The replicas, as the ingress sees them."""
+
+    def send(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
+        """Sends it to one replica: Taken, then the messages of its answer. Closed early, the replica drops the request."""
+        ...
+
+    async def snapshots(self) -> list[Snapshot]: ...
+
+
+class _Answer:
+    """What has come back for one request, and what of it the client has got."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._head: Message | None = None  # held back until the body begins
+        self.flowing = False
+        self.stream = False
+
+    async def take(self, message: Message, replica: str) -> None:
+        if message["type"] == "http.response.start":
+            headers = [(k, v) for k, v in message.get("headers", ()) if k.lower() not in OURS]
+            self.stream = any(k.lower() == b"content-type" and not v.startswith(b"application/json") for k, v in headers)
+            self._head = {**message, "headers": [*headers, (b"x-outrider-replica", replica.encode())]}
+            return
+        if self._head is not None:
+            if self._leaving(message):
+                raise ReplicaLost
+            self.flowing = True
+            head, self._head = self._head, None
+            await self._send(head)
+        await self._send(message)
+
+    def _leaving(self, message: Message) -> bool:
+        """A 503 of a replica that shuts down: others are there."""
+        return self._head is not None and self._head["status"] == 503 and b'"shutting_down"' in message.get("body", b"")
+
+    def forget(self) -> None:
+        self._head = None
+
+
+class Ingress:
+    def __init__(self, replicas: Replicas, settings: ServerSettings, retries: int, wait: float) -> None:
+        self._replicas, self._retries, self._wait = replicas, retries, wait
+        self.registry = CollectorRegistry()
+        r = self.registry
+        self._retried = Counter("outrider_cluster_retries", "Requests sent to another replica after a death, unseen.", registry=r)
+        self._broken = Counter("outrider_cluster_broken_streams", "Streams ended by a replica's death.", registry=r)
+        self._nobody = Counter("outrider_cluster_unavailable", "Requests that found no replica.", registry=r)
+        self._left = Counter("outrider_cluster_cancelled", "Clients that left before their answer's end.", registry=r)
+        self._answers = Counter("outrider_cluster_answers", "Answers of the ingress, by route and status.", ["route", "status"], registry=r)
+        self._totals = Totals()
+        self._guard = Guard(self._route, settings, self._count)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._guard(scope, receive, send)
+
+    def _count(self, method: str, path: str, status: int) -> None:
+        if method == "POST" or status >= 400:
+            self._answers.labels(route_of(path), str(status)).inc()
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        own = {"/metrics": self._metrics, "/health": self._health, "/readyz": self._health, "/livez": self._live}
+        if scope["path"] in own and scope["method"] == "GET":
+            await (await own[scope["path"]]())(scope, receive, send)
+            return
+        forward = await _read(scope, receive)
+        answer = _Answer(send)
+        relay = asyncio.ensure_future(self._relay(forward, answer))
+        gone = asyncio.ensure_future(_departure(receive))
+        try:
+            await asyncio.wait([relay, gone], return_when=asyncio.FIRST_COMPLETED)
+            if relay.done():
+                relay.result()
+            else:
+                self._left.inc()
+        except asyncio.CancelledError:  # how Ray Serve tells of a client that has left
+            self._left.inc()
+            raise
+        finally:
+            for task in (relay, gone):
+                task.cancel()
+            await asyncio.gather(relay, gone, return_exceptions=True)
+
+    # ---- one request
+
+    async def _relay(self, forward: Forward, answer: _Answer) -> None:
+        for attempt in range(self._retries + 1):
+            try:
+                await self._once(forward, answer)
+                return
+            except ReplicaLost:
+                answer.forget()
+                if answer.flowing:
+                    self._broken.inc()
+                    await self._break(forward, answer)
+                    return
+                if attempt < self._retries:
+                    self._retried.inc()
+                    log.warning("a replica was lost before its answer began: the request goes to another")
+            except TimeoutError:
+                break
+            except Refused:
+                raise ApiError(429, "Every replica is full.", retry_after=1, code="server_full") from None
+        self._nobody.inc()
+        raise ApiError(503, "No replica can take the request now.", retry_after=5, code="no_replica")
+
+    async def _once(self, forward: Forward, answer: _Answer) -> None:
+        """TimeoutError: nobody took it in time."""
+        async with aclosing(self._replicas.send(forward)) as messages:  # type: ignore[type-var]  # an async generator
+            async with asyncio.timeout(self._wait):
+                first = await anext(messages, None)
+            if not isinstance(first, Taken):
+                raise ReplicaLost
+            ended = False
+            async for batch in messages:
+                assert isinstance(batch, list)
+                for message in batch:
+                    await answer.take(message, first.replica)
+                    ended = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if not ended:
+                raise ReplicaLost
+
+    async def _break(self, forward: Forward, answer: _Answer) -> None:
+        error = ApiError(503, "The replica that wrote this answer is gone; ask again.", code="replica_lost")
+        if not answer.stream:
+            raise RuntimeError("a replica was lost in the middle of a body that is no stream")  # closes the connection
+        wire = WIRES.get(route_of(forward.path), OpenAIWire)()
+        await answer.take({"type": "http.response.body", "body": wire.error(error).encode(), "more_body": False}, "")
+
+    # ---- about the cluster
+
+    async def _metrics(self) -> Response:
+        text = self._totals.text(await self._replicas.snapshots(), self.registry)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _health(self) -> Response:
+        seen = await self._replicas.snapshots()
+        ready = [s for s in seen if s.healthy]
+        body = {
+            "status": "ok" if ready else "no replica",
+            "replicas": len(seen),
+            "ready": len(ready),
+            "in_flight": sum(s.load for s in seen),
+        }
+        return JSONResponse(body, status_code=200 if ready else 503, headers={} if ready else {"Retry-After": "5"})
+
+    async def _live(self) -> Response:
+        return JSONResponse({"status": "alive"})
+
+
+async def _read(scope: Scope, receive: Receive) -> Forward:
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if not message.get("more_body", False):
+            break
+    state = scope["state"]
+    kept = [(k, v) for k, v in scope["headers"] if k in KEPT_HEADERS]
+    headers = (*kept, (b"x-request-id", state["request_id"].encode()), (b"content-length", str(len(body)).encode()))
+    method, raw = scope["method"], bytes(body)
+    prefix = prefix_keys(raw) if method == "POST" else ()
+    return Forward(method, scope["path"], scope.get("query_string", b""), headers, raw, state["client"], prefix)
+
+
+async def _departure(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,104 @@
+"""One engine and a single server's whole app around it, called with a request as data. Knows nothing of Ray.
+
+`answer` runs the app for one request and gives its ASGI messages as they come, those that are ready together in one list. Closed or
+cancelled early, the app is told that its client has gone, and the engine drops the request within a cycle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope
+
+from ..config import EngineConfig
+from ..llm import LLM
+from ..server.app import create_app
+from ..server.prepare import Backend
+from ..server.settings import ServerSettings
+from ..server.turns import SPARE
+from .config import ClusterConfig
+from .ingress import Forward
+from .totals import Snapshot
+
+
+def load(config: ClusterConfig) -> Backend:
+    """What `outrider serve` would load."""
+    assert config.max_concurrent is not None, "not placed"
+    llm = LLM.load(
+        config.model, drafter=config.drafter, draft_tokens=config.draft_tokens, verify=config.verify,  # type: ignore[arg-type]
+        device=config.device, dtype=config.dtype, ops=config.ops, threads=config.threads, quantize=config.quantize,
+        load_format=config.load_format,  # type: ignore[arg-type]
+        engine=EngineConfig(config.max_concurrent + SPARE, config.max_context, gpu_memory=config.gpu_memory),
+    )  # fmt: skip
+    return Backend.of(llm)
+
+
+class Replica:
+    def __init__(self, name: str, backend: Backend, settings: ServerSettings) -> None:
+        self.name = name
+        self._app: FastAPI = create_app(backend, settings)
+        self._server = self._app.state.server
+        self._lifespan: AbstractAsyncContextManager[object] = self._app.router.lifespan_context(self._app)
+
+    async def start(self) -> None:
+        await self._lifespan.__aenter__()
+
+    async def stop(self) -> None:
+        await self._lifespan.__aexit__(None, None, None)
+
+    @property
+    def healthy(self) -> bool:
+        return bool(self._server.shelf.healthy)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(self.name, self.healthy, self._server.admission.in_flight, self._server.metrics.text().decode())
+
+    async def answer(self, request: Forward) -> AsyncIterator[list[Message]]:
+        out: asyncio.Queue[Message] = asyncio.Queue()
+        gone = asyncio.Event()
+        work = asyncio.ensure_future(self._app(_scope(request), _receive(request.body, gone), out.put))
+        try:
+            while True:
+                first = asyncio.ensure_future(out.get())
+                try:
+                    await asyncio.wait([first, work], return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    if not first.done():
+                        first.cancel()
+                batch = [first.result()] if first.done() and not first.cancelled() else []
+                while not out.empty():
+                    batch.append(out.get_nowait())
+                if batch:
+                    yield batch
+                elif work.done():
+                    work.result()
+                    return
+        finally:
+            gone.set()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+
+
+def _scope(request: Forward) -> Scope:
+    return {
+        "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http", "root_path": "",
+        "method": request.method, "path": request.path, "raw_path": request.path.encode(), "query_string": request.query,
+        "headers": [(b"host", b"replica"), *request.headers], "client": (request.client, 0), "server": ("replica", 0), "state": {},
+    }  # fmt: skip
+
+
+def _receive(body: bytes, gone: asyncio.Event) -> Receive:
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    return receive

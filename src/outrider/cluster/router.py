@@ -1,0 +1,42 @@
+"""The policy of prefix.py as Ray Serve's request router.
+
+Serve's own extension point is used, rather than replicas picked by hand through actor handles: so Serve keeps the set of replicas,
+probes their queues, lets a full one reject, takes a dead one out and counts what waits for autoscaling. What it asks of us is an order of
+preference. The interface is marked alpha in Ray 2.60; this file is all that hangs on it.
+"""
+
+from __future__ import annotations
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from .ingress import Forward
+from .prefix import PrefixMap, rank
+
+
+class PrefixRouter(RequestRouter):
+    def initialize_state(self, slack: int, by_prefix: bool) -> None:  # type: ignore[override]
+        self._slack, self._by_prefix = slack, by_prefix
+        self._map: PrefixMap[ReplicaID] = PrefixMap()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is not None:
+            pending_request.routing_context.should_backoff = True  # full replicas are asked again after a pause, not at once
+        known = {r.replica_id: r for r in candidate_replicas}
+        loads = {id: self.replica_queue_len_cache.get(id) or 0 for id in known}
+        holders = self._map.holders(_prefix(pending_request), loads) if self._by_prefix else []
+        return [[known[id] for id in group] for group in rank(loads, holders, self._slack)]
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: object) -> None:
+        self._map.sent(_prefix(pending_request), replica_id)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._map.gone(replica_id)
+
+
+def _prefix(request: PendingRequest | None) -> tuple[bytes, ...]:
+    if request is None or not request.args or not isinstance(request.args[0], Forward):
+        return ()
+    return request.args[0].prefix

@@ -1,0 +1,97 @@
+"""Brings a cluster up on Ray, or changes the one that is up; takes it down again where it is ours."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+
+import ray
+from ray import serve
+
+from ..types import OutriderError
+from .app import application
+from .config import ClusterConfig
+
+APP = "outrider"
+OBJECT_STORE = 200 << 20  # bytes: requests and answers are small and travel by value
+
+
+def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Callable[[str], None]) -> None:
+    """The whole command: connect, deploy, and stay where the Ray cluster is ours."""
+    ours = connect(address, note)
+    try:
+        note(f"deploying {config.served_name}, replicas {config.replicas}")
+        deploy(config, ours)
+        say(f"serving {config.served_name} at http://{config.host}:{config.port} (API at /v1, metrics at /metrics)")
+        if ours:
+            stay()
+            note("stopping: running requests finish")
+    finally:
+        if ours:
+            serve.shutdown()
+        ray.shutdown()
+
+
+def connect(address: str, say: Callable[[str], None]) -> bool:
+    """Join the Ray at `address`; auto: one that runs here or that RAY_ADDRESS names, else start one. True: we started it."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    if address != "local":
+        try:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
+            return False
+        except ConnectionError as e:
+            if address != "auto" or os.environ.get("RAY_ADDRESS"):
+                raise OutriderError(f"no Ray cluster at {os.environ.get('RAY_ADDRESS', address)}: {_first_line(e)}") from None
+    say("no Ray cluster found: starting one on this machine")
+    ray.init(
+        address="local", include_dashboard=False, object_store_memory=OBJECT_STORE, log_to_driver=False, logging_level=logging.ERROR,
+        namespace="serve",
+    )  # fmt: skip
+    return True
+
+
+def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
+    """Returns when every replica answers. A cluster that is up is changed, a replica at a time; nobody who asks meanwhile fails."""
+    placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
+    if ours:
+        need_room(placed)
+    serve.start(http_options={"host": config.host, "port": config.port})
+    try:
+        serve.run(application(placed), name=APP, route_prefix="/")
+    except RuntimeError as e:
+        told = re.findall(r"OutriderError: (.*)", str(e))
+        raise OutriderError(told[-1] if told else f"the replicas did not start: {_first_line(e)}") from None
+    return placed
+
+
+def need_room(config: ClusterConfig) -> None:
+    """On a cluster that cannot grow, replicas that do not fit would be waited for in vain."""
+    have = ray.cluster_resources().get("CPU", 0.0)
+    need = config.replicas.low * config.cpus_per_replica
+    if need > have:
+        raise OutriderError(
+            f"{config.replicas.low} replicas with cpus_per_replica {config.cpus_per_replica:g} need {need:g} CPUs and Ray has {have:g}; "
+            f"lower one of them, or start Ray with more: ray start --head --num-cpus {need:g}"
+        )
+
+
+def stay() -> None:
+    """Until Ctrl-C or SIGTERM; then running requests finish and all of it goes down."""
+    end = threading.Event()
+
+    def stop(_: int, __: FrameType | None) -> None:
+        end.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    end.wait()
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,87 @@
+"""/metrics of a cluster: every replica's figures under a label, and their sums under the names a single server uses.
+
+`outrider_replica_X{replica="…"}` is a replica's X; `outrider_X` is the cluster's, so that a dashboard made for one server shows the whole.
+What a replica that is gone had counted stays in the sums: counters never go back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+
+Labels = tuple[tuple[str, str], ...]
+Key = tuple[str, Labels]  # a sample's name and its labels
+COUNTS = ("counter", "histogram")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A replica at one moment."""
+
+    replica: str
+    healthy: bool
+    load: int  # sequences in flight
+    metrics: str  # as its own /metrics says them
+
+
+class Totals:
+    def __init__(self) -> None:
+        self._last: dict[str, dict[Key, float]] = {}  # counts by replica, those of the gone too
+
+    def text(self, replicas: list[Snapshot], own: CollectorRegistry) -> bytes:
+        """The page. `own`: what the ingress itself counts."""
+        families = {s.replica: list(text_string_to_metric_families(s.metrics)) for s in replicas}
+        for name, found in families.items():
+            self._last[name] = {_key(s.name, s.labels): s.value for f in found if f.type in COUNTS for s in f.samples}
+        registry = CollectorRegistry()
+        registry.register(_Page(self._pages(families, replicas)))
+        return generate_latest(registry) + generate_latest(own)
+
+    def _pages(self, families: dict[str, list[Metric]], replicas: list[Snapshot]) -> list[Metric]:
+        out: dict[str, Metric] = {}
+        sums: dict[str, dict[Key, float]] = {}
+        for replica, found in families.items():
+            for family in found:
+                total = out.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                name = family.name.replace("outrider_", "outrider_replica_", 1)
+                each = out.setdefault(name, Metric(name, family.documentation, family.type))
+                for s in family.samples:
+                    if s.name.endswith("_created"):
+                        continue
+                    each.add_sample(s.name.replace("outrider_", "outrider_replica_", 1), {**s.labels, "replica": replica}, s.value)
+                    if family.type not in COUNTS:
+                        group = sums.setdefault(total.name, {})
+                        group[_key(s.name, s.labels)] = group.get(_key(s.name, s.labels), 0.0) + s.value
+                    else:
+                        sums.setdefault(total.name, {}).setdefault(_key(s.name, s.labels), 0.0)
+        for counts in self._last.values():
+            for key, value in counts.items():
+                for group in sums.values():
+                    if key in group:
+                        group[key] += value
+        for name, group in sums.items():
+            for (sample, labels), value in group.items():
+                out[name].add_sample(sample, dict(labels), value)
+        for name, help, value in (
+            ("outrider_cluster_replicas", "Replicas that answer.", len(replicas)),
+            ("outrider_cluster_replicas_ready", "Replicas whose engine runs.", sum(s.healthy for s in replicas)),
+        ):
+            gauge = out[name] = Metric(name, help, "gauge")
+            gauge.add_sample(name, {}, float(value))
+        return list(out.values())
+
+
+class _Page:
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._families
+
+
+def _key(name: str, labels: dict[str, str]) -> Key:
+    return name, tuple(sorted(labels.items()))

@@ -1,0 +1,70 @@
+"""One file describes a deployment; each mistake in it is one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from outrider.cli.main import app
+from outrider.cluster.config import RULES, ClusterConfig, Replicas
+from outrider.types import OutriderError
+
+
+@pytest.mark.parametrize(("text", "low", "high"), [("2", 2, 2), ("2..8", 2, 8), ("1..1", 1, 1)])
+def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None:
+    made = Replicas.parse(text)
+    assert (made.low, made.high, made.fixed) == (low, high, low == high)
+    assert Replicas.parse(str(made)) == made
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"replicas": "8..2"}, 'replicas: "8..2" is not allowed; it must be a number such as 2, or bounds such as 2..8'),
+        ({"replicas": 0}, "replicas: 0 "),
+        ({"replicas": True}, "replicas: true "),
+        ({"replicas": "2.."}, "replicas: "),
+        ({"port": 70000}, "port: 70000 is not allowed; it must be a whole number in 0..65535"),
+        ({"max_concurrent": "many"}, 'max_concurrent: "many" '),
+        ({"routing": "random"}, "one of prefix, least-loaded"),
+        ({"wait": 0}, "a number, more than 0"),
+        ({"gpu_memory": 1.5}, "at most 1"),
+        ({"colour": "red"}, "unknown field 'colour'; known: model, replicas,"),
+        ({"tensor_parallel": 2}, "tensor_parallel: 2 is not possible in a cluster yet"),
+        ({"model": ""}, 'model: "" is not allowed'),
+        ({"host": ["a"]}, 'host: ["a"] '),
+    ],
+)
+def test_a_mistake_is_one_line(fields: dict[str, object], told: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        ClusterConfig.of({"model": "smollm2", **fields}, "cluster.yaml: ")
+    assert told in str(caught.value) and "\n" not in str(caught.value) and str(caught.value).startswith("cluster.yaml: ")
+
+
+def test_what_it_says_of_itself_reads_back() -> None:
+    config = ClusterConfig.of({"model": "smollm2", "replicas": "2..8", "max-concurrent": 4, "device": None, "wait": 3})
+    assert ClusterConfig.of(config.fields()) == config and config.fields()["replicas"] == "2..8"
+    assert all(hasattr(config, name) for name in RULES)
+    placed = config.placed(0)
+    assert (placed.gpus_per_replica, placed.max_concurrent, placed.threads, placed.target_queue) == (0.0, 4, 1, 4.0)
+    assert ClusterConfig.of({"model": "m"}).placed(2).max_concurrent == 254  # as `outrider serve` on a GPU
+    assert ClusterConfig.of({"model": "m", "device": "cpu"}).placed(2).gpus_per_replica == 0
+    with pytest.raises(OutriderError, match="the cluster has 0 GPUs"):
+        ClusterConfig.of({"model": "m", "gpus_per_replica": 1}).placed(0)
+
+
+def test_files_and_the_command(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("model: smollm2\nreplicas: 2..8\nrouting: least-loaded\n")
+    shown = CliRunner().invoke(app, ["deploy", str(file), "--replicas", "3", "--set", "wait=5", "--check"])
+    assert shown.exit_code == 0 and shown.stdout.splitlines() == ["model: smollm2", "replicas: '3'", "routing: least-loaded", "wait: 5.0"]
+    for text, told in (("model: [", "is not YAML"), ("- 1", "must hold fields"), ("replicas: 2", "model is missing")):
+        file.write_text(text)
+        with pytest.raises(OutriderError, match=told) as caught:
+            ClusterConfig.read(file)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(OutriderError, match="cannot read"):
+        ClusterConfig.read(tmp_path / "none.yaml")
+    assert isinstance(CliRunner().invoke(app, ["deploy", "smollm2", "--set", "wait"]).exception, OutriderError)

@@ -1,0 +1,243 @@
+"""The ingress before replicas that die, leave, are full or are not there: what clients see of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from starlette.types import Message
+from tests.server_fakes import VOCAB, FakeEngine, tokenizer
+
+from outrider.cluster.ingress import Forward, Ingress, Refused, ReplicaLost, Taken
+from outrider.cluster.replica import Replica
+from outrider.cluster.totals import Snapshot
+from outrider.server.prepare import Backend
+from outrider.server.settings import ServerSettings
+
+CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "seed": 3}
+
+
+class Pair:
+    """Two real replicas with scripted engines; `plan` says what happens to each request in turn."""
+
+    def __init__(self, *plan: str) -> None:
+        self.replicas: list[Replica] = []
+        self.plan = list(plan)
+        self.sent: list[str] = []
+        self.there = 2
+
+    @asynccontextmanager
+    async def up(self, delay: float = 0.0, **settings: Any) -> AsyncIterator[Ingress]:
+        tok = tokenizer()
+        self.replicas = [
+            Replica(n, Backend(FakeEngine(tok, delay=delay), tok, VOCAB, 2048, ""), ServerSettings(model_name="fake", host="0.0.0.0"))
+            for n in "ab"
+        ]
+        for replica in self.replicas:
+            await replica.start()
+        front = ServerSettings(**{"model_name": "fake", **settings})
+        try:
+            yield Ingress(self, front, retries=2, wait=0.5)
+        finally:
+            for replica in self.replicas:
+                await replica.stop()
+
+    async def send(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
+        fate = self.plan.pop(0) if self.plan else ""
+        self.sent.append(fate)
+        if fate == "full":
+            raise Refused
+        if fate == "nobody":
+            await asyncio.sleep(60)
+        if fate == "dead":
+            raise ReplicaLost
+        replica = self.replicas[len(self.sent) % 2]
+        yield Taken(replica.name)
+        if fate == "dies unseen":
+            raise ReplicaLost
+        if fate == "leaves":
+            replica._server.admission.closing = True
+        async for batch in replica.answer(request):
+            bodies = [i for i, m in enumerate(batch) if m["type"] == "http.response.body"]
+            if fate == "dies" and bodies:
+                yield batch[: bodies[0] + 1]
+                raise ReplicaLost
+            yield batch
+
+    async def snapshots(self) -> list[Snapshot]:
+        return [r.snapshot() for r in self.replicas[: self.there]]
+
+
+async def ask(
+    ingress: Ingress,
+    body: object = None,
+    path: str = "/v1/chat/completions",
+    leave_after: int | None = None,
+    method: str = "POST",
+    **headers: str,
+) -> tuple[int, dict[str, str], bytes]:
+    """One request through ASGI: status, headers, body. `leave_after`: the client is gone after so many messages."""
+    raw = b"" if body is None else json.dumps(body).encode()
+    sent: list[Message] = []
+    gone = asyncio.Event()
+    given = False
+
+    async def receive() -> Message:
+        nonlocal given
+        if not given:
+            given = True
+            return {"type": "http.request", "body": raw, "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+        if leave_after is not None and len(sent) >= leave_after:
+            gone.set()
+
+    named = [
+        (k.replace("_", "-").encode(), v.encode()) for k, v in {"host": "127.0.0.1", "content_type": "application/json", **headers}.items()
+    ]
+    scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": named, "client": ("10.0.0.1", 1)}
+    await asyncio.wait_for(ingress(scope, receive, send), 60)
+    if not sent:
+        return 0, {}, b""
+    seen = [k.decode() for k, _ in sent[0]["headers"]]
+    assert len(seen) == len(set(seen)), f"a header twice: {seen}"
+    return sent[0]["status"], {k.decode(): v.decode() for k, v in sent[0]["headers"]}, b"".join(m.get("body", b"") for m in sent[1:])
+
+
+def text_of(body: bytes) -> str:
+    return str(json.loads(body)["choices"][0]["message"]["content"])
+
+
+def events(body: bytes) -> list[Any]:
+    return [json.loads(line[6:]) for line in body.decode().splitlines() if line.startswith("data: {")]
+
+
+def value(ingress: Ingress, name: str) -> float:
+    found = ingress.registry.get_sample_value(name)
+    assert found is not None
+    return found
+
+
+def test_answers_and_refusals_are_a_single_servers() -> None:
+    async def run() -> None:
+        async with Pair().up() as ingress:
+            status, headers, body = await ask(ingress, CHAT)
+            assert status == 200 and headers["x-outrider-replica"] in "ab" and headers["x-request-id"] and text_of(body)
+            status, _, streamed = await ask(ingress, {**CHAT, "stream": True})
+            assert "".join(e["choices"][0]["delta"].get("content", "") for e in events(streamed)) == text_of(body)
+            status, _, body = await ask(ingress, {"nope": 1})
+            assert status == 400 and json.loads(body)["error"]["code"] == "unknown_field"
+            assert (await ask(ingress, path="/v1/models", method="GET"))[0] == 200
+            assert (await ask(ingress, CHAT, host="elsewhere.example"))[0] == 403
+
+    asyncio.run(run())
+
+
+def test_deaths_before_the_first_byte_are_not_seen() -> None:
+    async def run() -> None:
+        pair = Pair("", "dead", "dies unseen", "", "leaves", "")
+        async with pair.up() as ingress:
+            expected = text_of((await ask(ingress, CHAT))[2])
+            status, _, body = await ask(ingress, CHAT)
+            assert status == 200 and text_of(body) == expected and len(pair.sent) == 4
+            assert value(ingress, "outrider_cluster_retries_total") == 2
+            status, _, body = await ask(ingress, CHAT)  # the first one shuts down: its 503 is not the cluster's
+            assert status == 200 and text_of(body) == expected and len(pair.sent) == 6
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/api/chat", "/v1/responses"])
+def test_a_death_in_a_stream_ends_it_with_an_error_event(path: str) -> None:
+    async def run() -> None:
+        pair = Pair("dies")
+        async with pair.up() as ingress:
+            asked: dict[str, object] = {"model": "fake", "stream": True}
+            asked |= {"input": "hi"} if "responses" in path else {"messages": CHAT["messages"]}
+            asked |= {"max_tokens": 400} if "messages" in path else {}
+            status, _, body = await ask(ingress, asked, path)
+            last = body.decode().strip().splitlines()[-1].removeprefix("data: ")
+            assert status == 200 and "replica that wrote this answer is gone" in last and json.loads(last)
+            assert len(pair.sent) == 1 and value(ingress, "outrider_cluster_broken_streams_total") == 1
+            assert await settled(pair)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("plan", "status", "code"),
+    [
+        (("dead",) * 3, 503, "no_replica"),
+        (("nobody",), 503, "no_replica"),
+        (("full",), 429, "server_full"),
+        (("dead", "full"), 429, "server_full"),
+    ],
+)
+def test_nobody_there_is_a_clean_refusal(plan: tuple[str, ...], status: int, code: str) -> None:
+    async def run() -> None:
+        async with Pair(*plan).up() as ingress:
+            told, headers, body = await ask(ingress, {**CHAT, "stream": True})
+            assert (told, json.loads(body)["error"]["code"]) == (status, code) and int(headers["retry-after"]) >= 1
+
+    asyncio.run(run())
+
+
+async def settled(pair: Pair) -> bool:
+    for _ in range(500):
+        if not any(r._server.admission.in_flight for r in pair.replicas):
+            return True
+        await asyncio.sleep(0.01)
+    return False
+
+
+def test_a_client_that_leaves_frees_its_place() -> None:
+    async def run() -> None:
+        pair = Pair()
+        async with pair.up(delay=0.05) as ingress:
+            await ask(ingress, {**CHAT, "stream": True}, leave_after=3)
+            assert await settled(pair) and value(ingress, "outrider_cluster_cancelled_total") == 1
+            assert sum(int(r._server.metrics.aborted._value.get()) for r in pair.replicas) == 1
+
+    asyncio.run(run())
+
+
+def test_keys_and_sizes_are_checked_at_the_door() -> None:
+    async def run() -> None:
+        pair = Pair()
+        async with pair.up(api_keys=("secret",), max_body=2048) as ingress:
+            assert (await ask(ingress, CHAT))[0] == 401 and (await ask(ingress, path="/metrics", method="GET"))[0] == 401
+            assert (await ask(ingress, path="/health", method="GET"))[0] == 200
+            assert (await ask(ingress, {"x": "y" * 4096}, authorization="Bearer secret"))[0] == 413 and not pair.sent
+            assert (await ask(ingress, CHAT, authorization="Bearer secret"))[0] == 200
+
+    asyncio.run(run())
+
+
+def test_metrics_are_each_replicas_and_their_sum() -> None:
+    async def run() -> None:
+        pair = Pair()
+        async with pair.up() as ingress:
+            for _ in range(3):
+                await ask(ingress, CHAT)
+            _, _, page = await ask(ingress, path="/metrics", method="GET")
+            rows = dict(line.rsplit(" ", 1) for line in page.decode().splitlines() if not line.startswith("#"))
+            each = [float(rows[f'outrider_replica_new_tokens_total{{replica="{r}"}}']) for r in "ab"]
+            assert min(each) > 0 and float(rows["outrider_new_tokens_total"]) == sum(each)
+            assert float(rows['outrider_request_seconds_bucket{le="+Inf"}']) == 3 and rows["outrider_cluster_replicas_ready"] == "2.0"
+            assert float(rows['outrider_http_requests_total{route="chat",status="200"}']) == 3
+            pair.there = 1  # one is gone; what it had counted stays
+            _, _, page = await ask(ingress, path="/metrics", method="GET")
+            rows = dict(line.rsplit(" ", 1) for line in page.decode().splitlines() if not line.startswith("#"))
+            assert float(rows["outrider_new_tokens_total"]) == sum(each) and rows["outrider_cluster_replicas"] == "1.0"
+            pair.there = 0
+            status, _, body = await ask(ingress, path="/health", method="GET")
+            assert status == 503 and json.loads(body)["status"] == "no replica"
+
+    asyncio.run(run())
