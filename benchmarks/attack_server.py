@@ -137,8 +137,10 @@ async def probe_health(port: int, stop: asyncio.Event, times: list[float]) -> No
 class Attack:
     """Runs until told to stop; what the server answered is counted."""
 
-    def __init__(self, port: int, stop: asyncio.Event, many: int) -> None:
-        self.port, self.stop, self.many = port, stop, many
+    KINDS = ("bombs", "long_texts", "unread", "silent", "malformed", "leavers")
+
+    def __init__(self, port: int, stop: asyncio.Event, many: int, kinds: list[str]) -> None:
+        self.port, self.stop, self.many, self.kinds = port, stop, many, kinds
         self.counts: Counter[str] = Counter()
         self._address = 1
 
@@ -147,8 +149,9 @@ class Attack:
         return f"127.0.0.{self._address}"
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        runs = [self.bombs(), self.bombs(), self.long_texts(), self.unread(), self.silent(), self.malformed(), self.leavers()]
-        return [asyncio.create_task(run) for run in runs]
+        known = {"bombs": self.bombs, "long_texts": self.long_texts, "unread": self.unread, "silent": self.silent}
+        known |= {"malformed": self.malformed, "leavers": self.leavers}
+        return [asyncio.create_task(known[kind]()) for kind in self.kinds for _ in range(2 if kind == "bombs" else 1)]
 
     def client(self) -> httpx.AsyncClient:
         transport = httpx.AsyncHTTPTransport(local_address=self.address())
@@ -278,11 +281,16 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
+def slowest(times: list[float], most: int = 6) -> list[list[float]]:
+    """[which of the eight questions, seconds]"""
+    return [[i % 8, round(t, 3)] for t, i in sorted(((t, i) for i, t in enumerate(times)), reverse=True)[:most]]
+
+
 def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
 
 
-async def measure(target: Target, minutes: float, tokens: int, many: int) -> Json:
+async def measure(target: Target, minutes: float, tokens: int, many: int, kinds: str) -> Json:
     good = Good(target.port, tokens)
     say(f"serving on port {target.port}; warming up")
     await good.run(0)
@@ -293,6 +301,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int) -> Jso
     stop, health = asyncio.Event(), list[float]()
     probing = asyncio.create_task(probe_health(target.port, stop, health))
     command = [sys.executable, __file__, "--attack", str(target.port), "--minutes", str(minutes), "--connections", str(many)]
+    command += ["--only", kinds]
     attackers = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)  # their work must not delay the measuring
     attacked = await good.run(minutes * 60, least=1)
     peak, lines = target.memory(), target.lines
@@ -313,6 +322,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int) -> Jso
         "p50_alone_s": round(percentile(alone, 0.5), 3), "p99_alone_s": round(percentile(alone, 0.99), 3),
         "p50_attacked_s": round(percentile(attacked, 0.5), 3), "p99_attacked_s": round(percentile(attacked, 0.99), 3),
         "p99_factor": round(factor, 2), "p99_afterwards_s": round(percentile(afterwards, 0.99), 3),
+        "slowest_alone": slowest(alone), "slowest_attacked": slowest(attacked),
         "health_p99_ms": round(1e3 * percentile(health, 0.99), 1), "health_max_ms": round(1e3 * max(health, default=0), 1),
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
         "log_lines": lines, "attacks": counts, "wrong": good.wrong[:10],
@@ -323,11 +333,11 @@ async def measure(target: Target, minutes: float, tokens: int, many: int) -> Jso
     }  # fmt: skip
 
 
-async def attack(port: int, minutes: float, many: int) -> None:
+async def attack(port: int, minutes: float, many: int, kinds: list[str]) -> None:
     """What the process of the attackers does. It is polite to this machine only: elsewhere they would have machines of their own."""
     os.nice(19)
     stop = asyncio.Event()
-    attackers = Attack(port, stop, many)
+    attackers = Attack(port, stop, many, kinds)
     tasks = attackers.tasks()
     await asyncio.sleep(minutes * 60)
     stop.set()
@@ -343,14 +353,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of the well-behaved client's answers")
     parser.add_argument("--connections", type=int, default=700, help="silent ones, open at once")
     parser.add_argument("--serve", default="--timeout 20", help="more options for `outrider serve`")
+    parser.add_argument("--only", default=",".join(Attack.KINDS), help="these attacks, to find out which of them hurts: %(default)s")
     parser.add_argument("--out", type=Path, help="append the result to this file")
     args = parser.parse_args()
     if args.attack is not None:
-        asyncio.run(attack(args.attack, args.minutes, args.connections))
+        asyncio.run(attack(args.attack, args.minutes, args.connections, args.only.split(",")))
         return
     target = Target(args.model, args.serve.split())
     try:
-        result = asyncio.run(measure(target, args.minutes, args.tokens, args.connections))
+        result = asyncio.run(measure(target, args.minutes, args.tokens, args.connections, args.only))
     finally:
         target.stop()
     line = json.dumps({"model": args.model, **result})

@@ -59,6 +59,7 @@ class _Running:
     out: list[int] = field(default_factory=list)
     stats: RequestStats = field(default_factory=RequestStats)
     arrived: float = field(default_factory=time.perf_counter)
+    paused: bool = False
 
 
 class FakeEngine:
@@ -97,9 +98,13 @@ class FakeEngine:
             self.aborted.append(id)
             self._events.append(Event(id, [], [], [], finish_reason="abort", stats=run.stats))
 
+    def pause(self, id: str, on: bool) -> None:
+        if id in self.running:
+            self.running[id].paused = on
+
     @property
     def busy(self) -> bool:
-        return bool(self.running) or bool(self._events)
+        return any(not run.paused for run in self.running.values()) or bool(self._events)
 
     def step(self) -> list[Event]:
         if self.delay:
@@ -108,7 +113,7 @@ class FakeEngine:
             self.fail_steps -= 1
             raise RuntimeError(f"made to fail on {[self.tokenizer.decode(r.request.prompt) for r in self.running.values()]}")
         events, self._events = self._events, []
-        for run in list(self.running.values())[: self.batch]:
+        for run in [r for r in self.running.values() if not r.paused][: self.batch]:
             events.append(self._advance(run))
             if events[-1].finish_reason:
                 reason = events[-1].finish_reason

@@ -39,9 +39,10 @@ class ChatPrompt:
 
 
 class ControlText:
-    def __init__(self, backend: Backend, template: str) -> None:
-        """Control tokens: the special ones, and added ones in brackets that the template itself writes (`<tool_call>`, `</think>`)."""
-        self._backend = backend
+    def __init__(self, backend: Backend, encode: Callable[[str], list[int]], template: str) -> None:
+        """Control tokens: the special ones, and added ones in brackets that the template itself writes (`<tool_call>`, `</think>`).
+        `encode`: the backend's, without special tokens."""
+        self._backend, self._encode = backend, encode
         self._lock = threading.Lock()
         self._ids: dict[str, int] = {}
         markers: list[str] = []
@@ -59,12 +60,12 @@ class ControlText:
         self._outside = re.compile("|".join(spelt) or r"(?!)")
         # An assistant's own thoughts and calls hold such marks, and templates look for them there.
         self._own = re.compile("|".join([f"({_any_of(markers).pattern})", *spelt]))
-        unknown = backend.encode(chr(0x10FFFD), add_special_tokens=False).ids  # the answer to a character that no tokenizer has
+        unknown = encode(chr(0x10FFFD))  # the answer to a character that no tokenizer has
         self._counted = frozenset(self._ids.values()) - frozenset(unknown)
 
     def prompt(self, messages: Sequence[Mapping[str, Json]], tools: Json, render: Renderer) -> ChatPrompt:
         plain = render(messages, tools)
-        ids = self._backend.encode(plain, add_special_tokens=False).ids
+        ids = self._encode(plain)
         if not any(self._outside.search(text) for text in _strings([messages, tools])):
             written, back = plain, {}
         else:
@@ -103,7 +104,7 @@ class ControlText:
             pieces += [_restored(written[at : match.start()], back), names[match[0]]]
             at = match.end()
         pieces.append(_restored(written[at:], back))
-        ids: list[int] = twin.encode("".join(pieces), add_special_tokens=False).ids
+        ids: list[int] = twin.encode_batch_fast(["".join(pieces)], add_special_tokens=False)[0].ids
         return ids
 
     @cached_property

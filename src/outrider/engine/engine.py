@@ -158,9 +158,17 @@ class Engine:
         if seq is not None:
             self._events.append(self._finish(seq, Event(request_id, [], [], []), reason))
 
+    def pause(self, request_id: str, on: bool) -> None:
+        """A paused request keeps its place and what it has computed, and takes part in no step."""
+        seq = self._seqs.get(request_id)
+        if seq is not None:
+            seq.paused = on
+
     @property
     def busy(self) -> bool:
-        return bool(self._seqs) or bool(self._events)
+        if self._events or not self._seqs:
+            return bool(self._events)
+        return self._flight is not None or any(not seq.paused for seq in self._seqs.values())
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:

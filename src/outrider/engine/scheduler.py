@@ -63,7 +63,7 @@ class Scheduler:
         """`choose` gives drafter and K for each decoding sequence."""
         batch, before = StepBatch(), self.preemptions
         self._admit()
-        ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not (s.ahead and self._may_be_over(s))]
+        ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.paused and not (s.ahead and self._may_be_over(s))]
         for seq, (drafter, k, stop, drop) in zip(ready, choose(ready) if ready else []):
             if seq.cache is None:
                 continue  # pre-empted by an older one in this very step

@@ -43,6 +43,7 @@ class Seq:
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     drafter_off: bool = False
+    paused: bool = False  # nobody reads its answer just now
     ahead: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
     tempered: bool = True  # its tokens are chosen by temperature and seed alone: no filter, history, mask or logprobs
     answer: Answer = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from jinja2.parser import Parser
 
 Messages = Sequence[Mapping[str, Json]]
+LONG = 8 << 10  # characters of a text that is worth another process
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -63,6 +64,7 @@ class Tokenizer:
         metaspace = any(s.get("type") == "Metaspace" and s.get("prepend_scheme", "always") != "never" for s in steps)
         self.strips_space = strips or metaspace  # the first word's space is the tokenizer's own
         self._bytes: dict[int, bytes] = {}
+        self.elsewhere: Callable[[str, bool], list[int]] | None = None  # `ids` of long texts, where a server has them made
 
     @classmethod
     def load(cls, files: TextFiles) -> Tokenizer:
@@ -71,9 +73,17 @@ class Tokenizer:
     # ---- text and ids -----------------------------------------------------------------------------------------------
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """`bos`: a prompt starts here, so what the tokenizer puts in front of a text belongs there."""
-        ids: list[int] = self.backend.encode(text, add_special_tokens=bos).ids
+        ids = self.ids(text, bos)
         if bos and self.files.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
+        return ids
+
+    def ids(self, text: str, special: bool) -> list[int]:
+        return self.ids_here(text, special) if self.elsewhere is None or len(text) <= LONG else self.elsewhere(text, special)
+
+    def ids_here(self, text: str, special: bool) -> list[int]:
+        """As the tokenizer has it. Its `encode` of one text would keep every other thread waiting; of a list it does not."""
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
         return ids
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
@@ -119,7 +129,7 @@ class Tokenizer:
 
     @cached_property
     def _control(self) -> ControlText:
-        return ControlText(self.backend, self.files.chat_template or "")
+        return ControlText(self.backend, lambda text: self.ids(text, special=False), self.files.chat_template or "")
 
     def render(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> str:
         if self.files.chat_template is None:

@@ -23,10 +23,11 @@ from starlette.requests import ClientDisconnect
 from .. import __version__
 from ..engine.engine import Engine
 from ..engine.score import Scorer
+from ..engine.text import LONG
 from ..types import OutriderError
 from .call import Call, EventStream, Feeder, late, unless_gone
 from .errors import ApiError, read
-from .fair import Desk
+from .fair import Desk, FairGate
 from .limits import Admission, Guard
 from .metrics import ServerMetrics
 from .model import Model
@@ -43,7 +44,8 @@ from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
-BIG_BODY, TRIM_S = 256 << 10, 5.0
+BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many so large are read at once, one of each client
+TRIM_S = 5.0
 Body = TypeVar("Body", bound=Common)
 
 
@@ -54,10 +56,11 @@ class Server:
         self.shelf, self.settings = shelf, settings
         self.admission = Admission(settings)
         self.desk = Desk(DESK_THREADS, DESK_WAITING)
+        self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.connections: Connections | None = None  # set where real ones come in
         self.started = int(time.time())
-        self._trimmed = 0.0
+        self._trimming: asyncio.TimerHandle | None = None
         self.fingerprint = f"outrider-{__version__}"
 
     async def answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
@@ -75,12 +78,13 @@ class Server:
 
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""
-        raw, client = await request.body(), request.state.client
-        several = len(self.shelf.slots) > 1
-        named = await self.desk.run(client, lambda: read(raw, Named.model_validate_json)) if several else Named()
-        with ExitStack() as stack:
+        client = request.state.client
+        with await self._room(request), ExitStack() as stack:
+            raw = await request.body()
+            long, several = len(raw) > LONG, len(self.shelf.slots) > 1
+            named = await self.desk.run(client, lambda: read(raw, Named.model_validate_json), long) if several else Named()
             model = await self._borrow(named.model, client, stack)
-            return JSONResponse(await self.desk.run(client, lambda: read(raw, lambda data: work(data, model.prepare))))
+            return JSONResponse(await self.desk.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long))
 
     async def _borrow(self, name: str | None, client: str, stack: ExitStack) -> Model:
         """The model that a call names, until `stack` is closed. One that must be loaded first is waited for in a place of its own."""
@@ -97,33 +101,43 @@ class Server:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, "The body must be JSON: send 'Content-Type: application/json'.", code="unsupported_media_type")
-        raw = await request.body()
         stack = ExitStack()
         try:
             async with asyncio.timeout(self.settings.timeout):
-                call = await unless_gone(request, self._begin(request, raw, parse, wire, stack, began))
+                with await self._room(request) as room:
+                    raw = await request.body()
+                    call = await unless_gone(request, self._begin(request, raw, parse, wire, stack, room, began))
         except TimeoutError:
             stack.close()
             raise late(self.settings.timeout) from None
         except BaseException:
             stack.close()
-            self._trim(len(raw))
             raise
-        self._trim(len(raw))
         return EventStream(call, wire.media_type) if call.streams else JSONResponse(await unless_gone(request, call.whole()))
 
+    async def _room(self, request: Request) -> ExitStack:
+        """A large body is read when it is its client's turn; until then it stays with its client. Close it when the text is done with."""
+        room, client = ExitStack(), request.state.client
+        length = request.headers.get("content-length")
+        if length is None or int(length) > BIG_BODY:  # one in chunks may be of any size
+            await self.big_bodies.acquire(client)
+            room.callback(self.big_bodies.release, client)
+            room.callback(self._trim)
+        return room
+
     async def _begin(
-        self, request: Request, raw: bytes, parse: Callable[[bytes], Body], wire: Wire, stack: ExitStack, began: float
+        self, request: Request, raw: bytes, parse: Callable[[bytes], Body], wire: Wire, stack: ExitStack, room: ExitStack, began: float
     ) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by `stack`."""
-        client = request.state.client
-        body = await self.desk.run(client, lambda: read(raw, parse))
+        client, long = request.state.client, len(raw) > LONG
+        body = await self.desk.run(client, lambda: read(raw, parse), long)
         model = await self._borrow(body.model, client, stack)
         answers = model.prepare.answers(body)
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
-        job = await self.desk.run(client, lambda: prepare(body, request, model.prepare))
+        job = await self.desk.run(client, lambda: prepare(body, request, model.prepare), long)
+        room.close()
         if job.grammar is not None:
             job = job.under(await model.grammars.get(job.grammar, client))
         if self.settings.log_prompts:
@@ -132,7 +146,7 @@ class Server:
 
         feeder = Feeder(model.runner, model.turns, client, job)
         writer = Writer(job, model.backend.tokenizer, model.name, isinstance(body, ChatRequest), self.fingerprint)
-        route, deadline = route_of(request.url.path), began + self.settings.timeout
+        route, deadline = route_of(request.scope["path"].removeprefix(request.scope.get("root_path", ""))), began + self.settings.timeout
         call = Call(job, feeder, writer, wire, stack, deadline, self.settings.timeout, route, self.metrics, lambda: self.admission.closing)
         stack.callback(feeder.close)
         if job.prompt_logprobs is not None:
@@ -146,11 +160,14 @@ class Server:
                 raise ApiError(500, str(e)) from e
         return call
 
-    def _trim(self, size: int) -> None:
-        """What big bodies took of the memory goes back to the system, now and then."""
-        if size > BIG_BODY and sys.platform == "linux" and time.monotonic() - self._trimmed > TRIM_S:
-            self._trimmed = time.monotonic()
-            asyncio.get_running_loop().run_in_executor(None, lambda: ctypes.CDLL(None).malloc_trim(0))
+    def _trim(self) -> None:
+        """What big bodies took of the memory goes back to the system, a little later and for many at once."""
+        if sys.platform == "linux" and self._trimming is None:
+            self._trimming = asyncio.get_running_loop().call_later(TRIM_S, self._trim_now)
+
+    def _trim_now(self) -> None:
+        self._trimming = None
+        asyncio.get_running_loop().run_in_executor(None, lambda: ctypes.CDLL(None).malloc_trim(0))
 
     async def close(self) -> None:
         await self.shelf.stop()

@@ -40,7 +40,6 @@ class Feeder:
         self._holding: set[str] = set()
         self._others: asyncio.Task[None] | None = None
         self.stream = runner.stream(r.id for r in job.requests)
-        self.stream.on_unread = self.close  # the engine's places go back while the write still blocks
 
     async def first(self) -> None:
         await self._feed(self._job.requests[0])
@@ -148,8 +147,6 @@ class Call:
                 if event is not None and event.finish_reason is not None:
                     self._feeder.finished(event.id)
                 yield event
-            if stream.unread:
-                raise ApiError(408, "The answer is not being read.", code="unread_answer")
         except OutriderError as e:  # the engine found out on the way that this request can't be done
             raise ApiError(400, str(e), code="request_failed") from e
         except EngineError as e:

@@ -6,8 +6,12 @@ Everything here may be as large and as twisted as a client likes, so `build` run
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, cast
 
 from ..engine.grammar import WHITESPACE, schema_grammar
@@ -16,6 +20,7 @@ from .tool_grammar import gemma_calls, json_calls
 
 Kind = Literal["json_schema", "regex", "lark", "gbnf", "choice", "json_calls", "gemma_calls"]
 MAX_CHARS = 512 << 10  # of a source, and of the text that is made of it
+MAX_PARTS = 256  # of a schema, among which the one at fault is looked for
 CHILDREN = ("properties", "$defs", "definitions", "patternProperties")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
@@ -27,6 +32,11 @@ class Source:
     kind: Kind
     payload: str
     field: str
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Stands for it where it is remembered: a source may have half a megabyte."""
+        return hashlib.sha256(f"{self.kind} {self.field} {self.payload}".encode("utf-8", "surrogatepass")).digest()
 
     @property
     def too_large(self) -> bool:
@@ -63,6 +73,40 @@ def build(source: Source) -> str:
         return str(llguidance.LLMatcher.grammar_from_lark(text))
     except (ValueError, TypeError, KeyError, RecursionError) as e:
         raise OutriderError(f"it can't be turned into a grammar: {' '.join(str(e).split())[:200] or type(e).__name__}") from e
+
+
+def parts(source: Source) -> Iterator[tuple[str, Source]]:
+    """The schemas within it as (where, source of its own), inner ones first: the first that fails alone is the one at fault."""
+    try:
+        if source.kind == "json_schema":
+            roots = [("", json.loads(source.payload))]
+        elif source.kind in ("json_calls", "gemma_calls"):
+            roots = [(str(name), parameters) for name, parameters in json.loads(source.payload)["functions"]]
+        else:
+            return
+        for name, root in roots:
+            if isinstance(root, dict):
+                shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
+                for where, part in itertools.islice(_parts(root, name), MAX_PARTS):
+                    yield where, Source("json_schema", json.dumps({**shared, **part}), source.field)
+    except (ValueError, RecursionError):
+        return
+
+
+def _parts(node: dict[str, object], where: str) -> Iterator[tuple[str, dict[str, object]]]:
+    inner: list[tuple[str, object]] = []
+    for key, child in node.items():
+        if key in CHILDREN and isinstance(child, dict):
+            inner += [(f"{key}.{name}", c) for name, c in child.items()]
+        elif key in LISTS and isinstance(child, list):
+            inner += [(f"{key}[{i}]", c) for i, c in enumerate(child)]
+        elif key in ("items", "additionalProperties"):
+            inner.append((key, child))
+    for step, part in inner:
+        if isinstance(part, dict):
+            yield from _parts(part, f"{where}.{step}" if where else step)
+    if where:
+        yield where, node
 
 
 def close_objects(schema: object) -> object:

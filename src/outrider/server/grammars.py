@@ -1,7 +1,8 @@
 """Compiled grammars for requests, within bounds: tried in another process first (nursery.py), kept for those who ask again.
 
 A trial that is over its bounds is a 400 that names the field; a client that goes away takes its trial with it. Clients take
-turns. What was compiled is kept while all of it together takes less than `KEEP` bytes; what was refused is remembered too.
+turns. What was compiled is kept while all of it together takes less than `KEEP` bytes, and whoever brought most of it loses first;
+what was refused is remembered too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import json
 import os
 import sys
 import uuid
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..engine.grammar import Grammar, GrammarCompiler
@@ -23,17 +25,24 @@ from .errors import ApiError, bad
 from .fair import FairGate
 from .grammar_source import MAX_CHARS, Source
 
-SECONDS, MEMORY = 1.0, 192 << 20  # of one trial
-KEEP, KEEP_REFUSED = 32 << 20, 256
+SECONDS, MEMORY, PATIENCE = 1.0, 192 << 20, 4.0  # of one trial: processor time, bytes, and seconds by the clock
+KEEP, KEEP_REFUSED = 32 << 20, 1024
 AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
+
+
+@dataclass(frozen=True)
+class _Kept:
+    grammar: Grammar
+    bytes: int
+    client: str  # who brought it
 
 
 class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab_size
         self._gate = FairGate(AT_ONCE, WAITING, "a grammar")
-        self._kept: OrderedDict[Source, tuple[Grammar, int]] = OrderedDict()
-        self._refused: OrderedDict[Source, str] = OrderedDict()
+        self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by the source's digest, the latest asked for last
+        self._refused: OrderedDict[bytes, str] = OrderedDict()  # why
         self._nursery: _Nursery | None = None
         self._compiler: GrammarCompiler | None = None
         self._thread = ThreadPoolExecutor(1, "outrider-grammar")  # the compiler lets go of the interpreter while it works
@@ -51,12 +60,15 @@ class Grammars:
             if known is not None:
                 return known
             said = await (await self._start()).trial(source)
+            if "late" in said:
+                message = f"{source.field}: the server is too busy to try a grammar as large as this; try again."
+                raise ApiError(503, message, source.field, "busy", retry_after=5)
             if "error" in said:
-                self._refused[source] = str(said["error"])
+                self._refused[source.digest] = str(said["error"])
                 while len(self._refused) > KEEP_REFUSED:
                     self._refused.popitem(last=False)
                 raise _refusal(source, str(said["error"]))
-            return await self._compile(source, said)
+            return await self._compile(source, said, client)
 
     async def close(self) -> None:
         if self._nursery is not None:
@@ -64,14 +76,14 @@ class Grammars:
         self._thread.shutdown(wait=False)
 
     def _known(self, source: Source) -> Grammar | None:
-        if source in self._refused:
-            raise _refusal(source, self._refused[source])
-        if source not in self._kept:
+        if source.digest in self._refused:
+            raise _refusal(source, self._refused[source.digest])
+        if source.digest not in self._kept:
             return None
-        self._kept.move_to_end(source)
-        return self._kept[source][0]
+        self._kept.move_to_end(source.digest)
+        return self._kept[source.digest].grammar
 
-    async def _compile(self, source: Source, said: dict[str, object]) -> Grammar:
+    async def _compile(self, source: Source, said: dict[str, object], client: str) -> Grammar:
         text = str(said["text"])
 
         def compile_here() -> Grammar:
@@ -85,10 +97,18 @@ class Grammars:
             raise _refusal(source, str(e)) from e
         size = said["bytes"]
         assert isinstance(size, int)
-        self._kept[source] = (grammar, size + len(text) + len(source.payload))
-        while sum(n for _, n in self._kept.values()) > KEEP:
-            self._kept.popitem(last=False)
+        self._kept[source.digest] = _Kept(grammar, size + len(text), client)
+        self._make_room()
         return grammar
+
+    def _make_room(self) -> None:
+        """One who brings a thousand grammars must not cost another the one it uses."""
+        while sum(k.bytes for k in self._kept.values()) > KEEP:
+            of: Counter[str] = Counter()
+            for kept in self._kept.values():
+                of[kept.client] += kept.bytes
+            most = of.most_common(1)[0][0]
+            del self._kept[next(digest for digest, kept in self._kept.items() if kept.client == most)]
 
     async def _start(self) -> _Nursery:
         async with self._starting:
@@ -114,9 +134,8 @@ class _Nursery:
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         made = cls(process)
-        made._send(
-            {"tokenizer": tokenizer.json, "vocab": vocab_size, "eos": sorted(tokenizer.eos_ids), "seconds": SECONDS, "memory": MEMORY}
-        )
+        limits = {"seconds": SECONDS, "memory": MEMORY, "patience": PATIENCE}
+        made._send({"tokenizer": tokenizer.json, "vocab": vocab_size, "eos": sorted(tokenizer.eos_ids), **limits})
         return made
 
     @property

@@ -24,7 +24,7 @@ from .settings import LOOPBACK, ServerSettings
 log = logging.getLogger("outrider.server")
 OPEN_PATHS = ("/", "/health", "/livez", "/readyz", "/version")
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-ROUTE = re.compile(r"/(v1/|api/)?[a-z/-]{0,32}")
+ROUTE = re.compile(r"/(v1/|api/)?[a-z/-]{0,32}")  # what of a path may stand in the log: never a text that somebody put there
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -82,6 +82,7 @@ class Guard:
         given = headers.get(b"x-request-id", b"").decode("latin-1")
         id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         head = scope["method"] == "HEAD"
+        path = scope["path"].removeprefix(scope.get("root_path", ""))  # as our routes have it, whatever a proxy serves us under
         state = {**scope.get("state", {}), "request_id": id, "client": _address(scope)}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
         cross = self._cross(headers.get(b"origin", b"").decode("latin-1"))
@@ -97,9 +98,16 @@ class Guard:
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
-                self._count(scope["method"], scope["path"], status)
+                self._count(scope["method"], path, status)
                 if status >= 400:
-                    log.info("refused: id %s, route %s %s, %d %s", id, *_route(scope), status, state.get("refusal", "refused"))
+                    log.info(
+                        "refused: id %s, route %s %s, %d %s",
+                        id,
+                        scope["method"],
+                        path if ROUTE.fullmatch(path) else "(other)",
+                        status,
+                        state.get("refusal", "refused"),
+                    )
                 extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()), *cross)
                 message["headers"] = [*message.get("headers", ()), *extra]
             elif head:
@@ -115,7 +123,7 @@ class Guard:
             if scope["method"] == "OPTIONS" and b"access-control-request-method" in headers and cross:
                 await Response(status_code=204)(scope, receive, answer)
                 return
-            state["client"] = self._key(scope["path"], headers) or state["client"]
+            state["client"] = self._key(path, headers) or state["client"]
             length = headers.get(b"content-length", b"0")
             if not length.isdigit() or int(length) > self._settings.max_body:
                 raise self._too_large()
@@ -170,12 +178,6 @@ class Guard:
 
 def _address(scope: Scope) -> str:
     return str((scope.get("client") or ("local",))[0])
-
-
-def _route(scope: Scope) -> tuple[str, str]:
-    """Method and path for the log: only what could be a route of ours, never a text somebody put into an address."""
-    path = scope["path"]
-    return scope["method"], path if ROUTE.fullmatch(path) else "(other)"
 
 
 def _hostname(host: str) -> str:

@@ -6,7 +6,9 @@ import asyncio
 import functools
 import json
 import logging
+import os
 import socket
+import sys
 import time
 
 import uvicorn
@@ -89,4 +91,9 @@ def set_up_logs(level: str, as_json: bool) -> None:
 
 def serve(models: Backend | Shelf, settings: ServerSettings, listener: socket.socket) -> None:
     set_up_logs(settings.log_level, settings.log_json)
-    HttpServer(models, settings).run(sockets=[listener])
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time gains nothing by threads
+    sys.setswitchinterval(0.001)  # the engine's Python and the event loop's take turns: a request passes between them a dozen times
+    server = HttpServer(models, settings)
+    for model in server.app.state.server.shelf.loaded:
+        model.clerk.start()
+    server.run(sockets=[listener])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .clerk import Clerk
 from .grammars import Grammars
 from .prepare import Backend, Preparer
 from .runner import Runner
@@ -19,6 +20,8 @@ class Model:
         self.runner = Runner(backend.engine)
         self.turns = Turns(backend.places or settings.max_concurrent)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
+        self.clerk = Clerk(lambda: backend.tokenizer.json, backend.tokenizer.ids_here)
+        backend.tokenizer.elsewhere = self.clerk.ids
         self.prepare = Preparer(backend, replace(settings, model_name=name))
 
     def start(self) -> None:
@@ -28,3 +31,5 @@ class Model:
         """End what runs. May be called twice."""
         await self.runner.stop()
         await self.grammars.close()
+        self.backend.tokenizer.elsewhere = None
+        self.clerk.close()

@@ -20,7 +20,7 @@ from ..engine.allowed import AllowedTokens
 from ..engine.control import ChatPrompt
 from ..engine.grammar import Grammar, GrammarCompiler
 from ..engine.scheduler import Request
-from ..engine.text import Tokenizer
+from ..engine.text import LONG, Tokenizer
 from ..types import Json, OutriderError, SamplingParams
 from .errors import ApiError, bad
 from .grammar_source import Source, build
@@ -288,7 +288,12 @@ class Preparer:
         return out
 
     def _encode(self, text: str, bos: bool) -> list[int]:
+        """Where the beginning of a text is more than half as much again as fits, the rest need not be looked at."""
+        head = 3 * self._longest_prompt
         try:
+            if len(text) > max(LONG, head) and len(self.tokenizer.ids(text[:head], special=False)) > head // 2:
+                message = f"The prompt has more than {head // 2} tokens; at most {self._longest_prompt} are allowed here."
+                raise bad(message, "prompt", "context_length_exceeded")
             return self.tokenizer.encode(text, bos=bos)
         except (UnicodeError, TypeError) as e:
             raise bad("The text is not valid Unicode.") from e

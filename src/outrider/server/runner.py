@@ -23,7 +23,7 @@ from ..types import OutriderError, RequestStats
 
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
-MAX_UNREAD = 1024  # events of one call that wait to be written; a client that far behind does not read
+UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
 T = TypeVar("T")
 
 
@@ -47,6 +47,7 @@ class EngineLike(Protocol):
     def busy(self) -> bool: ...
     def submit(self, request: Request) -> None: ...
     def abort(self, id: str) -> None: ...
+    def pause(self, id: str, on: bool) -> None: ...
     def step(self) -> Sequence[Event]: ...
     def check(self) -> None: ...
 
@@ -64,14 +65,15 @@ Item = Event | Exception  # what a stream receives
 
 
 class Stream:
-    """The events of a group of requests (the choices of one call), merged. Close it, and what still runs is aborted."""
+    """The events of a group of requests (the choices of one call), merged. Close it, and what still runs is aborted.
+
+    Who does not read is waited for: at `UNREAD` events the sequence that brings more pauses, and goes on when they are read."""
 
     def __init__(self, runner: Runner, ids: Iterable[str]) -> None:
         self._runner = runner
         self._queue: asyncio.Queue[tuple[str, Item]] = asyncio.Queue()
+        self._paused: set[str] = set()
         self.open = set(ids)
-        self.unread = False  # it was ended because nobody took its events
-        self.on_unread: Callable[[], None] = self.close
 
     async def next(self, timeout: float) -> Event | None:
         """The next event, or None when none came in `timeout` seconds. Raises what the engine raised."""
@@ -80,6 +82,10 @@ class Stream:
                 id, item = await self._queue.get()
         except TimeoutError:
             return None
+        if self._paused and self._queue.qsize() <= UNREAD // 4:
+            for paused in self._paused & self.open:
+                self._runner.pause(paused, False)
+            self._paused.clear()
         if isinstance(item, Exception):
             self.open.discard(id)
             raise item
@@ -88,15 +94,12 @@ class Stream:
         return item
 
     def put(self, id: str, item: Item) -> None:
-        """The bound holds while the reader is stuck in a write: at `MAX_UNREAD` events everything ends and is let go at once."""
         if id not in self.open:
             return
-        if self._queue.qsize() >= MAX_UNREAD:
-            self.unread = True
-            self.on_unread()
-            self._queue.put_nowait((id, EngineError("the answer is not being read")))  # wakes a reader that comes back
-        else:
-            self._queue.put_nowait((id, item))
+        self._queue.put_nowait((id, item))
+        if self._queue.qsize() >= UNREAD and id not in self._paused:
+            self._paused.add(id)
+            self._runner.pause(id, True)
 
     def close(self) -> None:
         for id in self.open:
@@ -149,6 +152,9 @@ class Runner:
 
     def abort(self, id: str) -> None:
         self._commands.put(lambda: self._abort(id))
+
+    def pause(self, id: str, on: bool) -> None:
+        self._commands.put(lambda: self._engine.pause(id, on))
 
     def later(self, function: Callable[[EngineLike], None]) -> None:
         """Like `call`, for those who can't wait."""

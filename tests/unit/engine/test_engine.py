@@ -248,3 +248,30 @@ def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
     assert [scheduler._budget(n) for n in (0, 20, 32, 36, 39)] == [2048, 2048, 2048, 910, 640]
     scheduler.pack = 0
     assert scheduler._budget(0) == scheduler._budget(39) == 640
+
+
+def test_a_paused_request_goes_on_where_it_was() -> None:
+    """It takes no step while it is paused, an engine of paused ones is not busy, and the tokens are those of one never paused."""
+    requests = [request(f"r{i}", [3 + i, 5, 7, 5, 7], temperature=0.8, seed=i) for i in range(3)]
+    want = run(tiny_engine(), requests)
+    engine, got = tiny_engine(), {r.id: list[int]() for r in requests}
+
+    def step() -> None:
+        for event in engine.step():
+            got[event.id] += event.tokens
+
+    for r in requests:
+        engine.submit(r)
+    step()
+    step()
+    engine.pause("r1", True)
+    before = len(got["r1"])
+    while len(got["r0"]) < 24 or len(got["r2"]) < 24:
+        step()
+    assert len(got["r1"]) == before < 24 and not engine.busy
+    engine.pause("r1", False)
+    while engine.busy:
+        step()
+    engine.pause("r1", True)  # it has ended: nothing to pause
+    engine.check()
+    assert got == want

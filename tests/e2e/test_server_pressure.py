@@ -1,0 +1,177 @@
+"""What one client asks for is not done at the cost of the others: long texts, large bodies, unread answers, many grammars.
+
+Catches: texts tokenised under the interpreter's lock, answers computed on for nobody, memory for bodies nobody has a turn for,
+a grammar lost because somebody else brought a thousand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
+
+from outrider.engine import text
+from outrider.server import app, grammars, runner
+from outrider.server.clerk import Clerk
+from outrider.server.errors import ApiError
+from outrider.server.fair import Desk, FairGate
+from outrider.server.grammar_source import Source
+
+TOK = tokenizer()
+HI = [{"role": "user", "content": "hi"}]
+
+
+def until(true: Any, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def raw(s: Served, path: str, body: bytes, address: str = "127.0.0.1", length: int | None = None) -> socket.socket:
+    """A connection that has sent this much of its body, and reads nothing."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    made.settimeout(30)
+    made.bind((address, 0))
+    made.connect(("127.0.0.1", s.port))
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    made.sendall(f"{head}Connection: close\r\nContent-Length: {len(body) if length is None else length}\r\n\r\n".encode() + body)
+    return made
+
+
+def everything(made: socket.socket) -> bytes:
+    parts = []
+    while part := made.recv(1 << 16):
+        parts.append(part)
+    made.close()
+    return b"".join(parts)
+
+
+def test_long_texts_are_tokenised_elsewhere_to_the_same_ids() -> None:
+    tok = tokenizer()
+    clerk = Clerk(lambda: tok.json, tok.ids_here)
+    tok.elsewhere = clerk.ids
+    long = "über 日本 🦊 <|im_end|> " * 600
+    try:
+        assert len(long) > text.LONG and tok.encode(long, bos=True) == tokenizer().encode(long, bos=True)
+        assert clerk._process is not None
+        tok.encode("short")
+        os.kill(clerk._process.pid, signal.SIGKILL)
+        assert tok.encode(long) == tok.encode(long) == TOK.encode(long)  # it may die: here, then in a new one
+        assert tok.chat([{"role": "user", "content": long}]) == tokenizer().chat([{"role": "user", "content": long}])
+        with pytest.raises(UnicodeError):
+            tok.encode("\ud800" * 9000)
+        assert clerk.ids(long, False) == TOK.ids(long, False)
+    finally:
+        clerk.close()
+
+
+def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    with Served(FakeEngine(TOK), TOK, max_prompt=1000) as s:
+        tok = s.model.prepare.tokenizer
+        monkeypatch.setattr(tok, "elsewhere", lambda text, special: (seen.append(len(text)), tok.ids_here(text, special))[1])
+        monkeypatch.setattr("outrider.server.prepare.LONG", 2000)
+        monkeypatch.setattr("outrider.engine.text.LONG", 2000)
+        answer = httpx.post(f"{s.url}/v1/completions", json={"prompt": "a" * 6000}, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded" and seen == [3000]
+
+
+def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
+    async def run() -> None:
+        desk, done = Desk(1, 10), threading.Event()
+        long = asyncio.create_task(desk.run("a", lambda: done.wait(30), long=True))
+        await asyncio.sleep(0)
+        assert await desk.run("b", lambda: 7) == 7 and not long.done()
+        done.set()
+        assert await long
+        desk.close()
+        gate = FairGate(2, 10, "a test")
+        await gate.acquire("many")
+        second = asyncio.create_task(gate.acquire("many"))
+        await asyncio.sleep(0)
+        assert not second.done()  # a place is free, but one is all that a client may hold
+        await gate.acquire("one")
+        gate.release("many")
+        await second
+
+    asyncio.run(run())
+
+
+def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "UNREAD", 20)
+    engine = FakeEngine(TOK, lambda r: "word " * 800, draft=0)
+    body = {"messages": HI, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 9, "n": 2}
+    with Served(engine, TOK, 1 << 20, max_concurrent=4) as s:
+        silent = raw(s, "/v1/chat/completions", json.dumps(body).encode())
+        until(lambda: len(engine.running) == 2)
+        made = -1
+        while made != (made := sum(len(r.out) for r in engine.running.values())):
+            time.sleep(0.4)  # until the system takes no more of it
+        assert len(engine.running) == 2 and made < 8000 and not engine.busy
+        answer = httpx.post(f"{s.url}/v1/chat/completions", json={"messages": HI, "max_tokens": 5}, timeout=60)
+        assert answer.status_code == 200
+        lines = [line for line in everything(silent).decode().splitlines() if line.startswith("data: {")]
+        chosen = [json.loads(line[6:])["choices"][0] for line in lines]
+        for index in range(2):
+            assert "".join(c["delta"].get("content") or "" for c in chosen if c["index"] == index) == "word " * 800
+        s.settle()
+
+
+def test_one_large_body_of_a_client_is_read_at_a_time() -> None:
+    large = json.dumps({"messages": HI, "max_tokens": 2, "user": "x" * (app.BIG_BODY + 1)}).encode()
+    with Served(FakeEngine(TOK), TOK) as s:
+        half = raw(s, "/v1/chat/completions", large[:1000], length=len(large))
+        until(lambda: s.state.big_bodies._held)
+        behind = raw(s, "/v1/chat/completions", large)
+        until(lambda: s.state.big_bodies._waiting)
+        assert b" 200 " in everything(raw(s, "/v1/chat/completions", large, address="127.0.0.2"))[:20]
+        assert httpx.post(f"{s.url}/v1/chat/completions", json={"messages": HI, "max_tokens": 2}, timeout=60).status_code == 200
+        assert s.state.big_bodies._waiting
+        half.close()
+        assert b" 200 " in everything(behind)[:20]
+        until(lambda: not s.state.big_bodies._held)
+
+
+def test_who_brings_many_grammars_loses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "KEEP", 1 << 20)
+
+    async def run() -> None:
+        keeper = grammars.Grammars(TOK, VOCAB)
+        mine = Source("regex", "mine", "x")
+        await keeper._compile(mine, {"text": build_regex("mine"), "bytes": 1000}, "me")
+        for i in range(20):
+            await keeper._compile(Source("regex", f"{i}", "x"), {"text": build_regex(f"{i}"), "bytes": 200_000}, "many")
+        assert mine.digest in keeper._kept and len(keeper._kept) < 8
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+def test_where_the_machine_is_busy_a_grammar_may_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "PATIENCE", 0.0)
+
+    async def run() -> None:
+        keeper = grammars.Grammars(TOK, VOCAB)
+        with pytest.raises(ApiError, match="too busy") as refusal:
+            await keeper.get(Source("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x"), "me")
+        assert refusal.value.status == 503 and refusal.value.retry_after and not keeper._refused
+        await keeper.close()
+
+    asyncio.run(run())
+
+
+def build_regex(pattern: str) -> str:
+    from outrider.server.grammar_source import build
+
+    return build(Source("regex", pattern, "x"))
