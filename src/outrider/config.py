@@ -36,12 +36,27 @@ class EngineConfig:
 class SpecConfig:
     draft_tokens: int | None = None  # None: the controller chooses K every cycle
     verify: Verify = "coupled"
+    tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are lines; None: where it pays and K is not fixed
 
     def __post_init__(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:
             raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {self.draft_tokens}")
         if self.verify not in VERIFIERS:
             raise OutriderError(f"unknown verifier {self.verify!r}; known: {', '.join(VERIFIERS)}")
+        if self.tree is not None and not 0 <= self.tree <= MAX_DRAFT:
+            raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 1..{MAX_DRAFT}, got {self.tree}")
+        if self.tree and self.verify != "coupled":
+            raise OutriderError(f"trees are for the coupled verifier; {self.verify} keeps lines: leave --tree out")
+
+
+def parse_tree(text: str | int | None) -> int | None:
+    """'auto', 'off' or a number, as users write it."""
+    if text is None or text == "auto":
+        return None
+    try:
+        return SpecConfig(tree=0 if text == "off" else int(text)).tree
+    except ValueError:
+        raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 1..{MAX_DRAFT}, got {text!r}") from None
 
 
 def parse_draft_tokens(text: str | int | None) -> int | None:

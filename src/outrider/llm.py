@@ -18,7 +18,7 @@ import torch
 
 from . import __version__
 from . import ops as ops_module
-from .config import EngineConfig, SpecConfig, Verify, parse_draft_tokens
+from .config import EngineConfig, SpecConfig, Verify, parse_draft_tokens, parse_tree
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
 from .engine.step import Request
@@ -71,6 +71,7 @@ class LLM:
         model: str,
         drafter: str = "auto",
         draft_tokens: int | str | None = "auto",
+        tree: int | str | None = "auto",
         verify: Verify = "coupled",
         device: str | None = None,
         dtype: str | None = None,
@@ -83,7 +84,7 @@ class LLM:
         say: Callable[[str], None] = log.info,
     ) -> LLM:
         """`drafter`: auto | none | ngram | a folder or id of an MTP drafter, a draft model (draft:NAME) or Medusa heads."""
-        spec = SpecConfig(parse_draft_tokens(draft_tokens), verify)
+        spec = SpecConfig(parse_draft_tokens(draft_tokens), verify, parse_tree(tree))
         place = ops_module.place(device)
         if place.index is not None:
             torch.cuda.set_device(place)  # kernels are launched on the current device, wherever their tensors are
@@ -124,12 +125,13 @@ class LLM:
 
     # ---- running --------------------------------------------------------------------------------------------------
     def requests(
-        self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool | str = True
+        self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool | str = True, tree: int | None = None
     ) -> list[Request]:
         """One request for each of `params.n` answers; answer i has seed + i."""
         ids = self._encode(prompt)
         group = next(self._ids)
-        return [Request(f"{group}.{i}", ids, replace(params, seed=params.seed + i, n=1), draft_tokens, drafter) for i in range(params.n)]
+        answers = [replace(params, seed=params.seed + i, n=1) for i in range(params.n)]
+        return [Request(f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree) for i, answer in enumerate(answers)]
 
     def generate(
         self,
@@ -137,10 +139,11 @@ class LLM:
         params: SamplingParams | None = None,
         draft_tokens: int | None = None,
         drafter: bool | str = True,
+        tree: int | None = None,
     ) -> list[Completion]:
-        """All answers, in order (n of them for each prompt)."""
+        """All answers, in order (n of them for each prompt). `draft_tokens`, `tree`: None leaves them as they were loaded."""
         many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        requests = [r for p in many for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter)]  # type: ignore[arg-type]
+        requests = [r for p in many for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter, tree)]  # type: ignore[arg-type]
         for request in requests:
             self.engine.validate(request)
         done = {r.id: Completion("", [], "", RequestStats(), [], []) for r in requests}

@@ -91,18 +91,25 @@ class KVView(KVPages):
     row_seq: Tensor  # int64 [R]
     row_start: Tensor  # int32 [B + 1]
     max_rows: int  # most rows of any one sequence (a host number: kernels choose tiles with it)
-    max_context: int  # an upper bound of positions + 1 (a host number)
+    max_context: int  # an upper bound of positions + 1, and of places + 1 (a host number)
+    # Rows of a tree: a sequence's first row is its newest token, at position `base`; row r is written at `places[r]` = base + its number
+    # among the sequence's rows, and where it sees a position base + d it reads what lies at base + `paths[r, d]`: the number of its
+    # ancestor of depth d (of itself at its own depth). None: rows stand in a line, each written at its position and read there.
+    places: Tensor | None = None  # int64 [R]
+    paths: Tensor | None = None  # int32 [R, deepest + 1]
 
 
 @dataclass(frozen=True)
 class Draft:
     """A guess: `tokens` [B, K]; the first `lengths[b]` count. `q` [B, K, V] is the distribution each token was drawn
-    from, or None when it was guessed with the shared noise or is a point mass."""
+    from, or None when it was guessed with the shared noise or is a point mass. With `parents` it is a tree: the token j (from 1)
+    follows the token parents[b, j - 1] < j, where 0 is the newest token of the sequence; without, each follows the one before."""
 
     tokens: Tensor  # int64 [B, K]
     lengths: Tensor  # int64 [B]
     q: Tensor | None = None
     confidence: Tensor | None = None  # [B, K] the drafter's own probability of each token
+    parents: Tensor | None = None  # int64 [B, K]
 
 
 @dataclass(frozen=True)
@@ -112,6 +119,7 @@ class Verdict:
     accepted: Tensor  # int64 [B] how many drafted tokens were right
     tokens: Tensor  # int64 [B, K + 1] the emitted tokens: accepted drafts, then the target's own next token
     counts: Tensor  # int64 [B] = accepted + 1
+    rows: Tensor | None = None  # int64 [B, K + 1] of a tree: which of the sequence's rows chose each emitted token; None: 0, 1, 2, ...
 
 
 class Matcher(Protocol):
@@ -208,6 +216,8 @@ class RequestStats:
     accepted: int = 0
     drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    trees: int = 0  # cycles whose draft branched
+    branched: int = 0  # accepted tokens that a draft without branches would not have brought
     drafter_off: str | None = None  # why the drafter was switched off for this request, if it was
 
     @property

@@ -18,6 +18,7 @@ from tests.unit.ops.test_cpu_packing import part
 from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
 from torch import Tensor
 
+from outrider.engine.tree import Tree
 from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.ops.cpu import build as build_module
@@ -30,7 +31,7 @@ from outrider.ops.cpu.packing import PackedWeight
 from outrider.ops.formats import BLOCKS
 from outrider.ops.reference import ReferenceOps, gumbel
 from outrider.train import design
-from outrider.types import AttnSpec
+from outrider.types import AttnSpec, KVView
 from outrider.weights.dummy_file import write_gguf
 from outrider.weights.load import dummy_weights, load_target
 
@@ -218,7 +219,10 @@ class OneLayer:
 
 
 def run_attention(ops: ReferenceOps, spec: AttnSpec, kv: PagedKV, spans: list[tuple[int, int]], qkv: Tensor) -> Tensor:
-    view = kv.view(spans)
+    return attention_of(ops, spec, kv.view(spans), qkv)
+
+
+def attention_of(ops: ReferenceOps, spec: AttnSpec, view: KVView, qkv: Tensor) -> Tensor:
     inv = 10000.0 ** -(torch.arange(0, spec.head_dim, 2).float() / spec.head_dim)
     cos, sin = ops.rope_angles(view.positions, inv)
     norm = seeded(spec.head_dim, seed=9) if spec.norm_v else None
@@ -252,6 +256,36 @@ def test_attention(ops: CpuOps, name: str, dtype: torch.dtype, page_size: int) -
         assert torch.equal(part, both[at : at + count]), (at, count)
         at += count
     assert at == total
+
+
+@pytest.mark.parametrize("name", [name for name in SPECS if SPECS[name].writes])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("page_size", [4, 32])
+def test_attention_in_trees(ops: CpuOps, name: str, dtype: torch.dtype, page_size: int) -> None:
+    """A row has the bits of plain decoding whatever tree it stands in, and an accepted path's keys, once moved, are those of its tokens:
+    trees that begin within a tile, at the end of one, and across a chunk; the slots behind them hold NaN."""
+    spec, rng = SPECS[name], random.Random(5)
+    for base in (3, 31, 121, 126):
+        prompt, kv = seeded(base, spec.qkv_rows, seed=base), build_kv(OneLayer(spec), 2, 160, page_size, dtype)  # type: ignore[arg-type]
+        run_attention(ops, spec, kv, [(0, base), (0, 0)], prompt)
+        parents = [[0, 1, 2, 0, 4, 5, 2, 0, 8, 3, 10, 6], [rng.randrange(j + 1) for j in range(14)]][base > 30]
+        tree = Tree.of([parents, []], torch.device("cpu"))
+        rows = seeded(len(parents) + 2, spec.qkv_rows, seed=7)
+        view = kv.view([(base, len(parents) + 1), (0, 1)])
+        view.places, view.paths, view.positions = view.positions, tree.paths, torch.cat((base + tree.depth[:-1], torch.tensor([0])))
+        got = attention_of(ops, spec, view, rows)
+        longest = max(range(len(parents) + 1), key=lambda j: int(tree.depth[j]))
+        for row in {longest, 1, len(parents), 5}:
+            path = tree.paths[row, : int(tree.depth[row]) + 1].tolist()
+            alone = build_kv(OneLayer(spec), 2, 160, page_size, dtype)  # type: ignore[arg-type]
+            run_attention(ops, spec, alone, [(0, base), (0, 0)], prompt)
+            for d, r in enumerate(path):
+                want = run_attention(ops, spec, alone, [(base + d, 1), (0, 0)], rows[r : r + 1])
+                assert torch.equal(got[r : r + 1], want), (base, row, r)
+        path = tree.paths[longest, : int(tree.depth[longest]) + 1].long()
+        ops.move_kv(torch.zeros_like(path), base + path, base + torch.arange(len(path)), spec, view)
+        again = run_attention(ops, spec, kv, [(base + len(path) - 1, 1), (0, 0)], rows[longest : longest + 1])
+        assert torch.equal(again, got[longest : longest + 1]), base
 
 
 # ---- whole models -------------------------------------------------------------------------------------------------

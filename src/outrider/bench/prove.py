@@ -47,6 +47,8 @@ def prove(
             for drafter in llm.engine.controller.drafters:
                 for k in ks:
                     yield identity(llm, some, plain, params, drafter, k)
+                if drafter == "mtp" and llm.engine.can.trees and not llm.engine.graphs:
+                    yield identity(llm, some, plain, params, drafter, 4, tree=MAX_DRAFT)
             yield identity(llm, some, plain, params, None, None)
         yield from answers(llm, prompts[:BATCH], cases[0][0], ks)
     yield from chi_square(llm, prompts, seed)
@@ -132,15 +134,16 @@ def _rows(
 
 # ---- 2 ----------------------------------------------------------------------------------------------------------------
 def identity(
-    llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None, k: int | None
-) -> Finding:
+    llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None, k: int | None,
+    tree: int = 0,
+) -> Finding:  # fmt: skip
     """K and drafter as given; both None: as the controller chooses, all prompts in one batch."""
     if drafter is None:
         answers = [c.token_ids for c in llm.generate([list(p) for p in prompts], params)]
     else:
-        answers = [llm.generate(p, params, draft_tokens=k, drafter=drafter)[0].token_ids for p in prompts]
+        answers = [llm.generate(p, params, draft_tokens=k, drafter=drafter, tree=tree)[0].token_ids for p in prompts]
     how = "greedy" if params.temperature == 0 else f"T = {params.temperature}" + (f", top-p {params.top_p}" if params.top_p < 1.0 else "")
-    case = f"{how}, " + ("auto, one batch" if drafter is None else f"{drafter}, K = {k}")
+    case = f"{how}, " + ("auto, one batch" if drafter is None else f"{drafter}, K = {k}" + (f", trees of {tree}" if tree else ""))
     for i, (want, got) in enumerate(zip(plain, answers)):
         if want != got:
             at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))

@@ -27,6 +27,7 @@ def bench(
     suite: Annotated[str, typer.Option(help="quick (47 prompts) | full (800 more) | a .jsonl file.")] = "quick",
     drafters: Annotated[str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")] = "auto",
     draft_tokens: Annotated[str, typer.Option(help="Comma-separated: 0 (plain decoding), 1..16, auto.")] = "0,4,auto",
+    tree: common.Tree = "auto",
     temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
     batch: Annotated[str, typer.Option(help="Comma-separated.")] = "1",
     against: Annotated[str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")] = "",
@@ -57,7 +58,9 @@ def bench(
     """
     from ..bench import workloads
 
-    options = common.LoadOptions(verify=verify, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, seed=seed)
+    options = common.LoadOptions(
+        tree=tree, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, seed=seed
+    )
     if simulate is not None:
         _simulate(model, common.parts(drafters)[0], simulate, options, as_json)
         return

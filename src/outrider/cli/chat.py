@@ -31,6 +31,7 @@ def chat(
     seed: common.Seed = 0,
     drafter: common.Drafter = "auto",
     draft_tokens: common.DraftTokens = "auto",
+    tree: common.Tree = "auto",
     verify: common.VerifyBy = "coupled",
     show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
     device: common.Device = None,
@@ -46,7 +47,7 @@ def chat(
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed).validate()
     llm = common.load_llm(
-        model, drafter=drafter, draft_tokens=draft_tokens, verify=verify,
+        model, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify,
         device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, engine=EngineConfig(max_context=max_context),
     )  # fmt: skip
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:

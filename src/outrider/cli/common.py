@@ -24,6 +24,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")]
 Drafter = Annotated[str, typer.Option(help="auto | none | ngram | an MTP drafter's or Medusa's folder or id | draft:MODEL.")]
 DraftTokens = Annotated[str, typer.Option(help="How many tokens to draft a cycle: 0..16, or auto (measured, every cycle).")]
+Tree = Annotated[str, typer.Option(help="Drafts that branch: auto (where it pays), off, or most tokens of a tree, 2..16.")]
 VerifyBy = Annotated[str, typer.Option("--verify", help="coupled (same seed, same text) | rejection | block (same distribution).")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.")]
@@ -46,6 +47,7 @@ class LoadOptions(TypedDict, total=False):
 
     drafter: str
     draft_tokens: str
+    tree: str
     verify: str
     device: str | None
     dtype: str | None
@@ -125,6 +127,8 @@ def stats_line(stats: RequestStats, finish: str) -> str:
         by_position = " ".join(f"{100 * a / d:.0f}" for a, d in zip(stats.accepted_by_position, stats.drafted_by_position) if d)
         parts.append(f"{stats.tokens_per_cycle:.2f} tokens a cycle")
         parts.append(f"{100 * stats.accepted / stats.drafted:.0f} % of drafts right (by position {by_position})")
+    if stats.trees:
+        parts.append(f"{stats.branched} tokens from branches")
     if stats.drafter_off:
         parts.append(f"drafter switched off: {stats.drafter_off}")
     return " · ".join(parts)
@@ -150,6 +154,8 @@ def stats_json(stats: RequestStats) -> dict[str, int | float | list[int]]:
         "cycles": stats.cycles,
         "drafted": stats.drafted,
         "accepted": stats.accepted,
+        "trees": stats.trees,
+        "branched": stats.branched,
         "tokens_per_cycle": round(stats.tokens_per_cycle, 4),
         "accepted_by_position": stats.accepted_by_position[:last],
         "drafted_by_position": stats.drafted_by_position[:last],

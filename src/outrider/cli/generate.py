@@ -39,6 +39,7 @@ def generate(
     seed: common.Seed = 0,
     drafter: common.Drafter = "auto",
     draft_tokens: common.DraftTokens = "auto",
+    tree: common.Tree = "auto",
     verify: common.VerifyBy = "coupled",
     compare: Annotated[bool, typer.Option(help="Run plain decoding too; print the speed-up and whether the texts are identical.")] = False,
     show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
@@ -67,7 +68,7 @@ def generate(
         raise OutriderError("the prompt is empty")
     rows = list(common.read_prompts(prompts)) if prompts is not None else []
     llm = common.load_llm(
-        model, as_json, drafter=drafter, draft_tokens=draft_tokens, verify=verify,
+        model, as_json, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify,
         device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, engine=EngineConfig(max_context=max_context),
     )  # fmt: skip
     if prompts is not None:

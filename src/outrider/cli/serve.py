@@ -33,6 +33,7 @@ def serve(
     models: Models,
     drafter: common.Drafter = "auto",
     draft_tokens: common.DraftTokens = "auto",
+    tree: common.Tree = "auto",
     verify: common.VerifyBy = "coupled",
     host: Annotated[str, typer.Option(help="Address to listen on. Anything but loopback should have an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0: any free port.")] = 8000,
@@ -100,8 +101,8 @@ def serve(
 
     def load(model: str) -> LLM:
         return common.load_llm(
-            model, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-            quantize=quantize, load_format=load_format, engine=engine,
+            model, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify, device=device, dtype=dtype, ops=ops,
+            threads=threads, quantize=quantize, load_format=load_format, engine=engine,
         )  # fmt: skip
 
     served: Backend | Shelf

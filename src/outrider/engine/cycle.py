@@ -18,7 +18,8 @@ from torch import Tensor
 from ..ops.backend import Backend
 from ..spec.choose import SamplingBatch, accept
 from ..spec.nets import Target
-from ..types import Draft, KVView, Matcher, Verdict
+from ..types import Draft, KVView, Verdict
+from .tree import Tree
 
 
 class Pages(Protocol):
@@ -76,6 +77,12 @@ class CycleInput:
     ops: Backend
     max_context: int  # host bound of length + K + 1
     masks: Callable[[Tensor], Tensor | None] | None = None  # drafts [B, K] -> grammar masks bool [R, V]
+    tree: Tree | None = None  # how the rows stand to one another, where drafts branch (coupled choosing only); None: in lines
+
+    @property
+    def positions(self) -> Tensor:
+        """[R]: where each row's token stands in its text."""
+        return self.rows.positions(self.length) if self.tree is None else self.length[self.rows.seq] + self.tree.depth
 
 
 @dataclass
@@ -98,18 +105,34 @@ def cycle(
     rows = x.rows
     draft = propose() if propose is not None else empty_draft(x.length)  # tokens [B, K]
     ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1)) if rows.k else x.last  # [R]
-    positions = rows.positions(x.length)  # [R]
 
-    kv = store.view(x.slots, positions, rows.seq, rows.start, rows.k + 1, x.max_context)
-    hidden, features = forward(model, ids, kv, taps)  # [R, H], [R, H·(1 + taps)]; K/V written at `positions`
+    kv = store.view(x.slots, x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
+    if x.tree is not None:
+        kv.places, kv.paths = rows.positions(x.length), x.tree.paths
+    hidden, features = forward(model, ids, kv, taps)  # [R, H], [R, H·(1 + taps)]; K/V written
     logits = model.logits(hidden)  # [R, V]
 
     verdict = verify(logits, draft, x)
     if override is not None:
         verdict = override(verdict, draft, x.length)
-    if rows.k:
+    if verdict.rows is not None:
+        settle(model, kv, x.length, verdict)
+        features = features[rows.start[:-1] + verdict.rows[:, -1]]
+    elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
     return CycleOutput(verdict, features, logits)
+
+
+def settle(model: Target, kv: KVView, length: Tensor, verdict: Verdict) -> None:
+    """The accepted path's keys and values, which lie in the order of rows, to the positions of its tokens."""
+    assert verdict.rows is not None
+    depth = torch.arange(verdict.rows.shape[1], device=length.device)
+    on_path = depth <= verdict.accepted[:, None]  # [B, D + 1]
+    seq = torch.arange(length.shape[0], device=length.device)[:, None].expand_as(on_path).reshape(-1)
+    target = length[:, None] + torch.where(on_path, depth, 0)
+    source = length[:, None] + torch.where(on_path, verdict.rows, 0)  # where there is nothing to move, the newest token onto itself
+    for layer in model.config.kv_layers:
+        model.ops.move_kv(seq, source.reshape(-1), target.reshape(-1), model.config.layers[layer].attn, kv)
 
 
 def forward(model: Target, ids: Tensor, kv: KVView, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -127,15 +150,19 @@ def empty_draft(length: Tensor) -> Draft:
 
 def cut(draft: Draft, k: int) -> Draft:
     """No more than k tokens a sequence."""
-    q, sure = (None if t is None else t[:, :k] for t in (draft.q, draft.confidence))
-    return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), q, sure)
+    q, sure, parents = (None if t is None else t[:, :k] for t in (draft.q, draft.confidence, draft.parents))
+    return Draft(draft.tokens[:, :k], draft.lengths.clamp(max=k), q, sure, parents)
 
 
 def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     """The target chooses at every row with noise that depends on (seed, position) alone; a draft is right while it is equal."""
-    rows, sampling = x.rows, x.sampling
-    position = rows.positions(x.length) + 1 if sampling.any_hot else x.length  # of the token being chosen; greedy: not read
+    rows, sampling, tree = x.rows, x.sampling, x.tree
+    position = x.positions + 1 if sampling.any_hot else x.length  # of the token being chosen; greedy: not read
     mask = x.masks(draft.tokens) if x.masks is not None else None
+    if tree is not None:
+        ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1))  # [R]
+        z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, tree.lines(ids, rows.start, rows.seq))
+        return tree.walk(sampling.choose(z, rows.seq, position, x.ops), ids, rows.start, rows.seq)
     z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
     chosen = sampling.choose(z, rows.seq, position, x.ops)  # [R]
     if not rows.k:
@@ -154,21 +181,6 @@ def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
 
 
 # ---- what only some requests ask for; these wait for the device ------------------------------------------------------------
-def grammar_masks(matchers: Sequence[Matcher | None], ks: Sequence[int], drafts: Tensor, vocab: int) -> Tensor:
-    """bool [R, V]: what each row's grammar (None: anything) allows after the drafted tokens before it."""
-    host, parts = drafts.tolist(), []
-    for matcher, k, tokens in zip(matchers, ks, host):
-        if matcher is None:
-            parts.append(torch.ones((k + 1, vocab), dtype=torch.bool))
-            continue
-        masks, _ = matcher.masks(tokens[:k])
-        part = torch.from_numpy(masks)
-        if part.shape[0] < k + 1:  # rows behind a draft that left the grammar: never reached
-            part = torch.cat((part, torch.ones((k + 1 - part.shape[0], vocab), dtype=torch.bool)))
-        parts.append(part)
-    return torch.cat(parts).to(drafts.device)
-
-
 def logprob_rows(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
     """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest ones' logprobs and ids
     (a float32 holds ids up to 2^24)."""

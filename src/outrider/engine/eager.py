@@ -16,11 +16,13 @@ from ..config import Verify
 from ..spec.choose import SamplingBatch
 from ..spec.draft_model import DraftModel
 from ..spec.drafter import DraftBatch
-from ..types import Draft, SamplingParams
-from .cycle import CycleInput, Rows, cut, cycle, grammar_masks, logprob_rows, logprobs, verify_coupled
+from ..spec.plan import Branches
+from ..types import Draft, SamplingParams, Verdict
+from .cycle import CycleInput, Rows, cut, cycle, logprob_rows, logprobs, verify_coupled
 from .machine import Machine
 from .metrics import Metrics
 from .step import Emitted, Flight, Lane, Seq, StepBatch
+from .tree import Tree, grammar_masks, line_of
 from .verify import verify_block_rows, verify_rejection_rows
 
 log = logging.getLogger("outrider")
@@ -58,46 +60,60 @@ class EagerExecutor:
         draft: Draft | None = None
         if x.rows.k:
             draft = self.propose(lanes, x, batch.trust)
-            if machine.device.type == "cpu":  # reading the lengths is free here: verify no more rows than were drafted
+            # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than were drafted
+            if machine.device.type == "cpu" or draft.parents is not None:
                 for lane, k in zip(lanes, draft.lengths.tolist()):
                     lane.k = k
                 x.rows = Rows.of(tuple(lane.k for lane in lanes), machine.device)
                 draft = cut(draft, x.rows.k)
+        parents = [line_of(lane.k) for lane in lanes]
+        if draft is not None and draft.parents is not None:
+            parents = [line[: lane.k] for line, lane in zip(draft.parents.tolist(), lanes)]
+            x.tree = Tree.of(parents, machine.device)
         if any(s.answer.matcher for s in seqs):
-            matchers, ks = [s.answer.matcher for s in seqs], [lane.k for lane in lanes]
-            x.masks = lambda drafts: grammar_masks(matchers, ks, drafts, machine.vocab)
+            matchers = [s.answer.matcher for s in seqs]
+            x.masks = lambda drafts: grammar_masks(matchers, parents, drafts.tolist(), machine.vocab).to(machine.device)
         made = draft if x.rows.k else None
         out = cycle(machine.model, machine.store, (lambda: made) if made is not None else None, self.verify, machine.taps, x)
         machine.features.index_copy_(0, x.slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
         emitted = [line[:n] for line, n in zip(tokens, counts)]
-        top = self._logprobs(seqs, x.rows, out.logits, out.verdict.tokens, emitted)
+        top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         out_of = lambda i, lane: None if sure is None or lane.drafter in (None, "ngram") else sure[i][: lane.k + 1]  # noqa: E731
-        return [Emitted(emitted[i], top[i], out_of(i, lane)) for i, lane in enumerate(lanes)]
+        trees: list[Branches | None] = [None] * len(lanes)
+        if out.verdict.rows is not None:
+            trees = [Branches.of(parents[i], path[1 : counts[i]]) for i, path in enumerate(out.verdict.rows.tolist())]
+        return [Emitted(emitted[i], top[i], out_of(i, lane), trees[i]) for i, lane in enumerate(lanes)]
 
     def _logprobs(
-        self, seqs: Sequence[Seq], rows: Rows, logits: Tensor, tokens: Tensor, emitted: list[list[int]]
+        self, seqs: Sequence[Seq], rows: Rows, logits: Tensor, verdict: Verdict, emitted: list[list[int]]
     ) -> Sequence[list[dict[int, float]] | None]:
         asked = [s.request.params.logprobs for s in seqs]
         most = max((n for n in asked if n is not None), default=None)
         if most is None:
             return [None] * len(seqs)
-        table, start = logprob_rows(logits, rows.flat(tokens), most).tolist(), rows.start.tolist()
+        start: Sequence[int]
+        if verdict.rows is not None:  # of a tree, the rows of the path
+            width = verdict.rows.shape[1]
+            which = (rows.start[:-1, None] + verdict.rows).reshape(-1)
+            table, start = logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist(), range(0, len(seqs) * width, width)
+        else:
+            table, start = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
 
     def _input(self, lanes: Sequence[Lane], sampling: SamplingBatch) -> CycleInput:
         device = self.machine.device
         as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
         return CycleInput(
-            rows=Rows.of(tuple(lane.k for lane in lanes), device),
+            rows=Rows.of(tuple(lane.most for lane in lanes), device),
             slots=as_long([lane.slot for lane in lanes]),
             last=as_long([lane.seq.tokens[-1] for lane in lanes]),
             length=as_long([lane.start for lane in lanes]),
             sampling=sampling,
             ops=self.machine.model.ops,
-            max_context=max(lane.start + 1 + lane.k for lane in lanes),
+            max_context=max(lane.start + 1 + lane.most for lane in lanes),
         )
 
     # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors -----------------------------
@@ -108,16 +124,18 @@ class EagerExecutor:
         draft: Draft | None = None
         if rest:
             try:
-                draft = self._checked(self._neural(lanes, rest, x, trust), len(rest), max(lanes[i].k for i in rest))
+                draft = self._checked(self._neural(lanes, rest, x, trust), [lanes[i] for i in rest])
             except Exception as error:
                 self._failed([lanes[i] for i in rest], error)
             else:
                 if len(rest) == len(lanes):
-                    return Draft(draft.tokens, torch.minimum(draft.lengths, x.rows.limit).clamp(min=0), draft.q, draft.confidence)
+                    lengths = torch.minimum(draft.lengths, x.rows.limit).clamp(min=0)
+                    return Draft(draft.tokens, lengths, draft.q, draft.confidence, draft.parents)
         tokens = torch.zeros((len(lanes), k), dtype=torch.int64, device=device)
         lengths = torch.zeros(len(lanes), dtype=torch.int64, device=device)
         q: Tensor | None = None
         confidence: Tensor | None = None
+        parents: Tensor | None = None
         for i, lane in enumerate(lanes):
             if lane.k and lane.guess is not None:
                 tokens[i, : lane.k] = torch.tensor(lane.guess[: lane.k], dtype=torch.int64, device=device)
@@ -134,9 +152,18 @@ class EagerExecutor:
             if draft.confidence is not None:
                 confidence = torch.zeros((len(lanes), k), device=device)
                 confidence[at, :width] = draft.confidence
-        return Draft(tokens, lengths, q, confidence)
+            if draft.parents is not None:
+                parents = torch.arange(k, device=device).repeat(len(lanes), 1)
+                parents[at, :width] = draft.parents
+        return Draft(tokens, lengths, q, confidence, parents)
 
-    def _checked(self, draft: Draft, size: int, k: int) -> Draft:
+    def _checked(self, draft: Draft, lanes: Sequence[Lane]) -> Draft:
+        size, k = len(lanes), max(lane.k for lane in lanes)
+        if draft.parents is not None:
+            before = torch.arange(draft.parents.shape[1], device=draft.parents.device)
+            if draft.parents.shape != draft.tokens.shape or not bool(((draft.parents >= 0) & (draft.parents <= before)).all()):
+                raise ValueError("a tree whose tokens do not follow one another")
+            k = min(draft.tokens.shape[1], max(lane.most for lane in lanes))
         if draft.tokens.shape != (size, k):
             raise ValueError(f"draft of shape {tuple(draft.tokens.shape)}")
         if draft.q is not None and not bool(torch.isfinite(draft.q).all()):
@@ -156,6 +183,8 @@ class EagerExecutor:
         )  # fmt: skip
         if trust is not None and not self.sampled:
             batch.stop, batch.drop, batch.trust = [lanes[i].stop for i in which], [lanes[i].drop for i in which], trust
+        if any(lanes[i].nodes for i in which) and not self.sampled:
+            batch.nodes, batch.prices = [lanes[i].most for i in which], [lanes[i].prices for i in which]
         return machine.drafter.propose(batch, max(lanes[i].k for i in which))
 
     def _draft_batch(

@@ -20,7 +20,7 @@ from ..spec.drafter import Drafter
 from ..spec.mtp import MTPDrafter
 from ..spec.nets import Target
 from ..spec.ngram import NgramIndex
-from ..spec.plan import PLAIN, Choice, SeqView
+from ..spec.plan import AUTO_NODES, PLAIN, Choice, SeqView
 from ..types import MAX_DRAFT, OutriderError, RequestStats
 from .answer import Answer
 from .eager import EagerExecutor
@@ -133,6 +133,8 @@ class Engine:
             raise OutriderError(f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: {mend}")
         if request.draft_tokens is not None and not 0 <= request.draft_tokens <= MAX_DRAFT:
             raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {request.draft_tokens}")
+        if request.tree is not None and not 0 <= request.tree <= MAX_DRAFT:
+            raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 1..{MAX_DRAFT}, got {request.tree}")
         if request.id in self._seqs:
             raise OutriderError(f"request id {request.id!r} is already running")
         if self.tokenizer is None and request.params.stop:
@@ -269,7 +271,9 @@ class Engine:
             if again is not None:
                 planned = (c if c.k <= self._room(s, widest) else PLAIN for c, s in zip(again, undecided))
             else:
-                views = [SeqView(s.id, *self._offers(s, widest), s.remaining, len(s.tokens)) for s in undecided]
+                views = [
+                    SeqView(s.id, *self._offers(s, widest), s.remaining, len(s.tokens), None, self._nodes(s, widest)) for s in undecided
+                ]
                 planned = iter(self.controller.plan(views))
         return [next(planned) if k is None else self._fixed(seq, k, widest) for seq, k in zip(ready, asked)]
 
@@ -284,7 +288,22 @@ class Engine:
             return PLAIN
         offers, _ = self._offers(seq, widest)
         name = next((n for n in self.controller.drafters if offers.get(n)), None)
-        return Choice(name, min(k, offers[name])) if name is not None else PLAIN
+        if name is None:
+            return PLAIN
+        nodes = self._nodes(seq, widest) if name != "ngram" and self._tree(seq) is not None else 0
+        return Choice(name, min(k, offers[name]), nodes=nodes if nodes > 1 else 0)
+
+    def _tree(self, seq: Seq) -> int | None:
+        """Most tokens of a tree of drafts that was asked for; None: whatever is fastest."""
+        return seq.request.tree if seq.request.tree is not None else self.spec.tree
+
+    def _nodes(self, seq: Seq, widest: int) -> int:
+        """Most tokens that a tree may have now; 0: drafts stay lines, as they do where a row could have other bits in a tree (the backend
+        says), where the choice is not coupled, and in captured steps."""
+        asked = self._tree(seq)
+        if not self.can.trees or self.graphs or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
+            return 0
+        return max(0, min(AUTO_NODES if asked is None else asked, self.max_context - len(seq.tokens) - 1, widest))
 
     def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
@@ -312,11 +331,13 @@ class Engine:
     def _commit(self, lane: Lane, brought: Emitted, now: float) -> None:
         """Take the verdict into the sequence, cut at the end of the answer, and say what happened."""
         seq, accepted = lane.seq, len(brought.tokens) - 1
-        kinds = ["accepted"] * accepted + ["plain" if not lane.k else ("bonus" if accepted == lane.k else "corrected")]
+        tree = brought.branches
+        whole = accepted == lane.k if tree is None else not tree.path or tree.path[-1] not in tree.parents
+        kinds = ["accepted"] * accepted + ["plain" if not lane.k else ("bonus" if accepted and whole else "corrected")]
         taken = seq.answer.take(brought.tokens, min(seq.remaining, self.max_context - len(seq.tokens)))
         n = len(taken.texts)
         tokens = brought.tokens[:n]
-        self._count(lane, accepted, n, now, brought.confidence)
+        self._count(lane, accepted, n, now, brought)
         seq.tokens.extend(tokens)
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
@@ -330,7 +351,7 @@ class Engine:
             self.store.commit(seq.held, seq.computed)
             self._events.append(event)
 
-    def _count(self, lane: Lane, accepted: int, emitted: int, now: float, sure: list[float] | None) -> None:
+    def _count(self, lane: Lane, accepted: int, emitted: int, now: float, brought: Emitted) -> None:
         seq, s, m = lane.seq, lane.seq.stats, self.metrics
         if seq.first_token_at is None:
             seq.first_token_at = now
@@ -343,12 +364,16 @@ class Engine:
             c.cycles += 1
             c.drafted += lane.k
             c.accepted += accepted
-            drafted, right = c.drafted_by_position, c.accepted_by_position
-            for j in range(lane.k):
+            drafted, right, line, tree = c.drafted_by_position, c.accepted_by_position, lane.k, brought.branches
+            if tree is not None:  # by position: how deep it went
+                c.trees += 1
+                c.branched += accepted - tree.ahead
+                line = tree.deepest
+            for j in range(line):
                 drafted[j] += 1
             for j in range(accepted):
                 right[j] += 1
-        self.controller.observe(seq.id, lane.drafter, lane.k, accepted, sure)
+        self.controller.observe(seq.id, lane.drafter, lane.k, accepted, brought.confidence, brought.branches)
 
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats

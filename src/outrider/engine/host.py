@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..ops.backend import Asked, HostCycle
 from ..spec.choose import SamplingBatch
+from ..spec.plan import Branches
 from ..types import SamplingParams
 from .machine import Machine
 from .step import Emitted, Flight, StepBatch
@@ -33,18 +34,18 @@ class HostExecutor:
         flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], machine.clock())
         if batch.decode:
             machine.store.flush()
-            asked = [
-                Asked(lane.slot, lane.seq.tokens[-1], lane.start, lane.k, lane.guess if lane.k else None, lane.stop, lane.drop)
-                for lane in batch.decode
-            ]
+            asked = []
+            for x in batch.decode:
+                guess = x.guess if x.k else None
+                asked.append(Asked(x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices))
             flight.payload = self.cycle.run(asked, machine.sampling([lane.seq for lane in batch.decode]), batch.trust)
         return flight
 
     def read(self, flight: Flight) -> list[Emitted]:
         lanes, out = flight.batch.decode, []
-        for lane, (k, tokens, confidence) in zip(lanes, flight.payload or ()):  # type: ignore[call-overload]
+        for lane, (k, tokens, confidence, tree) in zip(lanes, flight.payload or ()):  # type: ignore[call-overload]
             lane.k = k
-            out.append(Emitted(tokens, None, confidence))
+            out.append(Emitted(tokens, None, confidence, Branches.of(*tree) if tree is not None else None))
         if lanes:
             flight.width, flight.context = sum(lane.k for lane in lanes) / len(lanes), sum(len(x.seq.tokens) for x in lanes) // len(lanes)
         return out

@@ -20,6 +20,8 @@ class Metrics:
     accepted: int = 0
     drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
+    trees: int = 0  # as in RequestStats
+    branched: int = 0
     drafter_failures: int = 0
     preemptions: int = 0
     step_seconds: float = 0.0

@@ -64,13 +64,16 @@ class Scheduler:
         batch, before = StepBatch(), self.preemptions
         self._admit()
         ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.paused and not (s.ahead and self._may_be_over(s))]
-        for seq, (drafter, k, stop, drop) in zip(ready, choose(ready) if ready else []):
+        for seq, (drafter, k, stop, drop, nodes, prices) in zip(ready, choose(ready) if ready else []):
             if seq.cache is None:
                 continue  # pre-empted by an older one in this very step
-            if self._reserve(seq, len(seq.tokens) + seq.ahead + k):
+            nodes = nodes if len(seq.tokens) + nodes <= self.max_context else 0  # it may come from a plan that was made some steps ago
+            if self._reserve(seq, len(seq.tokens) + seq.ahead + max(k, nodes)):
                 guess = seq.ngram.propose(k + seq.ahead)[0] if drafter == "ngram" and seq.ngram is not None else None
                 k = k if guess is None or guess else 0  # a plan that was made some steps ago: the match has ended since
-                batch.decode.append(Lane(seq, seq.held.slot, len(seq.tokens) - 1, 1, True, k, drafter if k else None, guess, stop, drop))
+                nodes, start = nodes if guess is None and k else 0, len(seq.tokens) - 1
+                drafter = drafter if k else None
+                batch.decode.append(Lane(seq, seq.held.slot, start, 1, True, k, drafter, guess, stop, drop, nodes, prices))
         budget = self._budget(len(ready))
         for seq in list(self.running) if len(ready) < len(self.running) else ():
             if seq.cache is None:

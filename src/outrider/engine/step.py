@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from ..spec.plan import Branches
 from ..types import RequestStats, SamplingParams
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ class Request:
     draft_tokens: int | None = None  # None: as the engine is set
     drafter: bool | str = True  # False: plain decoding; a name: only that drafter
     hint: tuple[int, ...] = ()  # what the answer may look like: copied from for drafts, never for answers
+    tree: int | None = None  # most tokens of a tree of drafts; 0: drafts are lines; None: as the engine is set
 
 
 @dataclass(eq=False)
@@ -85,11 +87,18 @@ class Lane:
     start: int
     count: int = 1
     logits: bool = True
-    k: int = 0  # tokens to draft; once the step was read: how many were verified
+    k: int = 0  # tokens to draft, one after another; once the step was read: how many were verified
     drafter: str | None = None  # who drafts them
     guess: Sequence[int] | None = None  # drafts that the host knows: k of them, and as many more as a step in flight may add
     stop: float = 0.0  # where the draft may end itself: see spec.plan.Choice
     drop: float = 0.0
+    nodes: int = 0  # most tokens of a tree of drafts k deep; 0: a line
+    prices: Sequence[float] | None = None  # what the tree's rows cost: see spec.plan.Choice
+
+    @property
+    def most(self) -> int:
+        """Most tokens it may bring to be verified."""
+        return max(self.k, self.nodes)
 
 
 @dataclass(slots=True)
@@ -108,6 +117,7 @@ class Emitted(NamedTuple):
     tokens: list[int]
     logprobs: list[dict[int, float]] | None = None  # per token {id: logprob}, the chosen one first
     confidence: list[float] | None = None  # of the drafter's tokens, where it knows
+    branches: Branches | None = None  # of a tree
 
 
 @dataclass(slots=True)

@@ -33,6 +33,8 @@ class Capabilities:
     # Tokens that were decoded once and must be run again (after a pre-emption) go in pieces of at most so many rows a sequence,
     # so that the kernels that decoded them run again; wider passes take kernels that round otherwise.
     replay_rows: int = EVERY_ROW
+    # A row has the same bits in a tree of drafts as in a line of them: only then are trees drafted. False: drafts stay lines.
+    trees: bool = False
     # Decode steps are captured as CUDA graphs unless the configuration says otherwise. A step has one of these numbers of
     # sequences (filled up with idle ones) and at most so many rows.
     graphs: bool = False
@@ -76,6 +78,8 @@ class Asked(NamedTuple):
     guess: Sequence[int] | None  # k tokens that were guessed elsewhere; None: the drafter's
     stop: float = 0.0  # where the draft may end itself: spec.plan.Choice
     drop: float = 0.0
+    nodes: int = 0  # most tokens of a tree k deep; 0: a line
+    prices: Sequence[float] | None = None  # [17] of a tree's rows, in tokens
 
 
 class Told(NamedTuple):
@@ -84,6 +88,7 @@ class Told(NamedTuple):
     k: int  # tokens drafted and verified
     tokens: list[int]  # emitted: those accepted and the target's next
     confidence: list[float] | None  # of the drafter's tokens
+    tree: tuple[list[int], list[int], float] | None = None  # the row each token follows, the rows accepted, the drafter's steps
 
 
 class Tempered(Protocol):
@@ -148,6 +153,7 @@ class Backend(Protocol):
         self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
     ) -> Tensor: ...
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor: ...
+    def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None: ...
 
     # ---- mixture of experts
     def moe_beside(

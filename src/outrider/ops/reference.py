@@ -43,7 +43,7 @@ def plain(weight: Held) -> Tensor:
 class ReferenceOps:
     name = "reference"
     version = ""
-    capabilities = Capabilities()  # torch's products may round differently for another number of rows
+    capabilities = Capabilities(trees=True)  # torch's products may round differently for another number of rows, in trees as in lines
 
     def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """What K/V is stored as, given the dtype of the activations."""
@@ -172,8 +172,9 @@ class ReferenceOps:
         """k, v [R, kv_heads, D] into the pages."""
         keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
         assert keys is not None and values is not None
-        page = kv.tables[spec.group][kv.row_seq, kv.positions // kv.page_size].long()  # [R]
-        slot = kv.positions % kv.page_size
+        places = kv.positions if kv.places is None else kv.places
+        page = kv.tables[spec.group][kv.row_seq, places // kv.page_size].long()  # [R]
+        slot = places % kv.page_size
         keys[page, :, slot] = k.to(keys.dtype)
         values[page, :, slot] = v.to(values.dtype)
 
@@ -194,6 +195,9 @@ class ReferenceOps:
             lo, hi = starts[b], starts[b + 1]
             if lo == hi:
                 continue
+            if kv.paths is not None:
+                self._attend_tree(q, spec, kv, b, lo, hi, out)
+                continue
             at = kv.positions[lo:hi]
             count = int(at.max()) + 1
             k, v = self.gather_kv(b, count, spec, kv)
@@ -207,6 +211,26 @@ class ReferenceOps:
             mixed = torch.einsum("grqn,gnd->rgqd", weights, torch.where(visible.any(0)[None, :, None], v.float(), 0.0))
             out[lo:hi] = mixed.reshape(hi - lo, -1).to(q.dtype)
         return out
+
+    def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
+        """Each row by itself over the keys of its own path in the order of positions, as if it were decoded plainly."""
+        assert kv.paths is not None
+        base, paths, positions = int(kv.positions[lo]), kv.paths[lo:hi].tolist(), kv.positions[lo:hi].tolist()
+        k, v = self.gather_kv(b, base + hi - lo, spec, kv)
+        for i, (path, position) in enumerate(zip(paths, positions)):
+            first = 0 if spec.window is None else max(0, position - spec.window + 1)
+            at = torch.tensor([p if p < base else base + path[p - base] for p in range(first, position + 1)], device=q.device)
+            qs = q[lo + i].view(spec.kv_heads, spec.heads // spec.kv_heads, spec.head_dim)
+            weights = (torch.einsum("gqd,gnd->gqn", qs.float(), k[:, at].float()) * spec.scale).softmax(-1)
+            out[lo + i] = torch.einsum("gqn,gnd->gqd", weights, v[:, at].float()).reshape(-1).to(q.dtype)
+
+    def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
+        """Keys and values at `source` [M] of the sequences `seq` [M] (rows of the tables) to `target` [M]; all are read first."""
+        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        assert keys is not None and values is not None
+        page, into = (kv.tables[spec.group][seq, at // kv.page_size].long() for at in (source, target))
+        for cache in (keys, values):
+            cache[into, :, target % kv.page_size] = cache[page, :, source % kv.page_size]
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(

@@ -71,6 +71,8 @@ class _EngineCollector:
             "cycles": (m.cycles, "Decode cycles, one a sequence and step."),
             "drafted": (m.drafted, "Tokens drafted."),
             "accepted": (m.accepted, "Drafted tokens accepted."),
+            "trees": (m.trees, "Cycles whose draft was a tree."),
+            "branched": (m.branched, "Accepted tokens that a draft without branches would not have brought."),
             "drafter_failures": (m.drafter_failures, "Times a drafter failed and was switched off for a request."),
             "preemptions": (m.preemptions, "Sequences set back because pages ran out."),
             "step_seconds": (m.step_seconds, "Seconds in engine steps."),

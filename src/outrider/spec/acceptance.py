@@ -28,7 +28,7 @@ class Yield:
     def __init__(self, made: float = 0.0, verified: float = 0.0, drafted: float = 0.0, cycles: float = 0.0) -> None:
         self.made, self.verified, self.drafted, self.cycles = made * cycles, verified * cycles, drafted * cycles, cycles
 
-    def add(self, made: int, verified: int, drafted: int, keep: float) -> None:
+    def add(self, made: int, verified: int, drafted: float, keep: float) -> None:
         self.made = self.made * keep + made
         self.verified = self.verified * keep + verified
         self.drafted = self.drafted * keep + drafted
@@ -111,14 +111,18 @@ class Source:
         self.stale += 1
         if confidence is not None:
             for j in range(min(drafted, accepted + 1, len(confidence))):
-                cell = self.bins[min(BINS - 1, max(0, int(confidence[j] * BINS)))]
-                cell[0] = cell[0] * GLOBAL_KEEP + (j < accepted)
-                cell[1] = cell[1] * GLOBAL_KEEP + 1.0
-                self.sure += 1
+                self.judge(confidence[j], j < accepted)
             self.fill += (1.0 - GLOBAL_KEEP) * 4.0 * (drafted / planned - self.fill)
             self.calibrated = self.calibrated or self.sure >= SURE_AFTER
         if self.stale >= 16 or (self.judged < 64 and not self.carded):
             self.refresh()
+
+    def judge(self, confidence: float, right: bool) -> None:
+        """A token that stood behind accepted ones, so that the target said whether it was right."""
+        cell = self.bins[min(BINS - 1, max(0, int(confidence * BINS)))]
+        cell[0] = cell[0] * GLOBAL_KEEP + right
+        cell[1] = cell[1] * GLOBAL_KEEP + 1.0
+        self.sure += 1
 
     def refresh(self) -> None:
         self.stale = 0

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import Backend
+from ..ops.reference import gumbel
 from ..types import COLD, Draft, SamplingParams, Verdict
 
 OFF = 1 << 40  # a top-k that keeps everything
@@ -138,15 +139,16 @@ class SamplingBatch:
         row_offset: Tensor,  # int64 [R] index inside the sequence's verify block: the token is output out_len + offset
         drafts: Tensor,  # int64 [B, K]; row j sees drafts[:, :j]
         grammar: Tensor | None = None,  # bool [R, V] True: allowed
+        lines: Tensor | None = None,  # int64 [R, D] of a tree: row r, at depth row_offset[r], sees lines[r, :row_offset[r]]
     ) -> Tensor:
         """z [R, V]: the token is drawn from softmax(z). `logits` is never changed; it may be returned as it is."""
         z = logits
         if self.penalties is not None:
-            z = self._penalise(z, self.penalties, row_seq, row_offset, drafts)
+            z = self._penalise(z, self.penalties, row_seq, row_offset, drafts[row_seq] if lines is None else lines)
         if self.bias is not None:
             z = z.scatter_add(1, self.bias.ids[row_seq], self.bias.values[row_seq])
         if self.bad_words is not None:
-            z = self._forbid(z, self.bad_words, row_seq, row_offset, drafts)
+            z = self._forbid(z, self.bad_words, row_seq, row_offset, drafts[row_seq] if lines is None else lines)
         if grammar is not None:
             z = z.masked_fill(~grammar, -math.inf)
         if self.stops is not None and self.min_tokens is not None:
@@ -205,6 +207,13 @@ class SamplingBatch:
             best = ops.gumbel_argmax(self._draft_z(logits), self.seed, position, token_ids, self.hot)
         return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]
 
+    def scores(self, logits: Tensor, position: Tensor, token_ids: Tensor | None = None) -> Tensor:
+        """What `guess` takes the best of: float32 [B, N], the logits with filters and, where sampled, the target's own noise."""
+        if not self.any_hot:
+            return logits
+        tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
+        return torch.where(self.hot[:, None], self._draft_z(logits) + gumbel(self.seed[:, None], position[:, None], tokens), logits)
+
     def draw(
         self, logits: Tensor, position: Tensor, start: Tensor, ops: Backend, vocab: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -225,19 +234,19 @@ class SamplingBatch:
 
     # ---- the pieces of process ------------------------------------------------------------------------------------
     @staticmethod
-    def _penalise(z: Tensor, pen: Penalties, row_seq: Tensor, row_offset: Tensor, drafts: Tensor) -> Tensor:
+    def _penalise(z: Tensor, pen: Penalties, row_seq: Tensor, row_offset: Tensor, lines: Tensor) -> Tensor:
         counts = pen.counts[row_seq]  # [R, V] a copy
-        before = torch.arange(drafts.shape[1], device=z.device) < row_offset[:, None]  # [R, K]
-        counts.scatter_add_(1, drafts[row_seq].clamp(0, z.shape[1] - 1), before.to(torch.int32))
+        before = torch.arange(lines.shape[1], device=z.device) < row_offset[:, None]  # [R, K]
+        counts.scatter_add_(1, lines.clamp(0, z.shape[1] - 1), before.to(torch.int32))
         used = counts > 0
         rate = pen.repetition[row_seq][:, None]
         z = torch.where(used | pen.in_prompt[row_seq], torch.where(z > 0, z / rate, z * rate), z)
         return z - pen.frequency[row_seq][:, None] * counts - pen.presence[row_seq][:, None] * used
 
     @staticmethod
-    def _forbid(z: Tensor, bad: BadWords, row_seq: Tensor, row_offset: Tensor, drafts: Tensor) -> Tensor:
+    def _forbid(z: Tensor, bad: BadWords, row_seq: Tensor, row_offset: Tensor, lines: Tensor) -> Tensor:
         width = bad.tail.shape[1]
-        line = torch.cat((bad.tail, drafts), 1)[row_seq]  # [R, W + K]
+        line = torch.cat((bad.tail[row_seq], lines), 1)  # [R, W + K]
         at = row_offset[:, None] + torch.arange(width, device=z.device)
         window = line.gather(1, at.clamp(max=line.shape[1] - 1))  # [R, W] the tokens just before the row's own
         prefix = bad.prefix[row_seq]  # [R, M, W]

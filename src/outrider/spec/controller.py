@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..types import MAX_DRAFT, OutriderError
 from .acceptance import BINS, KEEP_CYCLES, Arm, Source, Yield
 from .cost import CostTable
-from .plan import PLAIN, Choice, SeqState, SeqView
+from .plan import PLAIN, Branches, Choice, SeqState, SeqView
 
 DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no drafter's card says better; later positions take the last value
 # The same for copies of earlier text, by the length of the match (see _bucket), a little below what answers of a 135M model show:
@@ -86,7 +86,7 @@ class Controller:
         self._told: set[str] = set()
         self._time = 0.0  # all cycles so far, in table seconds
         self._explored = 0.0  # of it, lost to probes
-        self._cycle: list[tuple[str | None, int, int]] = []  # of the cycle under way, a sequence each: drafter, tokens verified, drafted
+        self._cycle: list[tuple[str | None, int, float]] = []  # of the cycle under way, a sequence each: drafter, tokens verified, drafted
         self._phase = seed % PROBE_FIRST  # so that engines side by side do not probe at the same time
         self._resting: list[str] = []  # the batch that was planned last,
         self._held: list[Choice] = []  # its plan,
@@ -142,10 +142,11 @@ class Controller:
             if shared.calibrated:  # drafts end themselves, so no K says what one brings: what counts is what they have brought
                 top = self._risk(seq, times, plain, min(cap, self._reach(name, 1, view.context)))
                 top_rate = self._yield(seq, name, shared, times)
+                offer = Choice(name, top, nodes=view.nodes if view.nodes > 1 else 0)
                 if top > 0 and top_rate > best_rate:
-                    best, best_rate = Choice(name, top), top_rate
+                    best, best_rate = offer, top_rate
                 if top > 0 and name == seq.last.drafter:
-                    kept, kept_rate = Choice(name, top), top_rate
+                    kept, kept_rate = offer, top_rate
             else:
                 limit, expected = self._risk(seq, times, plain, cap), self._expected(seq, key, shared)
                 top, top_rate = 0, 0.0
@@ -210,7 +211,11 @@ class Controller:
         verify, whole = self.cost.curve(None, size, context), self.cost.curve(choice.drafter, size, context)
         row, token = (verify[k] - verify[0]) / k / size, (whole[k] - whole[1]) / (k - 1) / size
         # Never above 0.95 and 0.8: a token that the drafter is nearly sure of is drafted and verified whatever the rate.
-        return Choice(choice.drafter, choice.k, min(0.95, rate * token / NEXT), min(0.8, rate * row))
+        stop, drop = min(0.95, rate * token / NEXT), min(0.8, rate * row)
+        if not choice.nodes:
+            return Choice(choice.drafter, choice.k, stop, drop)
+        prices = tuple(rate * (t - verify[0]) for t in verify)
+        return Choice(choice.drafter, choice.k, stop, drop, choice.nodes, prices)
 
     def _offer(self, view: SeqView, name: str) -> tuple[int, tuple[str, int], Source]:
         """How many tokens this drafter may offer, whose statistics count, and what is known of it."""
@@ -358,14 +363,14 @@ class Controller:
             self._note(view, seq, choice, plain / size, [seconds], plain)
         return choices
 
-    def _seconds(self, cycle: Sequence[tuple[str | None, int, int]], context: int) -> float:
+    def _seconds(self, cycle: Sequence[tuple[str | None, int, float]], context: int) -> float:
         """Of one cycle: each sequence's drafter, tokens verified and tokens drafted."""
         size, ks = len(cycle), [k for _, k, _ in cycle]
         seconds = self.cost.verify(size, sum(ks) / size if self.cost.ragged else max(ks), context)
         for name in {name for name, _, steps in cycle if steps and name}:
             if not self.cost.free(name):
                 users = [steps for n, _, steps in cycle if n == name]
-                seconds += self.cost.draft(name, len(users), max(users))
+                seconds += self.cost.draft(name, len(users), round(max(users)))
         return seconds
 
     def _note(self, view: SeqView, seq: SeqState, choice: Choice, share: float, curve: Sequence[float], plain: float) -> None:
@@ -376,11 +381,15 @@ class Controller:
         self._time += seconds / plain * share
 
     # ---- after a cycle -----------------------------------------------------------------------------------------------
-    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
-        """What became of one sequence's draft (drafter None or drafted 0: a plain step)."""
+    def observe(
+        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None,
+        tree: Branches | None = None,
+    ) -> None:  # fmt: skip
+        """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted` are all its tokens and
+        `confidence` is theirs."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}")
-        self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence))
+        self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
 
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
         """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
@@ -395,9 +404,12 @@ class Controller:
             learn()
         self._untold.clear()
 
-    def _learn(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
+    def _learn(
+        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None, tree: Branches | None
+    ) -> None:  # fmt: skip
         self._histogram[drafted] += 1
-        self._cycle.append((drafter, drafted, drafted if confidence is None else len(confidence)))
+        steps = tree.steps if tree is not None else drafted if confidence is None else len(confidence)
+        self._cycle.append((drafter, drafted, steps))
         seq = self._seqs.get(id)
         if seq is None:  # never planned here: its K was chosen elsewhere
             return
@@ -405,8 +417,8 @@ class Controller:
         if drafter is None or seq.fixed or (drafted == 0 and confidence is None):
             return
         seconds = seq.curve[min(drafted, len(seq.curve) - 1)]
-        if confidence is not None and len(confidence) > drafted and len(seq.curve) > 1:  # the token that was left out took time as well
-            seconds += self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)
+        if confidence is not None and steps != drafted and len(seq.curve) > 1:  # a token that was left out took time as well
+            seconds += (steps - drafted) * (self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1))
         gain = accepted + 1 - seconds / seq.step
         seq.bank += gain
         if seq.probing:
@@ -418,10 +430,15 @@ class Controller:
         if shared is None:
             shared = self._shared[key] = Source(self._prior_of(*key), self._trust.get(drafter))
         if shared.worth is not None:
-            steps = drafted if confidence is None else len(confidence)
             shared.worth.add(accepted + 1, drafted, steps, KEEP_CYCLES)
             if drafter in seq.yields:
                 seq.yields[drafter].add(accepted + 1, drafted, steps, REQUEST_KEEP)
+        if tree is not None and confidence is not None:  # its main line teaches what a line would have; the branches, what they are worth
+            on_path = {0, *tree.path}
+            for j in range(tree.line, drafted):
+                if tree.parents[j] in on_path:
+                    shared.judge(confidence[j], j + 1 in on_path)
+            drafted, accepted, confidence = tree.line, tree.ahead, confidence[: tree.line]
         planned = max(seq.planned, drafted)
         shared.add(planned, drafted, accepted, confidence)
         arm = seq.arms.get(key)
@@ -446,8 +463,8 @@ class Controller:
         cycle, self._cycle, mixed = self._cycle[-batch:], [], None
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self._seconds(cycle, context)
-        elif batch == 1 and drafter is not None and cycle and cycle[0][2] > cycle[0][1]:
-            seconds -= self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)  # a token was drafted and left out
+        elif batch == 1 and drafter is not None and cycle and cycle[0][2] != cycle[0][1]:  # a token was drafted and left out
+            seconds -= (cycle[0][2] - cycle[0][1]) * (self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1))
         self.cost.observe(batch, k, context, seconds, drafter, mixed)
 
     def trust(self, drafter: str) -> list[float]:

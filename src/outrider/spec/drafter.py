@@ -43,6 +43,8 @@ class DraftBatch:
     stop: Sequence[float] | None = None  # [B]
     drop: Sequence[float] | None = None  # [B]
     trust: Sequence[float] | None = None  # [16] acceptance by confidence; None: drafts go on to the end
+    nodes: Sequence[int] | None = None  # [B] most tokens of a tree; None: a line. A drafter that knows no trees ignores it
+    prices: Sequence[Sequence[float] | None] | None = None  # [B] of the tree's rows (plan.Choice)
 
 
 class Drafter(Protocol):
@@ -50,7 +52,7 @@ class Drafter(Protocol):
     taps: tuple[int, ...]  # target layers whose residual streams it wants in `features`
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        """Guess k >= 1 tokens for every sequence. All lengths may be shorter than k."""
+        """Guess k >= 1 tokens for every sequence, or a tree k deep (`DraftBatch.nodes`, spec.tree). All lengths may be shorter."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -15,6 +15,7 @@ from ..types import Draft
 from .card import Card
 from .drafter import DraftBatch, Score, draft_round
 from .nets import DraftNet, Target
+from .tree import Step, grow, spread_view
 
 
 class MTPDrafter:
@@ -28,6 +29,8 @@ class MTPDrafter:
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         """One call where the network has whole rounds for so many sequences; else step by step."""
         sampling = batch.sampling
+        if batch.nodes is not None:
+            return grow(batch, k, self.branching(batch))
         if batch.last.shape[0] > self.model.most or batch.sampled or sampling.any_filter:
             return draft_round(batch, k, self.score(batch), self.model.cluster_ids)
         end = None
@@ -52,6 +55,20 @@ class MTPDrafter:
             if saw is not None:
                 saw(g, logits)
             return ids, logits
+
+        return step
+
+    def branching(self, batch: DraftBatch) -> Step:
+        """The steps of a tree: several nodes of a sequence in one batch. The drafter writes no K/V, so a node is a token and a state."""
+        model, ops, clusters = self.model, batch.ops, self.model.cluster_ids
+        hidden = batch.features[:, : self.target.config.hidden]  # [W, H] of the level before
+
+        def step(level: int, seq: Tensor, token: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:
+            nonlocal hidden
+            state = model.start(spread_view(batch.kv, seq), batch.features[seq])
+            lean = batch.sampling.select(seq).lean(clusters, batch.length[seq] + 1 + level, ops)
+            g, hidden = model.step(self.target.embed(token).to(hidden.dtype), hidden[before], state)
+            return model.candidates(g, lean)
 
         return step
 

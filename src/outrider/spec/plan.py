@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 from .acceptance import Arm, Yield
 
+AUTO_NODES = 0  # most tokens of a tree where the controller decides; 0: it drafts lines
+
 
 class SeqView(NamedTuple):
     """What the controller may know of a sequence before its next cycle."""
@@ -17,20 +19,52 @@ class SeqView(NamedTuple):
     remaining: int  # tokens that may still be emitted
     context: int
     fixed: int | None = None  # this request asked for a fixed K: obeyed, and kept out of what is learnt
+    nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
 
 
 class Choice(NamedTuple):
     """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over the
     tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft; one that
-    brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates confidences."""
+    brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates confidences.
+    With `nodes` the draft may branch (spec.tree): at most so many tokens, k deep; `stop` and `drop` then hold for every branch, and
+    of the tokens drafted so many of the likeliest are verified that the sum of their chances, less prices[how many], is largest."""
 
     drafter: str | None
     k: int
     stop: float = 0.0
     drop: float = 0.0
+    nodes: int = 0
+    prices: tuple[float, ...] | None = None  # [17] of that many rows, in tokens; None: all `nodes` are verified
 
 
 PLAIN = Choice(None, 0)
+
+
+class Branches(NamedTuple):
+    """A tree that was verified. Its main line, each token the best guess behind the one before, has the numbers 1 .. line."""
+
+    parents: list[int]  # the row that token j + 1 follows; 0: the newest token
+    path: list[int]  # the tokens that were accepted, in order
+    line: int
+    steps: float = 0.0  # of the drafter: how often it ran, a further row in a step counted as a part of one
+
+    @staticmethod
+    def of(parents: list[int], path: list[int], steps: float | None = None) -> Branches:
+        line = next((j for j, parent in enumerate(parents) if parent != j), len(parents))
+        made = Branches(parents, path, line)
+        return made._replace(steps=float(made.deepest) if steps is None else steps)
+
+    @property
+    def deepest(self) -> int:
+        depth = [0]
+        for parent in self.parents:
+            depth.append(depth[parent] + 1)
+        return max(depth)
+
+    @property
+    def ahead(self) -> int:
+        """How many tokens of the main line were accepted: what a draft without branches would have brought."""
+        return next((i for i, row in enumerate(self.path) if row != i + 1), len(self.path))
 
 
 class SeqState:

@@ -32,6 +32,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SHAPES["ties"] = {**SHAPES["llama"], "vocab_size": 90}  # a vocabulary of no whole number of vectors, every token's logit there twice
+SHAPES["few"] = {**SHAPES["llama"], "vocab_size": 8}
+SHAPES["few sliding"] = {**SHAPES["sliding"], "vocab_size": 8}
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 
 
@@ -95,3 +97,27 @@ def test_a_damaged_drafter_s_ids_never_reach_the_target() -> None:
     want = run(many, [request("a", PROMPT, drafter=False)])
     cycle_of(one).drafter.cluster_ids += 1000
     assert run(one, [request("a", PROMPT, k=4)]) == want and one.metrics.drafted == 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "taps", "params"), [("llama", (), {}), ("few", (0, 1), {}), ("few sliding", (), {"temperature": 1.3, "seed": 7})]
+)
+def test_trees_in_one_call(shape: str, taps: tuple[int, ...], params: dict[str, Any]) -> None:
+    """Trees beside lines and copies: the tokens of plain decoding, and of the single operations. With few tokens to choose from even a
+    random drafter's branches are taken, so paths are moved into place and read again."""
+    one, many = engines(shape, taps, clusters=8 if shape == "llama" else 0)
+    prompt = [token % SHAPES[shape]["vocab_size"] for token in PROMPT]
+    params = {**params, "max_tokens": 30}
+    asked = [
+        request("a", prompt, k=3, drafter="mtp", **params),
+        request("b", prompt[2:], k=5, drafter="ngram", **params),
+        request("c", prompt[4:], k=4, drafter="mtp", **params),
+        request("d", prompt[1:], k=1, **{**params, "max_tokens": 9}),
+    ]
+    for job, nodes in zip(asked, (9, 0, 16, 5)):
+        job.tree = nodes
+    got = run(one, asked)
+    plain = [request(job.id, job.prompt, drafter=False, **{**params, "max_tokens": job.params.max_tokens}) for job in asked]
+    assert got == run(many, plain)
+    assert run(many, asked) == got and many.metrics.trees > 0
+    assert one.metrics.trees > 0 and (one.metrics.branched > 0 or not shape.startswith("few"))

@@ -6,7 +6,11 @@
  *
  * Where pages hold whole tiles of 16 slots (`tiled`), the keys of a tile lie transposed, [dim][16], in the tile's place:
  * sixteen scores then advance together without shuffling. Values keep their rows. Where the processor multiplies pairs of
- * bfloat16 (`paired`) a tile holds keys as [dim / 2][16][2] and values as [8][dim][2]. Only this file knows.
+ * bfloat16 (`paired`) a tile holds keys as [dim / 2][16][2] and values as [8][dim][2]. Only this file and chunks.c know.
+ *
+ * Rows of a tree (Batch.paths) are written one behind the other, in the order of rows, and read in the order of positions: where a row's
+ * path is not the main line, whose rows lie at their positions, the tiles from the newest token on are put together for it (own_keys,
+ * own_values), and everything else is as ever, to the bit.
  */
 #pragma once
 #include "pool.h"
@@ -28,6 +32,9 @@ typedef struct {
     const int32_t *tables[2];     /* [seqs, width] per group */
     int32_t width[2];
     void *const *keys, *const *values; /* per layer that owns K/V: [pages, kv_heads, page_size, dim] */
+    const int64_t *places;        /* [rows] of a tree: where rows are written; NULL: at their positions */
+    const int32_t *paths;         /* [rows, path_width] of a tree: the row of the sequence at each depth; NULL: rows stand in lines */
+    int64_t path_width;
 } Batch;
 
 INLINE int spec_qkv_rows(const Spec *s) { return (s->heads + (s->writes ? (s->k_eq_v ? 1 : 2) : 0) * s->kv_heads) * s->dim; }
@@ -78,6 +85,44 @@ static void store_value(const Spec *s, const Batch *b, const float *x, int64_t p
     for (int d = 0; d < s->dim; d++) to[2 * d] = half[d];
 }
 
+/* One key, one value from a tile's lane to another's. */
+static void copy_key(const Spec *s, const Batch *b, const void *from, long tile, int lane, void *to, long to_tile, int to_lane) {
+    if (b->kv_dtype == DT_F32) {
+        for (int d = 0; d < s->dim; d++) ((float *)to)[to_tile + to_lane + (long)d * LANES] = ((const float *)from)[tile + lane + (long)d * LANES];
+    } else if (paired(s, b)) {
+        for (int d = 0; d < s->dim; d += 2)
+            memcpy((uint16_t *)to + to_tile + 2 * to_lane + (long)d * LANES, (const uint16_t *)from + tile + 2 * lane + (long)d * LANES, 4);
+    } else {
+        for (int d = 0; d < s->dim; d++) ((uint16_t *)to)[to_tile + to_lane + (long)d * LANES] = ((const uint16_t *)from)[tile + lane + (long)d * LANES];
+    }
+}
+static void copy_value(const Spec *s, const Batch *b, const void *from, long tile, int lane, void *to, long to_tile, int to_lane) {
+    const size_t item = b->kv_dtype == DT_F32 ? 4 : 2;
+    if (!paired(s, b)) {
+        memcpy((char *)to + (to_tile + (long)to_lane * s->dim) * item, (const char *)from + (tile + (long)lane * s->dim) * item, s->dim * item);
+        return;
+    }
+    const uint16_t *x = (const uint16_t *)from + tile + (long)(lane & ~1) * s->dim + (lane & 1);
+    uint16_t *y = (uint16_t *)to + to_tile + (long)(to_lane & ~1) * s->dim + (to_lane & 1);
+    for (int d = 0; d < s->dim; d++) y[2 * d] = x[2 * d];
+}
+/* Keys and values of one place of a sequence to another. */
+static void move_kv(const Spec *s, const Batch *b, int seq, int64_t from, int64_t to) {
+    void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
+    const size_t item = b->kv_dtype == DT_F32 ? 4 : 2;
+    for (int head = 0; head < s->kv_heads; head++) {
+        const long source = kv_offset(s, b, seq, from, head), target = kv_offset(s, b, seq, to, head);
+        if (!tiled(b)) {
+            memmove((char *)keys + target * item, (char *)keys + source * item, s->dim * item);
+            memmove((char *)values + target * item, (char *)values + source * item, s->dim * item);
+            continue;
+        }
+        const int l = (int)(from % LANES), t = (int)(to % LANES);
+        copy_key(s, b, keys, source - (long)l * s->dim, l, keys, target - (long)t * s->dim, t);
+        copy_value(s, b, values, source - (long)l * s->dim, l, values, target - (long)t * s->dim, t);
+    }
+}
+
 /* Head `h` of a row's fused projection (q heads, then k, then v): q is rotated in place, k and v go to the cache. */
 static void rope_write_head(const Spec *s, const Batch *b, int row, int h, float *qkv, const float *cos, const float *sin,
                             const float *q_norm, const float *k_norm) {
@@ -85,14 +130,15 @@ static void rope_write_head(const Spec *s, const Batch *b, int row, int h, float
     if (h < s->heads) { rope_head(x, s->dim, q_norm, q_norm != NULL, s->eps, cos, sin, x); return; }
     float k[1024], v[1024];
     const int kv = (h - s->heads) % s->kv_heads, is_v = h >= s->heads + s->kv_heads;
-    const long at = kv_offset(s, b, (int)b->row_seq[row], b->positions[row], kv);
+    const int64_t place = b->places ? b->places[row] : b->positions[row];
+    const long at = kv_offset(s, b, (int)b->row_seq[row], place, kv);
     if (is_v || s->k_eq_v) {
         if (s->norm_v) norm_row(x, s->dim, NULL, s->eps, v);
-        store_value(s, b, s->norm_v ? v : x, b->positions[row], at);
+        store_value(s, b, s->norm_v ? v : x, place, at);
     }
     if (!is_v) {
         rope_head(x, s->dim, k_norm, k_norm != NULL, s->eps, cos, sin, k);
-        store_key(s, b, k, b->positions[row], at);
+        store_key(s, b, k, place, at);
     }
 }
 
@@ -113,14 +159,31 @@ static void cut_blocks(const Batch *b, int per, RowBlock *out) {
         }
 }
 INLINE int64_t first_key(const Spec *s, int64_t position) { return s->window && position - s->window + 1 > 0 ? position - s->window + 1 : 0; }
-INLINE void block_chunks(const Spec *s, const Batch *b, RowBlock r, int *lo, int *hi) { /* positions ascend within a sequence */
-    *lo = (int)(first_key(s, b->positions[r.row]) / CHUNK);
-    *hi = (int)(b->positions[r.row + r.count - 1] / CHUNK) + 1;
+INLINE void block_span(const Batch *b, int row, int count, int64_t *least, int64_t *most) { /* positions; in lines they ascend */
+    *least = b->positions[row];
+    *most = b->positions[row + count - 1];
+    for (int i = 0; b->paths && i < count; i++) {
+        if (b->positions[row + i] < *least) *least = b->positions[row + i];
+        if (b->positions[row + i] > *most) *most = b->positions[row + i];
+    }
+}
+INLINE void block_chunks(const Spec *s, const Batch *b, RowBlock r, int *lo, int *hi) {
+    int64_t least, most;
+    block_span(b, r.row, r.count, &least, &most);
+    *lo = (int)(first_key(s, least) / CHUNK);
+    *hi = (int)(most / CHUNK) + 1;
+}
+/* The position of the newest token, where a row's path leaves the main line; else no position comes so late. */
+INLINE int64_t off_line(const Batch *b, int seq, int row) {
+    if (!b->paths) return INT64_MAX;
+    const int first = b->row_start[seq];
+    const int64_t base = b->positions[first], depth = b->positions[row] - base;
+    return b->paths[(long)row * b->path_width + depth] == depth ? INT64_MAX : base; /* a row's number is its depth on the main line alone */
 }
 
 INLINE int padded(int dim) { return (dim + LANES - 1) & ~(LANES - 1); }
 INLINE size_t part_floats(const Spec *s) { return (size_t)padded(s->dim) + LANES; } /* maximum, sum, (pad), weighted values */
-INLINE size_t attend_scratch(int dim) { return (size_t)(MAX_QUERIES * CHUNK + LANES * padded(dim)) * sizeof(float); } /* scores, a tile */
+INLINE size_t attend_scratch(int dim) { return (size_t)(MAX_QUERIES * CHUNK + 2 * LANES * padded(dim)) * sizeof(float); } /* scores, two tiles */
 
 INLINE vf load_piece(const void *base, long row, int d, int dim, int dtype) { /* sixteen of a row's values from d, zeros past its end */
     if (d + LANES <= dim) return vf_any(base, row + d, dtype);
@@ -177,8 +240,11 @@ static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) 
     cut->most = 1;
     for (int i = 0; i < b->seqs; i++) {
         if (b->row_start[i] == b->row_start[i + 1]) continue;
-        int chunks = (int)(b->positions[b->row_start[i + 1] - 1] / CHUNK) + 1;
-        const int within = (s->window + per - 2) / CHUNK + 2; /* chunks that a window and a block's rows can touch */
+        int64_t least, most;
+        block_span(b, b->row_start[i], b->row_start[i + 1] - b->row_start[i], &least, &most);
+        int chunks = (int)(most / CHUNK) + 1;
+        const int rows = b->paths ? (int)(most - least) + 1 : per;
+        const int within = (s->window + rows - 2) / CHUNK + 2; /* chunks that a window and a block's rows can touch */
         if (s->window && chunks > within) chunks = within;
         if (chunks > cut->most) cut->most = chunks;
     }

@@ -1,19 +1,63 @@
 /* Attention over one chunk of keys, for every type of K/V. A translation unit of its own: most of all the compiling. See attend.h. */
 #include "attend.h"
 
+/* Sixteen keys (or values) from `position` on as a row off the main line sees them: committed ones, then those of its path, zeros past
+ * its own position. Laid out as a tile of the cache; where pages hold no tiles, keys [dim][16] and values [16][wide] in float32. */
+static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, int64_t position, int values, void *out) {
+    const void *from = values ? b->values[s->kv_layer] : b->keys[s->kv_layer];
+    const int64_t base = b->positions[b->row_start[seq]], end = b->positions[row];
+    const int32_t *path = b->paths + (long)row * b->path_width;
+    const int dim = s->dim, wide = padded(dim), whole = tiled(b) && (!values || dim % LANES == 0);
+    const size_t item = b->kv_dtype == DT_F32 ? 4 : 2;
+    if (whole && position < base) memcpy(out, (const char *)from + kv_offset(s, b, seq, position, head) * item, LANES * dim * item);
+    else memset(out, 0, (size_t)LANES * wide * 4);
+    for (int lane = 0; lane < LANES; lane++) {
+        const int64_t at = position + lane;
+        if (whole && at < base) continue;
+        if (at > end) { /* what lies there in the cache may be anything */
+            if (whole && position < base) {
+                static const float nothing[1024] = {0};
+                if (values) copy_value(s, b, nothing, 0, 0, out, 0, lane);
+                else for (int d = 0; d < dim; d++) {
+                    if (item == 4) ((float *)out)[d * LANES + lane] = 0.0f;
+                    else ((uint16_t *)out)[paired(s, b) ? (d & ~1) * LANES + 2 * lane + (d & 1) : d * LANES + lane] = 0;
+                }
+            }
+            continue;
+        }
+        const int64_t place = at < base ? at : base + path[at - base];
+        const long source = kv_offset(s, b, seq, place, head);
+        if (whole) {
+            const int l = (int)(place % LANES);
+            if (values) copy_value(s, b, from, source - (long)l * dim, l, out, 0, lane);
+            else copy_key(s, b, from, source - (long)l * dim, l, out, 0, lane);
+        } else if (values) for (int d = 0; d < dim; d++) ((float *)out)[(long)lane * wide + d] = one_any(from, source + d, b->kv_dtype);
+        else for (int d = 0; d < dim; d++) ((float *)out)[(long)d * LANES + lane] = one_any(from, source + d, b->kv_dtype);
+    }
+}
+
 /* One chunk of keys for queries q0..q1-1 (head by head, row by row) of a row block and a K/V head: part[query][maximum, sum, values]. */
 INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q,
                          long ldq, float *part, long part_step, float *scratch) {
     const int per = s->heads / s->kv_heads, nq = q1 - q0, wide = padded(dim), base = chunk * CHUNK;
     const void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
-    float *scores = scratch, *tile = scratch + (long)MAX_QUERIES * CHUNK;
+    float *scores = scratch, *tile = scratch + (long)MAX_QUERIES * CHUNK, *own = tile + (long)LANES * wide;
     const float *x[MAX_QUERIES];
     int lo[MAX_QUERIES], hi[MAX_QUERIES], from = CHUNK, to = -1; /* visible keys of each query within the chunk */
+    int line[MAX_QUERIES], nl = 0, off[MAX_QUERIES], no = 0; /* queries that read the cache as it lies, and those of rows off the main line */
+    int tail = CHUNK; /* where the tiles begin that are put together for these */
     for (int i = 0, row = q0 % r.count, h = q0 / r.count; i < nq; i++) {
         const int64_t last = b->positions[r.row + row] - base, first = first_key(s, b->positions[r.row + row]) - base;
         lo[i] = first > 0 ? (int)(first < CHUNK ? first : CHUNK) : 0;
         hi[i] = last < CHUNK - 1 ? (int)(last < -1 ? -1 : last) : CHUNK - 1;
-        if (lo[i] <= hi[i]) { from = lo[i] < from ? lo[i] : from; to = hi[i] > to ? hi[i] : to; }
+        int seen = hi[i];
+        const int64_t leaves = off_line(b, r.seq, r.row + row) - base;
+        if (lo[i] <= hi[i] && leaves <= hi[i]) {
+            off[no++] = i;
+            tail = leaves > 0 ? (int)leaves & -LANES : 0;
+            seen = tail - 1;
+        } else line[nl++] = i;
+        if (lo[i] <= seen) { from = lo[i] < from ? lo[i] : from; to = seen > to ? seen : to; }
         x[i] = q + (long)(r.row + row) * ldq + (long)(head * per + h) * dim;
         if (++row == r.count) row = 0, h++;
     }
@@ -54,6 +98,24 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
             else score_some(count, x + i, tile, 0, DT_F32, dim, scale, out);
         }
     }
+    for (int i = 1; i < no; i++) /* row by row: a tile serves all heads of a row */
+        for (int j = i; j > 0 && (q0 + off[j]) % r.count < (q0 + off[j - 1]) % r.count; j--) { const int k = off[j]; off[j] = off[j - 1]; off[j - 1] = k; }
+    for (int i = 0, count; i < no; i += count) {
+        const int row = (q0 + off[i]) % r.count, first = lo[off[i]] & -LANES;
+        for (count = 1; count < MIXED && i + count < no && (q0 + off[i + count]) % r.count == row;) count++;
+        for (int c = tail > first ? tail : first; c <= hi[off[i]]; c += LANES) {
+            float *out[MIXED];
+            const float *xo[MIXED];
+            for (int j = 0; j < count; j++) out[j] = scores + (long)off[i + j] * CHUNK + c, xo[j] = x[off[i + j]];
+            own_tile(s, b, r.seq, r.row + row, head, base + c, 0, own);
+#if ISA_BF16
+            const uint32_t *xp[MIXED];
+            for (int j = 0; pairs && j < count; j++) xp[j] = xs[off[i + j]];
+            if (pairs) { score_some_pairs(count, xp, (const uint32_t *)own, dim, scale, out); continue; }
+#endif
+            score_some(count, xo, own, 0, whole ? dtype : DT_F32, dim, scale, out);
+        }
+    }
     /* maxima of all queries first, then all exponentials: each query's chain of dependent steps runs beside the next one's */
     for (int i = 0; i < nq; i++) {
         float *p = part + (long)i * part_step, *z = scores + (long)i * CHUNK;
@@ -87,34 +149,59 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         for (int c = last + LANES; c <= to; c += LANES) vf_store_any(z, c, vf_set(0.0f), pairs ? DT_BF16 : DT_F32);
         p[1] = vf_sum(sum);
     }
-    const int together = even_share(nq, MIXED), rows = whole && dim % LANES == 0; /* rows: values are read where they lie */
+    const int together = nl ? even_share(nl, MIXED) : 1, rows = whole && dim % LANES == 0; /* rows: values are read where they lie */
     for (int c = from & -LANES; !rows && c <= to; c += LANES) {
         for (int i = 0; i < LANES; i++) {
             const long row = kv_offset(s, b, r.seq, base + (c + i < from ? from : c + i > to ? to : c + i), head);
             for (int d = 0; d < wide; d += LANES) vf_store(tile + (long)i * wide + d, load_piece(values, row, d, dim, dtype));
         }
-        for (int i = 0; i < nq; i += together) {
-            const int count = nq - i < together ? nq - i : together;
+        for (int i = 0; i < nl; i += together) {
+            const int count = nl - i < together ? nl - i : together;
             const float *w[MIXED];
             float *out[MIXED];
             const long zero = 0;
-            for (int j = 0; j < count; j++) w[j] = scores + (long)(i + j) * CHUNK + c, out[j] = part + (long)(i + j) * part_step + LANES;
+            for (int j = 0; j < count; j++) w[j] = scores + (long)line[i + j] * CHUNK + c, out[j] = part + (long)line[i + j] * part_step + LANES;
             mix_some(count, w, tile, &zero, wide, DT_F32, 0, LANES, out, c > (from & -LANES));
         }
     }
-    for (int i = 0; i < nq && (rows || to < 0); i += together) {
-        const int count = nq - i < together ? nq - i : together;
+    for (int i = 0; i < nl && (rows || to < 0); i += together) {
+        const int count = nl - i < together ? nl - i : together;
         const float *w[MIXED];
         float *out[MIXED];
-        for (int j = 0; j < count; j++) w[j] = scores + (long)(i + j) * CHUNK, out[j] = part + (long)(i + j) * part_step + LANES;
+        for (int j = 0; j < count; j++) w[j] = scores + (long)line[i + j] * CHUNK, out[j] = part + (long)line[i + j] * part_step + LANES;
 #if ISA_BF16
         if (pairs) {
             mix_some_pairs(count, (const uint32_t *const *)w, values, at, dim, from / 2, to / 2 + (to >= 0), from & 1 ? 0xffff0000u : ~0u,
-                           to & 1 ? ~0u : 0xffffu, out);
+                           to & 1 ? ~0u : 0xffffu, out, 0);
             continue;
         }
 #endif
         mix_some(count, w, values, at, wide, dtype, from, to + 1, out, 0);
+    }
+    static const long nowhere[CHUNK / LANES] = {0};
+    for (int i = 0, count; i < no; i += count) { /* the tiles that all share, then its own */
+        const int row = (q0 + off[i]) % r.count, first = lo[off[i]] & -LANES, shared = rows && first < tail;
+        const float *w[MIXED];
+        float *out[MIXED];
+        for (count = 0; count < MIXED && i + count < no && (q0 + off[i + count]) % r.count == row; count++)
+            w[count] = scores + (long)off[i + count] * CHUNK, out[count] = part + (long)off[i + count] * part_step + LANES;
+#if ISA_BF16
+        if (shared && pairs) mix_some_pairs(count, (const uint32_t *const *)w, values, at, dim, first / 2, tail / 2, ~0u, ~0u, out, 0);
+#endif
+        if (shared && !pairs) mix_some(count, w, values, at, wide, dtype, lo[off[i]], tail, out, 0);
+        for (int c = shared ? tail : first; c <= hi[off[i]]; c += LANES) {
+            const int more = shared || c > first;
+            own_tile(s, b, r.seq, r.row + row, head, base + c, 1, own);
+#if ISA_BF16
+            if (pairs) mix_some_pairs(count, (const uint32_t *const *)w, (const uint32_t *)own, nowhere, dim, c / 2, c / 2 + 8, ~0u, ~0u, out, more);
+#endif
+            if (!pairs && rows) mix_some(count, w, own, nowhere, wide, dtype, c, c + LANES, out, more);
+            if (!rows) {
+                const float *here[MIXED];
+                for (int j = 0; j < count; j++) here[j] = w[j] + c;
+                mix_some(count, here, own, nowhere, wide, DT_F32, 0, LANES, out, more);
+            }
+        }
     }
 }
 void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, int q1, int chunk, const float *q, long ldq,

@@ -3,19 +3,21 @@
  * is saved is the host's work between them, which runs on cold caches after 100 MB of weights have passed.
  */
 #pragma once
-#include "draft.h"
+#include "tree.h"
 
 int or_forward(Team *team, const Call *call);
-int or_draft(Team *team, const Draft *draft);
 void or_logits(Team *team, const Weight *w, const float *x, int rows, float cap, float *out);
 
 typedef struct {          /* one sequence */
     int64_t last, length;  /* the newest token and its position */
     double stop, drop;     /* as in Draft */
+    double steps;          /* out, of a tree: as in Grown */
     int32_t slot;
-    int32_t k;             /* in: most tokens to draft; out: as many as were verified */
+    int32_t k;             /* in: most tokens to draft, one behind the other; out: as many as were verified */
     int32_t given;         /* drafts[b] holds k guesses already */
     int32_t accepted;      /* out */
+    int32_t nodes;         /* most tokens of a tree; 0: a line */
+    int32_t priced;        /* prices[b] says what its rows cost */
 } Asked;
 
 typedef struct {
@@ -28,6 +30,9 @@ typedef struct {
     Asked *asked;                  /* [B] */
     int64_t *drafts;               /* [B, most] */
     float *confidence;             /* [B, most] of what was drafted here */
+    int32_t *parents;              /* [B, most] out, of a tree: the row that each token follows; 0: the newest token */
+    int32_t *path;                 /* [B, most] out, of a tree: the rows that were accepted */
+    const double *prices;          /* [B, most + 1] of that many rows, in tokens */
     const float *temperature;      /* [B]; 1 where cold */
     const uint8_t *hot;            /* [B] */
     const int64_t *seed;           /* [B] */
@@ -109,7 +114,7 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
     const int B = c->seqs, H = c->call.stack->hidden, wide = (1 + c->streams) * H;
     int n = 0, steps = 0, who[B];
     for (int b = 0; b < B; b++)
-        if (!c->asked[b].given && c->asked[b].k > 0) { who[n++] = b; if (c->asked[b].k > steps) steps = c->asked[b].k; }
+        if (!c->asked[b].given && c->asked[b].k > 0 && !c->asked[b].nodes) { who[n++] = b; if (c->asked[b].k > steps) steps = c->asked[b].k; }
     if (!n) return 0;
     Draft d = *c->draft;
     const size_t floats = (size_t)n * (wide + 1 + steps), longs = (size_t)n * (6 + steps), doubles = 2 * (size_t)n;
@@ -156,28 +161,95 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
     return failed;
 }
 
-int or_cycle(Team *team, Cycle *c) {
-    const int B = c->seqs, H = c->call.stack->hidden;
-    int64_t deepest = 0, rows = 0;
-    for (int b = 0; b < B; b++) if (c->asked[b].length + c->asked[b].k > deepest) deepest = c->asked[b].length + c->asked[b].k;
-    const int width = (int)(deepest / c->call.batch.page_size) + 1;
-    if (c->draft && cycle_draft(team, c, width)) return 1;
-    for (int b = 0; b < B; b++) rows += c->asked[b].k + 1;
-    char *room = malloc((size_t)rows * 3 * 8 + (size_t)(B + 1 + 2 * B * width) * 4);
+/* A tree of drafts of one sequence. */
+static int cycle_grow(Team *team, Cycle *c, int b, int width) {
+    Asked *a = &c->asked[b];
+    const int H = c->call.stack->hidden, S = c->streams;
+    const float *from = c->features + (long)a->slot * (1 + S) * H;
+    Draft d = *c->draft;
+    int64_t last[TREE_WIDE] = {a->last}, guess[TREE_WIDE] = {a->length + 1}, seed[TREE_WIDE], position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
+    float temperature[TREE_WIDE];
+    uint8_t hot[TREE_WIDE];
+    Grown grown;
+    char *room = malloc((size_t)TREE_WIDE * (2 + S) * H * 4 + (size_t)2 * width * 4);
     if (!room) return 1;
-    int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows;
-    int32_t *row_start = (int32_t *)(row_seq + rows), *tables = row_start + B + 1;
+    float *start = (float *)room, *taps = start + (size_t)2 * TREE_WIDE * H;
+    memcpy(start, from, (size_t)H * 4);
+    for (int i = 0; i < TREE_WIDE; i++) {
+        seed[i] = c->seed[b]; hot[i] = c->hot[b]; temperature[i] = c->temperature[b]; position[i] = a->length - 1;
+        for (int t = 0; t < S; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * S + t) * H);
+    }
+    d.call.batch.rope_shift = c->shift;
+    d.call.batch.positions = position; d.call.batch.row_seq = row_seq;
+    gather_tables(&d.call.batch, c, &b, 1, width, (int32_t *)(taps + (size_t)TREE_WIDE * S * H));
+    d.taps = S ? taps : NULL; d.temperature = temperature; d.hot = hot; d.seed = seed;
+    const int failed = tree_grow(team, &d, H, c->head.n, a->k < TREE_DEEP ? a->k : TREE_DEEP, a->stop, a->drop, c->trust, start, last, guess, &grown);
+    if (!failed) {
+        const long at = (long)b * c->most;
+        a->k = tree_pick(&grown, a->nodes, a->priced ? c->prices + b * (c->most + 1L) : NULL, c->drafts + at, c->confidence + at, c->parents + at);
+        a->steps = grown.steps;
+    }
+    free(room);
+    return failed;
+}
+
+/* From the root to the child that holds the target's choice, while there is one; the accepted rows' choices become the first of the
+ * sequence's, and their keys and values go to the positions of their tokens. Returns the last row. */
+static int walk_tree(const Cycle *c, const Batch *v, int b) {
+    Asked *a = &c->asked[b];
+    int64_t *chosen = c->chosen + v->row_start[b];
+    const int64_t *drafts = c->drafts + (long)b * c->most;
+    const int32_t *parents = c->parents + (long)b * c->most;
+    int32_t *path = c->path + (long)b * c->most;
+    int at = 0, right = 0, j;
+    do {
+        for (j = 0; j < a->k && !(parents[j] == at && drafts[j] == chosen[at]); j++) {}
+        if (j < a->k) path[right++] = at = j + 1;
+    } while (j < a->k);
+    for (int i = 0; i < right; i++) chosen[i + 1] = chosen[path[i]]; /* path[i] > i: read before it is written */
+    const Stack *s = c->call.stack;
+    for (int l = 0; l < s->layers; l++)
+        for (int i = 0; i < right && s->layer[l].attn.writes; i++)
+            if (path[i] != i + 1) move_kv(&s->layer[l].attn, v, b, a->length + path[i], a->length + i + 1);
+    a->accepted = right;
+    return at;
+}
+
+int or_cycle(Team *team, Cycle *c) {
+    const int B = c->seqs, H = c->call.stack->hidden, deep = c->most + 1;
+    int64_t furthest = 0, rows = 0, trees = 0;
+    for (int b = 0; b < B; b++) {
+        const Asked *a = &c->asked[b];
+        const int64_t end = a->length + (a->k > a->nodes ? a->k : a->nodes);
+        furthest = end > furthest ? end : furthest;
+        trees |= a->nodes;
+    }
+    const int width = (int)(furthest / c->call.batch.page_size) + 1;
+    if (c->draft && cycle_draft(team, c, width)) return 1;
+    for (int b = 0; b < B; b++) if (c->asked[b].nodes && cycle_grow(team, c, b, width)) return 1;
+    for (int b = 0; b < B; b++) rows += c->asked[b].k + 1;
+    char *room = malloc((size_t)rows * 4 * 8 + (size_t)(B + 1 + 2 * B * width) * 4 + (trees ? (size_t)rows * deep * 4 : 0));
+    if (!room) return 1;
+    int64_t *ids = (int64_t *)room, *positions = ids + rows, *row_seq = positions + rows, *places = row_seq + rows;
+    int32_t *row_start = (int32_t *)(places + rows), *tables = row_start + B + 1, *paths = tables + 2 * B * width;
     int r = 0;
     for (int b = 0; b < B; b++) {
         row_start[b] = r;
         for (int j = 0; j <= c->asked[b].k; j++, r++) {
             ids[r] = j ? c->drafts[(long)b * c->most + j - 1] : c->asked[b].last;
-            positions[r] = c->asked[b].length + j;
+            places[r] = positions[r] = c->asked[b].length + j;
             row_seq[r] = b;
+            if (!trees) continue;
+            const int up = j ? row_start[b] + (c->asked[b].nodes ? c->parents[(long)b * c->most + j - 1] : j - 1) : r;
+            const int depth = j ? (int)(positions[up] - c->asked[b].length) + 1 : 0;
+            memcpy(paths + (long)r * deep, paths + (long)up * deep, (size_t)depth * 4);
+            for (int i = depth; i < deep; i++) paths[(long)r * deep + i] = j;
+            positions[r] = c->asked[b].length + depth;
         }
     }
     row_start[B] = r;
     Call call = c->call;
+    if (trees) { call.batch.places = places; call.batch.paths = paths; call.batch.path_width = deep; }
     call.batch.rows = r; call.batch.seqs = B;
     call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
     gather_tables(&call.batch, c, NULL, B, width, tables);
@@ -195,8 +267,11 @@ int or_cycle(Team *team, Cycle *c) {
         for (int b = 0; b < B; b++) {
             Asked *a = &c->asked[b];
             int right = 0;
-            while (right < a->k && c->drafts[(long)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
-            a->accepted = right;
+            if (a->nodes) right = walk_tree(c, &call.batch, b);
+            else {
+                while (right < a->k && c->drafts[(long)b * c->most + right] == c->chosen[row_start[b] + right]) right++;
+                a->accepted = right;
+            }
             const long row = row_start[b] + right;
             float *to = c->features + (long)a->slot * (1 + c->streams) * H;
             memcpy(to, call.hidden + row * H, (size_t)H * 4);

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int64, c_void_p
+from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
 from struct import Struct
 
 import torch
@@ -20,7 +20,7 @@ from ..backend import Asked, Tempered, Told
 from .forward import CompiledDrafter, CompiledModel
 from .lib import CCall, CCycle, CDraft
 
-ASKED = Struct("=qqddiiii")  # Asked in cycle.h
+ASKED = Struct("=qqdddiiiiii")  # Asked in cycle.h
 
 
 class CpuCycle:
@@ -50,9 +50,12 @@ class CpuCycle:
         most = features.shape[0]
         self.asked = bytearray(most * ASKED.size)
         self.guesses, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
+        self.parents, self.path = (c_int32 * (most * MAX_DRAFT))(), (c_int32 * (most * MAX_DRAFT))()
+        self.prices = (c_double * (most * (MAX_DRAFT + 1)))()
         self.trust = (c_double * 16)()
         c.asked = ctypes.addressof(ctypes.c_char.from_buffer(self.asked))
         c.drafts, c.confidence = ctypes.addressof(self.guesses), ctypes.addressof(self.confidence)
+        c.parents, c.path, c.prices = (ctypes.addressof(t) for t in (self.parents, self.path, self.prices))
         self.at_trust = ctypes.addressof(self.trust)
         self.trusted: Sequence[float] | None = None  # what `trust` holds
         self.ref = ctypes.byref(c)
@@ -78,11 +81,15 @@ class CpuCycle:
         """`sampling`: the batch's temperature, hot and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
         drafts may end themselves; a list that does not change."""
         c, rows = self.c, len(asked)
-        for i, (slot, last, length, k, guess, stop, drop) in enumerate(asked):
-            ASKED.pack_into(self.asked, i * ASKED.size, last, length, stop, drop, slot, k, guess is not None, 0)
+        for i, (slot, last, length, k, guess, stop, drop, nodes, prices) in enumerate(asked):
+            ASKED.pack_into(
+                self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes, prices is not None
+            )  # fmt: skip
             if guess is not None:
                 self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
-            rows += k
+            if prices is not None:
+                self.prices[i * (MAX_DRAFT + 1) : (i + 1) * (MAX_DRAFT + 1)] = list(prices)
+            rows += max(k, nodes)
         if rows > self.room:
             self._grow(rows)
         if sampling is not self.sampling:
@@ -97,13 +104,15 @@ class CpuCycle:
         if self.ops.lib.or_cycle(self.ops.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
-        for i, (_, _, _, most, guess, _, _) in enumerate(asked):
-            _, _, _, _, _, k, _, right = ASKED.unpack_from(self.asked, i * ASKED.size)
-            sure = None
-            if guess is None and most:
-                sure = self.confidence[i * MAX_DRAFT : i * MAX_DRAFT + min(most, k + 1)]  # with the token that ended the draft, if it
+        for i, (_, _, _, most, guess, _, _, nodes, _) in enumerate(asked):
+            _, _, _, _, steps, _, k, _, right, _, _ = ASKED.unpack_from(self.asked, i * ASKED.size)
+            sure, tree, at = None, None, i * MAX_DRAFT
+            if nodes:
+                sure, tree = self.confidence[at : at + k], (self.parents[at : at + k], self.path[at : at + right], steps)
+            elif guess is None and most:
+                sure = self.confidence[at : at + min(most, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted
                     sure.pop()
-            out.append(Told(k, self.chosen[row : row + right + 1], sure))
+            out.append(Told(k, self.chosen[row : row + right + 1], sure, tree))
             row += k + 1
         return out

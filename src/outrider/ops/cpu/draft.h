@@ -55,6 +55,9 @@ typedef struct {
     float *confidence;          /* [B, steps] each token's probability among the candidates */
     int64_t *lengths;           /* [B] tokens that count: `steps`, or fewer where a draft has ended itself */
     const double *stop, *drop, *trust; /* [B], [B], [TRUST]; trust NULL: every draft goes on to the end */
+    int64_t *second;            /* [B, steps] the next best tokens, or NULL; with them confidences are those of the scores with their noise */
+    float *second_confidence;
+    float *state;               /* [B, wide] what would be fed back after the last step, or NULL */
 } Draft;
 
 enum { TRUST = 16 }; /* bins of confidence */
@@ -139,9 +142,20 @@ static void draft_region(Team *team, int me, void *job) {
                 for (int t = 0; t < r->top; t++) memcpy(ids + (long)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
             }
             if (r->hot[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
-            const int64_t at = choose_row(z, (int)n, r->hot[b], r->seed[b], r->position[b] + k, ids);
+            const int noisy = r->hot[b] && r->second;
+            if (noisy) noise_row(z, (int)n, r->seed[b], r->position[b] + k, ids);
+            const int64_t at = choose_row(z, (int)n, r->hot[b] && !noisy, r->seed[b], r->position[b] + k, ids);
             r->out[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
             const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
+            if (r->second) {
+                const float top = z[at];
+                z[at] = -INFINITY;
+                const int64_t other = choose_row(z, (int)n, 0, 0, 0, NULL);
+                z[at] = top;
+                r->second[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[other / r->size] * r->size + other % r->size] : other;
+                r->second_confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, other);
+            }
+            if (r->state && k == r->steps - 1) memcpy(r->state + (long)b * wide, next + (long)b * wide, (size_t)wide * 4);
             if (r->trust && d->live[b]) d->live[b] = goes_on(r, b, k, sure, d->path + b);
         }
         draft_lean(team, d, k + 1);

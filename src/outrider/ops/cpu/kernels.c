@@ -236,6 +236,11 @@ int or_attend(Team *team, const Spec *s, const Batch *b, const float *q, long ld
     return at ? 0 : 1;
 }
 
+/* Keys and values of `from`[i] of the sequences seq[i] to `to`[i], one after another. */
+void or_move_kv(const Spec *s, const Batch *b, const int64_t *seq, const int64_t *from, const int64_t *to, int count) {
+    for (int i = 0; i < count; i++) if (from[i] != to[i]) move_kv(s, b, (int)seq[i], from[i], to[i]);
+}
+
 /* ---- whole stacks ---- */
 int or_forward(Team *team, const Call *call) {
     Run run = {*call};

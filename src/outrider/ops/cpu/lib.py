@@ -31,6 +31,7 @@ class CBatch(Structure):
         *[(name, c_int32) for name in ("rows", "seqs", "page_size", "kv_dtype", "rope_shift")],
         *[(name, c_void_p) for name in ("ids", "positions", "row_seq", "row_start")],
         ("tables", c_void_p * 2), ("width", c_int32 * 2), ("keys", c_void_p), ("values", c_void_p),
+        ("places", c_void_p), ("paths", c_void_p), ("path_width", c_int64),
     ]  # fmt: skip
 
 
@@ -74,14 +75,14 @@ class CDraft(Structure):
         ("call", CCall), *[(name, CWeight) for name in ("table", "head", "centroids")], ("table_scale", c_float),
         *[(name, c_int32) for name in ("steps", "unit", "tied", "clusters", "top", "size")],
         *[(name, c_void_p) for name in ("cluster_ids", "hashes", "last", "start", "taps", "temperature", "hot", "seed", "position", "out")],
-        *[(name, c_void_p) for name in ("confidence", "lengths", "stop", "drop", "trust")],
+        *[(name, c_void_p) for name in ("confidence", "lengths", "stop", "drop", "trust", "second", "second_confidence", "state")],
     ]  # fmt: skip
 
 
 class CCycle(Structure):
     _fields_ = [
         ("call", CCall), ("head", CWeight),
-        *[(name, c_void_p) for name in ("draft", "taps", "features", "z", "asked", "drafts", "confidence")],
+        *[(name, c_void_p) for name in ("draft", "taps", "features", "z", "asked", "drafts", "confidence", "parents", "path", "prices")],
         *[(name, c_void_p) for name in ("temperature", "hot", "seed", "trust", "chosen")],
         *[(name, c_int32) for name in ("seqs", "most", "streams", "shift")], ("cap", c_float),
     ]  # fmt: skip
@@ -112,6 +113,7 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_moe": (I, [P, P, P, P, I, I, P]),
     "or_rope_write": (None, [P, P, P, P, P, P, P, P]),
     "or_attend": (I, [P, P, P, P, L, P]),
+    "or_move_kv": (None, [P, P, P, P, P, I]),
     "or_forward": (I, [P, P]),
     "or_draft": (I, [P, P]),
     "or_cycle": (I, [P, P]),
@@ -155,6 +157,11 @@ class Batch:
             ids = ids.contiguous()
             self.keep.append(ids)
             c.ids = ids.data_ptr()
+        if kv.paths is not None and kv.places is not None:
+            places, paths = kv.places.contiguous(), kv.paths.contiguous()
+            assert places.dtype == torch.int64 and paths.dtype == torch.int32
+            self.keep += [places, paths]
+            c.places, c.paths, c.path_width = places.data_ptr(), paths.data_ptr(), paths.shape[1]
         for i, group in enumerate(("full", "sliding")):
             table = kv.tables.get(group)  # type: ignore[call-overload]
             if table is not None:

@@ -58,7 +58,7 @@ class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
         independent_rows=EVERY_ROW, prompts_independent=True, formats=frozenset(BLOCKS),
-        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8",
+        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True,
     )  # fmt: skip
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
@@ -251,6 +251,11 @@ class CpuOps(ReferenceOps):
         if self.lib.or_attend(self.team, ctypes.byref(c), batch.ref, q.data_ptr(), q.stride(0), out.data_ptr()):
             raise MemoryError("attention scratch")
         return out
+
+    def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
+        """As the reference, one after another: nothing that is still to be read may be written before."""
+        batch, c, moves = self.batch(kv), self.c_spec(spec), [t.contiguous() for t in (seq, source, target)]
+        self.lib.or_move_kv(ctypes.byref(c), batch.ref, *[t.data_ptr() for t in moves], seq.shape[0])
 
     def write_kv(self, k: Tensor, v: Tensor, spec: AttnSpec, kv: KVView) -> None:
         raise NotImplementedError("the library lays keys out in tiles of its own: write through rope_write")

@@ -119,6 +119,18 @@ static float softmax_at(const float *z, int n, int64_t at) {
     return p > 0.0f ? (p < 1.0f ? p : 1.0f) : 0.0f;
 }
 
+/* z += noise. tokens: as below */
+static void noise_row(float *z, int n, int64_t seed, int64_t position, const int64_t *tokens) {
+    const uint32_t key = noise_key(seed, position);
+    for (int i = 0; i < n; i += LANES) {
+        float t[LANES];
+        int32_t ids[LANES];
+        for (int j = 0; j < LANES; j++) ids[j] = i + j < n ? (tokens ? (int32_t)tokens[i + j] : i + j) : 0;
+        vf_store(t, vf_gumbel(key, vi_load(ids)));
+        for (int j = 0; j < LANES && i + j < n; j++) z[i + j] += t[j];
+    }
+}
+
 /* First index of the largest z (+ noise where hot). tokens: the ids of the columns, NULL for 0.. */
 static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t position, const int64_t *tokens) {
     float top = -INFINITY;

@@ -92,9 +92,10 @@ INLINE void score_pairs(int Q, const uint32_t *const *x, const uint32_t *keys, i
 }
 /* w[i]: pairs of weights by pairs of keys p0..p1-1; `first`, `last`: the bits of the outer pairs that belong to keys in sight of anyone */
 INLINE void mix_pairs(int Q, int C, const uint32_t *const *w, const uint32_t *values, const long *row, int dim, int d, int p0, int p1,
-                      uint32_t first, uint32_t last, float *const *out) {
+                      uint32_t first, uint32_t last, float *const *out, int more) {
     vf a[MIXED][4];
-    UNROLL for (int i = 0; i < Q; i++) UNROLL for (int c = 0; c < C; c++) a[i][c] = vf_set(0.0f);
+    UNROLL for (int i = 0; i < Q; i++)
+        UNROLL for (int c = 0; c < C; c++) a[i][c] = more ? vf_load(out[i] + d + LANES * c) : vf_set(0.0f);
     for (int p = p0; p < p1; p++) {
         const uint32_t *at = values + row[p / 8] / 2 + (long)(p % 8) * dim + d;
         const uint32_t seen = (p == p0 ? first : ~0u) & (p == p1 - 1 ? last : ~0u); /* elsewhere anything may lie */
@@ -112,11 +113,11 @@ INLINE void score_some_pairs(int count, const uint32_t *const *x, const uint32_t
 }
 #define MIX_PAIRS(Q)                                                                                              \
     case Q:                                                                                                       \
-        for (; d + 64 <= dim; d += 64) mix_pairs(Q, 4, w, values, row, dim, d, p0, p1, first, last, out);         \
-        for (; d < dim; d += LANES) mix_pairs(Q, 1, w, values, row, dim, d, p0, p1, first, last, out);            \
+        for (; d + 64 <= dim; d += 64) mix_pairs(Q, 4, w, values, row, dim, d, p0, p1, first, last, out, more);   \
+        for (; d < dim; d += LANES) mix_pairs(Q, 1, w, values, row, dim, d, p0, p1, first, last, out, more);      \
         break;
 INLINE void mix_some_pairs(int count, const uint32_t *const *w, const uint32_t *values, const long *row, int dim, int p0, int p1,
-                           uint32_t first, uint32_t last, float *const *out) {
+                           uint32_t first, uint32_t last, float *const *out, int more) {
     int d = 0;
     switch (count) { MIX_PAIRS(1) MIX_PAIRS(2) MIX_PAIRS(3) MIX_PAIRS(4) MIX_PAIRS(5) MIX_PAIRS(6) }
 }

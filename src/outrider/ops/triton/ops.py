@@ -70,10 +70,12 @@ class TritonOps(ReferenceOps):
     def rope_write(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
     ) -> Tensor:
+        if kv.paths is not None:  # no kernel knows trees yet (Capabilities.trees): the definition runs them
+            return super().rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv)
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
-        return attention.attend(q, spec, kv, self.pdl)
+        return attention.attend(q, spec, kv, self.pdl) if kv.paths is None else super().attend(q, spec, kv)
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(

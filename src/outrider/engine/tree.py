@@ -1,0 +1,101 @@
+"""Drafts that branch: how the rows of a verify pass stand to one another, and how the target's choices walk through them.
+
+A tree's root is the sequence's newest token; every drafted token follows another row of the sequence. A row sees the committed text and
+its own ancestors, in the order of positions, so it computes what plain decoding would compute there (SpecInfer, Miao et al. 2023, masks
+the same way). The target chooses at every row with noise that depends on (seed, position) alone; the walk starts at the root and goes
+to the child that holds the choice, as long as there is one. Which rows stand beside a path changes nothing on it.
+
+Rows are written behind the committed length in the order of their numbers; those of the accepted path are then moved to their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..types import Matcher, Verdict
+
+
+@dataclass(frozen=True)
+class Tree:
+    """The rows of all sequences of a pass, one sequence after the other. `parents[b][j - 1]`: the row that row j of sequence b follows."""
+
+    parents: list[list[int]]
+    depth: Tensor  # int64 [R] 0: the newest token
+    paths: Tensor  # int32 [R, D + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
+    above: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
+
+    @staticmethod
+    def of(parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
+        paths: list[list[int]] = []
+        above: list[int] = []
+        for line in parents:
+            first = len(paths)
+            paths.append([0])
+            above.append(-1)
+            for j, parent in enumerate(line, 1):
+                paths.append([*paths[first + parent], j])
+                above.append(first + parent)
+        depth = [len(path) - 1 for path in paths]
+        wide = max(depth) + 1
+        filled = [path + [path[-1]] * (wide - len(path)) for path in paths]
+        return Tree(
+            [list(line) for line in parents],
+            torch.tensor(depth, dtype=torch.int64, device=device),
+            torch.tensor(filled, dtype=torch.int32, device=device),
+            torch.tensor(above, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def deepest(self) -> int:
+        return self.paths.shape[1] - 1
+
+    def lines(self, ids: Tensor, start: Tensor, seq: Tensor) -> Tensor:
+        """[R, D]: the drafted tokens up to and including each row's own; `ids` [R] are the rows' tokens."""
+        return ids[start[:-1][seq][:, None] + self.paths[:, 1:]]
+
+    def walk(self, chosen: Tensor, ids: Tensor, start: Tensor, seq: Tensor) -> Verdict:
+        """From each root to the child that holds the target's choice, while there is one. `chosen`, `ids` [R]."""
+        first = start[:-1].long()
+        batch, rows = first.shape[0], chosen.shape[0]
+        at, number = first, torch.arange(rows, device=chosen.device)
+        path = [at]
+        accepted, going = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
+        for _ in range(self.deepest):
+            right = (self.above == at[seq]) & (ids == chosen[at][seq])  # [R]
+            child = first.new_full((batch,), rows).scatter_reduce(0, seq, torch.where(right, number, rows), "amin")
+            going = going & (child < rows)
+            at = torch.where(going, child, at)
+            accepted = accepted + going.to(torch.int64)
+            path.append(at)
+        rows_of = torch.stack(path, 1)  # [B, D + 1] over all rows
+        return Verdict(accepted, chosen[rows_of], accepted + 1, rows_of - first[:, None])
+
+
+def line_of(count: int) -> list[int]:
+    """Parents of a line of so many drafts."""
+    return list(range(count))
+
+
+def grammar_masks(
+    matchers: Sequence[Matcher | None], parents: Sequence[Sequence[int]], drafts: Sequence[Sequence[int]], vocab: int
+) -> Tensor:
+    """bool [R, V]: what each row's grammar (None: anything) allows after the drafted tokens on its path."""
+    parts = []
+    for matcher, above, tokens in zip(matchers, parents, drafts):
+        mask = torch.ones((len(above) + 1, vocab), dtype=torch.bool)
+        if matcher is not None:
+            leaves = set(range(1, len(above) + 1)) - set(above) or {0}
+            for leaf in leaves:
+                path = [leaf]
+                while path[-1]:
+                    path.append(above[path[-1] - 1])
+                path.reverse()
+                masks, _ = matcher.masks([tokens[row - 1] for row in path[1:]])
+                for row, allowed in zip(path, torch.from_numpy(masks)):  # none for rows behind a draft that left the grammar: never reached
+                    mask[row] = allowed
+        parts.append(mask)
+    return torch.cat(parts)

@@ -1,0 +1,97 @@
+/* Growing a tree of drafts for one sequence, as spec/tree.py has it: level by level, the likeliest nodes of a level scored as one batch of
+ * the drafter's step, the two best tokens behind each. Nothing it computes can change an answer.
+ */
+#pragma once
+#include "draft.h"
+
+int or_draft(Team *team, const Draft *draft);
+
+enum { TREE_WIDE = 4, TREE_DEEP = 16, TREE_ALL = TREE_DEEP * TREE_WIDE * 2 };
+#define TREE_ROW 0.4 /* a further row in a draft step, as a part of a step */
+
+typedef struct { int parent, rank; int64_t token; float confidence; double chance; } Node; /* parent -1: the newest token */
+typedef struct { int node, row; double chance; } Tip;
+typedef struct {
+    Node node[TREE_ALL];
+    int count;
+    double steps; /* of the drafter */
+} Grown;
+
+INLINE double chance_of(const double *trust, float confidence) {
+    const int bin = (int)(confidence * TRUST);
+    return trust ? trust[bin < TRUST ? bin : TRUST - 1] : confidence;
+}
+
+/* `d`: the drafter's step with everything set that is the same for all rows, for TREE_WIDE rows; start [TREE_WIDE, wide] holds the first
+ * row's state. last, position: of the first row, filled up here. */
+static int tree_grow(Team *team, Draft *d, int wide, int vocab, int deep, double stop, double drop, const double *trust, float *start,
+                     int64_t *last, int64_t *guess, Grown *g) {
+    int64_t best[TREE_WIDE], second[TREE_WIDE], lengths[TREE_WIDE];
+    float sure[TREE_WIDE], less[TREE_WIDE], *state = start + (long)TREE_WIDE * wide;
+    int32_t row_start[2] = {0, 1};
+    Tip front[TREE_WIDE] = {{-1, 0, 1.0}};
+    const int64_t first = guess[0];
+    int w = 1;
+    d->steps = 1; d->out = best; d->second = second; d->confidence = sure; d->second_confidence = less; d->lengths = lengths; d->state = state;
+    d->start = start; d->last = last; d->position = guess; d->trust = d->stop = d->drop = NULL;
+    d->call.batch.seqs = 1; d->call.batch.row_start = row_start;
+    g->count = 0; g->steps = 0.0;
+    for (int level = 0; level < deep && w; level++) {
+        d->call.batch.rows = row_start[1] = w;
+        for (int i = 0; i < w; i++) guess[i] = first + level;
+        if (or_draft(team, d)) return 1;
+        g->steps += 1.0 + (w - 1) * TREE_ROW;
+        Tip next[TREE_WIDE];
+        int n = 0;
+        for (int i = 0; i < 2 * w; i++) {
+            const int row = i / 2, rank = i % 2;
+            const Node x = {front[row].node, rank, rank ? second[row] : best[row], rank ? less[row] : sure[row],
+                            front[row].chance * chance_of(trust, rank ? less[row] : sure[row])};
+            if (x.token < 0 || x.token >= vocab || !(x.confidence > 0.0f) || x.chance < drop) continue; /* a damaged drafter must not reach the target */
+            g->node[g->count] = x;
+            if (x.chance >= stop) {
+                int at = n < TREE_WIDE ? n++ : TREE_WIDE;
+                for (; at > 0 && x.chance > next[at - 1].chance; at--) if (at < TREE_WIDE) next[at] = next[at - 1];
+                if (at < TREE_WIDE) next[at] = (Tip){g->count, row, x.chance};
+            }
+            g->count++;
+        }
+        for (int i = 0; i < n; i++) {
+            memcpy(start + (long)i * wide, state + (long)next[i].row * wide, (size_t)wide * 4);
+            last[i] = g->node[next[i].node].token;
+            front[i] = next[i];
+        }
+        w = n;
+    }
+    return 0;
+}
+
+/* The likeliest nodes, at most `most` and no more than are worth their price, the main line first: tokens, confidences, and the row that
+ * each follows. Returns how many. */
+static int tree_pick(const Grown *g, int most, const double *prices, int64_t *tokens, float *confidence, int32_t *parents) {
+    int order[TREE_ALL], number[TREE_ALL], kept = 0, out = 0, tip = -1;
+    double sum = 0.0, top = 0.0;
+    for (int i = 0; i < g->count; i++) { /* a parent is never less likely than its children, nor later */
+        int at = i;
+        for (; at > 0 && g->node[i].chance > g->node[order[at - 1]].chance; at--) order[at] = order[at - 1];
+        order[at] = i;
+    }
+    most = most < g->count ? most : g->count;
+    if (!prices) kept = most;
+    for (int n = 1; prices && n <= most; n++) {
+        sum += g->node[order[n - 1]].chance;
+        if (sum - prices[n] > top) top = sum - prices[n], kept = n;
+    }
+    for (int i = 0; i < g->count; i++) number[i] = 0;
+    for (int n = 0; n < kept; n++) number[order[n]] = -1; /* to be numbered */
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = 0; i < g->count; i++) {
+            const Node *x = &g->node[i];
+            if (number[i] != -1 || (!pass && (x->rank || x->parent != tip))) continue;
+            tip = i;
+            tokens[out] = x->token; confidence[out] = x->confidence;
+            parents[out] = x->parent < 0 ? 0 : number[x->parent];
+            number[i] = ++out;
+        }
+    return kept;
+}

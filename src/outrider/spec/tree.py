@@ -1,0 +1,110 @@
+"""Growing a tree of drafts from the drafter's own scores.
+
+Level by level: the likeliest nodes of a level are scored together, as one batch of the drafter's step; the two best tokens behind each
+(of the *noisy* scores when sampling: the target will add the same noise) become its children. A node's chance is the product of the
+confidences on its path, each taken as the acceptance it has shown (`trust`); a node whose chance is below `drop` is left out, one below
+`stop` has no children. So a tree is wide where the drafter wavers and a plain line where it is sure. EAGLE-2 (Li et al. 2024) grows
+trees by confidence as well, to a fixed size; here the price of a row decides, and a line is the tree that one gets when rows are dear.
+
+The nodes of the main line (the best guess behind the best guess ...) come first: where the target agrees with it, and most often it
+does, everything lies as if no branch had been there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..types import Draft, KVView
+from .drafter import DraftBatch
+
+WIDTH = 4  # nodes of a level that are scored further
+BRANCH = 2  # tokens behind each
+BINS = 16
+
+
+@dataclass(frozen=True)
+class Node:
+    parent: int  # among all nodes of the sequence; -1: the newest token
+    token: int
+    confidence: float
+    chance: float  # that all of its path is right
+    rank: int  # 0: the best guess behind its parent
+
+
+# (level, which sequence each node belongs to [W], tokens [W], which row of the level before each follows [W]) -> ids [W, N] or None, logits
+Step = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor]]
+
+
+def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = None) -> list[int]:
+    """The likeliest nodes, at most so many and no more than are worth their price, the main line first; parents come before children."""
+    order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:most]  # a parent is never less likely, nor later
+    if prices is not None:
+        net, best, count = 0.0, 0.0, 0
+        for n, i in enumerate(order, 1):
+            net += nodes[i].chance
+            if net - prices[n] > best:
+                best, count = net - prices[n], n
+        order = order[:count]
+    kept = set(order)
+    line: list[int] = []
+    for i in sorted(kept):
+        if nodes[i].rank == 0 and nodes[i].parent == (line[-1] if line else -1):
+            line.append(i)
+    return line + [i for i in sorted(kept) if i not in line]
+
+
+def grow(batch: DraftBatch, depth: int, score: Step) -> Draft:
+    """A tree for every sequence: at most batch.nodes[b] tokens, `depth` deep."""
+    assert batch.nodes is not None
+    size, device = len(batch.nodes), batch.last.device
+    stop, drop = batch.stop or [0.0] * size, batch.drop or [0.0] * size
+    trees: list[list[Node]] = [[] for _ in range(size)]
+    front = [(b, -1, 1.0) for b in range(size)]  # sequence, node, chance
+    tokens, rows = batch.last, torch.arange(size, device=device)
+    for level in range(depth):
+        seq = torch.tensor([b for b, _, _ in front], device=device)
+        at, sampling = batch.length[seq] + 1 + level, batch.sampling.select(seq)
+        ids, logits = score(level, seq, tokens, rows)
+        z = sampling.scores(logits.float(), at, ids)  # [W, N] with noise where sampled
+        best = z.topk(min(BRANCH, z.shape[1]), dim=-1).indices  # [W, 2]
+        sure = z.softmax(-1).gather(1, best).tolist()
+        named = (best if ids is None else ids.gather(1, best)).tolist()
+        following: list[tuple[float, int, int, int, int]] = []  # chance, sequence, node, row, token
+        for row, (b, parent, chance) in enumerate(front):
+            for rank, (token, confidence) in enumerate(zip(named[row], sure[row])):
+                trust = confidence if batch.trust is None else batch.trust[min(BINS - 1, int(confidence * BINS))]
+                if chance * trust < drop[b] or not confidence > 0.0:
+                    continue
+                trees[b].append(Node(parent, token, confidence, chance * trust, rank))
+                if chance * trust >= stop[b]:
+                    following.append((chance * trust, b, len(trees[b]) - 1, row, token))
+        following.sort(key=lambda x: (x[1], -x[0], x[2]))
+        chosen = [x for i, x in enumerate(following) if i < WIDTH or following[i - WIDTH][1] != x[1]]  # so many of each sequence
+        if not chosen:
+            break
+        front = [(b, node, chance) for chance, b, node, _, _ in chosen]
+        tokens = torch.tensor([token for *_, token in chosen], device=device)
+        rows = torch.tensor([row for _, _, _, row, _ in chosen], device=device)
+    prices = batch.prices or [None] * size
+    picked = [select(nodes, most, price) for nodes, most, price in zip(trees, batch.nodes, prices)]
+    width = max(1, max(len(p) for p in picked))
+    grid = torch.zeros((size, width), dtype=torch.int64)
+    parents, confidence = torch.zeros((size, width), dtype=torch.int64), torch.zeros((size, width))
+    for b, which in enumerate(picked):
+        number = {node: j + 1 for j, node in enumerate(which)} | {-1: 0}
+        for j, i in enumerate(which):
+            node = trees[b][i]
+            grid[b, j], parents[b, j], confidence[b, j] = node.token, number[node.parent], node.confidence
+    lengths = torch.tensor([len(p) for p in picked])
+    return Draft(grid.to(device), lengths.to(device), None, confidence.to(device), parents.to(device))
+
+
+def spread_view(kv: KVView, seq: Tensor) -> KVView:
+    """The view of one row a sequence, for several rows of the sequences `seq` [W], which ascend; all at their sequence's position."""
+    counts = torch.bincount(seq, minlength=kv.positions.shape[0])
+    start = torch.cat((counts.new_zeros(1), counts.cumsum(0))).to(torch.int32)
+    return replace(kv, positions=kv.positions[seq], row_seq=seq, row_start=start, max_rows=int(counts.max()))

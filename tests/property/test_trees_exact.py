@@ -1,0 +1,132 @@
+"""Drafts that branch change nothing: whatever tree stands in a step, the tokens are those of plain decoding, and a row's logits on the CPU
+are those of plain decoding to the bit."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
+from tests.unit.engine.test_graphs import Thirds
+
+from outrider.engine.engine import Engine
+from outrider.spec.drafter import DraftBatch
+from outrider.types import Draft
+
+MODELS = {name: tiny_model(name) for name in VARIANTS}
+PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
+HOT = {"temperature": 1.3, "seed": 11, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.2, "logit_bias": {4: 1.5, 9: -2.0}}
+PARAMS: dict[str, dict[str, Any]] = {
+    "greedy": {}, "T0.7": {"temperature": 0.7, "seed": 5}, "T1.3+all": {**HOT, "bad_words": ((5, 7), (12,)), "min_p": 0.02},
+    "grammar": {"temperature": 0.7, "grammar": Thirds()}, "logprobs": {"logprobs": 2, "temperature": 1.3, "top_k": 9},
+}  # fmt: skip
+
+
+class Wood:
+    """Random trees; where `truth` is known, the right tokens stand somewhere in them, on branches that are never the first."""
+
+    name, taps = "wood", ()
+
+    def __init__(self, seed: int, truth: dict[str, list[int]] | None = None):
+        self.rng, self.truth = random.Random(seed), truth or {}
+
+    def propose(self, batch: DraftBatch, k: int) -> Draft:
+        nodes = max(batch.nodes) if batch.nodes is not None else k
+        rows, above = [], []
+        for id, known in zip(batch.ids, batch.tokens):
+            truth = self.truth.get(id, [])[len(known) :]
+            tokens, parents = [], []
+            tip, right = 0, 0  # where the true path has got to
+            for j in range(nodes):
+                if right < min(len(truth), k) and (self.rng.random() < 0.5 or nodes - j <= k - right):
+                    tokens.append(truth[right])
+                    parents.append(tip)
+                    tip, right = j + 1, right + 1
+                else:
+                    tokens.append(self.rng.randrange(VOCAB))
+                    parents.append(self.rng.randrange(j + 1))
+            rows.append(tokens)
+            above.append(parents)
+        lengths = torch.tensor([self.rng.randrange(nodes // 2, nodes + 1) for _ in rows])
+        return Draft(torch.tensor(rows), lengths, parents=torch.tensor(above) if batch.nodes is not None else None)
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def tree_request(id: str, prompt: list[int], k: int, tree: int, **params: Any) -> Any:
+    made = request(id, prompt, k=k, **params)
+    made.tree = tree
+    return made
+
+
+def plain(variant: str, prompt: list[int], params: dict[str, Any]) -> list[int]:
+    return run(tiny_engine(variant, model=MODELS[variant]), [request("plain", prompt, drafter=False, **params)])["plain"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_random_trees_change_nothing(variant: str) -> None:
+    for i, (name, params) in enumerate(PARAMS.items()):
+        want = plain(variant, PROMPT, params)
+        engine = tiny_engine(variant, Wood(i, {"a": PROMPT + want}), names=(), model=MODELS[variant])
+        assert run(engine, [tree_request("a", PROMPT, 4, 9, **params)])["a"] == want, (variant, name)
+        m = engine.metrics
+        assert m.trees > 0 and m.branched > 0 and m.drafter_failures == 0 and m.accepted > m.trees / 2, "branches are taken"
+
+
+@pytest.mark.parametrize("variant", ["dense", "edge", "moe"])
+@pytest.mark.parametrize("clustered", [False, True])
+def test_a_drafter_s_own_trees_change_nothing(variant: str, clustered: bool) -> None:
+    for params in (PARAMS["greedy"], PARAMS["T0.7"], PARAMS["T1.3+all"]):
+        want = plain(variant, PROMPT, params)
+        engine = tiny_engine(variant, mtp_drafter(MODELS[variant], variant, clustered), model=MODELS[variant])
+        assert run(engine, [tree_request("a", PROMPT, 3, 7, **params)])["a"] == want
+        assert engine.metrics.trees > 0 and engine.metrics.drafter_failures == 0
+        assert engine.metrics.drafted > 3 * engine.metrics.trees, "more tokens than a line of three"
+
+
+def test_joining_and_leaving() -> None:
+    """Trees beside lines, copies and plain decoding; sequences come and go, and are pre-empted."""
+    rng, kinds = random.Random(2), list(PARAMS.values())
+    engine = tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense", True), model=MODELS["dense"], max_batch=4, kv_tokens=160)
+    jobs = []
+    for i in range(10):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))]
+        params = {**kinds[i % len(kinds)], "seed": i, "max_tokens": rng.randrange(2, 16)}
+        jobs.append((rng.randrange(5), tree_request(str(i), prompt, rng.choice([1, 2, 4]), rng.choice([0, 5, 16]), **params)))
+    got: dict[str, list[int]] = {r.id: [] for _, r in jobs}
+    for step in range(400):
+        for at, r in jobs:
+            if at == step:
+                engine.submit(r)
+        if step > 5 and not engine.busy:
+            break
+        for event in engine.step():
+            got[event.id] += event.tokens
+        engine.check()
+    assert not engine.busy and engine.metrics.trees > 0
+    for _, r in jobs:
+        alone = tiny_engine("dense", model=MODELS["dense"])
+        r.draft_tokens, r.drafter, r.tree = 0, False, 0
+        assert got[r.id] == run(alone, [r])[r.id], r
+
+
+def test_a_tree_whose_tokens_do_not_follow_one_another_is_refused() -> None:
+    class Broken(Wood):
+        def propose(self, batch: DraftBatch, k: int) -> Draft:
+            draft = super().propose(batch, k)
+            return Draft(draft.tokens, draft.lengths, parents=draft.tokens * 0 + 7)
+
+    engine = tiny_engine("llama", Broken(1), names=(), model=MODELS["llama"])
+    assert run(engine, [tree_request("a", PROMPT, 4, 9)])["a"] == plain("llama", PROMPT, {})
+    assert engine.metrics.drafter_failures == 1
+
+
+def test_rejection_and_graphs_keep_lines() -> None:
+    drafter = mtp_drafter(MODELS["dense"], "dense")
+    for settings in ({"verify": "block"}, {"graphs": True}):
+        engine: Engine = tiny_engine("dense", drafter, model=MODELS["dense"], **settings)
+        assert run(engine, [tree_request("a", PROMPT, 3, 9)])["a"] == plain("dense", PROMPT, {})
+        assert engine.metrics.drafted > 0 and engine.metrics.trees == 0
