@@ -32,6 +32,7 @@ VERIFY = {"coupled": verify_coupled, "rejection": verify_rejection_rows, "block"
 class EagerExecutor:
     name = "eager"
     behind = False
+    trees = False  # it takes them, and grows them node by node
 
     def __init__(self, machine: Machine, verify: Verify, metrics: Metrics):
         self.machine, self.verify, self.sampled, self.metrics = machine, VERIFY[verify], verify != "coupled", metrics

@@ -299,11 +299,13 @@ class Engine:
 
     def _nodes(self, seq: Seq, widest: int) -> int:
         """Most tokens that a tree may have now; 0: drafts stay lines, as they do where a row could have other bits in a tree (the backend
-        says), where the choice is not coupled, and in captured steps."""
+        says), where choosing is not coupled, and in captured steps. What nobody asked for must also be fast (the executor says)."""
         asked = self._tree(seq)
         if not self.can.trees or self.graphs or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
             return 0
-        return max(0, min(AUTO_NODES if asked is None else asked, self.max_context - len(seq.tokens) - 1, widest))
+        if asked is None:
+            asked = AUTO_NODES if self.executors[0].trees and seq.tempered else 0
+        return max(0, min(asked, self.max_context - len(seq.tokens) - 1, widest))
 
     def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""

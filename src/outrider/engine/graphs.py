@@ -76,6 +76,7 @@ def bound_of(positions: int) -> int:
 class GraphExecutor:
     name = "graphs"
     behind = True
+    trees = False  # none are captured: drafts stay lines
 
     def __init__(self, machine: Machine, capabilities: Capabilities):
         drafter = machine.drafter

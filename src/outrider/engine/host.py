@@ -21,6 +21,7 @@ class HostExecutor:
     def __init__(self, machine: Machine, cycle: HostCycle):
         self.machine, self.cycle = machine, cycle
         own = (machine.drafter.name,) if machine.drafter is not None and cycle.drafts else ()
+        self.trees = cycle.drafts
         self.drafters = (None, "ngram", *own)  # whose drafts the call can take
         self._probes: dict[int, SamplingBatch] = {}
 

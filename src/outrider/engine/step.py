@@ -138,6 +138,7 @@ class Flight:
 class Executor(Protocol):
     name: str
     behind: bool  # its steps are read after the next one was launched; otherwise at once
+    trees: bool  # drafts that branch cost no more here than their rows: so the controller may ask for them
 
     def takes(self, batch: StepBatch) -> bool:
         """Can this step be run here?"""

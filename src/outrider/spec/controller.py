@@ -142,7 +142,8 @@ class Controller:
             if shared.calibrated:  # drafts end themselves, so no K says what one brings: what counts is what they have brought
                 top = self._risk(seq, times, plain, min(cap, self._reach(name, 1, view.context)))
                 top_rate = self._yield(seq, name, shared, times)
-                offer = Choice(name, top, nodes=view.nodes if view.nodes > 1 else 0)
+                whole = top == min(cap, self._reach(name, 1, view.context))  # a request near its limit of losses drafts short lines
+                offer = Choice(name, top, nodes=view.nodes if view.nodes > 1 and whole else 0)
                 if top > 0 and top_rate > best_rate:
                     best, best_rate = offer, top_rate
                 if top > 0 and name == seq.last.drafter:
@@ -215,7 +216,7 @@ class Controller:
         if not choice.nodes:
             return Choice(choice.drafter, choice.k, stop, drop)
         prices = tuple(rate * (t - verify[0]) for t in verify)
-        return Choice(choice.drafter, choice.k, stop, drop, choice.nodes, prices)
+        return Choice(choice.drafter, choice.k, stop, drop / 2, choice.nodes, prices)  # what is picked by price must be there to be picked
 
     def _offer(self, view: SeqView, name: str) -> tuple[int, tuple[str, int], Source]:
         """How many tokens this drafter may offer, whose statistics count, and what is known of it."""
@@ -434,10 +435,8 @@ class Controller:
             if drafter in seq.yields:
                 seq.yields[drafter].add(accepted + 1, drafted, steps, REQUEST_KEEP)
         if tree is not None and confidence is not None:  # its main line teaches what a line would have; the branches, what they are worth
-            on_path = {0, *tree.path}
-            for j in range(tree.line, drafted):
-                if tree.parents[j] in on_path:
-                    shared.judge(confidence[j], j + 1 in on_path)
+            for j, right in tree.judged():
+                shared.judge(confidence[j], right)
             drafted, accepted, confidence = tree.line, tree.ahead, confidence[: tree.line]
         planned = max(seq.planned, drafted)
         shared.add(planned, drafted, accepted, confidence)

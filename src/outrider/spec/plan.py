@@ -61,6 +61,11 @@ class Branches(NamedTuple):
             depth.append(depth[parent] + 1)
         return max(depth)
 
+    def judged(self) -> list[tuple[int, bool]]:
+        """Of the tokens off the main line, those behind accepted ones: index and whether it was right."""
+        on_path = {0, *self.path}
+        return [(j, j + 1 in on_path) for j in range(self.line, len(self.parents)) if self.parents[j] in on_path]
+
     @property
     def ahead(self) -> int:
         """How many tokens of the main line were accepted: what a draft without branches would have brought."""
