@@ -142,8 +142,8 @@ class Controller:
             if shared.calibrated:  # drafts end themselves, so no K says what one brings: what counts is what they have brought
                 top = self._risk(seq, times, plain, min(cap, self._reach(name, 1, view.context)))
                 top_rate = self._yield(seq, name, shared, times)
-                whole = top == min(cap, self._reach(name, 1, view.context))  # a request near its limit of losses drafts short lines
-                offer = Choice(name, top, nodes=view.nodes if view.nodes > 1 and whole else 0)
+                tree = view.nodes > 1 and top == min(cap, self._reach(name, 1, view.context))  # near its limit of losses: short lines
+                offer = Choice(name, top, nodes=view.nodes if tree else 0)
                 if top > 0 and top_rate > best_rate:
                     best, best_rate = offer, top_rate
                 if top > 0 and name == seq.last.drafter:
@@ -215,8 +215,7 @@ class Controller:
         stop, drop = min(0.95, rate * token / NEXT), min(0.8, rate * row)
         if not choice.nodes:
             return Choice(choice.drafter, choice.k, stop, drop)
-        prices = tuple(rate * (t - verify[0]) for t in verify)
-        return Choice(choice.drafter, choice.k, stop, drop / 2, choice.nodes, prices)  # what is picked by price must be there to be picked
+        return choice._replace(stop=stop, drop=drop / 2, prices=tuple(rate * (t - verify[0]) for t in verify))  # prices do the dropping
 
     def _offer(self, view: SeqView, name: str) -> tuple[int, tuple[str, int], Source]:
         """How many tokens this drafter may offer, whose statistics count, and what is known of it."""
@@ -386,8 +385,7 @@ class Controller:
         self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None,
         tree: Branches | None = None,
     ) -> None:  # fmt: skip
-        """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted` are all its tokens and
-        `confidence` is theirs."""
+        """What became of one sequence's draft (drafter None or drafted 0: a plain step). Of a tree, `drafted` counts all its tokens."""
         if not 0 <= accepted <= drafted <= MAX_DRAFT:
             raise OutriderError(f"accepted {accepted} of {drafted} drafted tokens: must be 0 <= accepted <= drafted <= {MAX_DRAFT}")
         self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
@@ -440,9 +438,7 @@ class Controller:
             drafted, accepted, confidence = tree.line, tree.ahead, confidence[: tree.line]
         planned = max(seq.planned, drafted)
         shared.add(planned, drafted, accepted, confidence)
-        arm = seq.arms.get(key)
-        if arm is None:
-            arm = seq.arms[key] = Arm()
+        arm = seq.arms.setdefault(key, Arm())
         # A draft that ended itself emits no more than one that was refused at that place, so it counts as refused there.
         arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, REQUEST_KEEP)
         seq.expected.pop(key, None)

@@ -44,7 +44,9 @@ class Told(Controller):
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
         return [Choice(self.name, min(6, v.drafter_available.get(self.name, 0)), self.stop, self.drop) for v in seqs]
 
-    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
+    def observe(
+        self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None, tree: object = None
+    ) -> None:
         self.observed.append((drafted, accepted, confidence))
 
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:

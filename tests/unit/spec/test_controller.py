@@ -6,7 +6,7 @@ import pytest
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import SeqView
+from outrider.spec.plan import PLAIN, SeqView
 from outrider.types import OutriderError
 
 CHEAP = CostTable.linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next to nothing
@@ -55,7 +55,7 @@ def test_never_drafts_more_than_is_offered():
     controller = Controller(copy(CHEAP), ("mtp", "ngram"))
     run(controller, 30, 16, "warm")
     assert controller.plan([view(mtp=3)])[0].k <= 3
-    assert controller.plan([view(mtp=0)])[0] == (None, 0, 0.0, 0.0)
+    assert controller.plan([view(mtp=0)])[0] == PLAIN
 
 
 def test_a_long_match_beats_the_trained_drafter_and_a_short_one_does_not():
