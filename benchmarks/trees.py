@@ -1,6 +1,6 @@
 """Do drafts that branch pay? Plain decoding, lines and trees in turn, in one process, on the same prompts.
 
-    python benchmarks/trees.py [--per 1] [--tokens 256] [--temperatures 0,1] [--seconds 220] [--out trees.json]
+    python benchmarks/trees.py [--per 1] [--tokens 256] [--temperatures 0,1] [--seconds 0] [--out trees.json]
 
 Spec-Bench's prompts (`benchmarks/data`), so many of each category. Every prompt is answered three times, in an order that changes from
 prompt to prompt; each way has a controller of its own, which starts from the same costs and card. All three texts must be the same.
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -63,7 +64,7 @@ def main() -> None:
     parser.add_argument("--per", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--temperatures", default="0,1")
-    parser.add_argument("--seconds", type=float, default=220.0)
+    parser.add_argument("--seconds", type=float, default=0.0, help="no further prompt after so many; 0: all")
     parser.add_argument("--second", action="store_true")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -80,7 +81,7 @@ def main() -> None:
         if len(ids) + args.tokens > engine.max_context:
             continue
         for temperature in temperatures:
-            if time.perf_counter() - began > args.seconds:
+            if args.seconds and time.perf_counter() - began > args.seconds:
                 break
             texts, order = {}, list(WAYS)
             order = order[turn % 3 :] + order[: turn % 3]
@@ -102,6 +103,8 @@ def main() -> None:
                     to["seconds"] += stats.decode_s
                     for name in ("cycles", "drafted", "accepted", "trees", "branched"):
                         to[name] += getattr(stats, name)
+            now = {way: s["made"] / s["seconds"] for way in WAYS if (s := sums[temperature, "all", way])["seconds"]}
+            print(f"{category}, T {temperature}: so far " + ", ".join(f"{w} {v:.1f}" for w, v in now.items()), file=sys.stderr, flush=True)
             assert texts["plain"] == texts["lines"] == texts["trees"], "the texts differ"
             if args.second:
                 got = second_best(llm, ids, texts["plain"], temperature, turn)
