@@ -4,7 +4,8 @@
 
 Two replicas on this machine. Every answer is compared with what one engine alone says for the same prompt and seed. One line a verdict;
 exit code 1 when one fails. Phases: `kill` (requests by the openai client, some cancelled, one replica gets SIGKILL in the middle), `prefix`
-(conversations, with prefix routing and without: the share of prompt tokens found in a cache), `update` (new settings under load).
+(conversations, with prefix routing and without: the share of prompt tokens found in a cache), `update` (new settings under load),
+`scale` (one replica that becomes two when requests queue).
 """
 
 from __future__ import annotations
@@ -283,6 +284,23 @@ async def update_phase(load: Load, change, concurrency: int, rng: random.Random)
     verdict(len(new) == 2 and not old & new, "both replicas were replaced")
 
 
+async def scale_phase(load: Load, concurrency: int, rng: random.Random) -> None:
+    """One replica, bounds 1..2, and more requests than it may have: a second one comes."""
+    grown: list[float | None] = []
+
+    def plan():  # type: ignore[no-untyped-def]
+        while not grown:
+            yield rng.randrange(len(load.known)), "whole"
+
+    async def watch() -> None:
+        grown.append(await ready(load.url, 2, 120))
+
+    await asyncio.gather(watch(), load.run(plan(), concurrency))
+    found = grown[0]
+    verdict(found is not None, f"autoscaling 1..2: a second replica after {found or 0:.0f} s of {concurrency} requests at a time")
+    verdict(load.count["right"] == sum(load.count.values()), f"no request failed meanwhile ({load.summary()})")
+
+
 async def storm(args: argparse.Namespace, url: str, port: int, known: list[Case], texts: list[str]) -> None:
     from outrider.cluster import run
     from outrider.cluster.config import ClusterConfig
@@ -303,6 +321,11 @@ async def storm(args: argparse.Namespace, url: str, port: int, known: list[Case]
         await kill_phase(Load(url, name, known, texts), args.requests, args.concurrency, rng)
     if "update" in args.phases:
         await update_phase(Load(url, name, known, texts), lambda: deploy(max_queued=65), max(4, args.concurrency // 4), rng)
+    if "scale" in args.phases:
+        await asyncio.to_thread(deploy, replicas="1..2", target_queue=4, upscale_delay=1, downscale_delay=600)
+        await ready(url, 1, 120)
+        await scale_phase(Load(url, name, known, texts), 16, rng)
+        await asyncio.to_thread(deploy, replicas=2)
     if "prefix" in args.phases:
         await asyncio.to_thread(deploy, max_queued=66)  # new replicas: nothing is cached
         by_prefix = await conversations(url, name, args.groups, 4, 4)
@@ -318,7 +341,7 @@ def main() -> int:
     parser.add_argument("--concurrency", type=int, default=32)
     parser.add_argument("--cases", type=int, default=200, help="different requests among them")
     parser.add_argument("--groups", type=int, default=24, help="conversations of the prefix phase")
-    parser.add_argument("--phases", default="kill,update,prefix")
+    parser.add_argument("--phases", default="kill,update,scale,prefix")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log-to-driver", action="store_true", help="show the log of Ray's processes")
     args = parser.parse_args()
@@ -338,6 +361,7 @@ def main() -> int:
         address="local", num_cpus=8, include_dashboard=False, object_store_memory=200 << 20, log_to_driver=args.log_to_driver,
         logging_level=logging.ERROR, namespace="serve",
     )  # fmt: skip
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
         asyncio.run(storm(args, f"http://127.0.0.1:{port}", port, known, texts))

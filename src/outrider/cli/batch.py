@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -14,6 +15,9 @@ from ..config import EngineConfig
 from ..types import OutriderError
 from . import common
 from .common import err
+
+if TYPE_CHECKING:
+    from ..server.batch import Progress
 
 
 def batch(
@@ -33,26 +37,31 @@ def batch(
     threads: common.Threads = None,
     quantize: common.Quantize = None,
     load_format: common.LoadFormat = "auto",
+    ray: Annotated[bool, typer.Option("--ray", help="On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine.")] = False,
+    replicas: Annotated[int | None, typer.Option(help="With --ray: engines. Default: one a GPU; without GPUs one a machine.")] = None,
 ) -> None:
     """Answer a file of requests for /v1/chat/completions and /v1/completions.
 
     Killed or stopped, the same command goes on where it was: no line is answered twice, none is lost. A line that can't
-    be answered gets a result that says why.
+    be answered gets a result that says why. With --ray the same, by several engines; an engine that dies is replaced.
 
     Example: outrider batch requests.jsonl --out results.jsonl
     """
     try:
-        from ..server.batch import BatchRunner, Progress, first_model
+        from ..server.batch import BatchRunner, first_model
         from ..server.prepare import Backend
         from ..server.settings import ServerSettings, public_name
     except ModuleNotFoundError as e:
         raise OutriderError(f"batch jobs need {e.name}: pip install 'outrider[serve]'") from None
     chosen = model or first_model(requests)
     settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)
-    llm = common.load_llm(
-        chosen, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-        quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
-    )  # fmt: skip
+    if replicas is not None and not ray:
+        raise OutriderError("--replicas is for --ray: one machine without Ray has one engine")
+    if not ray:
+        llm = common.load_llm(
+            chosen, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
+            quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
+        )  # fmt: skip
     columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()]
     began = time.monotonic()
     with Bar(*columns, console=err) as bar:
@@ -63,7 +72,25 @@ def batch(
             failed = f", {p.failed} failed" if p.failed else ""
             bar.update(task, total=p.total, completed=p.done, speed=f"{speed:.0f} tokens/s{failed}")
 
-        progress = BatchRunner(Backend.of(llm), settings, seed).run(requests, out, tell)
+        if ray:
+            given: dict[str, object] = {
+                "model": chosen, "name": settings.model_name, "drafter": drafter, "draft_tokens": draft_tokens, "verify": verify,
+                "max_concurrent": max_concurrent, "max_context": max_context, "device": device, "dtype": dtype, "ops": ops,
+                "threads": threads, "quantize": quantize, "load_format": load_format,
+            }  # fmt: skip
+            progress = _on_ray(given, replicas, requests, out, seed, tell)
+        else:
+            progress = BatchRunner(Backend.of(llm), settings, seed).run(requests, out, tell)
     took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
     kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
     err.print(f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s{kept}: {out}")
+
+
+def _on_ray(
+    given: dict[str, object], replicas: int | None, requests: Path, out: Path, seed: int, tell: Callable[[Progress], None]
+) -> Progress:
+    try:
+        from ..cluster import batch as on_ray
+    except ModuleNotFoundError as e:
+        raise OutriderError(f"--ray needs {e.name}: pip install 'outrider[ray]'") from None
+    return on_ray.whole(given, replicas, requests, out, seed, tell, lambda line: err.print(f"[dim]{line}[/dim]"))

@@ -27,6 +27,7 @@ EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx"),
     "gpu": ("triton",),
     "train": ("matplotlib",),
+    "ray": ("ray",),
 }
 
 

@@ -10,10 +10,8 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator
-from pathlib import Path
 
 import ray
-import yaml
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
 from ray.serve import Application
@@ -25,7 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from .config import RULES, ClusterConfig
+from .config import ClusterConfig
 from .ingress import Forward, Ingress, Refused, ReplicaLost, Taken
 from .router import PrefixRouter
 from .totals import Snapshot
@@ -174,22 +172,4 @@ def application(config: ClusterConfig) -> Application:
 
 def build(args: dict[str, object]) -> Application:
     """For `serve run` and KubeRay: the fields of a configuration, or `config=FILE` and fields that differ from it."""
-    fields = {name: _typed(name, value) for name, value in args.items() if name != "config"}
-    path = args.get("config")
-    config = ClusterConfig.read(Path(str(path)), fields) if path else ClusterConfig.of(fields)
-    return application(config.placed(ray.cluster_resources().get("GPU", 0.0)))
-
-
-def _typed(name: str, value: object) -> object:
-    """`serve run` gives every value as text."""
-    rule = RULES.get(name.replace("-", "_"))
-    if rule is None or not isinstance(value, str):
-        return value
-    try:
-        rule.read(value)
-    except (ValueError, TypeError):
-        try:
-            return yaml.safe_load(value)
-        except yaml.YAMLError:
-            return value
-    return value
+    return application(ClusterConfig.from_args(args).placed(ray.cluster_resources().get("GPU", 0.0)))

@@ -120,6 +120,13 @@ class ClusterConfig:
             raise OutriderError(f"{path} must hold fields such as 'model: smollm2'")
         return cls.of({**fields, **(over or {})}, f"{path}: ")
 
+    @classmethod
+    def from_args(cls, args: Mapping[str, object]) -> ClusterConfig:
+        """From the arguments of a Serve application: fields, and `config`, a file that they differ from. `serve run` gives all as text."""
+        given = {name: _typed(name, value) for name, value in args.items() if name != "config"}
+        path = args.get("config")
+        return cls.read(Path(str(path)), given) if path else cls.of(given)
+
     def fields(self) -> dict[str, Value]:
         """What `of` would read this from: only what differs from the defaults."""
         out: dict[str, Value] = {}
@@ -221,6 +228,21 @@ def _draft_tokens(value: object) -> str:
     if isinstance(value, bool) or str(value) not in ("auto", *map(str, range(17))):
         raise ValueError
     return str(value)
+
+
+def _typed(name: str, value: object) -> object:
+    """A text as the number it spells, where the field wants no text."""
+    rule = RULES.get(name.replace("-", "_"))
+    if rule is None or not isinstance(value, str):
+        return value
+    try:
+        rule.read(value)
+    except (ValueError, TypeError):
+        try:
+            return yaml.safe_load(value)
+        except yaml.YAMLError:
+            return value
+    return value
 
 
 TEXT = Rule(_text, "a text that is not empty")

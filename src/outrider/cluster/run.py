@@ -40,7 +40,8 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
 def connect(address: str, say: Callable[[str], None]) -> bool:
     """Join the Ray at `address`; auto: one that runs here or that RAY_ADDRESS names, else start one. True: we started it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    logging.getLogger("ray").setLevel(logging.ERROR)
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if address != "local":
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")

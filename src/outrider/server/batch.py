@@ -135,6 +135,61 @@ class Results:
             os.fsync(self._file.fileno())
 
 
+def salt_of(model: str, seed: int) -> str:
+    """What a run's answers depend on besides its lines."""
+    return f"{model} {seed}"
+
+
+def keep_books(
+    source: Path,
+    out: Path,
+    salt: str,
+    rows: Callable[[Iterator[Line], set[str]], Iterator[list[Json]]],
+    tell: Callable[[Progress], None],
+) -> Progress:
+    """A run, whoever answers: `rows` gives the results of those lines that are not among the finished."""
+    known = [line.id for line in read_lines(source, salt)]
+    if not known:
+        raise OutriderError(f"{source} holds no request")
+    with Results(out) as results:
+        finished = results.finished()
+        strange = finished.difference(known)
+        if strange:
+            raise OutriderError(
+                f"{out} holds results of other requests, of another model or of another --seed ({min(strange)}): choose another --out"
+            )
+        progress = Progress(len(known), done=len(finished), resumed=len(finished))
+        tell(progress)
+        for some in rows(read_lines(source, salt), finished):
+            results.append(some)
+            progress.done += len(some)
+            for row in some:
+                _count(progress, row)
+            tell(progress)
+    return progress
+
+
+def todo(lines: Iterator[Line], finished: set[str], names: set[str]) -> Iterator[Line]:
+    """The lines without a result. `names` gets the custom_ids of the others, as in the run that answered them."""
+    for line in lines:
+        if line.id not in finished:
+            yield line
+            continue
+        try:
+            names.add(parse(line)[0])
+        except BadLine:
+            continue
+
+
+def claim(line: Line, names: set[str]) -> tuple[str, bool, Json]:
+    """`parse`, and the custom_id taken."""
+    custom_id, chat, body = parse(line)
+    if custom_id in names:
+        raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.", custom_id)
+    names.add(custom_id)
+    return custom_id, chat, body
+
+
 class Call:
     """One line under way."""
 
@@ -168,36 +223,17 @@ class BatchRunner:
 
     def run(self, source: Path, out: Path, tell: Callable[[Progress], None] = lambda _: None) -> Progress:
         """Answer what has no result yet. `tell` hears of every change."""
-        salt = f"{self._settings.model_name} {self._seed}"
-        known = [line.id for line in read_lines(source, salt)]
-        if not known:
-            raise OutriderError(f"{source} holds no request")
-        with Results(out) as results:
-            finished = results.finished()
-            strange = finished.difference(known)
-            if strange:
-                raise OutriderError(
-                    f"{out} holds results of other requests, of another model or of another --seed ({min(strange)}): choose another --out"
-                )
-            progress = Progress(len(known), done=len(finished), resumed=len(finished))
-            tell(progress)
-            for rows in self._rows(read_lines(source, salt), finished):
-                results.append(rows)
-                progress.done += len(rows)
-                for row in rows:
-                    _count(progress, row)
-                tell(progress)
-        return progress
+        return keep_books(source, out, salt_of(self._settings.model_name, self._seed), self.rows, tell)
 
-    def _rows(self, lines: Iterator[Line], finished: set[str]) -> Iterator[list[Json]]:
+    def rows(self, lines: Iterator[Line], finished: set[str]) -> Iterator[list[Json]]:
         """Results as they come, those of one engine step together. The engine always has a second batch waiting."""
         names: set[str] = set()
-        todo = self._todo(lines, finished, names)
+        fresh = todo(lines, finished, names)
         exhausted = False
         while True:
             rows: list[Json] = []
             while not exhausted and len(self._calls) < 2 * self._settings.max_concurrent and len(rows) < 100:
-                line = next(todo, None)
+                line = next(fresh, None)
                 if line is None:
                     exhausted = True
                 else:
@@ -209,26 +245,12 @@ class BatchRunner:
             elif exhausted:
                 return
 
-    def _todo(self, lines: Iterator[Line], finished: set[str], names: set[str]) -> Iterator[Line]:
-        for line in lines:
-            if line.id not in finished:
-                yield line
-                continue
-            try:  # its name is taken, as it was in the run that answered it
-                names.add(parse(line)[0])
-            except BadLine:
-                continue
-
     def _begin(self, line: Line, names: set[str]) -> list[Json]:
         """Hand a line to the engine; or its result at once, when it can't run."""
         try:
-            custom_id, chat, body = parse(line)
-            if custom_id in names:
-                raise BadLine("duplicate_custom_id", f"An earlier line has the custom_id '{custom_id[:100]}' too.", custom_id)
+            custom_id, chat, body = claim(line, names)
         except BadLine as e:
-            error = {"code": e.code, "message": f"Line {line.number}: {e}"}
-            return [{"id": line.id, "custom_id": e.custom_id, "response": None, "error": error}]
-        names.add(custom_id)
+            return [bad_row(line, e)]
         try:
             job = self._job(custom_id, chat, body)
         except ApiError as e:
@@ -318,6 +340,15 @@ def parse(line: Line) -> tuple[str, bool, Json]:
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "'body' must be a JSON object.", custom_id)
     return custom_id, ROUTES[url], body
+
+
+def bad_row(line: Line, error: BadLine) -> Json:
+    told = {"code": error.code, "message": f"Line {line.number}: {error}"}
+    return {"id": line.id, "custom_id": error.custom_id, "response": None, "error": told}
+
+
+def failed_row(line: Line, message: str) -> Json:
+    return _row(line, parse(line)[0], 500, ApiError(500, message, code="engine_error").body())
 
 
 def _row(line: Line, custom_id: str, status: int, body: Json) -> Json:

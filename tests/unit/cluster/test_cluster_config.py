@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
@@ -53,6 +55,32 @@ def test_what_it_says_of_itself_reads_back() -> None:
     assert ClusterConfig.of({"model": "m", "device": "cpu"}).placed(2).gpus_per_replica == 0
     with pytest.raises(OutriderError, match="the cluster has 0 GPUs"):
         ClusterConfig.of({"model": "m", "gpus_per_replica": 1}).placed(0)
+
+
+def test_arguments_of_an_application_are_texts(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.yaml"
+    file.write_text("model: smollm2\nwait: 7\n")
+    config = ClusterConfig.from_args({"config": str(file), "replicas": "2", "gpu_memory": "0.5", "max_concurrent": "4", "name": "7"})
+    assert (config.model, config.wait, str(config.replicas), config.gpu_memory, config.max_concurrent, config.name) == (
+        "smollm2", 7.0, "2", 0.5, 4, "7",
+    )  # fmt: skip
+    with pytest.raises(OutriderError, match='max_concurrent: "x" is not allowed'):
+        ClusterConfig.from_args({"model": "m", "max_concurrent": "x"})
+
+
+def test_the_files_in_deploy_are_configurations() -> None:
+    root = Path(__file__).resolve().parents[3]
+    assert str(ClusterConfig.read(root / "deploy" / "cluster.yaml").replicas) == "2..8"
+    service = yaml.safe_load((root / "deploy" / "kuberay.yaml").read_text())
+    [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    module, _, name = application["import_path"].partition(":")
+    tree = ast.parse((root / "src" / Path(*module.split("."))).with_suffix(".py").read_text())
+    assert any(isinstance(node, ast.FunctionDef) and node.name == name for node in tree.body)
+    config = ClusterConfig.from_args(application["args"])
+    [workers] = service["spec"]["rayClusterConfig"]["workerGroupSpecs"]
+    assert (workers["minReplicas"], workers["maxReplicas"]) == (config.replicas.low, config.replicas.high)
+    pinned = (root / "constraints.txt").read_text()
+    assert f"ray=={service['spec']['rayClusterConfig']['rayVersion']}" in pinned
 
 
 def test_files_and_the_command(tmp_path: Path) -> None:

@@ -1,0 +1,110 @@
+"""A batch file's lines over several workers, each an engine elsewhere. Knows nothing of Ray.
+
+Contract: `rows` gives one result for every line that has none, whichever workers die. A worker's results count when they have arrived;
+what it had not answered goes back to the head of the queue, and another worker takes its place. A line that was under way in `MOST_DEATHS`
+deaths gets a result that says so: one poisonous request must not end the run.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from ..server.batch import BadLine, Json, Line, bad_row, claim, failed_row, todo
+
+MOST_DEATHS = 3
+
+
+class WorkerLost(Exception):
+    """The worker is gone."""
+
+
+class Worker(Protocol):
+    def answer(self, lines: Sequence[Line]) -> Iterator[list[Json]]:
+        """Results as they come, in any order. WorkerLost: there will be no more."""
+        ...
+
+
+class Pool:
+    def __init__(self, make: Callable[[], Worker], workers: int, share: int) -> None:
+        """`share`: lines that a worker is given at a time."""
+        self._make, self._workers, self._share = make, workers, share
+        self._lock = threading.Lock()
+        self._results: queue.Queue[list[Json] | Exception | None] = queue.Queue()
+        self._back: deque[Line] = deque()  # lines of workers that died
+        self._deaths: Counter[str] = Counter()
+        self._stopping = False
+        self.lost = 0  # workers
+
+    def rows(self, lines: Iterator[Line], finished: set[str]) -> Iterator[list[Json]]:
+        names: set[str] = set()
+        fresh = todo(lines, finished, names)
+        threads = [threading.Thread(target=self._work, args=(fresh, names), daemon=True) for _ in range(self._workers)]
+        for thread in threads:
+            thread.start()
+        running = len(threads)
+        try:
+            while running:
+                got = self._results.get()
+                if got is None:
+                    running -= 1
+                elif isinstance(got, Exception):
+                    raise got
+                else:
+                    yield got
+            if self._back:  # the last workers died while the others had gone home
+                yield from self.rows(iter(()), finished)
+        finally:
+            self._stopping = True
+
+    # ---- on a worker's thread
+
+    def _work(self, fresh: Iterator[Line], names: set[str]) -> None:
+        worker: Worker | None = None
+        try:
+            while lines := self._take(fresh, names):
+                open = {line.id: line for line in lines}
+                try:
+                    worker = worker or self._make()
+                    for rows in worker.answer(lines):
+                        for row in rows:
+                            del open[str(row["id"])]
+                        self._results.put(rows)
+                    if open:
+                        raise WorkerLost
+                except WorkerLost:
+                    worker = None
+                    self._lost(list(open.values()))
+            self._results.put(None)
+        except Exception as e:
+            self._results.put(e)
+
+    def _take(self, fresh: Iterator[Line], names: set[str]) -> list[Line]:
+        """The next lines; what is no request is answered at once."""
+        taken: list[Line] = []
+        with self._lock:
+            while len(taken) < self._share and not self._stopping:
+                if self._back:
+                    taken.append(self._back.popleft())
+                    continue
+                line = next(fresh, None)
+                if line is None:
+                    break
+                try:
+                    claim(line, names)
+                    taken.append(line)
+                except BadLine as e:
+                    self._results.put([bad_row(line, e)])
+        return taken
+
+    def _lost(self, lines: list[Line]) -> None:
+        with self._lock:
+            self.lost += 1
+            self._deaths.update(line.id for line in lines)
+            given_up = [line for line in lines if self._deaths[line.id] >= MOST_DEATHS]
+            self._back.extendleft(line for line in reversed(lines) if self._deaths[line.id] < MOST_DEATHS)
+        if given_up:
+            self._results.put([failed_row(line, f"{MOST_DEATHS} workers were lost while they had this request.") for line in given_up])
