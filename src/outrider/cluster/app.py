@@ -102,7 +102,12 @@ class _Relayed(Response):
         self._ingress = ingress
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._ingress(scope, receive, send)
+        async def told(message: Message) -> None:
+            if message["type"] == "http.response.start":  # Serve's proxy says the id itself, the same
+                message["headers"] = [(k, v) for k, v in message.get("headers", ()) if k != b"x-request-id"]
+            await send(message)
+
+        await self._ingress(scope, receive, told)
 
 
 class Front:

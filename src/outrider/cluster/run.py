@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from types import FrameType
@@ -43,6 +44,7 @@ def connect(address: str, say: Callable[[str], None]) -> bool:
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if address != "local":
+        _reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
             return False
@@ -57,6 +59,16 @@ def connect(address: str, say: Callable[[str], None]) -> bool:
     return True
 
 
+def _reachable(address: str) -> None:
+    """Ray itself would try for minutes."""
+    host, _, port = address.removeprefix("ray://").partition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), timeout=10).close()
+        except OSError as e:
+            raise OutriderError(f"no Ray cluster at {address}: {e.strerror or e}") from None
+
+
 def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
     """Returns when every replica answers. A cluster that is up is changed, a replica at a time; nobody who asks meanwhile fails."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
@@ -66,8 +78,10 @@ def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
     try:
         serve.run(application(placed), name=APP, route_prefix="/")
     except RuntimeError as e:
-        told = re.findall(r"OutriderError: (.*)", str(e))
-        raise OutriderError(told[-1] if told else f"the replicas did not start: {_first_line(e)}") from None
+        known = serve.status().applications.get(APP)
+        reasons = " ".join(d.message for d in known.deployments.values()) if known else ""
+        told = re.findall(r"OutriderError: (.*)", reasons)
+        raise OutriderError(told[-1] if told else f"the replicas did not start: {_first_line(e)} {reasons[:500]}") from None
     return placed
 
 

@@ -1,7 +1,7 @@
 """/metrics of a cluster: every replica's figures under a label, and their sums under the names a single server uses.
 
 `outrider_replica_X{replica="…"}` is a replica's X; `outrider_X` is the cluster's, so that a dashboard made for one server shows the whole.
-What a replica that is gone had counted stays in the sums: counters never go back.
+What a replica that is gone had counted when it was last asked stays in the sums: counters never go back.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 Labels = tuple[tuple[str, str], ...]
 Key = tuple[str, Labels]  # a sample's name and its labels
 COUNTS = ("counter", "histogram")
+MOST_GONE = 64  # replicas that do not answer and are remembered by name; older ones are a sum
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,17 @@ class Snapshot:
 class Totals:
     def __init__(self) -> None:
         self._last: dict[str, dict[Key, float]] = {}  # counts by replica, those of the gone too
+        self._older: dict[Key, float] = {}
 
     def text(self, replicas: list[Snapshot], own: CollectorRegistry) -> bytes:
         """The page. `own`: what the ingress itself counts."""
         families = {s.replica: list(text_string_to_metric_families(s.metrics)) for s in replicas}
         for name, found in families.items():
             self._last[name] = {_key(s.name, s.labels): s.value for f in found if f.type in COUNTS for s in f.samples}
+        gone = [name for name in self._last if name not in families]
+        for name in gone[: max(0, len(gone) - MOST_GONE)]:
+            for key, value in self._last.pop(name).items():
+                self._older[key] = self._older.get(key, 0.0) + value
         registry = CollectorRegistry()
         registry.register(_Page(self._pages(families, replicas)))
         return generate_latest(registry) + generate_latest(own)
@@ -58,7 +64,7 @@ class Totals:
                         group[_key(s.name, s.labels)] = group.get(_key(s.name, s.labels), 0.0) + s.value
                     else:
                         sums.setdefault(total.name, {}).setdefault(_key(s.name, s.labels), 0.0)
-        for counts in self._last.values():
+        for counts in (*self._last.values(), self._older):
             for key, value in counts.items():
                 for group in sums.values():
                     if key in group:

@@ -9,12 +9,13 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
 from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.cluster.ingress import Forward, Ingress, Refused, ReplicaLost, Taken
 from outrider.cluster.replica import Replica
-from outrider.cluster.totals import Snapshot
+from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
 from outrider.server.prepare import Backend
 from outrider.server.settings import ServerSettings
 
@@ -241,3 +242,12 @@ def test_metrics_are_each_replicas_and_their_sum() -> None:
             assert status == 503 and json.loads(body)["status"] == "no replica"
 
     asyncio.run(run())
+
+
+def test_counts_of_many_that_are_gone_become_one_sum() -> None:
+    totals, own = Totals(), CollectorRegistry()
+    for i in range(MOST_GONE + 40):
+        text = "# HELP outrider_steps_total x\n# TYPE outrider_steps_total counter\noutrider_steps_total 2.0\n"
+        page = totals.text([Snapshot(f"r{i}", True, 0, text)], own).decode()
+        assert f"outrider_steps_total {2.0 * (i + 1)}" in page.splitlines()
+    assert len(totals._last) == MOST_GONE + 1
