@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def python(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+    own = {"PYTHONPATH": str(ROOT / "src"), "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "local"}
+    environment = {**os.environ, **own}  # local: never a cluster that somebody else has here
     return subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=seconds, env=environment, cwd=ROOT)
 
 

@@ -20,7 +20,9 @@ def deploy(
     set_: Annotated[
         list[str] | None, typer.Option("--set", help="Any other field of the file: --set max_concurrent=16 (repeatable).")
     ] = None,
-    address: Annotated[str, typer.Option(help="Ray: auto (one that runs, else a new one here) | local | HOST:PORT | ray://….")] = "auto",
+    address: Annotated[
+        str, typer.Option(help="Ray: auto (RAY_ADDRESS, else one that runs here, else a new one) | local | HOST:PORT | ray://….")
+    ] = "auto",
     check: Annotated[bool, typer.Option("--check", help="Only check the configuration and print it.")] = False,
 ) -> None:
     """Deploy MODEL as several replicas with one address: same API as `outrider serve`.

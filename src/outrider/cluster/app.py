@@ -24,7 +24,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from .config import ClusterConfig
-from .ingress import Forward, Ingress, Refused, ReplicaLost, Taken
+from .ingress import Forward, Ingress, Nobody, Refused, ReplicaLost, Taken
 from .router import PrefixRouter
 from .totals import Snapshot
 
@@ -79,9 +79,12 @@ class RayReplicas:
         except LOST as e:
             done = True
             raise ReplicaLost from e
-        except (BackPressureError, DeploymentUnavailableError) as e:
+        except BackPressureError as e:
             done = True
             raise Refused from e
+        except DeploymentUnavailableError as e:
+            done = True
+            raise Nobody from e
         finally:
             if not done:
                 response.cancel()
@@ -89,7 +92,7 @@ class RayReplicas:
     async def snapshots(self) -> list[Snapshot]:
         try:
             found = await self._handle.broadcast("snapshot").results_async(timeout_s=SNAPSHOT_S, return_exceptions=True)
-        except TimeoutError:
+        except (TimeoutError, DeploymentUnavailableError):
             return []
         return [s for s in found if isinstance(s, Snapshot)]
 

@@ -68,6 +68,10 @@ class Refused(Exception):
     """Every replica is full, and as many requests wait as may."""
 
 
+class Nobody(Exception):
+    """There is no replica, and none is on its way."""
+
+
 class Replicas(Protocol):
     """The replicas, as the ingress sees them."""
 
@@ -168,7 +172,7 @@ class Ingress:
                 if attempt < self._retries:
                     self._retried.inc()
                     log.warning("a replica was lost before its answer began: the request goes to another")
-            except TimeoutError:
+            except (TimeoutError, Nobody):
                 break
             except Refused:
                 raise ApiError(429, "Every replica is full.", retry_after=1, code="server_full") from None

@@ -39,19 +39,21 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
 
 
 def connect(address: str, say: Callable[[str], None]) -> bool:
-    """Join the Ray at `address`; auto: one that runs here or that RAY_ADDRESS names, else start one. True: we started it."""
+    """Join the Ray at `address`; auto: the one that RAY_ADDRESS names, else one that runs here, else start one. True: we started it."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for name in ("ray", "ray.serve"):
         logging.getLogger(name).setLevel(logging.ERROR)
-    if address != "local":
-        _reachable(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
+    named = os.environ.get("RAY_ADDRESS", "auto") if address == "auto" else address
+    if named != "local":
+        _reachable(named)
         try:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
+            ray.init(address=named, log_to_driver=False, logging_level=logging.ERROR, namespace="serve")
+            say("joined the Ray cluster that runs here" if named == "auto" else f"joined the Ray cluster at {named}")
             return False
         except ConnectionError as e:
-            if address != "auto" or os.environ.get("RAY_ADDRESS"):
-                raise OutriderError(f"no Ray cluster at {os.environ.get('RAY_ADDRESS', address)}: {_first_line(e)}") from None
-    say("no Ray cluster found: starting one on this machine")
+            if named != "auto":
+                raise OutriderError(f"no Ray cluster at {named}: {_first_line(e)}") from None
+    say("no Ray cluster found: starting one on this machine" if named == "auto" else "starting Ray on this machine")
     ray.init(
         address="local", include_dashboard=False, object_store_memory=OBJECT_STORE, log_to_driver=False, logging_level=logging.ERROR,
         namespace="serve",

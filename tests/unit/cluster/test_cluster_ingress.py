@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
-from outrider.cluster.ingress import Forward, Ingress, Refused, ReplicaLost, Taken
+from outrider.cluster.ingress import Forward, Ingress, Nobody, Refused, ReplicaLost, Taken
 from outrider.cluster.replica import Replica
 from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
 from outrider.server.prepare import Backend
@@ -53,6 +53,8 @@ class Pair:
         if fate == "full":
             raise Refused
         if fate == "nobody":
+            raise Nobody
+        if fate == "silence":
             await asyncio.sleep(60)
         if fate == "dead":
             raise ReplicaLost
@@ -177,6 +179,7 @@ def test_a_death_in_a_stream_ends_it_with_an_error_event(path: str) -> None:
     [
         (("dead",) * 3, 503, "no_replica"),
         (("nobody",), 503, "no_replica"),
+        (("silence",), 503, "no_replica"),
         (("full",), 429, "server_full"),
         (("dead", "full"), 429, "server_full"),
     ],
