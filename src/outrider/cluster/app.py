@@ -116,9 +116,9 @@ class _Relayed(Response):
 class Front:
     """The ingress deployment."""
 
-    def __init__(self, engines: DeploymentHandle, fields: dict[str, object]) -> None:
+    def __init__(self, engines: DeploymentHandle, fields: dict[str, object], keys: tuple[str, ...]) -> None:
         config = ClusterConfig.of(fields)
-        settings = dataclasses.replace(config.front(), api_keys=config.keys(os.environ))
+        settings = dataclasses.replace(config.front(), api_keys=(*keys, *config.keys(os.environ)))
         self._ingress = Ingress(RayReplicas(engines), settings, config.retries, config.wait)
 
     async def __call__(self, request: Request) -> Response:
@@ -130,8 +130,8 @@ FRONT_FIELDS = (
 )  # fmt: skip
 
 
-def application(config: ClusterConfig) -> Application:
-    """`config` has to be placed. What changes in it since the last deployment is rolled out, a replica at a time."""
+def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Application:
+    """`config` has to be placed. What has changed since the last deployment is rolled out, a replica at a time. `keys`: besides its own."""
     assert config.max_concurrent is not None and config.threads is not None, "not placed"
     fields = config.fields()
     scale = (
@@ -175,7 +175,7 @@ def application(config: ClusterConfig) -> Application:
         graceful_shutdown_wait_loop_s=0.5,
         logging_config=QUIET,
     )
-    return front.bind(engines, {k: v for k, v in fields.items() if k in FRONT_FIELDS})
+    return front.bind(engines, {k: v for k, v in fields.items() if k in FRONT_FIELDS}, keys)
 
 
 def build(args: dict[str, object]) -> Application:

@@ -26,6 +26,8 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
     """The whole command: connect, deploy, and stay where the Ray cluster is ours."""
     ours = connect(address, note)
     try:
+        if not (config.front().loopback or config.api_key_file or os.environ.get("OUTRIDER_API_KEY")):
+            say(f"[yellow]warning: {config.host} can be reached from other machines and no API key is set[/yellow]")
         note(f"deploying {config.served_name}, replicas {config.replicas}")
         deploy(config, ours)
         say(f"serving {config.served_name} at http://{config.host}:{config.port} (API at /v1, metrics at /metrics)")
@@ -78,7 +80,8 @@ def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
         need_room(placed)
     serve.start(http_options={"host": config.host, "port": config.port})
     try:
-        serve.run(application(placed), name=APP, route_prefix="/")
+        key = os.environ.get("OUTRIDER_API_KEY")  # of the one who deploys: Ray's own environment may be without it
+        serve.run(application(placed, (key,) if key else ()), name=APP, route_prefix="/")
     except RuntimeError as e:
         known = serve.status().applications.get(APP)
         reasons = " ".join(d.message for d in known.deployments.values()) if known else ""
