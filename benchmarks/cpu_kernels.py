@@ -1,6 +1,7 @@
 """CPU kernels: products, whole passes and prefill of a GGUF model, beside llama.cpp where it is installed.
 
     python benchmarks/cpu_kernels.py MODEL.gguf                  # everything, two rounds interleaved with the peer
+    python benchmarks/cpu_kernels.py MODEL.gguf --passes         # no single products: a few minutes beside a slow peer
     python benchmarks/cpu_kernels.py MODEL.gguf --numba          # the two largest products in Numba as well (docs/adr/0001)
     python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
     python benchmarks/cpu_kernels.py MODEL.gguf --drafter DIR    # an MTP drafter's steps and whole cycles as well
@@ -34,7 +35,7 @@ from outrider.spec.choose import SamplingBatch
 from outrider.types import KVView, SamplingParams
 from outrider.weights.load import load_drafter, load_target
 
-PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 2, 5, 9, 17), 200, 512
+PRODUCT_ROWS, PASS_ROWS, CONTEXT, PREFILL = (1, 2, 4, 5, 8, 9, 16), (1, 5, 9, 17), 200, 512
 DRAFTS = (1, 4, 8)
 
 
@@ -51,6 +52,19 @@ class Clock:
             start = time.perf_counter()
             work()
             self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+
+    def pairs(self, ours: str, work: Callable[[], Any], theirs: str, peer: Callable[[], Any], repeat: int) -> None:
+        """Turn about, so that both see the same neighbours on the machine's memory."""
+        for _ in range(repeat):
+            self.run(ours, work, 1)
+            self.run(theirs, peer, 1)
+
+    def faster(self, ours: str, theirs: str) -> str:
+        """Medians over medians, and the median of neighbours' ratios."""
+        mine, peer = self.times[ours], self.times[theirs]
+        pairs = [b / a for a, b in zip(mine, peer)]
+        kinds = f"pair by pair {statistics.median(pairs):.2f}, best by best {min(peer) / min(mine):.2f}"
+        return f"{self.median(theirs) / self.median(ours):.2f} x llama.cpp's speed ({kinds})"
 
     def median(self, name: str) -> float:
         return statistics.median(self.times[name])
@@ -174,6 +188,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--passes", action="store_true")
     parser.add_argument("--drafter", help="an MTP drafter's folder")
     parser.add_argument("--numba", action="store_true")
     parser.add_argument("--json", help="append the medians to this file")
@@ -196,11 +211,17 @@ def main() -> None:
     if peer is not None:
         peer.prefill()
     for _ in range(args.rounds):
-        products(ours, clock, args.repeat, numba)
+        if not args.passes:
+            products(ours, clock, args.repeat, numba)
         for rows in PASS_ROWS:
-            clock.run(f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows), args.repeat)
-            if peer is not None:
-                clock.run(f"llama.cpp, {rows} rows", lambda rows=rows: peer.one_pass(rows), max(3, args.repeat // 3))
+            if peer is None:
+                clock.run(f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows), args.repeat)
+                continue
+            again = args.repeat if rows == 1 else max(2, args.repeat // 4)
+            clock.pairs(
+                f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows),
+                f"llama.cpp, {rows} rows", lambda rows=rows: peer.one_pass(rows), again,
+            )  # fmt: skip
         if cycles is not None:
             for k in DRAFTS:
                 clock.run(f"draft of {k}", lambda k=k: cycles.draft(k), args.repeat)
@@ -209,11 +230,11 @@ def main() -> None:
         clock.run(f"prefill of {PREFILL}", ours.prefill, max(2, args.repeat // 8))
         if peer is not None:
             clock.run(f"llama.cpp prefill of {PREFILL}", peer.prefill, 1)
-    print("products")
-    for rows in PRODUCT_ROWS:
-        clock.show(f"gate_up of all layers, {rows} rows", f"gate_up of all layers, {PRODUCT_ROWS[0]} rows")
-    for rows in PRODUCT_ROWS:
-        clock.show(f"head, {rows} rows", f"head, {PRODUCT_ROWS[0]} rows")
+    if not args.passes:
+        print("products")
+        for what in ("gate_up of all layers", "head"):
+            for rows in PRODUCT_ROWS:
+                clock.show(f"{what}, {rows} rows", f"{what}, {PRODUCT_ROWS[0]} rows")
     for name in [n for n in clock.times if n.startswith("numba")]:
         clock.show(name, name.replace("numba gate_up,", "gate_up of all layers,").replace("numba head", "head"))
     print(f"one pass at {CONTEXT} tokens of context")
@@ -232,7 +253,7 @@ def main() -> None:
         clock.show(f"llama.cpp prefill of {PREFILL}", per=PREFILL)
         one, whole = f"{PASS_ROWS[0]} rows", f"prefill of {PREFILL}"
         for mine, theirs in ((f"pass, {one}", f"llama.cpp, {one}"), (whole, f"llama.cpp {whole}")):
-            print(f"  {mine}: {clock.median(theirs) / clock.median(mine):.2f} x llama.cpp's speed")
+            print(f"  {mine}: {clock.faster(mine, theirs)}")
     if args.json:
         with open(args.json, "a") as file:
             file.write(json.dumps({name: clock.median(name) for name in clock.times}) + "\n")

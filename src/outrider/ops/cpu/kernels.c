@@ -24,6 +24,7 @@ Team *or_team_new(int size) {
     memset(t, 0, sizeof *t);
     t->size = size < 1 ? 1 : size;
     t->threads = calloc((size_t)t->size, sizeof(pthread_t));
+    t->claims = aligned_alloc(64, (size_t)t->size * sizeof(Claim));
     team_start(t);
     return t;
 }
@@ -40,6 +41,7 @@ void or_team_free(Team *t) {
         for (int i = 1; i < t->size; i++) pthread_join(t->threads[i], NULL);
     }
     free(t->threads);
+    free(t->claims);
     free(t->scratch.at);
     free(t);
 }

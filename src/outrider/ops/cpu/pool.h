@@ -3,6 +3,9 @@
  * Members wait for a region by spinning briefly, then asleep, so an idle engine burns nothing. Inside a region they
  * meet at `team_barrier`, which also resets the shared task counter of `team_next`. After a fork the child starts a
  * team of its own.
+ *
+ * Even work is handed out by `team_claim`: every member has a share of its own, takes pieces of it in order and, when it is done, pieces
+ * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core is helped out and does not set the pace.
  */
 #pragma once
 #include <pthread.h>
@@ -22,8 +25,11 @@ typedef void (*Region)(Team *team, int me, void *job);
 typedef struct { void *at; size_t size; } Arena;
 #define HUGE_PAGE (2u << 20)
 
+typedef struct { _Alignas(64) atomic_ullong taken; } Claim; /* phase << 32 | pieces of the share that are taken; of another phase: none */
+
 struct Team {
     int size;
+    Claim *claims;                  /* [members] */
     _Alignas(64) atomic_int task;   /* the next unclaimed task of the phase */
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_int phase;
@@ -72,6 +78,18 @@ INLINE int team_next(Team *t, int count, int grain, int *lo, int *hi) {
     return 1;
 }
 
+/* A piece of member `of`'s share, which has `count`: its number, or -1 when all are taken. One kind of work between two barriers. */
+INLINE int team_claim(Team *t, int of, int count) {
+    const unsigned long long phase = (unsigned long long)(unsigned)atomic_load_explicit(&t->phase, memory_order_relaxed) << 32;
+    unsigned long long seen = atomic_load_explicit(&t->claims[of].taken, memory_order_relaxed);
+    for (;;) {
+        const unsigned long long at = seen >> 32 == phase >> 32 ? seen & 0xffffffffu : 0;
+        if (at >= (unsigned long long)count) return -1;
+        if (atomic_compare_exchange_weak_explicit(&t->claims[of].taken, &seen, phase | (at + 1), memory_order_relaxed, memory_order_relaxed))
+            return (int)at;
+    }
+}
+
 /* A fixed share of `count` items for member `me`. */
 INLINE void team_share(const Team *t, int me, int count, int *lo, int *hi) {
     *lo = (int)((long)count * me / t->size);
@@ -105,6 +123,7 @@ static void team_start(Team *t) {
     t->owner = getpid();
     atomic_store(&t->task, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
     atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0);
+    for (int i = 0; i < t->size; i++) atomic_store(&t->claims[i].taken, ~0ull);
     t->stop = 0;
     pthread_mutex_init(&t->use, NULL); pthread_mutex_init(&t->lock, NULL); pthread_cond_init(&t->wake, NULL);
     int wanted = t->size;

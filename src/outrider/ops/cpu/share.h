@@ -28,8 +28,9 @@ INLINE vf add_bias(vf y, const float *bias, int n, int left) { return bias ? vf_
 INLINE void best_seen(Best *b, vf y, int g, int left) {
     static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     if (left < LANES) y = vf_pick_lt(vf_load(lane), vf_set((float)left), y, vf_set(-INFINITY));
-    const vf top = vf_load(b->value);
-    vf_store(b->group, vf_pick_lt(top, y, vf_set((float)g), vf_load(b->group)));
+    const vf top = vf_load(b->value), now = vf_set((float)g), held = vf_load(b->group);
+    const vf least = vf_pick_lt(now, held, now, held); /* of equals: groups may come in any order */
+    vf_store(b->group, vf_pick_lt(top, y, now, vf_pick_lt(y, top, held, least)));
     vf_store(b->value, vf_max(y, top));
 }
 
@@ -71,18 +72,28 @@ static void product_units(const Weight *w, const Acts *a, const To *to, int n, i
     }
 }
 
-/* One member's share of a product, a fixed one: claiming tasks costs more than it evens out. No barrier at the end. */
+#define PIECES 8 /* of a member's share */
+
+/* One product, handed out in pieces: all outputs of some rows, or some outputs of all rows. Who computes an output changes no bit of it.
+ * No barrier at the end. */
 static void product_phase(Team *team, int me, const Weight *w, const Acts *a, int rows, const To *to) {
     const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;
     const int units = (n + LANES * wide - 1) / (LANES * wide), cut = to->cut / (LANES * wide);
-    int lo, hi;
-    if (rows >= SPLIT_ROWS * team->size) {
-        team_share(team, me, rows, &lo, &hi);
-        product_units(w, a, to, n, wide, 0, units, lo, hi);
-        return;
+    const int by_rows = rows >= SPLIT_ROWS * team->size;
+    for (int i = 0; i < team->size; i++) { /* the member's own share first, then the others' */
+        const int of = (me + i) % team->size;
+        int lo, hi, lo2 = 0, hi2 = 0;
+        team_share(team, of, by_rows ? rows : cut, &lo, &hi);
+        if (!by_rows) team_share(team, of, units - cut, &lo2, &hi2);
+        const int front = hi - lo, all = front + hi2 - lo2;
+        const int grain = team->size == 1 ? all : by_rows ? BLOCK_ROWS : (all + PIECES - 1) / PIECES;
+        if (!all) continue;
+        for (int at = 0, piece; (piece = team->size == 1 ? (at ? -1 : 0) : team_claim(team, of, (all + grain - 1) / grain)) >= 0; at++) {
+            const int from = piece * grain, past = from + grain < all ? from + grain : all;
+            if (by_rows) { product_units(w, a, to, n, wide, 0, units, lo + from, lo + past); continue; }
+            if (from < front) product_units(w, a, to, n, wide, lo + from, lo + (past < front ? past : front), 0, rows);
+            if (past > front)
+                product_units(w, a, to, n, wide, cut + lo2 + (from > front ? from : front) - front, cut + lo2 + past - front, 0, rows);
+        }
     }
-    team_share(team, me, cut, &lo, &hi);
-    product_units(w, a, to, n, wide, lo, hi, 0, rows);
-    team_share(team, me, units - cut, &lo, &hi);
-    product_units(w, a, to, n, wide, cut + lo, cut + hi, 0, rows);
 }
