@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..models.config import ModelConfig
 from ..types import Draft, KVView
-from .drafter import DraftBatch, draft_round
+from .drafter import DraftBatch, Score, draft_round
 from .nets import Target
 
 PAGE = 32
@@ -86,7 +86,7 @@ class DraftModel:
 
     def __init__(self, model: Target):
         self.model = model
-        self.pages = Pages(model.config, model.dtype, model.device)
+        self.pages = Pages(model.config, model.ops.kv_dtype(model.dtype), model.device)
         self.tracks: dict[str, Track] = {}
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
 
@@ -98,10 +98,9 @@ class DraftModel:
             return Draft(tokens, torch.zeros_like(batch.length))
         at = torch.tensor(fit, device=batch.last.device)
         drafted = self._chain(batch, fit, at, k)
-        lengths, q = torch.zeros_like(batch.length).index_fill_(0, at, k), drafted.q
-        if q is not None:
-            q = q.new_zeros((len(batch.ids), *q.shape[1:])).index_copy_(0, at, q)
-        return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, q)
+        spread = lambda t: None if t is None else t.new_zeros((len(batch.ids), *t.shape[1:])).index_copy_(0, at, t)  # noqa: E731
+        lengths = torch.zeros_like(batch.length).index_copy_(0, at, drafted.lengths)
+        return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, spread(drafted.q), spread(drafted.confidence))
 
     def _chain(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
         """Of the sequences `fit`: k tokens [F, k], and q [F, k, V] when they were drawn."""
@@ -117,9 +116,37 @@ class DraftModel:
             view = self.pages.view(tracks, [len(t) + j - 1 for t in texts], [1] * len(fit))
             return None, self.model.logits(self._forward(token, view))
 
-        drafted = draft_round(own, k, score)
-        self._last = (tracks, drafted.tokens[:, : k - 1])
+        if batch.sampled:
+            drafted, steps = draft_round(own, k, score), k
+        else:
+            drafted, steps = self._sure(own, k, score, fit)
+        self._last = (tracks, drafted.tokens[:, : steps - 1])
         return drafted
+
+    def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int]) -> tuple[Draft, int]:
+        """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step (plan.Choice); and the
+        steps it took. A step costs as much as a token of a small model: far too much for a guess that will hardly be read."""
+        size, token, sampling = len(fit), batch.last, batch.sampling
+        tokens, confidence = token.new_zeros((size, k)), torch.zeros((size, k), device=token.device)
+        lengths, path, live, steps = [k] * size, [1.0] * size, [True] * size, k
+        for j in range(k):
+            at = batch.length + 1 + j
+            ids, logits = score(j, token, None)
+            token = sampling.guess(logits, at, batch.ops, ids)
+            z = logits / sampling.temperature[:, None] if sampling.any_hot else logits
+            sure = (z.gather(1, token[:, None])[:, 0] - torch.logsumexp(z, 1)).exp()
+            tokens[:, j], confidence[:, j] = token, sure
+            if batch.trust is None or batch.stop is None or batch.drop is None:
+                continue
+            for b, p in enumerate(sure.tolist()):
+                if live[b]:
+                    path[b] *= batch.trust[min(len(batch.trust) - 1, int(p * len(batch.trust)))]
+                    live[b] = path[b] >= max(batch.stop[fit[b]], batch.drop[fit[b]])
+                    lengths[b] = k if live[b] else j if path[b] < batch.drop[fit[b]] else j + 1
+            if not any(live):
+                steps = j + 1
+                break
+        return Draft(tokens, torch.tensor(lengths, device=token.device), confidence=confidence), steps
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
         """Run what each sequence's pages do not hold, at least its newest token; returns the hidden states of those."""

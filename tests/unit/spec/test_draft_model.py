@@ -52,6 +52,26 @@ def test_a_long_lived_drafter_guesses_like_a_fresh_one(variant, monkeypatch):
     assert len(old.pages.free) == old.pages.count - 1
 
 
+def test_doubtful_guesses_end_a_draft():
+    """Confidence is the draft model's own probability; a guess below `drop` is left out, one below `stop` is the last, and what was not
+    guessed has left nothing behind."""
+    model = tiny_model("llama", seed=5)
+    texts = {"a": [5, 6, 7], "b": [9] * 30, "c": [1, 2]}
+    whole = DraftModel(model).propose(batch(texts), 5)
+    assert whole.confidence is not None and bool(((whole.confidence > 0) & (whole.confidence <= 1)).all())
+    trust = [(i + 0.5) / 16 for i in range(16)]
+    path = [[float(p) for p in torch.tensor([trust[min(15, int(c * 16))] for c in row]).double().cumprod(0)] for row in whole.confidence]
+    old, some = DraftModel(model), batch(texts)
+    some.trust, some.stop, some.drop = trust, [path[0][1] + 1e-9, 2.0, 0.0], [0.0, 0.0, path[2][2] + 1e-9]
+    got = old.propose(some, 5)
+    first = lambda row, below: next(i for i, p in enumerate(row) if p < below)  # noqa: E731
+    assert got.lengths.tolist() == [first(path[0], path[0][1] + 1e-9) + 1, 1, first(path[2], path[2][2] + 1e-9)]
+    for b, n in enumerate(got.lengths.tolist()):
+        assert got.tokens[b, :n].tolist() == whole.tokens[b, :n].tolist()
+    texts = {name: [*t, 3] for name, t in texts.items()}
+    assert torch.equal(old.propose(batch(texts), 4).tokens, DraftModel(model).propose(batch(texts), 4).tokens)
+
+
 def test_the_target_as_its_own_drafter_is_always_right():
     """Coupled noise: the same logits make the same choice at any temperature; so every draft must be accepted."""
     for params in (dict(temperature=0.0), dict(temperature=1.0, seed=3), dict(temperature=0.8, top_p=0.9, seed=4)):
