@@ -55,9 +55,9 @@ class Clock:
 
     def pairs(self, ours: str, work: Callable[[], Any], theirs: str, peer: Callable[[], Any], repeat: int) -> None:
         """Turn about, so that both see the same neighbours on the machine's memory."""
-        for _ in range(repeat):
-            self.run(ours, work, 1)
-            self.run(theirs, peer, 1)
+        for _ in range(0, repeat, 4):
+            self.run(ours, work, 4)
+            self.run(theirs, peer, 4)
 
     def faster(self, ours: str, theirs: str) -> str:
         """Medians over medians, and the median of neighbours' ratios."""
@@ -217,7 +217,7 @@ def main() -> None:
             if peer is None:
                 clock.run(f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows), args.repeat)
                 continue
-            again = args.repeat if rows == 1 else max(2, args.repeat // 4)
+            again = args.repeat if rows == 1 else 4
             clock.pairs(
                 f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows),
                 f"llama.cpp, {rows} rows", lambda rows=rows: peer.one_pass(rows), again,

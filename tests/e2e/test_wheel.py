@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from tests import tiny
+
+from outrider.ops.cpu import build
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,6 +47,10 @@ def test_the_wheel_runs_without_a_compiler(tmp_path: Path) -> None:
 
     found = {f["what"]: f["found"] for f in json.loads(outrider("doctor", "--json"))}
     assert str(tmp_path / "site") in found["outrider"] and "/prebuilt/kernels-" in found["CPU kernels"]
+    kept = build.cache_root() / "smollm2"  # what was fetched before need not be fetched again
+    if kept.is_dir():
+        shutil.copytree(kept, tmp_path / "cache" / "smollm2")
+    assert ">>>" in outrider("demo")
     tiny.write_target("llama", tmp_path / "model")
     row = json.loads(outrider("generate", "model", "Hello", "--max-tokens", "8", "--ops", "cpu", "--json", "--drafter", "ngram"))
     assert row["stats"]["new_tokens"] >= 1

@@ -6,6 +6,7 @@ through the torch reference with every weight in float32, one after the other, s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import exp
 
@@ -16,7 +17,9 @@ from .. import ops as ops_module
 from ..cache.store import CacheSpec, KVStore
 from ..engine.text import Tokenizer
 from ..models import build
+from ..models.config import ModelConfig
 from ..ops.backend import Backend
+from ..ops.formats import Held
 from ..types import OutriderError
 from ..weights import load_target
 
@@ -70,6 +73,11 @@ def measure(model: str, quantize: str | None = None, threads: int | None = None,
     exact = ops_module.choose("cpu", "reference")
     rounded, ids = forced(model, held, quantize, text)
     logits, _ = forced(model, exact, None, text)
+    return compared(rounded, logits, ids)
+
+
+def compared(rounded: Tensor, logits: Tensor, ids: Tensor) -> Rounding:
+    """Logits [T - 1, V] as they are rounded and in float32, of a text [T]."""
     targets = ids[1:, None]
     perplexity = [exp(-float(torch.log_softmax(z, -1).gather(1, targets).double().mean())) for z in (rounded, logits)]
     spread = logits - logits.mean(-1, keepdim=True)
@@ -85,8 +93,12 @@ def forced(model: str, ops: Backend, quantize: str | None, text: str) -> tuple[T
     ids = torch.tensor(Tokenizer.load(files).encode(text, bos=True)[: min(MOST, config.max_context)])
     if len(ids) < 2:
         raise OutriderError("a text of at least two tokens is needed to measure perplexity")
-    net = build(config, weights, ops)
-    runner = ops.compile(net)
+    return predicted(config, weights, ops, ids), ids
+
+
+def predicted(config: ModelConfig, weights: Mapping[str, Held], ops: Backend, ids: Tensor) -> Tensor:
+    """Logits [T - 1, V] of a text [T], in passes of 64 tokens."""
+    runner = ops.compile(build(config, weights, ops))
     rows = len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)
@@ -101,4 +113,4 @@ def forced(model: str, ops: Backend, quantize: str | None, text: str) -> tuple[T
         hidden = runner.forward(ids[lo : lo + n], view)
         assert isinstance(hidden, Tensor)  # no taps were asked for
         out.append(runner.logits(hidden))
-    return torch.cat(out), ids
+    return torch.cat(out)

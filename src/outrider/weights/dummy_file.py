@@ -26,6 +26,7 @@ from .names import Role, tensor_plan
 from .source import ITEM_BYTES
 
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")
+FREQS = "rope_freqs.weight"
 ALIGN, CHUNK, SPREAD = 32, 4 << 20, 0.02
 Written = Value | list[bool] | list[int]  # an entry of GGUF metadata
 CODES = {name: code for code, name in TENSOR_TYPES.items()}
@@ -141,6 +142,8 @@ class Stream:
     def small(self, t: Tensor) -> bytes:
         if t.role == "index":
             return self.rng.permutation(t.shape[0]).astype(np.int64).tobytes()
+        if t.name == FREQS:  # a quarter of the head is rotated
+            return np.where(np.arange(t.shape[0]) < t.shape[0] // 4, 1.0, 1e30).astype(np.float32).tobytes()
         middle, spread = {"norm": (1.0, 0.05), "vector": (1.0, 0.0)}.get(t.role, (0.0, 0.002))
         values = self.rng.normal(middle, spread, prod(t.shape)).astype(np.float32)
         return values.tobytes() if t.kind == "F32" else (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
@@ -149,6 +152,8 @@ class Stream:
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
 def gguf_name(name: str, arch: str) -> str:
     """The inverse of gguf_config.hf_name."""
+    if name == FREQS:
+        return name
     if not name.startswith("model.layers."):
         stem, _, tail = name.rpartition(".")
         return f"{TO_GGUF[stem]}.{tail}"
@@ -246,6 +251,9 @@ def write_gguf(path: Path, config: ModelConfig, fmt: str, seed: int = 0, advance
         raise OutriderError(f"no GGUF architecture for {config.model_type}; known: {', '.join(sorted(ARCH_OF))}")
     arch = ARCH_OF[kind]
     held = tensors(config, fmt)
+    if arch == "gemma4":  # llama.cpp wants the angles of full attention spelt out; our reader knows them
+        full = next(layer for layer in config.layers if layer.attn.window is None)
+        held.append(Tensor(FREQS, (full.attn.head_dim // 2,), "vector", "F32"))
     keys = metadata(config, arch, config.max_context)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(held), len(keys)) + b"".join(_string(k) + _value(v) for k, v in keys.items())
     at = 0
