@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from outrider.cache.store import row_width
 from outrider.models.config import ModelConfig
 from outrider.types import GroupName, KVView
 
@@ -52,9 +53,10 @@ def build_kv(
     values: list[Tensor | None] = []
     for layer in config.layers:
         spec = layer.attn
-        shape = (pages, spec.kv_heads, page_size, spec.head_dim)
-        keys.append(torch.full(shape, float("nan"), dtype=dtype, device=device) if spec.writes else None)
-        values.append(torch.full(shape, float("nan"), dtype=dtype, device=device) if spec.writes else None)
+        shape = (pages, spec.kv_heads, page_size, row_width(spec.head_dim, dtype))
+        nothing = float("nan") if dtype.is_floating_point else 127  # huge factors
+        keys.append(torch.full(shape, nothing, dtype=dtype, device=device) if spec.writes else None)
+        values.append(torch.full(shape, nothing, dtype=dtype, device=device) if spec.writes else None)
     order = torch.Generator().manual_seed(pages)
     groups: tuple[GroupName, GroupName] = ("full", "sliding")
     tables = {group: (1 + torch.randperm(pages - 1, generator=order)).view(batch, per_seq).to(torch.int32).to(device) for group in groups}

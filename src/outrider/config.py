@@ -11,6 +11,9 @@ Verify = Literal["coupled", "rejection", "block"]
 VERIFIERS: tuple[Verify, ...] = ("coupled", "rejection", "block")
 
 
+KV_DTYPES = ("auto", "int8")
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     max_batch: int | None = None  # sequences that run at once; None: 256 on a GPU, else 8
@@ -18,6 +21,7 @@ class EngineConfig:
     page_size: int = 32
     prefill_chunk: int | None = None  # prompt tokens of one sequence in one pass; None: what the backend does best
     kv_tokens: int | None = None  # positions of K/V in all; None: what the memory holds (engine.room)
+    kv_dtype: str = "auto"  # auto: what the backend does best; int8: half of that, on the CPU
     gpu_memory: float = 0.9  # share of a GPU's memory that weights, K/V and work may take together
     prefix_cache: bool = True
     graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
@@ -26,6 +30,8 @@ class EngineConfig:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.kv_dtype not in KV_DTYPES:
+            raise OutriderError(f"unknown K/V dtype {self.kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
         if not 0.0 < self.gpu_memory <= 1.0:
             raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
         if self.prefill_chunk is not None and self.prefill_chunk % self.page_size:

@@ -103,7 +103,8 @@ class LLM:
         card = guesser.card if isinstance(guesser, MTPDrafter) else None
         prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
         controller = Controller(CostTable(), names, prior, trust=trust)
-        made = Engine(runner, tokenizer, engine or EngineConfig(), spec, guesser, controller, chosen.kv_dtype(kind))
+        settings = engine or EngineConfig()
+        made = Engine(runner, tokenizer, settings, spec, guesser, controller, chosen.kv_dtype(kind, settings.kv_dtype))
         if place.type == "cuda":
             gib = made.store.bytes() / 2**30
             say(f"K/V: {made.room.tokens:,} tokens in {gib:.1f} GiB; up to {made.max_batch} sequences, {made.max_context:,} tokens each")
@@ -111,7 +112,7 @@ class LLM:
             trained_for = guesser.model.config.target_hash if isinstance(guesser, MTPDrafter) else None
             key = CostKey(
                 machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
-                f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.max_batch}",
+                f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.max_batch} kv {settings.kv_dtype}",
                 f"{__version__} {FORMAT} {chosen.version}",
             )
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()

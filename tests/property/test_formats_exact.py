@@ -93,6 +93,18 @@ def test_drafts_leave_the_plain_tokens(kind: str) -> None:
         assert answers(engine, count, k, True) == want[:count], (k, count)
 
 
+def test_drafts_leave_the_plain_tokens_with_8_bit_keys_and_values() -> None:
+    """Plain and drafted tokens are the same within the mode, across pages, chunks of attention and many sequences."""
+    model, long = compiled(CpuOps(threads=2), "Q8_0"), [5, 6, 7, 8, 9] * 60
+    plain = tiny_engine(model=model, page_size=16, kv=torch.int8)
+    assert plain.store.keys[0] is not None and plain.store.keys[0].shape[-1] == 64 + 4
+    asked = lambda k, drafter: [request(str(i), long[: 300 - 17 * i], k, drafter, max_tokens=9) for i in range(4)]  # noqa: E731
+    want = [run(plain, [one])[one.id] for one in asked(0, False)]
+    for k in (4, 16):
+        done = run(tiny_engine(model=model, page_size=16, kv=torch.int8, k=None), asked(k, True))
+        assert [done[str(i)] for i in range(4)] == want
+
+
 def test_equal_logits_choose_the_first_token() -> None:
     """Whoever computes an output: of equals the first is chosen, as torch does."""
     ops = CpuOps(threads=5)

@@ -68,10 +68,12 @@ class Rounding:
         )
 
 
-def measure(model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE) -> Rounding:
+def measure(
+    model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE, kv_dtype: str = "auto"
+) -> Rounding:  # fmt: skip
     held = ops_module.choose("cpu", "cpu", threads)
     exact = ops_module.choose("cpu", "reference")
-    rounded, ids = forced(model, held, quantize, text)
+    rounded, ids = forced(model, held, quantize, text, kv_dtype)
     logits, _ = forced(model, exact, None, text)
     return compared(rounded, logits, ids)
 
@@ -87,20 +89,20 @@ def compared(rounded: Tensor, logits: Tensor, ids: Tensor) -> Rounding:
     )  # fmt: skip
 
 
-def forced(model: str, ops: Backend, quantize: str | None, text: str) -> tuple[Tensor, Tensor]:
+def forced(model: str, ops: Backend, quantize: str | None, text: str, kv_dtype: str = "auto") -> tuple[Tensor, Tensor]:
     """Logits [T - 1, V] that the text's tokens [T] were predicted with."""
     config, weights, files = load_target(model, "cpu", torch.float32, ops, quantize)
     ids = torch.tensor(Tokenizer.load(files).encode(text, bos=True)[: min(MOST, config.max_context)])
     if len(ids) < 2:
         raise OutriderError("a text of at least two tokens is needed to measure perplexity")
-    return predicted(config, weights, ops, ids), ids
+    return predicted(config, weights, ops, ids, kv_dtype), ids
 
 
-def predicted(config: ModelConfig, weights: Mapping[str, Held], ops: Backend, ids: Tensor) -> Tensor:
+def predicted(config: ModelConfig, weights: Mapping[str, Held], ops: Backend, ids: Tensor, kv_dtype: str = "auto") -> Tensor:
     """Logits [T - 1, V] of a text [T], in passes of 64 tokens."""
     runner = ops.compile(build(config, weights, ops))
     rows = len(ids) - 1
-    store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32), "cpu")
+    store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32, kv_dtype), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)
     store.reserve(seq, rows)
     out = []

@@ -26,6 +26,11 @@ def upload(values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dt
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
 
 
+def row_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Elements that a head's key or value of one position takes: int8 ones have a factor in float32 behind them."""
+    return head_dim + 4 if dtype == torch.int8 else head_dim
+
+
 AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all
 
 
@@ -72,7 +77,7 @@ class KVStore:
         self.values: list[Tensor | None] = [None] * len(config.layers)
         for i in config.kv_layers:
             attn = config.layers[i].attn
-            shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, attn.head_dim)
+            shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, row_width(attn.head_dim, dtype))
             self.keys[i], self.values[i] = zeros(shape, dtype), zeros(shape, dtype)
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
         # One row more than slots: it stays on the scratch page, for rows that fill up a batch.

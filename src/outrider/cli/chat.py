@@ -40,6 +40,7 @@ def chat(
     threads: common.Threads = None,
     quantize: common.Quantize = None,
     max_context: common.MaxContext = None,
+    kv_dtype: common.KvDtype = "auto",
 ) -> None:
     """Chat. Ctrl-C stops an answer and keeps what was said; Ctrl-D or /quit ends.
 
@@ -48,7 +49,8 @@ def chat(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed).validate()
     llm = common.load_llm(
         model, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify,
-        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, engine=EngineConfig(max_context=max_context),
+        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+        engine=EngineConfig(max_context=max_context, kv_dtype=kv_dtype),
     )  # fmt: skip
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")

@@ -50,6 +50,7 @@ def generate(
     threads: common.Threads = None,
     quantize: common.Quantize = None,
     max_context: common.MaxContext = None,
+    kv_dtype: common.KvDtype = "auto",
 ) -> None:
     """Generate text. Speculation is on by default and never changes the answer.
 
@@ -69,7 +70,8 @@ def generate(
     rows = list(common.read_prompts(prompts)) if prompts is not None else []
     llm = common.load_llm(
         model, as_json, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify,
-        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, engine=EngineConfig(max_context=max_context),
+        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+        engine=EngineConfig(max_context=max_context, kv_dtype=kv_dtype),
     )  # fmt: skip
     if prompts is not None:
         for row in rows:

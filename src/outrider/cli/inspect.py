@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..bench.predict import machine
+from ..config import KV_DTYPES
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_size, model_size, report, room
 from ..models.known import KNOWN
@@ -52,6 +53,7 @@ def inspect(
     gpu: Annotated[str | None, typer.Option(help="Does it fit this card, and with how much context? rtx4090, h200, …")] = None,
     quality: Annotated[bool, typer.Option("--quality", help="Load it and measure what rounding costs, on the CPU.")] = False,
     quantize: common.Quantize = None,
+    kv_dtype: common.KvDtype = "auto",
     as_json: common.AsJson = False,
     _: Annotated[
         bool, typer.Option("--cpu", help="Which CPU kernels this machine uses and why; needs no model.", is_eager=True, callback=show_cpu)
@@ -84,20 +86,22 @@ def inspect(
     if data["drafter"] is not None:
         data["drafter"] = {"name": drafter, **data["drafter"]}
     if quality or quantize is not None:
-        data["rounding"] = rounding(model, quantize)
+        data["rounding"] = rounding(model, quantize, kv_dtype)
     if as_json:
         print(json.dumps(data))
     else:
         show(data)
 
 
-def rounding(model: str, quantize: str | None) -> dict[str, object]:
+def rounding(model: str, quantize: str | None, kv_dtype: str) -> dict[str, object]:
     from ..bench.rounding import measure
 
     if quantize not in (None, "int8", "int4"):
         raise OutriderError(f"--quantize takes int8 or int4, got {quantize!r}")
-    found = measure(model, quantize)
-    return {"held": quantize or "as stored", "line": found.line(), **asdict(found)}
+    if kv_dtype not in KV_DTYPES:
+        raise OutriderError(f"--kv-dtype takes {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
+    found = measure(model, quantize, kv_dtype=kv_dtype)
+    return {"held": quantize or "as stored", "kv": kv_dtype, "line": found.line(), **asdict(found)}
 
 
 def stored(name: str, kind: str) -> tuple[ForeignDict, StoredSize]:

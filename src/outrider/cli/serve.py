@@ -44,6 +44,7 @@ def serve(
     max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")] = None,
     max_queued: Annotated[int, typer.Option(help="Sequences that wait behind them; more get 429.")] = 64,
     max_context: common.MaxContext = None,
+    kv_dtype: common.KvDtype = "auto",
     gpu_memory: common.GpuMemory = 0.9,
     timeout: Annotated[float, typer.Option(help="Seconds for one request, waiting included.")] = 600.0,
     max_body: Annotated[int, typer.Option(help="Bytes of a request body.")] = 4 << 20,
@@ -97,7 +98,7 @@ def serve(
         request_timeout=request_timeout, idle_timeout=idle_timeout, stall_timeout=stall_timeout,
     )  # fmt: skip
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute
-    engine = EngineConfig(None if max_concurrent is None else max_concurrent + SPARE, max_context, gpu_memory=gpu_memory)
+    engine = EngineConfig(None if max_concurrent is None else max_concurrent + SPARE, max_context, kv_dtype=kv_dtype, gpu_memory=gpu_memory)
 
     def load(model: str) -> LLM:
         return common.load_llm(

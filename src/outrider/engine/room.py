@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..cache.store import row_width
 from ..config import EngineConfig
 from ..models.config import ModelConfig
 from ..types import MAX_DRAFT, OutriderError
@@ -50,7 +51,7 @@ def room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int
     """Without a wish: as much as the model knows and the memory holds. batch: sequences at once,
     unless the configuration says; budget: bytes for K/V on a GPU."""
     batch, size = config.max_batch or batch, torch.empty((), dtype=dtype).element_size()
-    each = {i: 2 * model.layers[i].attn.kv_heads * model.layers[i].attn.head_dim * size for i in model.kv_layers}
+    each = {i: 2 * model.layers[i].attn.kv_heads * row_width(model.layers[i].attn.head_dim, dtype) * size for i in model.kv_layers}
     full = sum(n for i, n in each.items() if model.layers[i].attn.window is None)  # bytes a position; windows do not grow with the context
     asked = min(config.max_context or model.max_context, model.max_context)
     if budget is not None and config.kv_tokens is None:

@@ -117,7 +117,7 @@ class Backend(Protocol):
     version: str  # of the kernels: times measured with others do not hold
     capabilities: Capabilities
 
-    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype: ...
+    def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype: ...  # asked: EngineConfig.kv_dtype
 
     # ---- weights
     def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None: ...

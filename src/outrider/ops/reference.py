@@ -45,8 +45,10 @@ class ReferenceOps:
     version = ""
     capabilities = Capabilities(trees=True)  # torch's products may round differently for another number of rows, in trees as in lines
 
-    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """What K/V is stored as, given the dtype of the activations."""
+    def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
+        """What K/V is stored as, given the dtype of the activations and the user's wish."""
+        if asked != "auto":
+            raise OutriderError(f"--kv-dtype {asked}: only the CPU's kernels (--ops cpu) keep K/V in int8; leave it out")
         return dtype
 
     # ---- weights ------------------------------------------------------------------------------------------------

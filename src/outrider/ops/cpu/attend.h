@@ -6,7 +6,9 @@
  *
  * Where pages hold whole tiles of 16 slots (`tiled`), the keys of a tile lie transposed, [dim][16], in the tile's place:
  * sixteen scores then advance together without shuffling. Values keep their rows. Where the processor multiplies pairs of
- * bfloat16 (`paired`) a tile holds keys as [dim / 2][16][2] and values as [8][dim][2]. Only this file and chunks.c know.
+ * bfloat16 (`paired`) a tile holds keys as [dim / 2][16][2] and values as [8][dim][2]. In 8 bits (DT_I8, tiles only) sixteen factors
+ * in float32 follow the bytes of a tile, one a slot: a key's is multiplied into its score, a value's into its weight. Only this file and
+ * chunks.c know.
  *
  * Rows of a tree (Batch.paths) are written one behind the other, in the order of rows, and read in the order of positions: where a row's
  * path is not the main line, whose rows lie at their positions, the tiles from the newest token on are put together for it (own_keys,
@@ -38,10 +40,14 @@ typedef struct {
 } Batch;
 
 INLINE int spec_qkv_rows(const Spec *s) { return (s->heads + (s->writes ? (s->k_eq_v ? 1 : 2) : 0) * s->kv_heads) * s->dim; }
+INLINE int kv_row(const Spec *s, const Batch *b) { return s->dim + (b->kv_dtype == DT_I8 ? 4 : 0); } /* elements of a slot */
+INLINE size_t kv_item(const Batch *b) { return b->kv_dtype == DT_F32 ? 4 : b->kv_dtype == DT_I8 ? 1 : 2; }
 INLINE long kv_offset(const Spec *s, const Batch *b, int seq, int64_t position, int head) { /* in elements */
     long page = b->tables[s->group][(long)seq * b->width[s->group] + position / b->page_size];
-    return ((page * s->kv_heads + head) * b->page_size + position % b->page_size) * s->dim;
+    return ((page * s->kv_heads + head) * b->page_size + position % b->page_size) * kv_row(s, b);
 }
+/* The factors of the tile at `at`, in 8 bits. */
+INLINE vf tile_factors(const void *base, long at, int dim) { return vf_load((const float *)((const int8_t *)base + at + (long)LANES * dim)); }
 
 INLINE int tiled(const Batch *b) { return b->page_size % LANES == 0; }
 
@@ -62,9 +68,24 @@ INLINE void store_kv(const float *x, int dim, void *base, long at, int dtype) {
     }
 }
 
+/* A row in 8 bits into its slot of a tile: down a column, or along. */
+static void store_bytes(const Spec *s, const Batch *b, const float *x, void *base, int64_t position, long at, int column) {
+    const int lane = (int)(position % LANES), dim = s->dim;
+    int8_t *tile = (int8_t *)base + at - (long)lane * kv_row(s, b), q[1024];
+    vf top = vf_set(0.0f);
+    for (int d = 0; d < dim; d += LANES) top = vf_max(top, vf_abs(vf_load(x + d)));
+    const float most = vf_hmax(top), factor = most / 127.0f;
+    const vf by = vf_set(most > 0.0f ? 127.0f / most : 0.0f);
+    for (int d = 0; d < dim; d += LANES) vf_store_i8(q + d, vf_round(vf_mul(vf_load(x + d), by)));
+    if (column) for (int d = 0; d < dim; d++) tile[d * LANES + lane] = q[d];
+    else memcpy(tile + (long)lane * dim, q, (size_t)dim);
+    memcpy(tile + (long)LANES * dim + 4 * lane, &factor, 4);
+}
+
 /* A key into its column of a tile; `at` is where its row would begin. */
 static void store_key(const Spec *s, const Batch *b, const float *x, int64_t position, long at) {
     void *base = b->keys[s->kv_layer];
+    if (b->kv_dtype == DT_I8) { store_bytes(s, b, x, base, position, at, 1); return; }
     if (!tiled(b)) { store_kv(x, s->dim, base, at, b->kv_dtype); return; }
     const int lane = (int)(position % b->page_size % LANES);
     at += lane - (long)lane * s->dim;
@@ -79,6 +100,7 @@ static void store_key(const Spec *s, const Batch *b, const float *x, int64_t pos
 }
 static void store_value(const Spec *s, const Batch *b, const float *x, int64_t position, long at) {
     void *base = b->values[s->kv_layer];
+    if (b->kv_dtype == DT_I8) { store_bytes(s, b, x, base, position, at, 0); return; }
     if (!paired(s, b)) { store_kv(x, s->dim, base, at, b->kv_dtype); return; }
     uint16_t half[1024], *to = (uint16_t *)base + at + (position & 1) - (position & 1) * s->dim;
     store_kv(x, s->dim, half, 0, b->kv_dtype);
@@ -86,8 +108,16 @@ static void store_value(const Spec *s, const Batch *b, const float *x, int64_t p
 }
 
 /* One key, one value from a tile's lane to another's. */
+INLINE void copy_factor(const Spec *s, const int8_t *from, int lane, int8_t *to, int to_lane) {
+    memcpy(to + (long)LANES * s->dim + 4 * to_lane, from + (long)LANES * s->dim + 4 * lane, 4);
+}
 static void copy_key(const Spec *s, const Batch *b, const void *from, long tile, int lane, void *to, long to_tile, int to_lane) {
-    if (b->kv_dtype == DT_F32) {
+    if (b->kv_dtype == DT_I8) {
+        const int8_t *x = (const int8_t *)from + tile;
+        int8_t *y = (int8_t *)to + to_tile;
+        for (int d = 0; d < s->dim; d++) y[to_lane + d * LANES] = x[lane + d * LANES];
+        copy_factor(s, x, lane, y, to_lane);
+    } else if (b->kv_dtype == DT_F32) {
         for (int d = 0; d < s->dim; d++) ((float *)to)[to_tile + to_lane + (long)d * LANES] = ((const float *)from)[tile + lane + (long)d * LANES];
     } else if (paired(s, b)) {
         for (int d = 0; d < s->dim; d += 2)
@@ -97,7 +127,8 @@ static void copy_key(const Spec *s, const Batch *b, const void *from, long tile,
     }
 }
 static void copy_value(const Spec *s, const Batch *b, const void *from, long tile, int lane, void *to, long to_tile, int to_lane) {
-    const size_t item = b->kv_dtype == DT_F32 ? 4 : 2;
+    const size_t item = kv_item(b);
+    if (b->kv_dtype == DT_I8) copy_factor(s, (const int8_t *)from + tile, lane, (int8_t *)to + to_tile, to_lane);
     if (!paired(s, b)) {
         memcpy((char *)to + (to_tile + (long)to_lane * s->dim) * item, (const char *)from + (tile + (long)lane * s->dim) * item, s->dim * item);
         return;
@@ -109,7 +140,8 @@ static void copy_value(const Spec *s, const Batch *b, const void *from, long til
 /* Keys and values of one place of a sequence to another. */
 static void move_kv(const Spec *s, const Batch *b, int seq, int64_t from, int64_t to) {
     void *keys = b->keys[s->kv_layer], *values = b->values[s->kv_layer];
-    const size_t item = b->kv_dtype == DT_F32 ? 4 : 2;
+    const size_t item = kv_item(b);
+    const long row = kv_row(s, b);
     for (int head = 0; head < s->kv_heads; head++) {
         const long source = kv_offset(s, b, seq, from, head), target = kv_offset(s, b, seq, to, head);
         if (!tiled(b)) {
@@ -118,8 +150,8 @@ static void move_kv(const Spec *s, const Batch *b, int seq, int64_t from, int64_
             continue;
         }
         const int l = (int)(from % LANES), t = (int)(to % LANES);
-        copy_key(s, b, keys, source - (long)l * s->dim, l, keys, target - (long)t * s->dim, t);
-        copy_value(s, b, values, source - (long)l * s->dim, l, values, target - (long)t * s->dim, t);
+        copy_key(s, b, keys, source - l * row, l, keys, target - t * row, t);
+        copy_value(s, b, values, source - l * row, l, values, target - t * row, t);
     }
 }
 
@@ -197,7 +229,7 @@ INLINE int even_share(int count, int most) { /* the size of equal pieces of at m
 }
 
 INLINE void fetch_tile(const void *base, long at, int dim, int dtype) { /* sixteen rows */
-    const int item = dtype == DT_F32 ? 4 : 2;
+    const int item = dtype == DT_F32 ? 4 : dtype == DT_I8 ? 1 : 2;
     for (int i = 0; i < LANES * dim * item; i += 64) __builtin_prefetch((const char *)base + at * item + i, 0, 2);
 }
 

@@ -8,8 +8,9 @@ static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, 
     const int64_t base = b->positions[b->row_start[seq]], end = b->positions[row];
     const int32_t *path = b->paths + (long)row * b->path_width;
     const int dim = s->dim, wide = padded(dim), whole = tiled(b) && (!values || dim % LANES == 0);
-    const size_t item = b->kv_dtype == DT_F32 ? 4 : 2;
-    if (whole && position < base) memcpy(out, (const char *)from + kv_offset(s, b, seq, position, head) * item, LANES * dim * item);
+    const size_t item = kv_item(b);
+    const long slot = kv_row(s, b);
+    if (whole && position < base) memcpy(out, (const char *)from + kv_offset(s, b, seq, position, head) * item, LANES * slot * item);
     else memset(out, 0, (size_t)LANES * wide * 4);
     for (int lane = 0; lane < LANES; lane++) {
         const int64_t at = position + lane;
@@ -17,7 +18,8 @@ static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, 
         if (at > end) { /* what lies there in the cache may be anything */
             if (whole && position < base) {
                 static const float nothing[1024] = {0};
-                if (values) copy_value(s, b, nothing, 0, 0, out, 0, lane);
+                if (item == 1) memset((int8_t *)out + (long)LANES * dim + 4 * lane, 0, 4); /* no factor: the bytes count for nothing */
+                else if (values) copy_value(s, b, nothing, 0, 0, out, 0, lane);
                 else for (int d = 0; d < dim; d++) {
                     if (item == 4) ((float *)out)[d * LANES + lane] = 0.0f;
                     else ((uint16_t *)out)[paired(s, b) ? (d & ~1) * LANES + 2 * lane + (d & 1) : d * LANES + lane] = 0;
@@ -29,8 +31,8 @@ static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, 
         const long source = kv_offset(s, b, seq, place, head);
         if (whole) {
             const int l = (int)(place % LANES);
-            if (values) copy_value(s, b, from, source - (long)l * dim, l, out, 0, lane);
-            else copy_key(s, b, from, source - (long)l * dim, l, out, 0, lane);
+            if (values) copy_value(s, b, from, source - l * slot, l, out, 0, lane);
+            else copy_key(s, b, from, source - l * slot, l, out, 0, lane);
         } else if (values) for (int d = 0; d < dim; d++) ((float *)out)[(long)lane * wide + d] = one_any(from, source + d, b->kv_dtype);
         else for (int d = 0; d < dim; d++) ((float *)out)[(long)d * LANES + lane] = one_any(from, source + d, b->kv_dtype);
     }
@@ -45,6 +47,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
     const float *x[MAX_QUERIES];
     int lo[MAX_QUERIES], hi[MAX_QUERIES], from = CHUNK, to = -1; /* visible keys of each query within the chunk */
     int line[MAX_QUERIES], nl = 0, off[MAX_QUERIES], no = 0; /* queries that read the cache as it lies, and those of rows off the main line */
+    uint8_t away[MAX_QUERIES] = {0};
     int tail = CHUNK; /* where the tiles begin that are put together for these */
     for (int i = 0, row = q0 % r.count, h = q0 / r.count; i < nq; i++) {
         const int64_t last = b->positions[r.row + row] - base, first = first_key(s, b->positions[r.row + row]) - base;
@@ -54,6 +57,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         const int64_t leaves = off_line(b, r.seq, r.row + row) - base;
         if (lo[i] <= hi[i] && leaves <= hi[i]) {
             off[no++] = i;
+            away[i] = 1;
             tail = leaves > 0 ? (int)leaves & -LANES : 0;
             seen = tail - 1;
         } else line[nl++] = i;
@@ -87,6 +91,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         } else if (!direct) {
             for (int d = 0; d < dim; d++) vf_store(tile + d * LANES, vf_any(keys, at[c / LANES] + (long)d * LANES, dtype));
         }
+        const vf by = dtype == DT_I8 ? vf_mul(scale, tile_factors(keys, at[c / LANES], dim)) : scale;
         for (int i = 0; i < nq; i += each) {
             const int count = nq - i < each ? nq - i : each;
             float *out[SCORED];
@@ -94,8 +99,8 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
 #if ISA_BF16
             if (pairs) { score_some_pairs(count, xs + i, (const uint32_t *)keys + at[c / LANES] / 2, dim, scale, out); continue; }
 #endif
-            if (direct) score_some(count, x + i, keys, at[c / LANES], dtype, dim, scale, out);
-            else score_some(count, x + i, tile, 0, DT_F32, dim, scale, out);
+            if (direct) score_some(count, x + i, keys, at[c / LANES], dtype, dim, by, out);
+            else score_some(count, x + i, tile, 0, DT_F32, dim, by, out);
         }
     }
     for (int i = 1; i < no; i++) /* row by row: a tile serves all heads of a row */
@@ -113,7 +118,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
             for (int j = 0; pairs && j < count; j++) xp[j] = xs[off[i + j]];
             if (pairs) { score_some_pairs(count, xp, (const uint32_t *)own, dim, scale, out); continue; }
 #endif
-            score_some(count, xo, own, 0, whole ? dtype : DT_F32, dim, scale, out);
+            score_some(count, xo, own, 0, whole ? dtype : DT_F32, dim, dtype == DT_I8 ? vf_mul(scale, tile_factors(own, 0, dim)) : scale, out);
         }
     }
     /* maxima of all queries first, then all exponentials: each query's chain of dependent steps runs beside the next one's */
@@ -144,6 +149,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
             }
 #endif
             sum = vf_add(sum, e);
+            if (dtype == DT_I8 && !(away[i] && c >= tail)) e = vf_mul(e, tile_factors(values, at[c / LANES], dim));
             if (!pairs) vf_store(z + c, e);
         }
         for (int c = last + LANES; c <= to; c += LANES) vf_store_any(z, c, vf_set(0.0f), pairs ? DT_BF16 : DT_F32);
@@ -192,6 +198,8 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         for (int c = shared ? tail : first; c <= hi[off[i]]; c += LANES) {
             const int more = shared || c > first;
             own_tile(s, b, r.seq, r.row + row, head, base + c, 1, own);
+            for (int j = 0; dtype == DT_I8 && j < count; j++)
+                vf_store((float *)w[j] + c, vf_mul(vf_load(w[j] + c), tile_factors(own, 0, dim)));
 #if ISA_BF16
             if (pairs) mix_some_pairs(count, (const uint32_t *const *)w, (const uint32_t *)own, nowhere, dim, c / 2, c / 2 + 8, ~0u, ~0u, out, more);
 #endif
@@ -213,6 +221,7 @@ void attend_chunk(const Spec *s, const Batch *b, RowBlock r, int head, int q0, i
     } else if (b->kv_dtype == DT_F16 && s->dim == 64) attend_typed(DT_F16, 64, 0, ARGS);
     else if (b->kv_dtype == DT_F16) attend_typed(DT_F16, s->dim, 0, ARGS);
     else if (b->kv_dtype == DT_F32) attend_typed(DT_F32, s->dim, 0, ARGS);
+    else if (b->kv_dtype == DT_I8) attend_typed(DT_I8, s->dim, 0, ARGS);
     else attend_typed(DT_BF16, s->dim, 0, ARGS);
 #undef ARGS
 }

@@ -12,7 +12,7 @@ from ...types import AttnSpec, KVPages, KVView
 from .build import shared_object
 
 W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_IQ4X, W_PARTS, W_FILE = range(14)  # formats.h
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
 
 
 class CWeight(Structure):

@@ -27,6 +27,7 @@ from .memory import Arena, advise
 from .packing import LANES, PackedWeight
 
 BF16 = 3  # or_isa()
+FACTOR = 4  # bytes of a row's factor, behind its int8 values (cache.store.row_width)
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -74,8 +75,11 @@ class CpuOps(ReferenceOps):
         self._pages: tuple[weakref.ref[Tensor], Pages] | None = None
         self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
 
-    def kv_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies pairs of them."""
+    def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
+        """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies pairs of them.
+        int8: a quarter, and a factor for every row of a head."""
+        if asked == "int8":
+            return torch.int8
         return torch.bfloat16 if self.lib.or_isa() == BF16 else torch.float16
 
     # ---- weights --------------------------------------------------------------------------------------------------
@@ -280,6 +284,8 @@ class CpuOps(ReferenceOps):
 
     def pages(self, kv: KVPages) -> Pages:
         first = next(t for t in kv.keys if t is not None)
+        if first.dtype == torch.int8 and (kv.page_size % LANES or any(t is not None and t.shape[-1] % LANES != FACTOR for t in kv.keys)):
+            raise OutriderError(f"K/V in int8 needs pages and heads of multiples of {LANES}: leave out --kv-dtype")
         if self._pages is None or self._pages[0]() is not first:
             self._pages = (weakref.ref(first), Pages(kv))
             for t in (*kv.keys, *kv.values):

@@ -24,7 +24,7 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16") /* before a loop of known, short length: sums in arrays then stay in registers */
 
-enum { DT_F32 = 0, DT_F16 = 1, DT_BF16 = 2 };
+enum { DT_F32 = 0, DT_F16 = 1, DT_BF16 = 2, DT_I8 = 3 }; /* DT_I8: of keys and values only, whose factors lie apart */
 
 INLINE float bits_float(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
 INLINE uint32_t float_bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
@@ -256,9 +256,23 @@ INLINE vf vf_sum16(const vf *v) { vf r; for (int i = 0; i < 16; i++) r[i] = vf_s
 #endif
 
 /* ---- built from the above, the same everywhere ---- */
+INLINE vf vf_bytes(const int8_t *p) {
+#if ISA_AVX512
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)));
+#elif ISA_AVX2
+    vf r = {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p))),
+            _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8))))};
+    return r;
+#else
+    int32_t t[LANES];
+    for (int i = 0; i < LANES; i++) t[i] = p[i];
+    return vi_to_float(vi_load(t));
+#endif
+}
 INLINE vf vf_any(const void *p, long i, int dtype) { /* sixteen values of any float type */
     if (dtype == DT_F32) return vf_load((const float *)p + i);
     if (dtype == DT_F16) return vf_half((const uint16_t *)p + i);
+    if (dtype == DT_I8) return vf_bytes((const int8_t *)p + i);
     return vf_bf16((const uint16_t *)p + i);
 }
 INLINE void vf_store_any(void *p, long i, vf a, int dtype) {
