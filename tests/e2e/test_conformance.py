@@ -13,13 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests import tiny
+from tests import conformance_more, tiny
 from tests.conformance import CASES, HI, Api, case, content, holds, is_a, many, matches, same
 from tests.server_fakes import Served
 
 from outrider.config import EngineConfig
 from outrider.llm import LLM
 
+assert conformance_more  # its cases are in the table, too
 KNOWN: dict[str, str] = {}  # name -> why it is otherwise here
 OUTCOMES: dict[str, bool] = {}
 CONTEXT = 1536

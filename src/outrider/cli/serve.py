@@ -40,7 +40,9 @@ def serve(
     name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB for weights and K/V of several models. Default: 80 % of what is free.")] = None,
     api_key: Annotated[str | None, typer.Option(envvar="OUTRIDER_API_KEY", help="Clients must send it as a bearer token.")] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="More keys, one a line.")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="More keys, one a line; read again on SIGHUP.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Serve https with this certificate (PEM, with its chain).")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, where the certificate's file does not hold it.")] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")] = None,
     max_queued: Annotated[int, typer.Option(help="Sequences that wait behind them; more get 429.")] = 64,
     max_context: common.MaxContext = None,
@@ -91,6 +93,7 @@ def serve(
         several(listed, name, drafter, memory)
     settings = ServerSettings(
         model_name=name or listed[0].name, host=host, port=port, api_keys=read_keys(api_key, api_key_file),
+        api_key=api_key, api_key_file=api_key_file, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile,
         max_concurrent=8 if max_concurrent is None else max_concurrent, max_queued=max_queued,
         timeout=timeout, max_body=max_body, max_prompt=max_prompt,
         log_level=log_level, log_json=log_json, allowed_origins=tuple(allowed_origin or ()), trusted_hosts=tuple(trusted_host or ()),
@@ -117,8 +120,9 @@ def serve(
         served.first.take(Model(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"[yellow]warning: {host} can be reached from other machines and no API key is set[/yellow]")
+    scheme = "http" if ssl_certfile is None else "https"
     names = ", ".join(f"[bold]{one.name}[/bold]" for one in listed) if len(listed) > 1 else f"[bold]{settings.model_name}[/bold]"
-    err.print(f"serving {names} at http://{host}:{listener.getsockname()[1]} (page at /, API at /v1)")
+    err.print(f"serving {names} at {scheme}://{host}:{listener.getsockname()[1]} (page at /, API at /v1)")
     run(served, settings, listener)
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import ExitStack, asynccontextmanager, nullcontext
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -21,13 +21,12 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from .. import __version__
-from ..engine.engine import Engine
-from ..engine.score import Scorer
 from ..engine.text import LONG
 from ..types import OutriderError
 from .call import Call, EventStream, Feeder, late, unless_gone
 from .errors import ApiError, read
 from .fair import Desk, FairGate
+from .keys import Keys
 from .limits import Admission, Guard
 from .metrics import ServerMetrics
 from .model import Model
@@ -35,11 +34,12 @@ from .names import route_of
 from .prepare import Backend, Job, Preparer
 from .protocol import Connections
 from .routes import add_routes
-from .runner import EngineError, EngineLike, where
+from .runner import EngineError, where
 from .schema import ChatRequest, Common, CompletionRequest, Named
 from .settings import ServerSettings
 from .shelf import Shelf
 from .stream import Writer
+from .walks import score
 from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
@@ -55,6 +55,7 @@ class Server:
     def __init__(self, shelf: Shelf, settings: ServerSettings) -> None:
         self.shelf, self.settings = shelf, settings
         self.admission = Admission(settings)
+        self.keys = Keys(settings)
         self.desk = Desk(DESK_THREADS, DESK_WAITING)
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
@@ -83,10 +84,10 @@ class Server:
             raw = await request.body()
             long, several = len(raw) > LONG, len(self.shelf.slots) > 1
             named = await self.desk.run(client, lambda: read(raw, Named.model_validate_json), long) if several else Named()
-            model = await self._borrow(named.model, client, stack)
+            model = await self.borrow(named.model, client, stack)
             return JSONResponse(await self.desk.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long))
 
-    async def _borrow(self, name: str | None, client: str, stack: ExitStack) -> Model:
+    async def borrow(self, name: str | None, client: str, stack: ExitStack) -> Model:
         """The model that a call names, until `stack` is closed. One that must be loaded first is waited for in a place of its own."""
         slot = self.shelf.find(name)
         with nullcontext() if self.shelf.ready(slot) else self.admission.enter(1, client):
@@ -131,7 +132,7 @@ class Server:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by `stack`."""
         client, long = request.state.client, len(raw) > LONG
         body = await self.desk.run(client, lambda: read(raw, parse), long)
-        model = await self._borrow(body.model, client, stack)
+        model = await self.borrow(body.model, client, stack)
         answers = model.prepare.answers(body)
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
@@ -182,30 +183,6 @@ def prepare(body: Common, request: Request, preparer: Preparer) -> Job:
     return preparer.completion(body, stats)
 
 
-async def score(model: Model, job: Job, writer: Writer, client: str) -> None:
-    """What the model thinks of the prompts, a few rows between two steps of the engine. One place is held for it."""
-    assert job.prompt_logprobs is not None
-    for prompt in {id(r.prompt): r.prompt for r in job.requests}.values():
-        scorer = Scorer(prompt, job.prompt_logprobs)
-
-        def step(engine: EngineLike, scorer: Scorer = scorer) -> bool:
-            return scorer.step(cast(Engine, engine))
-
-        def close(engine: EngineLike, scorer: Scorer = scorer) -> None:
-            scorer.close(cast(Engine, engine))
-
-        await model.turns.acquire(client, job.priority)
-        try:
-            while await model.runner.call(step):
-                await asyncio.sleep(0)
-        except OutriderError as e:
-            raise ApiError(429, f"{e}.", retry_after=1) from e
-        finally:
-            model.turns.release(client)
-            model.runner.later(close)
-        writer.scores[id(prompt)] = scorer.entries
-
-
 def create_app(models: Backend | Shelf, settings: ServerSettings) -> FastAPI:
     server = Server(Shelf.of(models, settings) if isinstance(models, Backend) else models, settings)
 
@@ -233,5 +210,5 @@ def create_app(models: Backend | Shelf, settings: ServerSettings) -> FastAPI:
         response.headers.update(error.headers or {})
         return response
 
-    app.add_middleware(Guard, settings=settings, count=server.metrics.count)
+    app.add_middleware(Guard, settings=settings, keys=server.keys, count=server.metrics.count)
     return app

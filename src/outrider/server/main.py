@@ -7,8 +7,10 @@ import functools
 import json
 import logging
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 
 import uvicorn
@@ -43,11 +45,16 @@ class HttpServer(uvicorn.Server):
                 server_header=False,
                 timeout_keep_alive=int(settings.idle_timeout) + 1,
                 timeout_graceful_shutdown=5,
+                ssl_certfile=settings.ssl_certfile,
+                ssl_keyfile=settings.ssl_keyfile,
             )
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(Quiet())
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(Quiet())
+        if threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive
+            loop.add_signal_handler(signal.SIGHUP, self.app.state.server.keys.reload)
         await super().startup(sockets)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

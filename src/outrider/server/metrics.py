@@ -5,11 +5,14 @@ One registry a server, so that two servers in one process (tests) don't share co
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+import torch
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from .. import __version__
 from ..types import RequestStats
 from .names import route_of
 from .shelf import Shelf
@@ -36,6 +39,9 @@ class ServerMetrics:
         self.aborted = Counter("outrider_requests_aborted", "Clients that went away, and time-outs.", registry=r)
         flight = Gauge("outrider_sequences_in_flight", "Sequences running or queued.", registry=r)
         flight.set_function(in_flight)
+        build = Gauge("outrider_build_info", "Always 1.", ["version", "python", "torch"], registry=r)
+        build.labels(__version__, platform.python_version(), torch.__version__).set(1)
+        ProcessCollector(registry=r)  # memory, processor time, file descriptors, start
         r.register(_EngineCollector(shelf))
 
     def count(self, method: str, path: str, status: int) -> None:

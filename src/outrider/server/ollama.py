@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from datetime import UTC, datetime
 from typing import cast
 
@@ -86,6 +87,7 @@ def _common(body: Common) -> Json:
     for name, value in (body.options or {}).items():
         if name in OPTIONS and value is not None:
             out[OPTIONS[name]] = -1 if name == "num_predict" and isinstance(value, int) and value < 0 else value
+    out["outrider"] = {"stats": True}  # the end tells durations
     if out["stream"]:
         out["stream_options"] = {"include_usage": True}
     if body.format == "json":
@@ -105,12 +107,15 @@ class OllamaWire:
         self._chat = chat
         self._reason: object = "stop"
         self._calls: dict[int, dict[str, str]] = {}
+        self._began = time.monotonic()
+        self._stats: Json = {}
 
     def whole(self, answer: Json) -> Json:
         choice = cast(list[Json], answer["choices"])[0]
         message = cast(Json, choice.get("message") or {"content": choice.get("text")})
         calls = [_call(cast(dict[str, str], c["function"])) for c in cast(list[Json], message.get("tool_calls") or [])]
         self._reason = choice["finish_reason"]
+        self._stats = cast(Json, answer.get("outrider") or {})
         said = self._said(str(message.get("content") or ""), str(message.get("reasoning_content") or ""), calls)
         return {**self._head(answer), **said, **self._end(answer)}
 
@@ -131,6 +136,7 @@ class OllamaWire:
             if text or thought or calls:
                 out += _line({**self._head(chunk), **self._said(text, thought, calls), "done": False})
             self._reason = finished or self._reason
+            self._stats = cast(Json, chunk.get("outrider") or {}) if finished else self._stats
         if not chunk["choices"] and chunk.get("usage"):
             out += _line({**self._head(chunk), **self._said("", "", []), **self._end(chunk)})
         return out
@@ -156,8 +162,15 @@ class OllamaWire:
         reason = "length" if self._reason == "length" else "stop"
         return {
             "done": True, "done_reason": reason, "prompt_eval_count": usage["prompt_tokens"], "eval_count": usage["completion_tokens"],
-            "total_duration": 0, "load_duration": 0, "prompt_eval_duration": 0, "eval_duration": 0,
+            **self._durations(),
         }  # fmt: skip
+
+    def _durations(self) -> Json:
+        """Nanoseconds. What is neither reading the prompt nor writing the answer is waiting: for the model to be loaded, or for a turn."""
+        total = int(1e9 * (time.monotonic() - self._began))
+        prompt, new = (int(1e6 * cast(float, self._stats.get(name) or 0.0)) for name in ("prefill_ms", "decode_ms"))
+        waited = max(0, total - prompt - new)
+        return {"total_duration": total, "load_duration": waited, "prompt_eval_duration": prompt, "eval_duration": new}
 
 
 def _call(function: dict[str, str]) -> Json:

@@ -155,7 +155,7 @@ class Preparer:
     def completion(self, body: CompletionRequest, stats: bool) -> Job:
         self._check_model(body.model)
         prompts = body.prompts
-        encoded = [self._encode(p, bos=True) if isinstance(p, str) else self._token_ids(p) for p in prompts]
+        encoded = [self._encode(p, bos=True) if isinstance(p, str) else self.token_ids(p) for p in prompts]
         longest = max(encoded, key=len)
         room = max(1, self._backend.max_context - len(longest))
         limit = body.limit if body.max_tokens is not None else min(16, room)  # 16 is OpenAI's default
@@ -197,13 +197,13 @@ class Preparer:
 
     def _check_length(self, length: int, field: str, text: bool) -> None:
         """No token is longer than the longest one, so a text beyond this many characters can't fit, whatever it says."""
-        most = self._longest_prompt * (self._longest_token if text else 1)
+        most = self.longest_prompt * (self._longest_token if text else 1)
         if length > most:
             message = f"{field}: {length} {'characters' if text else 'tokens'}; at most {most} can fit into the context here."
             raise bad(message, field, "context_length_exceeded")
 
     @property
-    def _longest_prompt(self) -> int:
+    def longest_prompt(self) -> int:
         context = self._backend.max_context
         return min(self._settings.max_prompt or context - 1, context - 1)
 
@@ -226,12 +226,12 @@ class Preparer:
         self._check_length(len(text), "prompt", True)
         return self._encode(text, bos=special)
 
-    def _token_ids(self, prompt: Sequence[object]) -> list[int]:
+    def token_ids(self, prompt: Sequence[object], field: str = "prompt") -> list[int]:
         ids: list[int] = []
         for token in prompt:
             if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < self._backend.vocab_size:
                 shown = token if isinstance(token, int) else type(token).__name__
-                raise bad(f"prompt: a token id must be an integer in 0..{self._backend.vocab_size - 1}, got {shown}.", "prompt")
+                raise bad(f"{field}: a token id must be an integer in 0..{self._backend.vocab_size - 1}, got {shown}.", field)
             ids.append(token)
         return ids
 
@@ -301,7 +301,7 @@ class Preparer:
     # ---- parameters
 
     def _params(self, body: Common, ids: Sequence[int], limit: int | None, logprobs: int | None) -> SamplingParams:
-        context, longest = self._backend.max_context, self._longest_prompt
+        context, longest = self._backend.max_context, self.longest_prompt
         if len(ids) > longest:
             raise bad(f"The prompt has {len(ids)} tokens; at most {longest} are allowed here.", "messages", "context_length_exceeded")
         if limit is not None and len(ids) + limit > context:

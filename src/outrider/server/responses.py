@@ -16,6 +16,8 @@ from .errors import ApiError, bad
 from .schema import INERT, ChatRequest, Lenient, Strict
 from .wire import Json, sse
 
+LOGPROBS = "message.output_text.logprobs"  # of `include`
+
 
 class Part(Lenient):
     type: str = "input_text"
@@ -75,7 +77,7 @@ class ResponsesRequest(Strict):
     reasoning: Reasoning | None = None
     truncation: Literal["disabled", "auto"] | None = None
     include: list[str] | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     outrider: dict[str, object] | None = None
     seed: int | None = None
 
@@ -101,6 +103,8 @@ def parse(raw: bytes) -> ChatRequest:
         "seed": body.seed, "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
         **{k: given[k] for k in INERT if k in given},
     }  # fmt: skip
+    if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
+        out["logprobs"], out["top_logprobs"] = True, body.top_logprobs or 0
     if body.stream:
         out["stream_options"] = {"include_usage": True}
     if body.tools:
@@ -145,6 +149,7 @@ class ResponsesWire:
         self._response: Json = {}
         self._items: list[Json] = []  # finished ones, then the open one
         self._open: str | None = None
+        self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
 
     def whole(self, answer: Json) -> Json:
         choice = cast(list[Json], answer["choices"])[0]
@@ -153,7 +158,7 @@ class ResponsesWire:
         if message.get("reasoning_content"):
             items.append(_reasoning(str(message["reasoning_content"])))
         if message.get("content"):
-            items.append(_message(str(message["content"])))
+            items.append(_message(str(message["content"]), _logprobs(choice)))
         for call in cast(list[Json], message.get("tool_calls") or []):
             function = cast(dict[str, str], call["function"])
             items.append(_function(str(call["id"]), function["name"], function["arguments"]))
@@ -166,6 +171,7 @@ class ResponsesWire:
             out += self._event("response.created", response=self._response) + self._event("response.in_progress", response=self._response)
         for choice in cast(list[Json], chunk["choices"]):
             delta = cast(Json, choice.get("delta") or {})
+            self._logprobs += _logprobs(choice)
             if delta.get("reasoning_content"):
                 out += self._begin("reasoning", _reasoning(""))
                 out += self._grow("response.reasoning_text.delta", str(delta["reasoning_content"]))
@@ -224,7 +230,7 @@ class ResponsesWire:
             "response.output_item.added", item={**self._items[-1], **({"content": []} if "content" in item else {})}, **place
         )
         if kind == "message":
-            part = {"type": "output_text", "text": "", "annotations": []}
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             out += self._event("response.content_part.added", item_id=item["id"], content_index=0, part=part, **place)
         return out
 
@@ -236,7 +242,10 @@ class ResponsesWire:
         else:
             part = cast(list[Json], item["content"])[0]
             part["text"] = str(part["text"]) + text
-            more = {"content_index": 0, **({"logprobs": []} if item["type"] == "message" else {})}
+            more = {"content_index": 0}
+            if item["type"] == "message":
+                more["logprobs"], self._logprobs = self._logprobs, []
+                part["logprobs"] = [*cast(list[Json], part["logprobs"]), *cast(list[Json], more["logprobs"])]
         return self._event(event, item_id=item["id"], output_index=len(self._items) - 1, delta=text, **more)
 
     def _finish(self) -> str:
@@ -252,7 +261,7 @@ class ResponsesWire:
             part = cast(list[Json], item["content"])[0]
             message = item["type"] == "message"
             done = "response.output_text.done" if message else "response.reasoning_text.done"
-            out = self._event(done, text=part["text"], content_index=0, **({"logprobs": []} if message else {}), **place)
+            out = self._event(done, text=part["text"], content_index=0, **({"logprobs": part["logprobs"]} if message else {}), **place)
             if message:
                 out += self._event("response.content_part.done", part=part, content_index=0, **place)
         return out + self._event("response.output_item.done", item=item, output_index=place["output_index"])
@@ -266,8 +275,13 @@ def _head(answer: Json) -> Json:
     }  # fmt: skip
 
 
-def _message(text: str) -> Json:
-    part = {"type": "output_text", "text": text, "annotations": []}
+def _logprobs(choice: Json) -> list[Json]:
+    told = cast(Json, choice.get("logprobs") or {})
+    return cast(list[Json], told.get("content") or [])
+
+
+def _message(text: str, logprobs: list[Json] | None = None) -> Json:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
     return {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "status": "completed", "content": [part]}
 
 

@@ -12,7 +12,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel
 
 from .. import __version__
-from . import anthropic, responses, text_routes
+from . import anthropic, embeddings, responses, text_routes
 from . import ollama as ollama_wires
 from .errors import ApiError, read
 from .prepare import Preparer
@@ -34,10 +34,12 @@ def add_routes(app: FastAPI, server: Server) -> None:
     for base in ("/v1", ""):  # some clients are given the address without /v1
         _post(app, server, f"{base}/chat/completions", ChatRequest, ChatRequest.model_validate_json, openai)
         _post(app, server, f"{base}/completions", CompletionRequest, CompletionRequest.model_validate_json, openai)
+        _embed(app, server, f"{base}/embeddings", embeddings.EmbeddingsRequest, embeddings.openai)
         _post(app, server, f"{base}/responses", responses.ResponsesRequest, responses.parse, responses.ResponsesWire)
     _post(app, server, "/v1/messages", anthropic.MessagesRequest, anthropic.parse, anthropic.AnthropicWire)
     _post(app, server, "/api/chat", ollama.ChatBody, ollama.parse_chat, ollama.OllamaWire)
     _post(app, server, "/api/generate", ollama.GenerateBody, ollama.parse_generate, lambda: ollama.OllamaWire(chat=False))
+    _embed(app, server, "/api/embed", embeddings.EmbedBody, embeddings.ollama)
     _text(app, server, "/tokenize", text_routes.TokenizeRequest, text_routes.tokenize)
     _text(app, server, "/detokenize", text_routes.DetokenizeRequest, text_routes.detokenize)
     _text(app, server, "/apply-template", ChatRequest, text_routes.apply_template)
@@ -60,6 +62,15 @@ def _post(
 def _text(app: FastAPI, server: Server, path: str, shape: type[BaseModel], work: Callable[[bytes, Preparer], Json]) -> None:
     async def answer(request: Request) -> Response:
         return await server.look(request, work)
+
+    _add(app, path, shape, answer)
+
+
+def _embed(
+    app: FastAPI, server: Server, path: str, shape: type[BaseModel], embed: Callable[[Server, Request], Awaitable[Response]]
+) -> None:
+    async def answer(request: Request) -> Response:
+        return await embed(server, request)
 
     _add(app, path, shape, answer)
 

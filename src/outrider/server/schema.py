@@ -68,6 +68,7 @@ class Message(Lenient):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None  # as it was before there were tools
+    prefix: bool | None = None  # Mistral's and DeepSeek's continue_final_message
 
     @model_validator(mode="after")
     def fits_role(self) -> Message:
@@ -297,6 +298,15 @@ class ChatRequest(Common):
             names = [t.function.name for t in self.tools or []]
             if self.tool_choice.function.name not in names:
                 raise ValueError(f"tool_choice names '{self.tool_choice.function.name}', which is not among tools")
+        options = self.chat_template_kwargs or {}
+        for name in ("continue_final_message", "add_generation_prompt"):  # as transformers spells them
+            if isinstance(options.get(name), bool) and getattr(self, name) is None:
+                setattr(self, name, options[name])
+                self.chat_template_kwargs = options = {k: v for k, v in options.items() if k != name}
+        if self.messages[-1].prefix and self.messages[-1].role == "assistant":
+            self.continue_final_message = True
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not available when stream is true")
         if self.continue_final_message and self.messages[-1].role != "assistant":
             raise ValueError("continue_final_message needs an assistant message at the end")
         if self.continue_final_message and self.add_generation_prompt:
@@ -321,6 +331,8 @@ class CompletionRequest(Common):
     def completion_consistent(self) -> CompletionRequest:
         if self.best_of is not None and self.best_of < (self.n or 1):
             raise ValueError("best_of must be at least n")
+        if self.prompt_logprobs is not None and self.stream:
+            raise ValueError("prompt_logprobs are not available when stream is true; echo with logprobs is")
         if (self.best_of or 1) > (self.n or 1) and self.stream:
             raise ValueError("best_of can't be streamed")
         return self

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,11 @@ class ServerSettings:
     model_name: str
     host: str = "127.0.0.1"
     port: int = 8000
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = ()  # in force at the start; `api_key` and those of the file
+    api_key: str | None = None
+    api_key_file: Path | None = None  # read again on SIGHUP
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
     max_concurrent: int = 8  # sequences that decode at once
     max_queued: int = 64  # sequences that wait behind them; more get a 429
     timeout: float = 600.0  # seconds for one request, waiting included
@@ -58,10 +63,22 @@ class ServerSettings:
             need(value > 0, f"--{name.replace('_', '-')} must be more than 0 seconds, got {value}")
         fine = all(k.isascii() and k.isprintable() and " " not in k for k in self.api_keys)
         need(fine, "API keys must be printable ASCII without spaces")
+        need(self.ssl_keyfile is None or self.ssl_certfile is not None, "--ssl-keyfile needs --ssl-certfile")
+        if self.ssl_certfile is not None:
+            check_certificate(self.ssl_certfile, self.ssl_keyfile)
 
     @property
     def loopback(self) -> bool:
         return self.host in LOOPBACK
+
+
+def check_certificate(certificate: Path, key: Path | None) -> None:
+    """Now, and not after the model was loaded."""
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key, password=lambda: "")
+    except (OSError, ValueError) as e:  # ssl's own errors are OSErrors
+        what = f"{certificate}" + (f" with {key}" if key is not None else "")
+        raise OutriderError(f"can't use the certificate {what}: {e.strerror if isinstance(e, OSError) and e.strerror else e}") from None
 
 
 def read_keys(key: str | None, file: Path | None) -> tuple[str, ...]:

@@ -341,6 +341,8 @@ def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
             {"drafted": sum(s.drafted_by_position[i] for s in known), "accepted": sum(s.accepted_by_position[i] for s in known)}
             for i in range(width)
         ],
+        "prefill_ms": round(1e3 * max((s.prefill_s for s in known), default=0.0), 3),
+        "decode_ms": round(1e3 * max((s.decode_s for s in known), default=0.0), 3),
         "ttft_ms": round(1e3 * min((s.ttft_s for s in known), default=0.0), 3),
         "decode_tps": round(sum(s.decode_tps for s in known), 3),
         "prompt_tokens": sum(s.prompt_tokens for s in known),

@@ -1,0 +1,123 @@
+"""/v1/embeddings (OpenAI's) and /api/embed (Ollama's): hidden states of a generative model, one vector a text.
+
+The mean of the hidden states after the final norm, of length one. Such a vector says which texts are alike to this model; models
+trained for retrieval do better at retrieval.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import struct
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from pydantic import Field
+
+from ..engine.score import Embedder
+from .call import late, unless_gone
+from .errors import bad, read
+from .model import Model
+from .prepare import Preparer
+from .schema import Lenient, Strict
+from .walks import walk
+from .wire import Json
+
+if TYPE_CHECKING:
+    from .app import Server
+
+MOST = 2048  # inputs of a call, as OpenAI has it
+
+
+class EmbeddingsRequest(Strict):
+    input: str | list[object] = Field(description="A text, token ids, or a list of either.")
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: str | None = None
+
+    @property
+    def inputs(self) -> list[str | list[object]]:
+        return split(self.input)
+
+
+class EmbedBody(Lenient):
+    """Ollama's; `truncate` and `options` say how a model is run."""
+
+    input: str | list[object]
+    model: str | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+
+    @property
+    def inputs(self) -> list[str | list[object]]:
+        return split(self.input)
+
+
+def split(given: str | list[object]) -> list[str | list[object]]:
+    many: list[object] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else list(given)
+    out = [one for one in many if isinstance(one, str | list)]
+    if len(out) < len(many):
+        raise bad("input must be a text, token ids, or a list of either.", "input")
+    if not out or any(not one for one in out):
+        raise bad("The input is empty.", "input")
+    if len(out) > MOST:
+        raise bad(f"input: {len(out)} texts; at most {MOST} can be sent at once.", "input")
+    return out
+
+
+async def openai(server: Server, request: Request) -> Response:
+    raw = await request.body()
+    body = await server.desk.run(request.state.client, lambda: read(raw, EmbeddingsRequest.model_validate_json))
+    vectors, tokens, name = await embed(server, request, body)
+
+    def told(vector: list[float]) -> object:
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if body.encoding_format == "base64" else vector
+
+    data = [{"object": "embedding", "index": i, "embedding": told(v)} for i, v in enumerate(vectors)]
+    return JSONResponse({"object": "list", "data": data, "model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}})
+
+
+async def ollama(server: Server, request: Request) -> Response:
+    raw = await request.body()
+    body = await server.desk.run(request.state.client, lambda: read(raw, EmbedBody.model_validate_json))
+    vectors, tokens, name = await embed(server, request, body)
+    answer: Json = {"model": name, "embeddings": vectors, "prompt_eval_count": tokens}
+    return JSONResponse(answer)
+
+
+async def embed(server: Server, request: Request, body: EmbeddingsRequest | EmbedBody) -> tuple[list[list[float]], int, str]:
+    """(a vector for each input, their tokens in all, the model's name)"""
+    client = request.state.client
+    try:
+        with ExitStack() as stack:
+            async with asyncio.timeout(server.settings.timeout):
+                name = None if body.model is None else body.model.removesuffix(":latest")
+                model = await unless_gone(request, server.borrow(name, client, stack))
+                stack.enter_context(server.admission.enter(1, client))
+                ids = await server.desk.run(client, lambda: [tokens(model.prepare, one) for one in body.inputs])
+                vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions))
+    except TimeoutError:
+        raise late(server.settings.timeout) from None
+    return vectors, sum(map(len, ids)), model.name
+
+
+async def _vectors(model: Model, ids: list[list[int]], client: str, dimensions: int | None) -> list[list[float]]:
+    out: list[list[float]] = []
+    for one in ids:
+        work = Embedder(one)
+        await walk(model, work, client)
+        vector = work.vector(dimensions)
+        if dimensions is not None and len(vector) < dimensions:
+            raise bad(f"dimensions: this model's vectors have {len(vector)}.", "dimensions")
+        out.append(vector)
+    return out
+
+
+def tokens(preparer: Preparer, text: str | list[object]) -> list[int]:
+    ids = preparer.tokens(text, special=True) if isinstance(text, str) else preparer.token_ids(text, "input")
+    if len(ids) > preparer.longest_prompt:
+        message = f"An input has {len(ids)} tokens; at most {preparer.longest_prompt} are allowed here."
+        raise bad(message, "input", "context_length_exceeded")
+    return ids

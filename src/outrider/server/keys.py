@@ -1,0 +1,38 @@
+"""The API keys in force: those of the command line, and those of a file, which is read again when the operator says so (SIGHUP)."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from pathlib import Path
+
+from ..types import OutriderError
+from .settings import ServerSettings, read_keys
+
+log = logging.getLogger("outrider.server")
+
+
+class Keys:
+    def __init__(self, settings: ServerSettings) -> None:
+        self._keys = [k.encode() for k in settings.api_keys]
+        self._own, self._file = settings.api_key, settings.api_key_file
+
+    def __bool__(self) -> bool:
+        return bool(self._keys)
+
+    def find(self, given: bytes) -> str | None:
+        """Who it is. Compared with every key, in constant time each, so that timing tells nothing."""
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
+        return f"key {matches.index(True)}" if any(matches) else None
+
+    def reload(self) -> None:
+        """Read the file again. One that can't be read leaves the keys as they were: a typing error must not open the server."""
+        if self._file is None:
+            log.warning("there is no --api-key-file to read again")
+            return
+        try:
+            self._keys = [k.encode() for k in read_keys(self._own, Path(self._file))]
+        except OutriderError as e:
+            log.error("the API keys stay as they were: %s", e)
+        else:
+            log.info("read %d API keys again", len(self._keys))

@@ -1,0 +1,41 @@
+"""Texts that are read and not continued: scored prompts and embeddings. A few rows between two steps of the engine, in a client's turn."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import cast
+
+from ..engine.engine import Engine
+from ..engine.score import Scorer, Walk
+from ..types import OutriderError
+from .errors import ApiError
+from .model import Model
+from .prepare import Job
+from .runner import EngineLike
+from .stream import Writer
+
+
+async def walk(model: Model, work: Walk, client: str, priority: int = 0) -> None:
+    """To the end of it. One place is held meanwhile."""
+
+    def step(engine: EngineLike) -> bool:
+        return work.step(cast(Engine, engine))
+
+    await model.turns.acquire(client, priority)
+    try:
+        while await model.runner.call(step):
+            await asyncio.sleep(0)
+    except OutriderError as e:
+        raise ApiError(429, f"{e}.", retry_after=1) from e
+    finally:
+        model.turns.release(client)
+        model.runner.later(lambda engine: work.close(cast(Engine, engine)))
+
+
+async def score(model: Model, job: Job, writer: Writer, client: str) -> None:
+    """What the model thinks of the prompts."""
+    assert job.prompt_logprobs is not None
+    for prompt in {id(r.prompt): r.prompt for r in job.requests}.values():
+        scorer = Scorer(prompt, job.prompt_logprobs)
+        await walk(model, scorer, client, job.priority)
+        writer.scores[id(prompt)] = scorer.entries
