@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-arm test-ray check docs dist clean gpu-archs
+.PHONY: setup demo test test-clients test-arm test-ray check docs dist clean gpu-archs
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -22,6 +22,12 @@ check: setup
 
 test: check
 	$(BIN)/pytest tests/property tests/parity tests/e2e
+
+# Well-known clients as they are, against a server with a tiny model: Python's, and the Vercel AI SDK (needs node).
+test-clients: setup
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[clients]'
+	cd tests/clients && npm install --no-package-lock --no-audit --no-fund --silent
+	$(BIN)/pytest -rs tests/e2e/test_clients.py tests/clients
 
 # The CPU kernels for ARM, cross-compiled and run under qemu (gcc-aarch64-linux-gnu, libc6-dev-arm64-cross, qemu-user).
 test-arm: setup

@@ -102,6 +102,10 @@ many("embeddings", {
     "too_long": lambda api: same(embed(api, "x" * 4000, 400)["error"]["code"], "context_length_exceeded"),
     "ollama": lambda api: same(api.post("/api/embed", {"model": "fake", "input": ["a", "b"]})["embeddings"], vectors(embed(api, ["a", "b"]))),
 })  # fmt: skip
+many("tokenizer", {
+    "info": lambda api: holds(api.http.get("/tokenizer_info").json()["eos_token"]),
+    "info_template": lambda api: holds("add_generation_prompt" in api.http.get("/tokenizer_info").json()["chat_template"]),
+})  # fmt: skip
 many("logprobs", {
     "prompt_stream_chat": lambda api: same(api.chat(400, prompt_logprobs=1, stream=True)["error"]["code"], "invalid_value"),
     "prompt_stream_text": lambda api: holds("prompt_logprobs" in api.text(400, prompt_logprobs=1, stream=True)["error"]["message"]),

@@ -80,9 +80,9 @@ class Server:
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""
         client = request.state.client
-        with await self._room(request), ExitStack() as stack:
+        with await self.room(request), ExitStack() as stack:
             raw = await request.body()
-            long, several = len(raw) > LONG, len(self.shelf.slots) > 1
+            long, several = len(raw) > LONG, len(self.shelf.slots) > 1 and bool(raw)
             named = await self.desk.run(client, lambda: read(raw, Named.model_validate_json), long) if several else Named()
             model = await self.borrow(named.model, client, stack)
             return JSONResponse(await self.desk.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long))
@@ -105,7 +105,7 @@ class Server:
         stack = ExitStack()
         try:
             async with asyncio.timeout(self.settings.timeout):
-                with await self._room(request) as room:
+                with await self.room(request) as room:
                     raw = await request.body()
                     call = await unless_gone(request, self._begin(request, raw, parse, wire, stack, room, began))
         except TimeoutError:
@@ -116,7 +116,7 @@ class Server:
             raise
         return EventStream(call, wire.media_type) if call.streams else JSONResponse(await unless_gone(request, call.whole()))
 
-    async def _room(self, request: Request) -> ExitStack:
+    async def room(self, request: Request) -> ExitStack:
         """A large body is read when it is its client's turn; until then it stays with its client. Close it when the text is done with."""
         room, client = ExitStack(), request.state.client
         length = request.headers.get("content-length")

@@ -9,14 +9,16 @@ from __future__ import annotations
 import asyncio
 import base64
 import struct
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
 from ..engine.score import Embedder
+from ..engine.text import LONG
 from .call import late, unless_gone
 from .errors import bad, read
 from .model import Model
@@ -28,6 +30,7 @@ from .wire import Json
 if TYPE_CHECKING:
     from .app import Server
 
+B = TypeVar("B", "EmbeddingsRequest", "EmbedBody")
 MOST = 2048  # inputs of a call, as OpenAI has it
 
 
@@ -68,9 +71,7 @@ def split(given: str | list[object]) -> list[str | list[object]]:
 
 
 async def openai(server: Server, request: Request) -> Response:
-    raw = await request.body()
-    body = await server.desk.run(request.state.client, lambda: read(raw, EmbeddingsRequest.model_validate_json))
-    vectors, tokens, name = await embed(server, request, body)
+    body, vectors, tokens, name = await embed(server, request, EmbeddingsRequest.model_validate_json)
 
     def told(vector: list[float]) -> object:
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode() if body.encoding_format == "base64" else vector
@@ -80,27 +81,30 @@ async def openai(server: Server, request: Request) -> Response:
 
 
 async def ollama(server: Server, request: Request) -> Response:
-    raw = await request.body()
-    body = await server.desk.run(request.state.client, lambda: read(raw, EmbedBody.model_validate_json))
-    vectors, tokens, name = await embed(server, request, body)
+    _, vectors, tokens, name = await embed(server, request, EmbedBody.model_validate_json)
     answer: Json = {"model": name, "embeddings": vectors, "prompt_eval_count": tokens}
     return JSONResponse(answer)
 
 
-async def embed(server: Server, request: Request, body: EmbeddingsRequest | EmbedBody) -> tuple[list[list[float]], int, str]:
-    """(a vector for each input, their tokens in all, the model's name)"""
+async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -> tuple[B, list[list[float]], int, str]:
+    """(the request, a vector for each input, their tokens in all, the model's name)"""
     client = request.state.client
     try:
         with ExitStack() as stack:
             async with asyncio.timeout(server.settings.timeout):
+                room = stack.enter_context(await server.room(request))
+                raw = await request.body()
+                long = len(raw) > LONG
+                body = await server.desk.run(client, lambda: read(raw, parse), long)
                 name = None if body.model is None else body.model.removesuffix(":latest")
                 model = await unless_gone(request, server.borrow(name, client, stack))
                 stack.enter_context(server.admission.enter(1, client))
-                ids = await server.desk.run(client, lambda: [tokens(model.prepare, one) for one in body.inputs])
+                ids = await server.desk.run(client, lambda: [tokens(model.prepare, one) for one in body.inputs], long)
+                room.close()
                 vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions))
     except TimeoutError:
         raise late(server.settings.timeout) from None
-    return vectors, sum(map(len, ids)), model.name
+    return body, vectors, sum(map(len, ids)), model.name
 
 
 async def _vectors(model: Model, ids: list[list[int]], client: str, dimensions: int | None) -> list[list[float]]:

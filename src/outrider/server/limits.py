@@ -69,9 +69,10 @@ class Admission:
 class Guard:
     """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, here or behind it."""
 
-    def __init__(self, app: ASGIApp, settings: ServerSettings, keys: Keys, count: Callable[[str, str, int], None]) -> None:
-        """`count`: (method, path, status) of every answer."""
-        self.app, self._settings, self._keys, self._count = app, settings, keys, count
+    def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, str, int], None], keys: Keys | None = None) -> None:
+        """`count`: (method, path, status) of every answer. keys: where they can change while we run."""
+        self.app, self._settings, self._count = app, settings, count
+        self._keys = Keys(settings) if keys is None else keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -97,6 +97,10 @@ def _information(app: FastAPI, server: Server) -> None:
     async def model(name: str) -> Json:
         return card(server.shelf.find(name))
 
+    @app.get("/tokenizer_info", response_model=None, include_in_schema=False)
+    async def tokenizer_info(request: Request) -> Response:
+        return await server.look(request, lambda _, preparer: text_routes.tokenizer_info(preparer))
+
     @app.get("/health", responses={503: {"description": "The engine has stopped"}}, response_model=None)
     async def health() -> Response:
         ok = server.shelf.healthy and not server.admission.closing

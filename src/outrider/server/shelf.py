@@ -15,7 +15,7 @@ import itertools
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -208,13 +208,19 @@ class Shelf:
             leaving = self._in_the_way(slot)
             if any(s.users for s in leaving):
                 return  # whoever has borrowed it will give it back
-            self._swap = asyncio.get_running_loop().create_task(self._load(slot, leaving))
+            models = [(s, self._take_off(s)) for s in leaving]  # at once, so that nobody borrows one on its way out
+            self._swap = asyncio.get_running_loop().create_task(self._load(slot, models))
 
-    async def _load(self, slot: Slot, leaving: Iterable[Slot]) -> None:
+    def _take_off(self, slot: Slot) -> Model:
+        model, slot.model = slot.model, None
+        assert model is not None and not slot.users
+        return model
+
+    async def _load(self, slot: Slot, leaving: list[tuple[Slot, Model]]) -> None:
         slot.loading = True
         try:
-            for other in leaving:
-                await self._put_back(other)
+            while leaving:
+                await self._put_back(*leaving.pop())
             began = self._clock()
             model = await asyncio.to_thread(lambda: Model(slot.name, slot.load(), self._settings))
             model.start()
@@ -235,10 +241,7 @@ class Shelf:
                 waiting.turn.set_exception(error)
         self._waiting = [w for w in self._waiting if w.slot is not slot]
 
-    async def _put_back(self, slot: Slot) -> None:
-        model = slot.model
-        assert model is not None and not slot.users
-        slot.model = None
+    async def _put_back(self, slot: Slot, model: Model) -> None:
         await model.stop()
         self._gone = Tally(total([self._gone.engine, model.backend.engine.metrics]), self._gone.failed_steps + model.runner.failed_steps)
         self._gone.engine.running = self._gone.engine.waiting = 0

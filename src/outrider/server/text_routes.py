@@ -1,4 +1,6 @@
-"""Texts and token ids, a conversation as the model reads it: /tokenize, /detokenize, /apply-template, as vLLM and llama.cpp have them."""
+"""Texts and token ids, a conversation as the model reads it, as vLLM and llama.cpp have them.
+
+/tokenize, /detokenize, /apply-template, /tokenizer_info."""
 
 from __future__ import annotations
 
@@ -53,3 +55,14 @@ def detokenize(raw: bytes, preparer: Preparer) -> Json:
 
 def apply_template(raw: bytes, preparer: Preparer) -> Json:
     return {"prompt": preparer.conversation(ChatRequest.model_validate_json(raw)).written}
+
+
+def tokenizer_info(preparer: Preparer) -> Json:
+    """What a client needs to tokenise by us: lm-eval asks for it."""
+    files, tokenizer = preparer.tokenizer.files, preparer.tokenizer
+    ends = [tokenizer.backend.id_to_token(i) for i in tokenizer.eos_ids]
+    named: Json = {name: files.specials.get(name) for name in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    return {
+        **named, "eos_token": named["eos_token"] or (ends[0] if ends else None), "chat_template": files.chat_template,
+        "model_max_length": preparer.max_context, "tokenizer_class": "outrider",
+    }  # fmt: skip

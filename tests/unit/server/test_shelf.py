@@ -104,6 +104,18 @@ def test_a_model_in_use_is_never_put_back_and_those_who_wait_get_it_together() -
     run(work)
 
 
+def test_a_model_on_its_way_out_is_not_lent() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        await use(shelf, "a")
+        other = asyncio.ensure_future(use(shelf, "b"))
+        await asyncio.sleep(0)  # it is decided that a goes; nothing has been put back yet
+        assert not shelf.ready(shelf.find("a"))
+        await asyncio.gather(other, use(shelf, "a"))
+        assert loader.order == ["a", "b", "a"]
+
+    run(work)
+
+
 def test_newcomers_stand_back_once_another_has_waited_long() -> None:
     now = [0.0]
 
