@@ -289,10 +289,10 @@ class Preparer:
 
     def _encode(self, text: str, bos: bool) -> list[int]:
         """Where the beginning of a text is more than half as much again as fits, the rest need not be looked at."""
-        head = 3 * self._longest_prompt
+        head = 3 * self.longest_prompt
         try:
             if len(text) > max(LONG, head) and len(self.tokenizer.ids(text[:head], special=False)) > head // 2:
-                message = f"The prompt has more than {head // 2} tokens; at most {self._longest_prompt} are allowed here."
+                message = f"The prompt has more than {head // 2} tokens; at most {self.longest_prompt} are allowed here."
                 raise bad(message, "prompt", "context_length_exceeded")
             return self.tokenizer.encode(text, bos=bos)
         except (UnicodeError, TypeError) as e:
