@@ -43,6 +43,9 @@ def serve(
     api_key_file: Annotated[Path | None, typer.Option(help="More keys, one a line; read again on SIGHUP.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Serve https with this certificate (PEM, with its chain).")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key, where the certificate's file does not hold it.")] = None,
+    otel_endpoint: Annotated[
+        str | None, typer.Option(envvar="OTEL_EXPORTER_OTLP_ENDPOINT", help="Spans of requests go to this OTLP/HTTP collector.")
+    ] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")] = None,
     max_queued: Annotated[int, typer.Option(help="Sequences that wait behind them; more get 429.")] = 64,
     max_context: common.MaxContext = None,
@@ -93,7 +96,7 @@ def serve(
         several(listed, name, drafter, memory)
     settings = ServerSettings(
         model_name=name or listed[0].name, host=host, port=port, api_keys=read_keys(api_key, api_key_file),
-        api_key=api_key, api_key_file=api_key_file, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile,
+        api_key=api_key, api_key_file=api_key_file, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile, otel_endpoint=otel_endpoint,
         max_concurrent=8 if max_concurrent is None else max_concurrent, max_queued=max_queued,
         timeout=timeout, max_body=max_body, max_prompt=max_prompt,
         log_level=log_level, log_json=log_json, allowed_origins=tuple(allowed_origin or ()), trusted_hosts=tuple(trusted_host or ()),

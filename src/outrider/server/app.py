@@ -39,6 +39,7 @@ from .schema import ChatRequest, Common, CompletionRequest, Named
 from .settings import ServerSettings
 from .shelf import Shelf
 from .stream import Writer
+from .tracing import Tracing
 from .walks import score
 from .wire import Json, Wire
 
@@ -59,6 +60,7 @@ class Server:
         self.desk = Desk(DESK_THREADS, DESK_WAITING)
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
+        self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
         self.connections: Connections | None = None  # set where real ones come in
         self.started = int(time.time())
         self._trimming: asyncio.TimerHandle | None = None
@@ -150,6 +152,9 @@ class Server:
         route, deadline = route_of(request.scope["path"].removeprefix(request.scope.get("root_path", ""))), began + self.settings.timeout
         call = Call(job, feeder, writer, wire, stack, deadline, self.settings.timeout, route, self.metrics, lambda: self.admission.closing)
         stack.callback(feeder.close)
+        if self.tracing is not None:
+            arrived = time.time() - (time.monotonic() - began)
+            stack.callback(self.tracing.ended, dict(request.headers), request.state.request_id, route, writer, model.name, arrived)
         if job.prompt_logprobs is not None:
             await score(model, job, writer, client)
         if not model.turns.would_wait(client):
@@ -173,6 +178,8 @@ class Server:
     async def close(self) -> None:
         await self.shelf.stop()
         self.desk.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
 
 def prepare(body: Common, request: Request, preparer: Preparer) -> Job:

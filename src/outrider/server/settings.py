@@ -22,6 +22,7 @@ class ServerSettings:
     api_key_file: Path | None = None  # read again on SIGHUP
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
+    otel_endpoint: str | None = None  # where spans go; None: there are none
     max_concurrent: int = 8  # sequences that decode at once
     max_queued: int = 64  # sequences that wait behind them; more get a 429
     timeout: float = 600.0  # seconds for one request, waiting included

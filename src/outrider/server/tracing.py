@@ -1,0 +1,86 @@
+"""OpenTelemetry, where the operator asks for it: a span for each call, with waiting, prefill and decoding as its children.
+
+Needs the extra `otel`. Without an endpoint nothing of it is imported. No text of a prompt or an answer is ever in a span.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from .. import __version__
+from ..types import OutriderError, RequestStats
+from .stream import Writer
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
+
+class Tracing:
+    def __init__(self, provider: TracerProvider) -> None:
+        from opentelemetry import propagate, trace
+
+        self._provider, self._trace = provider, trace
+        self._tracer = provider.get_tracer("outrider", __version__)
+        self._context = propagate.extract
+
+    @classmethod
+    def to(cls, endpoint: str) -> Tracing:
+        """Spans go to a collector by OTLP over HTTP, in batches, off the event loop."""
+        try:
+            from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+            from opentelemetry.sdk.resources import Resource
+            from opentelemetry.sdk.trace import TracerProvider
+            from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        except ModuleNotFoundError as e:
+            raise OutriderError(f"--otel-endpoint needs {e.name}: pip install 'outrider[otel]'") from None
+        provider = TracerProvider(resource=Resource.create({"service.name": "outrider", "service.version": __version__}))
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=f"{endpoint.rstrip('/')}/v1/traces")))
+        return cls(provider)
+
+    def ended(self, headers: Mapping[str, str], request_id: str, route: str, writer: Writer, model: str, began: float) -> None:
+        """A call is over, however it ended. began: when it arrived, by time.time(). A caller's `traceparent` becomes the parent."""
+        end, choices = time.time(), writer.choices
+        stats = [c.stats for c in choices if c.stats is not None]
+        usage = writer.usage()
+        attributes: dict[str, str | int | float | list[str]] = {
+            "gen_ai.operation.name": route, "gen_ai.request.model": model, "gen_ai.provider.name": "outrider",
+            "outrider.request_id": request_id, "gen_ai.response.finish_reasons": [c.finish or "abort" for c in choices],
+            "gen_ai.usage.input_tokens": int(str(usage["prompt_tokens"])),
+            "gen_ai.usage.output_tokens": int(str(usage["completion_tokens"])),
+        }  # fmt: skip
+        if stats:
+            attributes |= _measured(stats, end - began)
+        context = self._context(headers)
+        span = self._tracer.start_span(
+            f"{route} {model}", context, kind=self._trace.SpanKind.SERVER, attributes=attributes, start_time=_ns(began)
+        )
+        if stats:
+            self._parts(span, stats[0], began, end)
+        span.end(_ns(end))
+
+    def _parts(self, span: object, stats: RequestStats, began: float, end: float) -> None:
+        first = max(began, end - stats.decode_s)
+        submitted = max(began, first - stats.ttft_s)
+        inside = self._trace.set_span_in_context(span)  # type: ignore[arg-type]
+        for name, start, stop in (("queue", began, submitted), ("prefill", submitted, first), ("decode", first, end)):
+            self._tracer.start_span(name, inside, start_time=_ns(start)).end(_ns(stop))
+
+    def close(self) -> None:
+        """What waits to be sent is sent."""
+        self._provider.shutdown()
+
+
+def _measured(stats: list[RequestStats], total: float) -> dict[str, float | int]:
+    longest = max(s.ttft_s + s.decode_s for s in stats)
+    return {
+        "outrider.queue_s": max(0.0, total - longest), "outrider.prefill_s": max(s.prefill_s for s in stats),
+        "outrider.time_to_first_token_s": min(s.ttft_s for s in stats), "outrider.decode_s": max(s.decode_s for s in stats),
+        "outrider.cached_tokens": min(s.cached_tokens for s in stats), "outrider.drafted": sum(s.drafted for s in stats),
+        "outrider.accepted": sum(s.accepted for s in stats),
+    }  # fmt: skip
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1e9)
