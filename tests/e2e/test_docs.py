@@ -51,6 +51,7 @@ FREE = {
     "done",
     "wait",
     "echo",
+    "benchmarks/lm_eval/run.sh",
 }
 MARKS = ("run", "parse", "serve", "ask", "file", "skip")
 
