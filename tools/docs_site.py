@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ import history  # noqa: E402
 import reference  # noqa: E402
 
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)(#[^)\s]*)?(\))")
+
+
+def on_config(config: Any) -> Any:
+    """Every page says which version it describes."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
+    config.copyright = f"Outrider {version}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:

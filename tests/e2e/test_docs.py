@@ -239,5 +239,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "WARNING" not in done.stderr
     cli = (tmp_path / "site" / "reference" / "cli.html").read_text()
+    assert f"Outrider {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}" in cli
     assert "outrider doctor" in cli and "outrider batch" in cli and "--max-concurrent" in cli
     assert "http://" not in re.sub(r"https?://(127\.0\.0\.1|www\.w3\.org|outrider)\S*", "", (tmp_path / "site" / "index.html").read_text())
