@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import os
+import signal
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypedDict, Unpack
+from typing import NoReturn, TypedDict, Unpack
 
 import torch
 
@@ -21,12 +23,16 @@ from . import ops as ops_module
 from .config import EngineConfig, SpecConfig, Verify, parse_draft_tokens, parse_tree
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
+from .engine.room import Room
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
 from .models import build, build_drafter
 from .models.layers import TextModel
 from .models.pairing import fits
+from .models.split import SOLO
 from .ops.backend import Backend
+from .ops.cpu.ops import default_threads
+from .parallel import STARTED_BY_US, Leader, Team, follow, is_worker, join
 from .spec import card as cards
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostKey, CostTable, machine_name
@@ -48,6 +54,25 @@ class Drafting(TypedDict, total=False):
     drafter: bool | str
 
 
+@dataclass(frozen=True)
+class Options:
+    """What `LLM.load` was asked for."""
+
+    model: str
+    drafter: str = "auto"
+    draft_tokens: int | None = None
+    verify: Verify = "coupled"
+    tree: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    ops: str = "auto"
+    threads: int | None = None
+    quantize: str | None = None
+    load_format: LoadFormat = "auto"
+    seed: int = 0
+    engine: EngineConfig | None = None
+
+
 @dataclass
 class Completion:
     text: str
@@ -59,8 +84,8 @@ class Completion:
 
 
 class LLM:
-    def __init__(self, engine: Engine, name: str, drafter_note: str, weight_bytes: int = 0):
-        self.engine, self.name, self.drafter_note, self._weight_bytes = engine, name, drafter_note, weight_bytes
+    def __init__(self, engine: Engine, name: str, drafter_note: str, weight_bytes: int = 0, team: Team | None = None):
+        self.engine, self.name, self.drafter_note, self._weight_bytes, self.team = engine, name, drafter_note, weight_bytes, team
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
         self._ids = itertools.count()
@@ -81,48 +106,42 @@ class LLM:
         load_format: LoadFormat = "auto",
         seed: int = 0,
         engine: EngineConfig | None = None,
+        tensor_parallel: int = 1,
         say: Callable[[str], None] = log.info,
     ) -> LLM:
-        """`drafter`: auto | none | ngram | a folder or id of an MTP drafter, a draft model (draft:NAME) or Medusa heads."""
-        spec = SpecConfig(parse_draft_tokens(draft_tokens), verify, parse_tree(tree))
-        place = ops_module.place(device)
-        if place.index is not None:
-            torch.cuda.set_device(place)  # kernels are launched on the current device, wherever their tensors are
-        kind = _dtype(dtype, place)
-        chosen = ops_module.choose(place, ops, threads)
-        if chosen.name == "cpu":
-            torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
-        config, weights, text = load_target(model, place, kind, chosen, quantize, load_format, seed)
-        if quantize is not None and load_format == "auto":
-            say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
-        target = build(config, weights, chosen)
-        tokenizer = Tokenizer.load(text) if load_format != "dummy" else None
-        guesser, names, note = pick_drafter(model, drafter, target, chosen, place, kind, load_format, seed)
-        say(note)
-        runner = chosen.compile(target)
-        card = guesser.card if isinstance(guesser, MTPDrafter) else None
-        prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
-        controller = Controller(CostTable(), names, prior, trust=trust)
-        settings = engine or EngineConfig()
-        made = Engine(runner, tokenizer, settings, spec, guesser, controller, chosen.kv_dtype(kind, settings.kv_dtype))
-        if place.type == "cuda":
-            gib = made.store.bytes() / 2**30
-            say(f"K/V: {made.room.tokens:,} tokens in {gib:.1f} GiB; up to {made.max_batch} sequences, {made.max_context:,} tokens each")
-        if spec.draft_tokens is None and names:
-            trained_for = guesser.model.config.target_hash if isinstance(guesser, MTPDrafter) else None
-            key = CostKey(
-                machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
-                f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.max_batch} kv {settings.kv_dtype}",
-                f"{__version__} {FORMAT} {chosen.version}",
-            )
+        """`drafter`: auto | none | ngram | a folder or id of an MTP drafter, a draft model (draft:NAME) or Medusa heads.
+        `tensor_parallel`: divide the model over so many processes (outrider.parallel); the others never come back from here."""
+        options = Options(
+            model, drafter, parse_draft_tokens(draft_tokens), verify, parse_tree(tree), device, dtype, ops, threads, quantize, load_format,
+            seed, engine,
+        )  # fmt: skip
+        if tensor_parallel == 1:
+            return cls._open(options, say)
+        if is_worker():
+            worker(device)
+        team = join(tensor_parallel, device)
+        team.send(options)
+        return cls._open(options, say, team)
+
+    @classmethod
+    def _open(cls, options: Options, say: Callable[[str], None], team: Team | None = None) -> LLM:
+        engine, note, size, key = assemble(options, say, team)
+        if team is not None:
+            Leader(engine, team)
+        if key is not None:
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
-            controller.cost = calibrate(made, key, hub.keeping("costs", f"{digest}.json"))
-        return cls(made, model, note, sum(w.nbytes for w in weights.values()))
+            engine.controller.cost = calibrate(engine, key, hub.keeping("costs", f"{digest}.json"))
+        return cls(engine, options.model, note, size, team)
 
     @property
     def nbytes(self) -> int:
-        """What the target's weights and the K/V of all sequences take."""
+        """What the target's weights and the K/V of all sequences take (of a divided model: in this process)."""
         return self._weight_bytes + self.engine.store.bytes()
+
+    def close(self) -> None:
+        """End the other processes of a model that is divided over several; of others there is nothing to end."""
+        if self.team is not None:
+            self.team.close()
 
     # ---- running --------------------------------------------------------------------------------------------------
     def requests(
@@ -208,6 +227,99 @@ def _take(completion: Completion, event: Event) -> None:
             raise OutriderError(event.error)
 
 
+def assemble(options: Options, say: Callable[[str], None], team: Team | None = None) -> tuple[Engine, str, int, CostKey | None]:
+    """The engine, the line that says who drafts, the bytes of the weights, and what its costs are kept by (None: nobody will ask).
+    With a team: this process's part of it; what goes wrong in one process goes wrong in all."""
+    agreed = False
+
+    def agree(room: Room) -> Room:
+        nonlocal agreed
+        if team is None:
+            return room
+        agreed = True
+        context, tokens, window = team.least((room.max_context, room.tokens, -1 if room.window_tokens is None else room.window_tokens))
+        return Room(context, tokens, None if window < 0 else window)
+
+    try:
+        return _assemble(options, say, team, agree)
+    except OutriderError as error:
+        if team is not None and not agreed:
+            team.least((), str(error))  # raises here and everywhere
+        raise
+
+
+def _assemble(
+    options: Options, say: Callable[[str], None], team: Team | None, agree: Callable[[Room], Room]
+) -> tuple[Engine, str, int, CostKey | None]:
+    model, quantize, load_format, seed, threads = options.model, options.quantize, options.load_format, options.seed, options.threads
+    spec = SpecConfig(options.draft_tokens, options.verify, options.tree)
+    place = ops_module.place(options.device) if team is None else team.device
+    if place.index is not None:
+        torch.cuda.set_device(place)  # kernels are launched on the current device, wherever their tensors are
+    kind = _dtype(options.dtype, place)
+    if team is not None and place.type == "cpu":
+        threads = threads or max(1, default_threads() // team.share.world)  # the processes share the cores
+    chosen = ops_module.choose(place, options.ops, threads)
+    if chosen.name == "cpu" or (team is not None and place.type == "cpu"):
+        torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
+    share, together = (None, SOLO) if team is None else (team.share, team)
+    config, weights, text = load_target(model, place, kind, chosen, quantize, load_format, seed, share)
+    if quantize is not None and load_format == "auto":
+        say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
+    target = build(config, weights, chosen, together)
+    tokenizer = Tokenizer.load(text) if load_format != "dummy" else None
+    guesser, names, note = pick_drafter(model, options.drafter, target, chosen, place, kind, load_format, seed)
+    say(note)
+    size = sum(w.nbytes for w in weights.values())
+    if team is not None:
+        say(f"tensor parallel: {team.share.world} processes, {size / 2**30:.2f} GiB of weights in the first")
+    runner = chosen.compile(target) if team is None else target  # whole models in one call know nothing of other processes
+    card = guesser.card if isinstance(guesser, MTPDrafter) else None
+    prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
+    controller = Controller(CostTable(), names, prior, trust=trust)
+    settings = options.engine or EngineConfig()
+    made = Engine(runner, tokenizer, settings, spec, guesser, controller, chosen.kv_dtype(kind, settings.kv_dtype), agree=agree)
+    if place.type == "cuda":
+        gib = made.store.bytes() / 2**30
+        say(f"K/V: {made.room.tokens:,} tokens in {gib:.1f} GiB; up to {made.max_batch} sequences, {made.max_context:,} tokens each")
+    if spec.draft_tokens is not None or not names:
+        return made, note, size, None
+    trained_for = guesser.model.config.target_hash if isinstance(guesser, MTPDrafter) else None
+    divided = "" if team is None else f" over {team.share.world}"
+    key = CostKey(
+        machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
+        f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.max_batch} kv {settings.kv_dtype}{divided}",
+        f"{__version__} {FORMAT} {chosen.version}",
+    )
+    return made, note, size, key
+
+
+def worker(device: str | None = None) -> NoReturn:
+    """A process that follows rank 0: it is told what to load, and then every step. Ends when rank 0 does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells everybody; rank 0 says what it means
+    if STARTED_BY_US in os.environ:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    team = None
+    try:
+        team = join(int(os.environ["WORLD_SIZE"]), os.environ.get(STARTED_BY_US, device))
+        options = team.receive()
+        assert isinstance(options, Options)
+        try:
+            engine, *_ = assemble(options, lambda line: None, team)
+        except OutriderError:
+            team.receive()  # rank 0 says what went wrong, and that this is the end
+        else:
+            follow(engine, team)
+        team.close()
+        os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
+    except OutriderError:
+        pass  # rank 0 says it
+    except Exception as error:
+        if (team is None or not team.watch.ending) and "Connection closed by peer" not in str(error):
+            log.exception("process %s failed", os.environ.get("RANK"))
+    os._exit(1)
+
+
 def _dtype(name: str | None, device: torch.device) -> torch.dtype:
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if name is None:
@@ -261,12 +373,13 @@ def _load_drafter(
         from .spec.medusa import Medusa
 
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
-    own, parts = load_drafter(files, device, dtype, ops, ops.capabilities.draft_format, load_format, seed)
+    share = target.together.share
+    own, parts = load_drafter(files, device, dtype, ops, ops.capabilities.draft_format, load_format, seed, share)
     reason = fits(own, target.config)
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
     drafter = build_drafter(own, parts, ops, target)
-    made = MTPDrafter(ops.compile_drafter(drafter), target)
+    made = MTPDrafter(ops.compile_drafter(drafter) if share.world == 1 else drafter, target)
     if load_format == "auto":
         made.card = cards.read(Path(files.path), fingerprint(files))
     return made, ("mtp", "ngram"), f"drafter: mtp {where} ({note})"

@@ -258,11 +258,12 @@ def test_nan_and_a_full_disk_keep_the_last_checkpoint(
 
 
 def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    """torchrun: prompts and batches are shared out, gradients averaged, rank 0 alone writes. The same batches, two a step in
-    one process, must give the same drafter."""
+    """torchrun: prompts and batches are shared out, gradients averaged, neither process holds the target whole, rank 0 alone writes.
+    The same batches, two a step in one process, must give the same drafter."""
     target, data, _ = world
     out = tmp_path / "two"
     options = "--steps 3 --unroll 2 --layers 2 --anchors 256 --max-new 16 --slots 16 --greedy 1 --heldout 8 --eval-every 2 --dtype float32"
+    options += " --shard-target"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "outrider.cli.main", "train"]
     command += ["--target", str(target), "--data", str(data), "--out", str(out), "--device", "cpu", *options.split()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parents[2])}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import TypedDict
@@ -23,6 +23,7 @@ from typing import TypedDict
 from ..models.config import DrafterConfig, Foreign, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, kv_bytes_per_token, model_size
 from ..types import MAX_DRAFT, OutriderError
+from .several import Layout, Link, Need, Several, cheapest
 
 KERNELS = 9  # launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and write
 PLE_KERNELS = 3  # more where a layer has its own embeddings, counted
@@ -158,18 +159,25 @@ class Setup:
     weight_bytes: float = 2.0  # of a weight that a token reads, on average
     kv_item: float = 2.0
     stored: float | None = None  # bytes of all weights, where they are not of one size
+    several: Several | None = None  # GPUs that share the model
+
+    @property
+    def gpus(self) -> int:
+        return 1 if self.several is None else self.several.gpus
 
 
 def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
     """Seconds of moving bytes, of arithmetic, and of kernels' own time, that of further rows included."""
     rows, config, on = setup.batch * (k + 1), setup.target, setup.on
     size = model_size(config)
-    moved = size.streamed(rows) * setup.weight_bytes
-    moved += setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True) + rows * kv_bytes_per_token(config, setup.kv_item)
-    work = setup.batch * flops(size, k + 1, setup.context, k + 1)
+    own_part = config if setup.several is None else setup.several.part(config)  # of K/V: heads are kept by several where there are few
+    moved = size.streamed(rows) * setup.weight_bytes / setup.gpus
+    moved += setup.batch * kv_bytes(own_part, setup.context, setup.kv_item, read=True) + rows * kv_bytes_per_token(own_part, setup.kv_item)
+    work = setup.batch * flops(size, k + 1, setup.context, k + 1) / setup.gpus
     layers = len(config.layers)
     launched = layers * (KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)) + HEAD_KERNELS
     own = 1e-6 * (launched * on.kernel_us + layers * (rows - 1) * on.row_us)
+    own += 0.0 if setup.several is None else setup.several.verify(config, rows, on.kernel_us)
     return moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach), own
 
 
@@ -197,7 +205,10 @@ def draft_seconds(setup: Setup, k: int) -> float:
     work = 2.0 * setup.batch * size.step
     launched = len(config.layers) * DRAFTER_KERNELS + DRAFTER_HEAD_KERNELS
     busy = _together(on, moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach))
-    return k * (busy + launched * on.kernel_us * 1e-6)
+    told = 0.0
+    if setup.several is not None:
+        told = setup.several.draft(len(config.layers), setup.batch, config.hidden, config.backbone_hidden, on.kernel_us)
+    return k * (busy + launched * on.kernel_us * 1e-6 + told)
 
 
 @dataclass(frozen=True)
@@ -219,10 +230,18 @@ def sweep(setup: Setup, accept: Acceptance, ks: Sequence[int] = range(MAX_DRAFT 
 
 
 def memory_bytes(setup: Setup) -> dict[str, float]:
+    """Of one GPU."""
     weights = model_size(setup.target).total * setup.weight_bytes if setup.stored is None else setup.stored
     drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
-    cache = setup.batch * kv_bytes(setup.target, setup.context, setup.kv_item)
+    if setup.several is not None:
+        weights /= setup.gpus
+    own_part = setup.target if setup.several is None else setup.several.part(setup.target)
+    cache = setup.batch * kv_bytes(own_part, setup.context, setup.kv_item)
     return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}
+
+
+def fits(setup: Setup) -> bool:
+    return memory_bytes(setup)["total"] * 1.05 < setup.on.memory * 1e9
 
 
 class Prediction(TypedDict):
@@ -255,7 +274,7 @@ def predict(setup: Setup, accept: Acceptance) -> Prediction:
         "batch": setup.batch,
         "context": setup.context,
         "memory_gb": {k: v / 1e9 for k, v in need.items()},
-        "fits": need["total"] * 1.05 < setup.on.memory * 1e9,
+        "fits": fits(setup),
         "acceptance": accept.said,
         "plain_ms": points[0].cycle_ms,
         "plain_parts_ms": {"bytes": 1e3 * moving[0], "arithmetic": 1e3 * moving[1], "kernels": 1e3 * moving[2]},
@@ -266,6 +285,59 @@ def predict(setup: Setup, accept: Acceptance) -> Prediction:
         "points": [vars(p) for p in points],
         "why": explain(setup, accept, best),
     }
+
+
+# ---- several GPUs ----------------------------------------------------------------------------------------------------
+BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def divided(setup: Setup, gpus: int, by: Link) -> Setup | None:
+    """The same over so many GPUs; None: this model or this link cannot be."""
+    try:
+        made = replace(setup, several=None if gpus == 1 else Several(gpus, by))
+        verify_parts(made, 0)
+    except OutriderError:
+        return None
+    return made
+
+
+def layouts(setup: Setup, accept: Acceptance, by: Link, counts: Sequence[int] = (1, 2, 4, 8)) -> list[Layout]:
+    out: list[Layout] = []
+    for gpus in counts:
+        made = divided(setup, gpus, by)
+        if made is not None:
+            points = sweep(made, accept)
+            best = max(points, key=lambda p: p.speedup)
+            each = memory_bytes(made)["total"] / 1e9
+            out.append({
+                "gpus": gpus, "fits": fits(made), "memory_gb": each, "plain_ms": points[0].cycle_ms, "best_k": best.k,
+                "ms": best.ms_per_token, "tokens_per_second": 1e3 * made.batch / best.ms_per_token,
+            })  # fmt: skip
+    return out
+
+
+def replicas(setup: Setup, accept: Acceptance, gpus: int) -> Layout | None:
+    """So many GPUs with a whole model each, the users divided among them; None: a model does not fit one."""
+    alone = replace(setup, several=None, batch=-(-setup.batch // gpus))
+    if not fits(alone):
+        return None
+    points = sweep(alone, accept)
+    best = max(points, key=lambda p: p.speedup)
+    return {
+        "gpus": gpus, "fits": True, "memory_gb": memory_bytes(alone)["total"] / 1e9, "plain_ms": points[0].cycle_ms, "best_k": best.k,
+        "ms": best.ms_per_token, "tokens_per_second": 1e3 * setup.batch / best.ms_per_token,
+    }  # fmt: skip
+
+
+def needed(setup: Setup, accept: Acceptance, by: Link, users: int, limit_ms: float = 50.0) -> Need | None:
+    """GPUs for so many users who read at once. Prompts are not counted."""
+    found: dict[int, list[tuple[int, float]]] = {}
+    for gpus in (1, 2, 4, 8):
+        for batch in BATCHES:
+            made = divided(replace(setup, batch=batch), gpus, by)
+            if made is not None and fits(made):
+                found.setdefault(gpus, []).append((batch, min(p.ms_per_token for p in sweep(made, accept))))
+    return cheapest(users, found, limit_ms)
 
 
 def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:

@@ -6,7 +6,7 @@ and one table row per slot (a slot is a running sequence's place). `view()` give
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -117,6 +117,15 @@ class KVStore:
                 row[: len(held)] = upload(held, torch.int32, self.device)
         self._live[seq.slot] = seq
         return seq, hit
+
+    def place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, Sequence[int]]]) -> None:
+        """Pages that somebody else has given to a slot (the first one's number, and where they are); fresh: it is another sequence's."""
+        if fresh:
+            self.flush()
+            for table in self.tables.values():
+                table[slot].zero_()
+        for name, (first, where) in pages.items():
+            self._changed[name] += [(slot * self._width + first + i, page) for i, page in enumerate(where)]
 
     def fits(self, seq: SeqCache, positions: int) -> bool:
         """Could it hold `positions` now, if shared prefixes that nobody uses were given up?"""

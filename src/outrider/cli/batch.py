@@ -36,6 +36,7 @@ def batch(
     ops: common.Ops = "auto",
     threads: common.Threads = None,
     quantize: common.Quantize = None,
+    tensor_parallel: common.TensorParallel = 1,
     load_format: common.LoadFormat = "auto",
     ray: Annotated[bool, typer.Option("--ray", help="On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine.")] = False,
     replicas: Annotated[int | None, typer.Option(help="With --ray: engines. Default: one a GPU; without GPUs one a machine.")] = None,
@@ -57,10 +58,13 @@ def batch(
     settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)
     if replicas is not None and not ray:
         raise OutriderError("--replicas is for --ray: one machine without Ray has one engine")
+    if ray and tensor_parallel > 1:
+        raise OutriderError("--tensor-parallel and --ray do not go together yet: leave out one of them")
     if not ray:
         llm = common.load_llm(
             chosen, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-            quantize=quantize, load_format=load_format, engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
+            quantize=quantize, tensor_parallel=tensor_parallel, load_format=load_format,
+            engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
         )  # fmt: skip
     columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()]
     began = time.monotonic()

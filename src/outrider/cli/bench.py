@@ -51,6 +51,7 @@ def bench(
     ops: common.Ops = "auto",
     threads: common.Threads = None,
     quantize: common.Quantize = None,
+    tensor_parallel: common.TensorParallel = 1,
 ) -> None:
     """Time contestants over many kinds of prompts, interleaved, with 95 % intervals; check that the texts are identical.
 
@@ -59,8 +60,18 @@ def bench(
     from ..bench import workloads
 
     options = common.LoadOptions(
-        tree=tree, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, seed=seed
+        tree=tree,
+        verify=verify,
+        device=device,
+        dtype=dtype,
+        ops=ops,
+        threads=threads,
+        quantize=quantize,
+        seed=seed,
+        tensor_parallel=tensor_parallel,
     )
+    if tensor_parallel > 1 and len(common.parts(drafters)) > 1:
+        raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
     if simulate is not None:
         _simulate(model, common.parts(drafters)[0], simulate, options, as_json)
         return

@@ -39,6 +39,7 @@ def chat(
     ops: common.Ops = "auto",
     threads: common.Threads = None,
     quantize: common.Quantize = None,
+    tensor_parallel: common.TensorParallel = 1,
     max_context: common.MaxContext = None,
     kv_dtype: common.KvDtype = "auto",
 ) -> None:
@@ -49,7 +50,7 @@ def chat(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed).validate()
     llm = common.load_llm(
         model, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify,
-        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, tensor_parallel=tensor_parallel,
         engine=EngineConfig(max_context=max_context, kv_dtype=kv_dtype),
     )  # fmt: skip
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:

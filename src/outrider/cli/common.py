@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar, Unpack
@@ -32,6 +33,7 @@ Ops = Annotated[str, typer.Option(help="Kernels: auto | reference | cpu | triton
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default, and at most: the cores this process may use.")]
 Quantize = Annotated[str | None, typer.Option(help="int8 | int4, on a GPU fp8 too: quantise a dense checkpoint while loading.")]
 KvDtype = Annotated[str, typer.Option(help="K/V: auto | int8 (half the memory, on the CPU; a little less exact).")]
+TensorParallel = Annotated[int, typer.Option(help="Divide the model over so many processes, one a GPU (gloo on the CPU).")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. Default: what model and memory hold.")]
 GpuMemory = Annotated[float, typer.Option(help="Share of the GPU's memory for weights, K/V and work together.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
@@ -58,10 +60,12 @@ class LoadOptions(TypedDict, total=False):
     load_format: str
     seed: int
     engine: EngineConfig
+    tensor_parallel: int
 
 
 def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) -> LLM:
     """Load and say once what was chosen."""
+    follow_if_told(options.get("tensor_parallel", 1), options.get("device"))
     from ..llm import LLM
 
     say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: err.print(f"[dim]{line}[/dim]"))
@@ -70,6 +74,16 @@ def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) ->
     if engine is not None and engine.max_context is not None and engine.max_context > llm.config.max_context:
         say(f"context: {llm.engine.max_context} tokens (--max-context {engine.max_context} is more than this model knows)")
     return llm
+
+
+def follow_if_told(tensor_parallel: int, device: str | None) -> None:
+    """Under torchrun every process runs the same command; all but the first follow that one and never return from here."""
+    if tensor_parallel < 1:
+        raise OutriderError(f"--tensor-parallel must be at least 1, got {tensor_parallel}")
+    if tensor_parallel > 1 and int(os.environ.get("RANK", "0")) > 0:
+        from ..llm import worker
+
+        worker(device)
 
 
 def encode_prompt(llm: LLM, prompt: str | list[dict[str, str]], raw: bool) -> list[int]:

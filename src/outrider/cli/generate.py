@@ -49,6 +49,7 @@ def generate(
     ops: common.Ops = "auto",
     threads: common.Threads = None,
     quantize: common.Quantize = None,
+    tensor_parallel: common.TensorParallel = 1,
     max_context: common.MaxContext = None,
     kv_dtype: common.KvDtype = "auto",
 ) -> None:
@@ -70,7 +71,7 @@ def generate(
     rows = list(common.read_prompts(prompts)) if prompts is not None else []
     llm = common.load_llm(
         model, as_json, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify,
-        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
+        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, tensor_parallel=tensor_parallel,
         engine=EngineConfig(max_context=max_context, kv_dtype=kv_dtype),
     )  # fmt: skip
     if prompts is not None:

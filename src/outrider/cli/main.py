@@ -50,13 +50,25 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     code = run()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if left_a_team() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # One of several processes. Threads of the collectives may still want the interpreter, and abort the process when they find
         # it being taken down: so it is not taken down.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     raise SystemExit(code)
+
+
+def left_a_team() -> bool:
+    """Whether a model was divided over processes; the others are told that this is the end."""
+    if "outrider.parallel.team" not in sys.modules:
+        return False
+    from ..parallel.team import Team
+
+    if Team.here is None:
+        return False
+    Team.here.close()
+    return True
 
 
 def run() -> int:

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
 from ..bench import predict as model_of
-from ..bench import svg
+from ..bench import several, svg
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.known import KNOWN
 from ..types import OutriderError
@@ -41,6 +41,10 @@ def predict(
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the one being decoded.")] = 1024,
     bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
+    tensor_parallel: Annotated[int, typer.Option(help="Over so many GPUs; also shows 1, 2, 4 and 8, replicas, and many users.")] = 1,
+    link: Annotated[
+        str | None, typer.Option(help="nvlink | nvlink3 | nvlink-bridge | pcie5 | pcie | pcie3. Default: the usual one of that GPU.")
+    ] = None,
     bandwidth: Annotated[float | None, typer.Option(help="GB/s: instead of the table's.")] = None,
     rate: Annotated[float | None, typer.Option(help="Dense TFLOP/s: instead of the table's.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Write the roofline as SVG.")] = None,
@@ -59,6 +63,9 @@ def predict(
     if gpu == "list":
         _list_machines()
         return
+    if tensor_parallel < 1:
+        raise OutriderError(f"--tensor-parallel must be at least 1, got {tensor_parallel}")
+    by = several.link(link, gpu)
     if batch < 1 or context < 1 or (bits is not None and bits <= 0):
         raise OutriderError("--batch and --context must be at least 1, --bits positive")
     on = _here(model, bits) if gpu == "here" else model_of.machine(gpu)
@@ -73,6 +80,8 @@ def predict(
     if not model:
         raise OutriderError("predict what? name a model: outrider predict google/gemma-4-31B-it")
     setup = _setup(model, drafter, on, batch, context, bits)
+    if tensor_parallel > 1:
+        setup = replace(setup, several=several.Several(tensor_parallel, by))
     if accept is not None:
         accepted = model_of.Acceptance.parse(accept)
     elif setup.drafter is None:
@@ -86,10 +95,13 @@ def predict(
             f"{model} on {on.label}, batch {batch}", "floating-point operations a byte", "TFLOP/s", [("roof", roof)], marks=points
         )
         plot.write_text(text, encoding="utf-8")
+    more = _several(setup, accepted, by) if tensor_parallel > 1 else {}
     if as_json:
-        print(json.dumps({"model": model, **data}))
-    else:
-        _show(model, data)
+        print(json.dumps({"model": model, **data, **more}))
+        return
+    _show(model, data)
+    if tensor_parallel > 1:
+        _show_several(more, tensor_parallel, by)
 
 
 def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: int, bits: float | None) -> model_of.Setup:
@@ -158,6 +170,34 @@ def _show(model: str, data: model_of.Prediction) -> None:
         out.print(f"K={data['best_k']} brings only {data['speedup']:.2f}x:")
     for reason in data["why"]:
         out.print(f"- {reason}")
+
+
+def _several(setup: model_of.Setup, accept: model_of.Acceptance, by: several.Link) -> dict[str, object]:
+    return {
+        "link": by.label,
+        "layouts": model_of.layouts(setup, accept, by),
+        "replicas": model_of.replicas(setup, accept, setup.gpus),
+        "needs": [model_of.needed(setup, accept, by, users) for users in (100, 10_000)],
+    }
+
+
+def _show_several(more: dict[str, Any], gpus: int, by: several.Link) -> None:
+    table = Table("GPUs", "GB each", "plain ms", "best K", "ms a token", "tokens/s of all", title=f"one model over several, {by.label}")
+    for one in more["layouts"]:
+        cells = (f"{one['plain_ms']:.2f}", str(one["best_k"]), f"{one['ms']:.2f}", f"{one['tokens_per_second']:.0f}")
+        table.add_row(str(one["gpus"]), f"{one['memory_gb']:.1f}{'' if one['fits'] else ' (does not fit)'}", *cells)
+    out.print(table)
+    whole, shared = more["replicas"], next(one for one in more["layouts"] if one["gpus"] == gpus)
+    if whole is None:
+        out.print(f"{gpus} replicas instead: the model does not fit one GPU")
+    else:
+        better = "replicas win" if whole["tokens_per_second"] > shared["tokens_per_second"] else "dividing wins"
+        out.print(f"{gpus} replicas instead: {whole['ms']:.2f} ms a token, {whole['tokens_per_second']:.0f} tokens/s of all: {better}")
+    for users, need in zip((100, 10_000), more["needs"]):
+        said = "cannot be served at 50 ms a token" if need is None else (
+            f"{need['gpus']} GPUs: {need['replicas']} replicas of {need['each']}, {need['batch']} users each, {need['ms']:.1f} ms a token"
+        )  # fmt: skip
+        out.print(f"{users:,} users at once: {said}")
 
 
 def _list_machines() -> None:

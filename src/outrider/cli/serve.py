@@ -70,6 +70,7 @@ def serve(
     ops: common.Ops = "auto",
     threads: common.Threads = None,
     quantize: common.Quantize = None,
+    tensor_parallel: common.TensorParallel = 1,
     load_format: common.LoadFormat = "auto",
 ) -> None:
     """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
@@ -103,13 +104,14 @@ def serve(
         root_path=root_path, log_prompts=log_prompts, shutdown_grace=shutdown_grace, max_connections=max_connections,
         request_timeout=request_timeout, idle_timeout=idle_timeout, stall_timeout=stall_timeout,
     )  # fmt: skip
+    common.follow_if_told(tensor_parallel, device)
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute
     engine = EngineConfig(None if max_concurrent is None else max_concurrent + SPARE, max_context, kv_dtype=kv_dtype, gpu_memory=gpu_memory)
 
     def load(model: str) -> LLM:
         return common.load_llm(
             model, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify, device=device, dtype=dtype, ops=ops,
-            threads=threads, quantize=quantize, load_format=load_format, engine=engine,
+            threads=threads, quantize=quantize, tensor_parallel=tensor_parallel, load_format=load_format, engine=engine,
         )  # fmt: skip
 
     served: Backend | Shelf
@@ -118,6 +120,8 @@ def serve(
         settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
         served = Backend.of(llm)
     else:
+        if tensor_parallel > 1:
+            raise OutriderError("--tensor-parallel serves one model: name only one")
         limit = None if memory is None else int(memory * 2**30)
         served = catalogue.shelf(listed, load, engine, limit, settings, cuda=place(device).type == "cuda")
         served.first.take(Model(served.first.name, served.first.load(), settings))

@@ -77,6 +77,10 @@ def train(
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: only at the end.")] = 500,
     patience: Annotated[int, typer.Option(help="Stop after this many evaluations without a better one; 0: never.")] = 0,
     save_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints.")] = 1.0,
+    shard_target: Annotated[
+        bool,
+        typer.Option("--shard-target", help="Under torchrun: divide the target over the processes, gather each matrix when it is used."),
+    ] = False,
     seed: common.Seed = 0,
     device: common.Device = None,
     dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16. Default: bfloat16 where the GPU or the CPU multiplies it.")] = None,
@@ -120,7 +124,7 @@ def train(
             hidden=hidden, intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters,
             recall=recall, max_prompt=longest, answering=Answering(most, temperature, slots, greedy, seed=seed),
             minutes=minutes, answer_minutes=answer_minutes, limit=limit, heldout=heldout, anchors=anchors, settings=settings, device=where,
-            dtype=kind, command=shlex.join(["outrider", *sys.argv[1:]]),
+            dtype=kind, shard_target=shard_target, command=shlex.join(["outrider", *sys.argv[1:]]),
         )  # fmt: skip
         if recipe is None:
             result = run(job, progress.say, progress)

@@ -28,7 +28,7 @@ from .graphs import GraphExecutor
 from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
-from .room import free_bytes, gpu_budget, room
+from .room import Room, free_bytes, gpu_budget, room
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
 from .text import Detokenizer, Tokenizer
@@ -66,7 +66,9 @@ class Engine:
         controller: Controller,
         kv_dtype: torch.dtype | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        agree: Callable[[Room], Room] = lambda room: room,
     ):
+        """agree: several processes that share a model must have the same room."""
         self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
         self.drafter, self.controller, self.clock, self.device = drafter, controller, clock, model.device
         self.can = model.ops.capabilities
@@ -77,7 +79,7 @@ class Engine:
         if self.device.type == "cuda":
             rows = min(self.can.graph_rows, self.max_batch * (MAX_DRAFT + 1))
             budget = gpu_budget(config, model.config, self.device, rows)
-        self.room = room(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget)
+        self.room = agree(room(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget))
         ahead = max(self.chunk, MAX_DRAFT + 1)
         layout = CacheSpec(self.max_batch, self.room.max_context, config.page_size, ahead, self.room.tokens, self.room.window_tokens)
         self.store = KVStore(model.config, layout, dtype, self.device)
@@ -165,6 +167,10 @@ class Engine:
         seq = self._seqs.get(request_id)
         if seq is not None:
             seq.paused = on
+
+    def running(self, request_id: str) -> Seq | None:
+        """The request on its way, waiting or decoding; None: it has ended."""
+        return self._seqs.get(request_id)
 
     @property
     def busy(self) -> bool:

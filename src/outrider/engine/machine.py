@@ -26,6 +26,7 @@ class Machine:
     clock: Callable[[], float]
     prompt_seconds: float = 0.0  # spent on prompts so far
     scratch: list[SeqCache] = field(default_factory=list)  # sequences that nobody asked for: what steps are timed on
+    scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # is told before a text is scored
     _sampled: list[Seq] = field(default_factory=list)  # whose parameters `_sampling` holds
     _sampling: SamplingBatch | None = None
 
@@ -81,6 +82,18 @@ class Machine:
         if done:
             rows = upload([starts[i + 1] - 1 for i in done], torch.int64, device)
             self.features.index_copy_(0, upload([lanes[i].slot for i in done], torch.int64, device), features[rows])
+
+    @torch.inference_mode()
+    def score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Tensor:
+        """Hidden states [R, H] (or logits [R, V]) of the tokens of one sequence from position `begin` on; their K/V is written."""
+        if self.scored is not None:
+            self.scored(cache, tokens, begin, logits)
+        device, end = self.device, begin + len(tokens)
+        ids, positions = upload(tokens, torch.int64, device), torch.arange(begin, end, device=device)
+        slots, row_start = upload([cache.slot], torch.int64, device), upload([0, len(tokens)], torch.int32, device)
+        view = self.store.view(slots, positions, torch.zeros_like(ids), row_start, len(tokens), end)
+        hidden, _ = forward(self.model, ids, view, ())
+        return self.model.logits(hidden) if logits else hidden
 
     def sampling(self, seqs: list[Seq]) -> SamplingBatch:
         """Rebuilt only when the batch has changed: `SamplingBatch.commit` keeps it up to date in between."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..cache.store import SeqCache, upload
+from ..cache.store import SeqCache
 from ..types import OutriderError
 from .engine import Engine
 
@@ -20,19 +20,21 @@ ROWS = 64  # positions at once
 
 
 class Walk(ABC):
+    logits = False  # it asks for the logits of each position, not for its hidden state
+
     def __init__(self, tokens: Sequence[int], count: int) -> None:
         """Reads the first `count` of the tokens."""
         self.tokens, self._count, self._at = list(tokens), count, 0
         self._cache: SeqCache | None = None
 
     @abstractmethod
-    def take(self, engine: Engine, hidden: Tensor, begin: int) -> None:
-        """hidden [rows, H] after the final norm, of the tokens from `begin` on."""
+    def take(self, states: Tensor, begin: int) -> None:
+        """states [rows, H] after the final norm (or logits [rows, V]), of the tokens from `begin` on."""
 
     @torch.inference_mode()
     def step(self, engine: Engine) -> bool:
         """Some rows further; True when there are more. On the engine's thread."""
-        store, device, tokens = engine.store, engine.device, self.tokens
+        store, tokens = engine.store, self.tokens
         if self._cache is None:
             if not store.free_slots:
                 return True  # somebody will finish
@@ -42,15 +44,7 @@ class Walk(ABC):
                 raise OutriderError(f"no room in the cache to score {len(tokens)} tokens now: try again, or with a shorter text")
         begin, end = self._at, min(self._at + ROWS, self._count)
         if begin < end:
-            ids = upload(tokens[begin:end], torch.int64, device)
-            positions = torch.arange(begin, end, device=device)
-            row_start = upload([0, end - begin], torch.int32, device)
-            view = store.view(
-                upload([self._cache.slot], torch.int64, device), positions, torch.zeros_like(ids), row_start, end - begin, end
-            )
-            hidden = engine.model.forward(ids, view)
-            assert isinstance(hidden, Tensor)
-            self.take(engine, hidden, begin)
+            self.take(engine.machine.score(self._cache, tokens[begin:end], begin, self.logits), begin)
             self._at = end
         if self._at < self._count:
             return True
@@ -66,15 +60,17 @@ class Walk(ABC):
 class Scorer(Walk):
     """What the model would have thought of each token, with the `top` likeliest in its place."""
 
+    logits = True
+
     def __init__(self, tokens: Sequence[int], top: int) -> None:
         super().__init__(tokens, len(tokens) - 1)  # after the last token nothing is asked
         self._top = top
         self.entries: list[dict[int, float] | None] = [None]  # per token {id: logprob}, itself first; nothing stands before the first
 
-    def take(self, engine: Engine, hidden: Tensor, begin: int) -> None:
-        logp = torch.log_softmax(engine.model.logits(hidden).float(), -1)  # [rows, V]
+    def take(self, states: Tensor, begin: int) -> None:
+        logp = torch.log_softmax(states.float(), -1)  # [rows, V]
         best = logp.topk(self._top, dim=-1) if self._top else None
-        for row in range(len(hidden)):
+        for row in range(len(states)):
             token = self.tokens[begin + row + 1]
             entry = {token: float(logp[row, token])}
             if best is not None:
@@ -89,8 +85,8 @@ class Embedder(Walk):
         super().__init__(tokens, len(tokens))
         self._sum: Tensor | None = None  # [H] float64
 
-    def take(self, engine: Engine, hidden: Tensor, begin: int) -> None:
-        part = hidden.double().sum(0)
+    def take(self, states: Tensor, begin: int) -> None:
+        part = states.double().sum(0)
         self._sum = part if self._sum is None else self._sum + part
 
     def vector(self, dimensions: int | None = None) -> list[float]:

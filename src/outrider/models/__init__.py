@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from .config import DrafterConfig, ModelConfig
+from .split import SOLO, Together
 
 if TYPE_CHECKING:
     from ..ops.backend import Backend
@@ -18,15 +19,15 @@ if TYPE_CHECKING:
     from .outrider_drafter import OutriderDrafter
 
 
-def build(config: ModelConfig, weights: Mapping[str, Held], ops: Backend) -> TextModel:
-    """A target model over loaded weights (canonical names: `outrider.weights.names`)."""
+def build(config: ModelConfig, weights: Mapping[str, Held], ops: Backend, together: Together = SOLO) -> TextModel:
+    """A target model over loaded weights (canonical names: `outrider.weights.names`). together: it is divided over processes."""
     if config.family == "gemma4":
         from .gemma4 import Gemma4
 
-        return Gemma4(config, weights, ops)
+        return Gemma4(config, weights, ops, together)
     from .llama import Llama
 
-    return Llama(config, weights, ops)
+    return Llama(config, weights, ops, together)
 
 
 def build_drafter(config: DrafterConfig, weights: Mapping[str, Held], ops: Backend, target: TextModel) -> OutriderDrafter | Gemma4Assistant:

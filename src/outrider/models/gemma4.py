@@ -8,8 +8,9 @@ embeddings (PLE). Norms stand before and after each sublayer, and a scalar multi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ..ops.formats import Held
@@ -18,6 +19,7 @@ from ..types import KVView
 from .config import ModelConfig
 from .layers import Ops, TextModel
 from .moe import gather_experts, mix_experts
+from .split import SOLO, Together
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class PerLayerInput:
 
 
 class Gemma4(TextModel):
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops):
-        super().__init__(config, weights, ops)
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops, together: Together = SOLO):
+        super().__init__(config, weights, ops, together)
         count = range(len(config.layers))
         self.experts = gather_experts(weights, config) if config.moe else None
         self.ple_input: PerLayerInput | None = None
@@ -56,11 +58,14 @@ class Gemma4(TextModel):
         """[L, R, ple]: the token's own part and a projection of its embedding, computed once a pass."""
         ops, config = self.ops, self.config
         projected = ops.linear(x, source.proj)
+        if len(self.tokens) > 1:  # the rows of these tokens, as a table of their own
+            own = self.rows(ids, source.table, 1.0)
+            ids, source = torch.arange(ids.shape[0], device=ids.device), replace(source, table=own)
         return ops.per_layer_inputs(ids, source.table, projected, config.hidden**-0.5, source.norm, config.norm_eps)
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
         """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
-        ops, moe, eps, act = self.ops, self.config.moe, self.config.norm_eps, self.config.activation
+        ops, total, moe, eps, act = self.ops, self.total, self.config.moe, self.config.norm_eps, self.config.activation
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
         ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
@@ -69,12 +74,12 @@ class Gemma4(TextModel):
         for i, block in enumerate(self.blocks):
             qkv = ops.linear(h, block.qkv)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
-            y = ops.linear(ops.attend(q, block.spec, kv), block.out)
+            y = total(ops.linear(ops.attend(q, block.spec, kv), block.out))
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
 
-            y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
+            y = total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
             if self.experts is not None and moe is not None:
-                y = mix_experts(ops, self.experts[i], x, y, moe.top_k, act, eps)
+                y = mix_experts(ops, self.experts[i], x, y, moe.top_k, act, eps, self.together)
 
             if ple is None:
                 x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)

@@ -18,6 +18,7 @@ from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import AttnSpec, KVView
 from .config import DrafterConfig, LayerSpec, ModelConfig, RopeSpec
+from .split import SOLO, Together, piece
 
 Ops = Backend
 
@@ -71,9 +72,10 @@ class Block:
 
 def gather_blocks(
     weights: Mapping[str, Held], layers: Sequence[LayerSpec], rope_of: Sequence[int], *,
-    qkv_bias: bool = False, out_bias: bool = False, mlp_bias: bool = False,
+    qkv_bias: bool = False, out_bias: bool = False, mlp_bias: bool = False, first: bool = True,
     qk_norm: bool = False, sandwich: bool = False, layer_scalar: bool = False,
 ) -> list[Block]:  # fmt: skip
+    """first: the process that adds what is added once to a sum of all processes."""
     blocks = []
     for i, layer in enumerate(layers):
 
@@ -92,9 +94,9 @@ def gather_blocks(
                 spec=layer.attn, rope=rope_of[i],
                 attn_norm=vector("attn_norm"), qkv=get("qkv"), qkv_bias=maybe("qkv_bias", qkv_bias),
                 q_norm=maybe("q_norm", qk_norm), k_norm=maybe("k_norm", qk_norm and layer.attn.writes),
-                out=get("out"), out_bias=maybe("out_bias", out_bias), post_attn_norm=maybe("post_attn_norm", sandwich),
+                out=get("out"), out_bias=maybe("out_bias", out_bias and first), post_attn_norm=maybe("post_attn_norm", sandwich),
                 mlp_norm=vector("mlp_norm"), gate_up=get("gate_up"), gate_up_bias=maybe("gate_up_bias", mlp_bias),
-                down=get("down"), down_bias=maybe("down_bias", mlp_bias), post_mlp_norm=maybe("post_mlp_norm", sandwich),
+                down=get("down"), down_bias=maybe("down_bias", mlp_bias and first), post_mlp_norm=maybe("post_mlp_norm", sandwich),
                 scalar=maybe("scalar", layer_scalar),
                 next_norm=plain(weights["norm"]) if last else vector("attn_norm", at=i + 1),
             )
@@ -103,10 +105,15 @@ def gather_blocks(
 
 
 class TextModel:
-    """The frame of a target model: embedding in, head out. The families write `forward`."""
+    """The frame of a target model: embedding in, head out. The families write `forward`.
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops):
-        self.config, self.ops = config, ops
+    One of several processes (`together`, models.split) has its part of the layers, and of embedding and head the rows of its tokens."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops, together: Together = SOLO):
+        self.config, self.ops, self.together = config, ops, together
+        share = together.share
+        self.tokens = [piece(config.vocab_size, rank, share.world) for rank in range(share.world)]  # of each process
+        self.total = together.total
         self.table: Held = weights["embed"]  # [V, H]
         self.head: Held = self.table if config.tied else weights["head"]
         norm = plain(weights["norm"])
@@ -116,12 +123,20 @@ class TextModel:
         rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
         self.blocks = gather_blocks(
             weights, config.layers, rope_of, qkv_bias=config.qkv_bias, out_bias=config.out_bias, mlp_bias=config.mlp_bias,
-            qk_norm=config.qk_norm, sandwich=config.sandwich, layer_scalar=config.layer_scalar,
+            first=share.rank == 0, qk_norm=config.qk_norm, sandwich=config.sandwich, layer_scalar=config.layer_scalar,
         )  # fmt: skip
 
     def embed(self, ids: Tensor) -> Tensor:
         """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
-        return self.ops.embed(ids, self.table, self.config.embed_scale)
+        return self.rows(ids, self.table, self.config.embed_scale)
+
+    def rows(self, ids: Tensor, table: Held, scale: float) -> Tensor:
+        """[R] -> [R, width]: rows of a table that is divided by tokens. Everybody looks up its own; nought is added to the rest."""
+        if len(self.tokens) == 1:
+            return self.ops.embed(ids, table, scale)
+        lo, hi = self.tokens[self.together.share.rank]
+        found = self.ops.embed((ids - lo).clamp(0, hi - lo - 1), table, scale)
+        return self.total(found.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
         """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
@@ -133,7 +148,10 @@ class TextModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] after the final norm -> float32 [R, V]."""
-        return self.ops.logits(hidden, self.head, self.config.softcap)
+        return self.scores(hidden, self.config.softcap)
+
+    def scores(self, hidden: Tensor, softcap: float | None) -> Tensor:
+        return self.together.gather(self.ops.logits(hidden, self.head, softcap), [hi - lo for lo, hi in self.tokens])
 
 
 class DraftHead:
@@ -141,6 +159,7 @@ class DraftHead:
 
     ops: Ops
     config: DrafterConfig
+    target: TextModel
     head: Held  # [V, h], or by cluster [C, S, h]
     centroids: Held | None  # [C, h]
     cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
@@ -150,7 +169,7 @@ class DraftHead:
         """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
         lean [B, C]: added to the clusters' scores where the tokens will be chosen with noise (ops.cluster_lean)."""
         if self.centroids is None or self.cluster_ids is None:
-            return None, self.ops.logits(g, self.head, None)
+            return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(g, self.head, None)
         best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, lean)  # [B, top], [B, top, S]
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 

@@ -16,7 +16,7 @@ from .layers import TextModel
 class Llama(TextModel):
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
         """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
-        ops, eps, act = self.ops, self.config.norm_eps, self.config.activation
+        ops, total, eps, act = self.ops, self.total, self.config.norm_eps, self.config.activation
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)  # [R, H] what the next sublayer reads
@@ -24,14 +24,14 @@ class Llama(TextModel):
         for i, block in enumerate(self.blocks):
             qkv = ops.linear(h, block.qkv, block.qkv_bias)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
-            y = ops.linear(ops.attend(q, block.spec, kv), block.out, block.out_bias)
+            y = total(ops.linear(ops.attend(q, block.spec, kv), block.out, block.out_bias))
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
 
             if block.gate_up_bias is None:
-                y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
+                y = total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
             else:
                 gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
-                y = ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias)
+                y = total(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
             x, h = ops.residual_norm(x, y, block.post_mlp_norm, None, block.next_norm, eps)
             if i in taps:
                 streams[i] = x

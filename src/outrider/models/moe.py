@@ -11,6 +11,7 @@ from ..ops.formats import Held
 from ..ops.reference import plain
 from .config import ModelConfig
 from .layers import Ops
+from .split import Together
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,14 @@ def gather_experts(weights: Mapping[str, Held], config: ModelConfig) -> list[Exp
     ]
 
 
-def mix_experts(ops: Ops, experts: Experts, x: Tensor, dense: Tensor, top_k: int, act: str, eps: float) -> Tensor:
+def mix_experts(ops: Ops, experts: Experts, x: Tensor, dense: Tensor, top_k: int, act: str, eps: float, together: Together) -> Tensor:
     """x [R, H] the residual stream (the router reads it un-normed but for its own norm); dense [R, H] the MLP's answer."""
     router_in, expert_in = ops.rms_norm_pair(x, experts.router_norm, experts.norm, eps)
+    if together.share.world > 1:  # each process has a piece of every expert: the sum comes before the norm
+        routed = together.total(
+            ops.moe(router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act)
+        )
+        return ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)[0]
     return ops.moe_beside(
         router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act,
         dense, experts.post_dense_norm, experts.post_norm, eps,

@@ -10,7 +10,7 @@ by the target's embedding of the newest token and the target's last hidden state
 - the head is the target's own embedding (`tied_to_target`): the drafter predicts the target's next hidden state in
   the target's space, and that prediction is both what the head reads and what is fed back.
 
-With clusters only the tokens of the best `cluster_top` clusters are scored.
+With clusters only the tokens of the best `cluster_top` clusters are scored; over a head that is divided over processes all tokens are.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class OutriderDrafter(DraftHead):
         self.blocks = gather_blocks(weights, layers, rope_of)
         self.head: Held = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
         self.centroids: Held | None = None
-        if config.clusters:
+        if config.clusters and not (config.tied_to_target and target.together.share.world > 1):  # its rows are divided by tokens
             # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
             order = plain(weights["token_ordering"]).long()
             self.centroids = weights["centroids"]
@@ -74,7 +74,7 @@ class OutriderDrafter(DraftHead):
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
         for block in self.blocks:
             q = ops.rope_write(ops.linear(h, block.qkv), *state.angles[block.rope], None, None, block.spec, state.kv)
-            y = ops.linear(ops.attend(q, block.spec, state.kv), block.out)
+            y = self.target.total(ops.linear(ops.attend(q, block.spec, state.kv), block.out))
             x, h = ops.residual_norm(x, y, None, None, block.mlp_norm, eps)
             y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
             x, h = ops.residual_norm(x, y, None, None, block.next_norm, eps)

@@ -156,6 +156,9 @@ class Backend(Protocol):
     def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None: ...
 
     # ---- mixture of experts
+    def moe(
+        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
+    ) -> Tensor: ...
     def moe_beside(
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
         dense: Tensor, dense_w: Tensor, post_w: Tensor, eps: float,

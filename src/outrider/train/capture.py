@@ -20,6 +20,7 @@ from ..ops.reference import ReferenceOps, activation, plain
 from ..types import AttnSpec
 from .data import Batch, Sequences
 from .losses import likely_tokens
+from .shards import dense
 
 
 @dataclass
@@ -63,6 +64,14 @@ class DenseOps(ReferenceOps):
     def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate).mul_(up)
+
+    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, dense(w), bias)
+
+    def moe(
+        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
+    ) -> Tensor:
+        return super().moe(router_in, x, router, expert_scale, dense(gate_up), dense(down), top_k, act)
 
     def rope_write(  # type: ignore[override]
         self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: DenseKV

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
 from ..models.layers import TextModel
-from ..ops.reference import plain as held_dense
 from ..types import AttnSpec, OutriderError
 from .capture import capture
 from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together
@@ -27,6 +26,7 @@ from .data import Batch, Sequences
 from .evaluate import Head, states
 from .losses import exact_logits
 from .net import DraftNet, rms
+from .shards import dense as held_dense
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
 

@@ -86,9 +86,11 @@ def tune_top(net: DraftNet, weights: dict[str, Tensor], g: Tensor, choices: Tens
 
 
 def finish(
-    job: TrainJob, target: Target, net: DraftNet, data: Sequences, aside: Sequences, trainer: Trainer, *, quick: bool = False
+    job: TrainJob, target: Target, net: DraftNet, data: Sequences, aside: Sequences, trainer: Trainer, *, quick: bool = False,
+    write: bool = True,
 ) -> Row:  # fmt: skip
-    """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used, nothing measured."""
+    """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used, nothing measured.
+    `write`: this process writes the files; the others of a target that is divided only help to run it."""
     best = job.out / "best.pt"
     if job.settings.patience and best.exists():
         net.load_state_dict(torch.load(best, map_location=target.model.device, weights_only=True)["net"])
@@ -109,6 +111,8 @@ def finish(
         if len(hot):
             result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8)
     result["draft_step_share"] = round(sum(step_weights(net.config).values()) / target_weights(target.config), 4)
+    if not write:
+        return result
     if result.keys() > {"draft_step_share"}:
         trainer.log({"step": trainer.progress.step, "final": result})
     story = provenance(job, target, data, trainer)

@@ -46,6 +46,7 @@ class TrainJob:
     heldout: int = 256
     anchors: int | None = None  # query rows a batch; None: what fits
     settings: TrainSettings = field(default_factory=TrainSettings)
+    shard_target: bool = False  # the target is divided over the processes of torchrun (shards.py)
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
     command: str = ""

@@ -59,6 +59,15 @@ class Group:
             for tensor in tensors:
                 dist.broadcast(tensor, 0)
 
+    def gather(self, mine: Tensor) -> Tensor:
+        """[n] of each -> [world·n], in the order of the ranks."""
+        every = mine.new_empty(self.world * mine.numel())
+        if mine.is_cuda:
+            dist.all_gather_into_tensor(every, mine)
+        else:
+            dist.all_gather(list(every.chunk(self.world)), mine)
+        return every
+
     def wait(self) -> None:
         if self.world > 1:
             dist.barrier()

@@ -54,6 +54,8 @@ def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> 
         raise OutriderError(f"--out {job.out}: {error.strerror}") from None
     before = read_json(job.out / "spent.json").get("seconds", 0.0)
     with listening() as stop, process_group(job.device) as group:
+        if job.shard_target and group.world == 1:
+            raise OutriderError("--shard-target divides the target over processes: start them with torchrun --nproc-per-node N")
         budget = Budget(job.minutes, time.perf_counter() - before)
         run = Run(replace(job, device=group.device), budget, stop, group, say, progress)
         try:
@@ -90,7 +92,7 @@ class Run:
             return {"stopped": self.stop.signal}
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
-        target = open_target(known, job.device, job.dtype)
+        target = open_target(known, job.device, job.dtype, self.group if job.shard_target else None)
         data, aside = split(whole, self.held(prompts))
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
@@ -223,7 +225,7 @@ class Run:
         scored = (lambda: finish.judge(target, net, aside.select(np.nonzero(aside.greedy)[0]))) if len(aside) else None
         log = JsonLog(log_path) if group.first else None
         trainer = Trainer(
-            target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop,
+            target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop, everybody=job.shard_target,
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
         )  # fmt: skip
         resumed = trainer.resume(job.out)
@@ -236,10 +238,13 @@ class Run:
             trim_log(log_path, trainer.progress.step if resumed else -1)
         trainer.run(job.out)
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
-        if not group.first:
+        if not group.first and not job.shard_target:
             return {}
         self.progress("evaluating", 0, 1, "")
-        result = finish.finish(job, target, net, data, aside, trainer, quick=self.stop.asked)
+        quick = group.any(self.stop.asked) if job.shard_target else self.stop.asked
+        result = finish.finish(job, target, net, data, aside, trainer, quick=quick, write=group.first)
+        if not group.first:
+            return {}
         if self.stop.asked:
             self.say(f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here")
             return {**result, "stopped": self.stop.signal}
@@ -254,7 +259,8 @@ class Run:
             config = job.drafter_config(target.config, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
             work = Work.of(config, target.config, job.settings.unroll, item(job.dtype))
             rate = product_rate(job.device, job.dtype, target.config.hidden)
-            write_json(path, asdict(self.choose(work, target.config.vocab_size, rate, int(data.lengths.sum()))))
+            sizes = self.choose(work, target.config.vocab_size, rate, int(data.lengths.sum()))
+            write_json(path, asdict(replace(sizes, keep=sizes.keep and not job.shard_target)))  # everybody runs the target at every step
         self.group.wait()
         try:
             return Sizes(**read_json(path))
@@ -297,7 +303,7 @@ class Run:
         one = aside.select(np.array([int(np.argmin(np.abs(aside.lengths - np.median(aside.lengths))))]))
         began = time.perf_counter()
         finish.judge(target, net, one)
-        each = (time.perf_counter() - began) / max(1, one.answer_tokens)
+        each = self.group.agree((time.perf_counter() - began) / max(1, one.answer_tokens))
         allowed = FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
         total = np.cumsum(aside.lengths - aside.prompts)
         count = max(1, int(np.searchsorted(total, allowed, side="right")))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +18,8 @@ from ..weights import hub
 from ..weights.load import load_target, translate
 from .capture import DenseOps
 from .data import Prompt, Sequences
+from .parallel import Group
+from .shards import divide
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,12 @@ def describe(name: str) -> Described:
     return Described(name, files, translate(ModelConfig.from_hf, files), weight_files.text_files(files))
 
 
-def open_target(name: str | Described, device: str, dtype: torch.dtype) -> Target:
+def open_target(name: str | Described, device: str, dtype: torch.dtype, group: Group | None = None) -> Target:
+    """group: the processes over which it is divided."""
     known = describe(name) if isinstance(name, str) else name
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
-    config, weights, text = load_target(known.files, device, dtype)
+    keep = partial(divide, group) if group is not None else None
+    config, weights, text = load_target(known.files, device, dtype, keep=keep)
     model = build(config, weights, DenseOps())  # type: ignore[arg-type]  # its K/V is dense, not in pages
     return Target(model, config, text, weight_files.fingerprint(known.files), known.name)
 

@@ -103,11 +103,13 @@ class Trainer:
         evaluate: Callable[[], Row] | None = None,  # must hold "score": larger is better
         log: Callable[[Row], None] | None = None, group: Group | None = None, stop: Stop | None = None,
         progress: Callable[[float, str], None] | None = None,  # share of the run that is done, and a line about it
+        everybody: bool = False,  # all processes evaluate, since none has the whole target
     ):  # fmt: skip
         self.model, self.net, self.data, self.settings = model, net, data, settings
         self.evaluate, self.log = evaluate, log or (lambda row: None)
         self.device, self.dtype = model.device, model.dtype
         self.group, self.stop = group or Group(), stop or Stop()
+        self.everybody = everybody
         self.tell = progress or (lambda share, line: None)
         reads = tuple(sorted({layer.attn.kv_layer for layer in net.layers}))
         self.target = Recorder(model, data, reads, net.config.taps, settings.keep, rank=bool(settings.scored))
@@ -261,7 +263,7 @@ class Trainer:
         if self.evaluate is None:
             return False
         p, score = self.progress, 0.0
-        if self.group.first:
+        if self.group.first or self.everybody:
             result = self.evaluate()
             self.log({"step": p.step, "seconds": round(p.seconds, 2), "eval": result})
             score = result["score"]

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from ..models.config import DrafterConfig, ModelConfig
+from ..models.split import Cuts, Share, split_drafter, split_target
 from ..ops.backend import Backend
-from ..ops.formats import BLOCKS, Held
+from ..ops.formats import BLOCKS, Dense, Held, Weight
 from ..ops.reference import ReferenceOps, plain
 from ..types import OutriderError, TextFiles
 from . import hub
+from .cut import border, cut_tensor, kept, kept_plan
 from .files import Files, open_source, text_files
 from .names import Config, TensorPlan, ignored, tensor_plan
 from .piece import DTYPES, FLOATS, Piece, find
@@ -43,10 +45,14 @@ def load_target(
     quantize: str | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    share: Share | None = None,
+    keep: Callable[[str, Held], Held] | None = None,
 ) -> tuple[ModelConfig, dict[str, Held], TextFiles]:
+    """share: only one process's part of it; the configuration is then the part's. keep: what becomes of each weight once it is there."""
     files = name if isinstance(name, Files) else hub.resolve(name, weights=load_format == "auto")
     config = translate(ModelConfig.from_hf, files)
-    return config, load(files, config, device, dtype, ops, quantize, load_format, seed), text_files(files)
+    own, weights = load(files, config, device, dtype, ops, quantize, load_format, seed, share, keep)
+    return own, weights, text_files(files)
 
 
 def load_drafter(
@@ -57,10 +63,11 @@ def load_drafter(
     quantize: str | None = None,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    share: Share | None = None,
 ) -> tuple[DrafterConfig, dict[str, Held]]:
     files = name if isinstance(name, Files) else hub.resolve(name, kind="drafter", weights=load_format == "auto")
     config = translate(DrafterConfig.from_hf, files)
-    return config, load(files, config, device, dtype, ops, quantize, load_format, seed)
+    return load(files, config, device, dtype, ops, quantize, load_format, seed, share)
 
 
 def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
@@ -73,23 +80,27 @@ def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
 
 def load(
     files: Files,
-    config: Config,
+    config: C,
     device: torch.device | str,
     dtype: torch.dtype,
     ops: Backend | None,
     quantize: str | None,
     load_format: LoadFormat,
     seed: int,
-) -> dict[str, Held]:
+    share: Share | None = None,
+    keep: Callable[[str, Held], Held] | None = None,
+) -> tuple[C, dict[str, Held]]:
     ops = ops or ReferenceOps()
     if quantize is not None and quantize not in ops.capabilities.quantizes:
         can = f"{ops.name} holds {' and '.join(ops.capabilities.quantizes)}" if ops.capabilities.quantizes else "choose others with --ops"
         raise OutriderError(f"the {ops.name} ops cannot hold {quantize} weights: {can}, or leave out --quantize")
     how = recipe(files.config, files.name)
     if load_format == "dummy":
-        return dummy_weights(config, device, dtype, ops, quantize, seed, how)
+        own, cuts = divided(config, share, lambda name: 32 if quantize is not None or how is not None else 1)
+        return own, dummy_weights(config, device, dtype, ops, quantize, seed, how, cuts)
     source, plans = open_source(files), tensor_plan(config)
     pieces = check(source, plans, config, how)
+    own, cuts = divided(config, share, lambda name: border(pieces[name], quantize is not None))
     stored = sorted({p.entry.kind for each in pieces.values() for p in each if p.entry is not None and p.entry.kind in BLOCKS})
     if quantize is not None and stored and isinstance(config, ModelConfig):
         raise OutriderError(f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it out")
@@ -97,13 +108,28 @@ def load(
     with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
         for name, plan in plans.items():
             halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
-            weight = hold(plan, pieces[name], ops, device, source.where, only_looked_up(config, name), halves)
+            parts: list[Piece] | list[Weight] = pieces[name]
+            if name in cuts:
+                parts = [kept(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
+                plan = kept_plan(plan, cuts[name])
+            weight = hold(plan, parts, ops, device, source.where, only_looked_up(config, name), halves)
             if weight is None:
-                filled = dense(plan, pieces[name], device, dtype, source.plus_one_done, source.where)
+                filled = dense(plan, parts, device, dtype, source.plus_one_done, source.where)
                 weight = finish(name, plan, filled, ops, held(config, name, quantize))
-            weights[name] = weight
+            for piece in pieces[name] if name in cuts else ():
+                piece.release()
+            weights[name] = weight if keep is None else keep(name, weight)
             advance(sum(p.nbytes for p in pieces[name]))
-    return weights
+    return own, weights
+
+
+def divided(config: C, share: Share | None, columns: Callable[[str], int]) -> tuple[C, Cuts]:
+    """The configuration of one process's part, and what it keeps of each weight. columns(name): where they may be cut."""
+    if share is None or share.world == 1:
+        return config, {}
+    if isinstance(config, ModelConfig):
+        return split_target(config, share, columns)
+    return split_drafter(config, share)
 
 
 def plain_all(weights: Mapping[str, Held]) -> dict[str, Tensor]:
@@ -150,24 +176,35 @@ def only_looked_up(config: Config, name: str) -> bool:
     return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
 
 
+def quantised(part: Piece | Weight) -> bool:
+    return not isinstance(part.format, Dense) if isinstance(part, Weight) else part.quantised
+
+
+def half(part: Piece | Weight) -> bool:
+    if isinstance(part, Weight):
+        return part.format in (Dense(torch.float16), Dense(torch.bfloat16))
+    return part.entry is not None and part.entry.kind in HALVES
+
+
 def hold(
-    plan: TensorPlan, pieces: list[Piece], ops: Backend, device: torch.device | str, where: str, table: bool, halves: bool
+    plan: TensorPlan, pieces: list[Piece] | list[Weight], ops: Backend, device: torch.device | str, where: str, table: bool, halves: bool
 ) -> Held | None:
     """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`: it is only
     ever looked up, and may be read where it lies. `halves`: dense matrices in 16 bits are offered as well."""
     if plan.role not in ("matrix", "embedding"):
         return None
-    if not any(p.quantised for p in pieces) and not (halves and all(p.entry is not None and p.entry.kind in HALVES for p in pieces)):
+    if not any(quantised(p) for p in pieces) and not (halves and all(half(p) for p in pieces)):
         return None
     if plan.role == "embedding" and not ops.capabilities.quantizes_tables:
         return None
-    parts = [p.weight(where) for p in pieces]
+    parts = [p if isinstance(p, Weight) else p.weight(where) for p in pieces]
     weight = ops.look_up(parts[0], device) if table and len(parts) == 1 else None
     if weight is None:
         weight = ops.hold(parts, device)
     if weight is not None:
         for piece in pieces:
-            piece.release()
+            if isinstance(piece, Piece):
+                piece.release()
     return weight
 
 
@@ -193,12 +230,16 @@ def kept_dtype(plan: TensorPlan, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if plan.role in ("norm", "vector") else dtype
 
 
-def dense(plan: TensorPlan, pieces: list[Piece], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool, where: str) -> Tensor:
+def dense(
+    plan: TensorPlan, pieces: list[Piece] | list[Weight], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool, where: str
+) -> Tensor:
     out = torch.empty(plan.shape, dtype=kept_dtype(plan, dtype), device=device)
     at = 0
     for piece in pieces:
         rows = out if len(pieces) == 1 else out[at : at + piece.shape[0]]
-        if piece.entry is not None and not piece.quantised:
+        if isinstance(piece, Weight):
+            unpack(rows, piece)
+        elif piece.entry is not None and not piece.quantised:
             fill(rows.view(piece.entry.rows, piece.entry.columns), piece.entry)
         else:
             unfold(rows, piece, where)
@@ -222,12 +263,15 @@ def fill(out: Tensor, entry: Entry) -> None:
 
 def unfold(out: Tensor, piece: Piece, where: str) -> None:
     """Dequantise into rows [N, K] (experts [E, N, K]) in slices, and give the file's pages back."""
-    weight = piece.weight(where)
+    unpack(out, piece.weight(where))
+    piece.release()
+
+
+def unpack(out: Tensor, weight: Weight) -> None:
     step = max(1, SLICE // max(1, weight.nbytes // weight.shape[0]))
     for lo in range(0, weight.shape[0], step):
         hi = min(weight.shape[0], lo + step)
         out[lo:hi].copy_(weight.rows(lo, hi).dense())
-    piece.release()
 
 
 def dummy_weights(
@@ -238,6 +282,7 @@ def dummy_weights(
     quantize: str | None = None,
     seed: int = 0,
     how: Recipe | None = None,
+    cuts: Cuts | None = None,
 ) -> dict[str, Held]:
     """Seeded random weights of the right shapes, made on the device: finite logits, no checkpoint needed. Matrices that the
     checkpoint's recipe quantises are rounded to their formats."""
@@ -256,6 +301,8 @@ def dummy_weights(
             tensor.fill_(1.0)
         else:  # small biases: they would drown the embedding
             tensor.normal_(0.0, 0.002 if plan.role == "bias" else 0.02, generator=generator)
+        if cuts and name in cuts:
+            tensor = cut_tensor(tensor, plan, cuts[name])
         stored = how(plan.sources[0].removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
         rounded = None if stored is None else ops.hold([stored.format.quantise(tensor)], device)
         weights[name] = finish(name, plan, tensor, ops, held(config, name, quantize)) if rounded is None else rounded

@@ -94,7 +94,8 @@ class CompiledModel:
     def __init__(self, model: Any, stack: Stack):
         self.model, self.stack = model, stack
         self.config, self.ops, self.dtype, self.device = model.config, model.ops, model.dtype, model.device
-        self.embed, self.logits = model.embed, model.logits
+        self.embed, self.logits, self.scores = model.embed, model.logits, model.scores
+        self.together, self.total = model.together, model.total  # of one process: whole passes know nothing of others
         self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:

@@ -1,0 +1,128 @@
+"""Several GPUs on paper: what dividing a model over them gives, what whole replicas give instead, and what many users need. Torch-free.
+
+What N GPUs divide: weights, arithmetic, and K/V as far as there are K/V heads. What they do not: the kernels' own time and the drafter.
+What comes on top is the exchange: a sum of [rows, hidden] after attention and after the MLP of every layer (a third after routed
+experts), one for the embedding, the logits of everybody, and for each drafted token one a drafter layer and its embedding. One takes
+
+    link latency + (N - 1) · bytes / link bandwidth + the kernels that add the parts up
+
+since everybody's part is gathered and added in the order of the ranks (`outrider.parallel.team`). Latencies of links are rounded from
+published steps of other engines (docs/tensor-parallel.md says which), bandwidths are the vendors', one way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ..models.config import ModelConfig
+from ..models.split import Share, split_target
+from ..types import OutriderError
+
+
+@dataclass(frozen=True)
+class Link:
+    """GB/s one way, and the µs of an exchange however small: `us` and `us_each` for every GPU that takes part."""
+
+    label: str
+    bandwidth: float
+    us: float
+    us_each: float
+    most: int = 8  # GPUs that it joins
+
+
+LINKS: Mapping[str, Link] = {
+    "nvlink": Link("NVLink through a switch", 450, 8.0, 1.0),
+    "nvlink3": Link("NVLink 3 through a switch (A100)", 300, 8.0, 1.5),
+    "nvlink-bridge": Link("NVLink bridge of two cards", 56, 9.0, 1.5, most=2),
+    "pcie5": Link("PCIe 5.0 x16", 50, 12.0, 6.0),
+    "pcie": Link("PCIe 4.0 x16", 25, 14.0, 8.0),
+    "pcie3": Link("PCIe 3.0 x16 (or 4.0 x8)", 12, 14.0, 8.0),
+}
+USUAL = {
+    "b200": "nvlink", "h200": "nvlink", "h100": "nvlink", "a100": "nvlink3", "a100-40": "nvlink3", "h100-pcie": "pcie5",
+    "rtx-pro-6000": "pcie5", "rtx5090": "pcie5", "rtx5070ti": "pcie5",
+}  # fmt: skip
+
+
+def link(name: str | None, gpu: str) -> Link:
+    """By name, or the usual one of that GPU. `nvlink` of a card that is joined in pairs is its bridge."""
+    chosen = name or USUAL.get(gpu, "pcie")
+    if chosen == "nvlink" and gpu in ("rtx3090",):
+        chosen = "nvlink-bridge"
+    if chosen not in LINKS:
+        raise OutriderError(f"unknown link {name!r}; known: {', '.join(LINKS)}")
+    return LINKS[chosen]
+
+
+@dataclass(frozen=True)
+class Several:
+    """N GPUs that share a model."""
+
+    gpus: int
+    by: Link
+
+    def __post_init__(self) -> None:
+        if self.gpus > self.by.most:
+            raise OutriderError(f"{self.by.label} joins {self.by.most} GPUs, not {self.gpus}: choose another --link")
+
+    def exchange(self, nbytes: float, kernel_us: float) -> float:
+        """Seconds until everybody has the sum of everybody's `nbytes`."""
+        adding = kernel_us * (1 if self.gpus == 2 else self.gpus + 1)  # two parts are added as they are; more in float32
+        waiting = self.by.us + self.by.us_each * self.gpus
+        return 1e-6 * (waiting + adding) + (self.gpus - 1) * nbytes / (self.by.bandwidth * 1e9)
+
+    def verify(self, config: ModelConfig, rows: int, kernel_us: float) -> float:
+        """Seconds of exchange in a pass over `rows`."""
+        sums = 1 + len(config.layers) * (3 if config.moe else 2)
+        wide = len(config.layers) * config.ple_dim
+        seconds = sums * self.exchange(2.0 * rows * config.hidden, kernel_us) + self.exchange(4.0 * rows * config.vocab_size / self.gpus, 0)
+        return seconds + (self.exchange(2.0 * rows * wide, kernel_us) if wide else 0.0)
+
+    def draft(self, layers: int, batch: int, hidden: int, wide: int, kernel_us: float) -> float:
+        """Of one drafted token: a sum a layer, and the embedding."""
+        return layers * self.exchange(2.0 * batch * hidden, kernel_us) + self.exchange(2.0 * batch * wide, kernel_us)
+
+    def part(self, config: ModelConfig) -> ModelConfig:
+        """What the fullest GPU has of it."""
+        return split_target(config, Share(0, self.gpus), lambda name: 1)[0]
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------------------------------
+class Layout(TypedDict):
+    """`gpus` that share a model, for a number of users each."""
+
+    gpus: int
+    fits: bool
+    memory_gb: float  # of each GPU
+    plain_ms: float
+    best_k: int
+    ms: float  # a token and user
+    tokens_per_second: float  # of all users
+
+
+class Need(TypedDict):
+    users: int
+    gpus: int
+    replicas: int
+    each: int  # GPUs of a replica
+    batch: int  # users of a replica
+    ms: float
+
+
+def cheapest(users: int, found: Mapping[int, Sequence[tuple[int, float]]], limit_ms: float) -> Need | None:
+    """The fewest GPUs for so many users at once, none of whom waits longer than `limit_ms` for a token.
+    found: by GPUs of a replica, (users at once, ms a token) of the batches that fit."""
+    best: Need | None = None
+    for each, points in found.items():
+        good = [(batch, ms) for batch, ms in points if ms <= limit_ms]
+        if not good:
+            continue
+        batch, ms = max(good)
+        replicas = -(-users // batch)
+        spread = -(-users // replicas)
+        need: Need = {"users": users, "gpus": replicas * each, "replicas": replicas, "each": each, "batch": spread, "ms": ms}
+        if best is None or need["gpus"] < best["gpus"]:
+            best = need
+    return best

@@ -1,0 +1,314 @@
+"""Rank 0 schedules, the others follow: every step is described as plain data, told to all, and run by all.
+
+The seam is the `Executor`. Rank 0's executors are wrapped: before one runs a step it tells the others the `StepBatch`, what of its
+sequences they do not know yet (prompt, parameters, new tokens) and which pages they were given; the same executor then runs the same step
+in every process. Each process drafts, verifies and chooses for itself. It comes to the same tokens: sums and logits are the same bits
+everywhere, and noise is a function of seed and position. Only what rank 0 alone can know is told on the way: the masks of grammars.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..cache.store import SeqCache
+from ..engine.answer import Answer
+from ..engine.engine import Engine
+from ..engine.step import Emitted, Executor, Flight, Lane, Request, Seq, StepBatch
+from ..types import GroupName, Matcher, OutriderError, SamplingParams
+from .team import Team
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+
+# ---- what is told --------------------------------------------------------------------------------------------------------------
+class Joined(NamedTuple):
+    """A sequence that the others have not met."""
+
+    prompt: list[int]
+    params: SamplingParams  # without the grammar
+    grammar: bool
+
+
+class LaneTold(NamedTuple):
+    """A `Lane`, and what is new of its sequence."""
+
+    id: str
+    slot: int
+    fresh: bool  # it has another place in the cache than last time
+    pages: Mapping[GroupName, tuple[int, list[int]]]  # new ones: the first one's number, and where they are
+    tokens: list[int]  # new ones
+    ahead: int
+    start: int
+    rows: int
+    logits: bool
+    k: int
+    drafter: str | None
+    guess: list[int] | None
+    stop: float
+    drop: float
+    nodes: int
+    prices: list[float] | None
+
+
+@dataclass(frozen=True)
+class StepTold:
+    serial: int
+    prompts: list[LaneTold]
+    decode: list[LaneTold]
+    trust: list[float] | None
+    joined: dict[str, Joined]
+    left: list[str]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to do: "takes" or "launch" a step with an executor, "probe" one, or "score" a text."""
+
+    what: str
+    executor: int = 0
+    step: StepTold | None = None
+    probe: tuple[str, int, int, int] | None = None
+    score: tuple[int, dict[GroupName, tuple[int, list[int]]], list[int], int, bool] | None = None
+
+
+# ---- rank 0 ----------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Known:
+    """What the others know of a sequence."""
+
+    seq: Seq
+    cache: SeqCache | None = None
+    tokens: int = 0
+    pages: dict[GroupName, int] = field(default_factory=dict)
+
+
+class Leader:
+    """Puts itself between an engine and its executors."""
+
+    def __init__(self, engine: Engine, team: Team):
+        self.engine, self.team = engine, team
+        self._known: dict[str, Known] = {}
+        self._serial = 0
+        self._last: StepBatch | None = None
+        engine.executors = [Led(executor, index, self) for index, executor in enumerate(engine.executors)]
+        engine.machine.scored = self._score
+
+    def tell(self, what: str, executor: int, batch: StepBatch) -> None:
+        if batch is not self._last:
+            self._serial, self._last = self._serial + 1, batch
+        self.team.send(Order(what, executor, self.describe(batch)))
+
+    def describe(self, batch: StepBatch) -> StepTold:
+        left = [name for name, known in self._known.items() if self.engine.running(name) is not known.seq]
+        for name in left:
+            del self._known[name]
+        joined: dict[str, Joined] = {}
+        prompts, decode = ([self._lane(lane, joined) for lane in lanes] for lanes in (batch.prompts, batch.decode))
+        trust = list(batch.trust) if batch.trust is not None else None
+        return StepTold(self._serial, prompts, decode, trust, joined, left)
+
+    def _lane(self, lane: Lane, joined: dict[str, Joined]) -> LaneTold:
+        seq = lane.seq
+        known = self._known.get(seq.id)
+        if known is None:
+            known = self._known[seq.id] = Known(seq)
+            params = seq.request.params
+            joined[seq.id] = Joined(seq.request.prompt, replace(params, grammar=None), params.grammar is not None)
+            if seq.answer.matcher is not None:
+                seq.answer.matcher = Spoken(seq.answer.matcher, self.team)
+        fresh = known.cache is not seq.held
+        if fresh:
+            known.cache, known.pages = seq.held, {}
+        pages = new_pages(seq.held, known.pages)
+        tokens, known.tokens = seq.tokens[known.tokens :], len(seq.tokens)
+        guess = list(lane.guess) if lane.guess is not None else None
+        return LaneTold(
+            seq.id, lane.slot, fresh, pages, tokens, seq.ahead, lane.start, lane.count, lane.logits, lane.k, lane.drafter, guess,
+            lane.stop, lane.drop, lane.nodes, list(lane.prices) if lane.prices is not None else None,
+        )  # fmt: skip
+
+    def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
+        self.team.send(Order("score", score=(cache.slot, new_pages(cache, {}), tokens, begin, logits)))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """From the order to the end of its exchanges: an interrupt waits until then, and a failure ends the run."""
+        waiting: list[int] = []
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, lambda number, _: waiting.append(number)) if main else None
+        try:
+            yield
+        except Exception as error:
+            self.team.watch.lost(f"{type(error).__name__}: {error}")
+            raise OutriderError(self.team.watch.gone or "the processes of --tensor-parallel lost one another") from error
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, before)
+        if waiting:
+            raise KeyboardInterrupt
+
+
+def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> dict[GroupName, tuple[int, list[int]]]:
+    """Pages beyond those that were told, which are counted on."""
+    new = {}
+    for name, pages in cache.pages.items():
+        first = told.get(name, 0)
+        if len(pages.pages) > first:
+            new[name] = (first, pages.pages[first:])
+            told[name] = len(pages.pages)
+    return new
+
+
+class Led:
+    """An executor of rank 0 that the others follow."""
+
+    def __init__(self, inner: Executor, index: int, leader: Leader):
+        self.inner, self.index, self.leader = inner, index, leader
+        self.name, self.behind, self.trees = inner.name, inner.behind, inner.trees
+
+    def takes(self, batch: StepBatch) -> bool:
+        if not self.behind or not batch.decode:
+            return self.inner.takes(batch)
+        with self.leader.together():  # capturing runs the step
+            self.leader.tell("takes", self.index, batch)
+            return self.inner.takes(batch)
+
+    def launch(self, batch: StepBatch) -> Flight:
+        with self.leader.together():
+            self.leader.tell("launch", self.index, batch)
+            return self.inner.launch(batch)
+
+    def read(self, flight: Flight) -> list[Emitted]:
+        return self.inner.read(flight)
+
+    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+        with self.leader.together():
+            self.leader.team.send(Order("probe", self.index, probe=(part, batch, k, context)))
+            self.inner.probe(part, batch, k, context)
+
+    def times(self, part: str) -> bool:
+        return self.inner.times(part)
+
+
+class Spoken:
+    """A grammar's place at rank 0: what it allows is told to the others, who ask at the same moment."""
+
+    def __init__(self, matcher: Matcher, team: Team):
+        self.matcher, self.team = matcher, team
+
+    @property
+    def failed(self) -> str | None:
+        return self.matcher.failed
+
+    @failed.setter
+    def failed(self, why: str | None) -> None:
+        self.matcher.failed = why
+
+    def masks(self, drafts: Sequence[int]) -> tuple[ndarray, int]:
+        found = self.matcher.masks(drafts)
+        self.team.send(found)
+        return found
+
+    def bits(self, drafts: Sequence[int]) -> ndarray:
+        found = self.matcher.bits(drafts)
+        self.team.send(found)
+        return found
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self.matcher.advance(tokens)
+
+
+# ---- the others ------------------------------------------------------------------------------------------------------------------
+class Heard:
+    """A grammar elsewhere: what it allows comes from rank 0."""
+
+    failed: str | None = None
+
+    def __init__(self, team: Team):
+        self.team = team
+
+    def matcher(self) -> Matcher:
+        return self
+
+    def masks(self, drafts: Sequence[int]) -> tuple[ndarray, int]:
+        return self.team.receive()  # type: ignore[return-value]
+
+    def bits(self, drafts: Sequence[int]) -> ndarray:
+        return self.team.receive()  # type: ignore[return-value]
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+class Follower:
+    def __init__(self, engine: Engine, team: Team):
+        self.engine, self.team = engine, team
+        self._seqs: dict[str, Seq] = {}
+        self._last: tuple[int, StepBatch] = (0, StepBatch())
+
+    def obey(self, order: Order) -> None:
+        executor, machine = self.engine.executors[order.executor], self.engine.machine
+        if order.probe is not None:
+            executor.probe(*order.probe)
+            return
+        machine.close_scratch()  # what was timed is over
+        if order.score is not None:
+            slot, pages, tokens, begin, logits = order.score
+            self._place(slot, True, pages)
+            machine.score(SeqCache(slot), tokens, begin, logits)
+            return
+        assert order.step is not None
+        batch = self._batch(order.step)
+        if order.what == "takes":
+            executor.takes(batch)
+        else:
+            executor.launch(batch)
+
+    def _batch(self, told: StepTold) -> StepBatch:
+        for name in told.left:
+            self._seqs.pop(name, None)
+            if self.engine.drafter is not None:
+                self.engine.drafter.forget(name)
+        for name, who in told.joined.items():
+            params = replace(who.params, grammar=Heard(self.team)) if who.grammar else who.params
+            seq = self._seqs[name] = Seq(Request(name, who.prompt, params), 0.0, [], tempered=params.tempered)
+            seq.answer = Answer(params, (), None, params.grammar.matcher() if params.grammar is not None else None)
+        lanes = [[self._lane(lane) for lane in lanes] for lanes in (told.prompts, told.decode)]
+        if told.serial != self._last[0]:
+            self._last = (told.serial, StepBatch(lanes[0], lanes[1], told.trust))
+        return self._last[1]
+
+    def _lane(self, told: LaneTold) -> Lane:
+        seq = self._seqs[told.id]
+        seq.tokens += told.tokens
+        seq.ahead = told.ahead
+        if told.fresh:
+            seq.cache = SeqCache(told.slot)
+        self._place(told.slot, told.fresh, told.pages)
+        return Lane(
+            seq, told.slot, told.start, told.rows, told.logits, told.k, told.drafter, told.guess, told.stop, told.drop,
+            told.nodes, told.prices,
+        )  # fmt: skip
+
+    def _place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, list[int]]]) -> None:
+        self.engine.store.place(slot, fresh, pages)
+
+
+def follow(engine: Engine, team: Team) -> None:
+    """Do what rank 0 says until it says no more."""
+    follower = Follower(engine, team)
+    with torch.inference_mode():
+        while True:
+            order = team.receive()
+            if order is None:
+                return
+            assert isinstance(order, Order)
+            follower.obey(order)

@@ -1,0 +1,97 @@
+"""Nobody dies unseen: a thread in every process that ends it when another one of the team is gone.
+
+A process that waits for another's numbers would wait for ever. So rank 0 looks after the processes it started (four times a second), and
+every process writes a sign of life into the store that rank 0 keeps, each second. Rank 0 ends the run with one line when a
+process ended, or gave no sign for `SILENCE` seconds; the others end when the store is gone, silently: rank 0 has said why.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..models.split import Share
+
+LOOK, SIGN, SILENCE = 0.25, 1.0, 30.0  # seconds
+GRACE = 2.0  # seconds for the requests that were running to be told
+
+
+class Watch:
+    def __init__(self, share: Share, host: str, port: int, children: Sequence[subprocess.Popen[bytes]]):
+        self.share, self.children = share, children
+        self.ending = False  # everybody leaves: that is no accident
+        self.gone: str | None = None  # who died, once it is known
+        self._stopped = threading.Event()
+        self._where = (host, port)
+        self._thread = threading.Thread(target=self._run, name="outrider-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self.ending = True
+        self._stopped.set()
+        self._thread.join(5.0)
+
+    def lost(self, why: str) -> None:
+        """An exchange failed. Usually somebody is gone: give the thread a moment to find out who."""
+        if self.gone is None and not self.ending:
+            time.sleep(4 * LOOK)
+            self.gone = self.gone or f"the processes of --tensor-parallel {self.share.world} lost one another ({why.splitlines()[0][:120]})"
+        if threading.current_thread() is threading.main_thread():
+            time.sleep(3600)  # the thread ends the process; nobody else shall speak
+
+    def _run(self) -> None:
+        signs: dict[int, tuple[int, float]] = {}
+        store: dist.Store | None = None
+        at = 0.0
+        while not self._stopped.wait(LOOK):
+            if self.share.rank == 0:
+                self.gone = self.gone or self._ended()
+            if self.gone is None and time.monotonic() - at >= SIGN:
+                at = time.monotonic()
+                try:
+                    if store is None:
+                        store = dist.TCPStore(*self._where, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)
+                    store.add(f"alive/{self.share.rank}", 1)
+                    if self.share.rank == 0:
+                        self.gone = self._silent(store, signs)
+                except Exception as error:  # the store went with its keeper
+                    self.gone = f"the first process is gone ({type(error).__name__})"
+            if self.gone is not None and not self.ending:
+                self._end(self.gone)
+
+    def _ended(self) -> str | None:
+        for rank, child in enumerate(self.children, 1):
+            code = child.poll()
+            if code is not None and not self.ending:
+                how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+                return f"process {rank} of --tensor-parallel {self.share.world} (pid {child.pid}) {how}: the run cannot go on without it"
+        return None
+
+    def _silent(self, store: dist.Store, signs: dict[int, tuple[int, float]]) -> str | None:
+        """Those who gave a first sign must give another from time to time."""
+        now = time.monotonic()
+        for rank in range(1, self.share.world):
+            count = int(store.add(f"alive/{rank}", 0))
+            before, since = signs.get(rank, (0, now))
+            signs[rank] = (count, now if count != before else since)
+            if count and now - signs[rank][1] > SILENCE:
+                return f"process {rank} of --tensor-parallel {self.share.world} gave no sign of life for {SILENCE:.0f} s"
+        return None
+
+    def _end(self, why: str) -> None:
+        if self.share.rank == 0:
+            time.sleep(GRACE)
+            for child in self.children:
+                if child.poll() is None:
+                    child.kill()
+            sys.stdout.flush()
+            print(f"outrider: {why}", file=sys.stderr, flush=True)
+        os._exit(1)

@@ -1,0 +1,59 @@
+"""A target that no process holds whole: every matrix of its layers is divided over the processes and gathered when it is used.
+
+Training is data-parallel, so every process runs the whole target on batches of its own; the target is frozen, so nothing of it need be
+kept between two uses but a process's own piece. All processes must therefore run the target together, pass by pass, evaluations
+included. Embedding and head stay whole: losses and clusters read them at any time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from ..ops.formats import Held
+from ..ops.reference import plain
+from .parallel import Group
+
+DIVIDED = ("qkv", "out", "gate_up", "down", "experts_gate_up", "experts_down")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One process's piece of a matrix: of its numbers in order, the rank-th of `world` equal parts."""
+
+    mine: Tensor  # [ceil(numbers / world)]
+    shape: tuple[int, ...]
+    group: Group
+
+    @staticmethod
+    def of(whole: Tensor, group: Group) -> Shard:
+        each = -(-whole.numel() // group.world)
+        piece = whole.reshape(-1)[group.rank * each : (group.rank + 1) * each]
+        mine = piece.new_zeros(each)
+        mine[: piece.numel()] = piece
+        return Shard(mine, tuple(whole.shape), group)
+
+    @property
+    def nbytes(self) -> int:
+        return self.mine.numel() * self.mine.element_size()
+
+    def view(self, *shape: int) -> Shard:
+        return Shard(self.mine, shape, self.group)
+
+    def whole(self) -> Tensor:
+        """Everybody asks at the same time."""
+        return self.group.gather(self.mine)[: prod(self.shape)].view(self.shape)
+
+
+def divide(group: Group, name: str, weight: Held) -> Held:
+    """What a process keeps of a weight as it is loaded."""
+    matrix = name.startswith("layers.") and name.rpartition(".")[2] in DIVIDED
+    return Shard.of(weight, group) if matrix and isinstance(weight, torch.Tensor) else weight
+
+
+def dense(weight: Held) -> Tensor:
+    """The whole matrix, gathered where it is divided."""
+    return weight.whole() if isinstance(weight, Shard) else plain(weight)

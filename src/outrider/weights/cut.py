@@ -1,0 +1,99 @@
+"""One process's part of a checkpoint: what `models.split` says of each source tensor, read and nothing else.
+
+Rows are a range of the file; columns are stripes of it. Both are views until they are copied into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..models.split import Cut
+from ..ops.formats import BLOCKS, Weight
+from ..ops.formats.base import bits
+from ..types import OutriderError
+from .names import TensorPlan
+from .piece import Piece
+from .source import Entry
+
+
+def border(pieces: Sequence[Piece], quantize: bool) -> int:
+    """Where the columns of a stored matrix may be cut: multiples of this; 0: nowhere. quantize: it will be rounded in groups of 32."""
+    found = 32 if quantize else 1
+    for piece in pieces:
+        if piece.entry is not None:
+            found = max(found, BLOCKS[piece.entry.kind][0] if piece.entry.kind in BLOCKS else 1)
+        for group in piece.matrices:
+            for matrix in group:
+                each = matrix.stored.format.border()
+                if each == 0:
+                    return 0
+                found = max(found, each)
+    return found
+
+
+def kept_plan(plan: TensorPlan, cuts: Sequence[Cut]) -> TensorPlan:
+    """The plan of what is kept."""
+    if cuts[0].columns:
+        return replace(plan, shape=(*plan.shape[:-1], _size(cuts[0])))
+    sizes = tuple(_size(cut) for cut in cuts[: len(plan.sources)])
+    at = len(plan.shape) - 2 if len(plan.shape) == 3 else 0
+    shape = (*plan.shape[:at], sum(sizes), *plan.shape[at + 1 :])
+    return replace(plan, shape=shape, parts=sizes if len(plan.sources) > 1 else ())
+
+
+def _size(cut: Cut) -> int:
+    return sum(hi - lo for lo, hi in cut.spans)
+
+
+def kept(piece: Piece, cut: Cut, where: str) -> Weight:
+    """What a process keeps of a source."""
+    entry = piece.entry
+    if entry is not None and not cut.columns and len(piece.shape) < 3:
+        ((lo, hi),) = cut.spans
+        return replace(piece, entry=rows_of(entry, lo, hi), shape=(hi - lo, *piece.shape[1:])).weight(where)
+    try:
+        return cut_weight(piece.weight(where), cut)
+    except OutriderError as error:
+        raise OutriderError(f"{where}: tensor {piece.name}: {error}; leave out --tensor-parallel, or take another number") from None
+
+
+def rows_of(entry: Entry, lo: int, hi: int) -> Entry:
+    """Some rows, as a range of the file. Rows in another order (Llama's GGUF files) stay within their heads, and so within the range."""
+    order = None if entry.order is None else entry.order[lo:hi] - lo
+    if order is not None and (order.min() < 0 or order.max() >= hi - lo):
+        raise AssertionError("rows are cut between heads")
+    if len(entry.shape) == 1 and entry.order is None:  # a vector is one row
+        item = entry.nbytes // max(1, entry.shape[0])
+        return replace(entry, shape=(hi - lo,), start=entry.start + lo * item)
+    return replace(entry, shape=(hi - lo, *entry.shape[1:]), start=entry.start + lo * entry.row_bytes, order=order)
+
+
+def cut_weight(weight: Weight, cut: Cut) -> Weight:
+    """Columns, or rows (of each expert)."""
+    if cut.columns:
+        ((lo, hi),) = cut.spans
+        return weight.columns(lo, hi)
+    units, tensors = weight.format.units, dict[str, Tensor]()
+    for name, t in weight.tensors.items():
+        parts = [bits(t)[..., lo:hi, :] if t.dim() > 1 else t[lo:hi] for lo, hi in cut.spans]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
+        tensors[name] = t if units[name].shared else joined.view(t.dtype)
+    at = max(0, len(weight.shape) - 2)
+    return Weight(weight.format, (*weight.shape[:at], _size(cut), *weight.shape[at + 1 :]), tensors)
+
+
+def cut_tensor(dense: Tensor, plan: TensorPlan, cuts: Sequence[Cut]) -> Tensor:
+    """The same of a tensor that exists whole: dummy weights."""
+    if cuts[0].columns:
+        ((lo, hi),) = cuts[0].spans
+        return dense[..., lo:hi].contiguous()
+    axis = 1 if dense.dim() == 3 else 0
+    parts, at = [], 0
+    for shape, cut in zip(plan.source_shapes, cuts):
+        parts += [dense.narrow(axis, at + lo, hi - lo) for lo, hi in cut.spans]
+        at += shape[axis]
+    return torch.cat(parts, dim=axis).contiguous()
