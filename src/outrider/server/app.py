@@ -46,7 +46,7 @@ from .wire import Json, Wire
 log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
 BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many so large are read at once, one of each client
-TRIM_S = 5.0
+TRIM_S = 10.0
 Body = TypeVar("Body", bound=Common)
 
 

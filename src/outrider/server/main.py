@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import json
 import logging
 import os
@@ -99,8 +100,11 @@ def set_up_logs(level: str, as_json: bool) -> None:
 def serve(models: Backend | Shelf, settings: ServerSettings, listener: socket.socket) -> None:
     set_up_logs(settings.log_level, settings.log_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time gains nothing by threads
-    sys.setswitchinterval(0.001)  # the engine's Python and the event loop's take turns: a request passes between them a dozen times
+    # A step lets go of the interpreter with every operation, and has to wait this long for it where another thread computes.
+    sys.setswitchinterval(0.0002)
     server = HttpServer(models, settings)
+    gc.collect()
+    gc.freeze()  # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
     for model in server.app.state.server.shelf.loaded:
         model.clerk.start()
     server.run(sockets=[listener])

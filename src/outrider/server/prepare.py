@@ -155,6 +155,9 @@ class Preparer:
     def completion(self, body: CompletionRequest, stats: bool) -> Job:
         self._check_model(body.model)
         prompts = body.prompts
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self._check_beginning(prompt, "prompt")
         encoded = [self._encode(p, bos=True) if isinstance(p, str) else self.token_ids(p) for p in prompts]
         longest = max(encoded, key=len)
         room = max(1, self._backend.max_context - len(longest))
@@ -238,7 +241,11 @@ class Preparer:
     def _prompt(self, body: ChatRequest, use_tools: bool) -> ChatPrompt:
         tools = [t.model_dump(exclude_none=True) for t in body.tools or []] if use_tools else None
         messages = [self._message(m) for m in body.messages]
+        for message in body.messages:
+            if message.role == "user":  # what others have said a template may leave out
+                self._check_beginning(message.text, "messages")
         if not self.dialect.template_tools:
+            self._check_beginning(json.dumps(tools) if tools else "", "tools")
             messages = _spell_out_tools(messages, tools)
             tools = None
         options: dict[str, JsonValue] = dict(body.chat_template_kwargs or {})
@@ -288,15 +295,17 @@ class Preparer:
         return out
 
     def _encode(self, text: str, bos: bool) -> list[int]:
-        """Where the beginning of a text is more than half as much again as fits, the rest need not be looked at."""
-        head = 3 * self.longest_prompt
         try:
-            if len(text) > max(LONG, head) and len(self.tokenizer.ids(text[:head], special=False)) > head // 2:
-                message = f"The prompt has more than {head // 2} tokens; at most {self.longest_prompt} are allowed here."
-                raise bad(message, "prompt", "context_length_exceeded")
             return self.tokenizer.encode(text, bos=bos)
         except (UnicodeError, TypeError) as e:
             raise bad("The text is not valid Unicode.") from e
+
+    def _check_beginning(self, text: str, field: str) -> None:
+        """Where the beginning of a text has more than half as many tokens again as fit, the rest need not be looked at."""
+        head = 3 * self.longest_prompt
+        if len(text) > max(LONG, head) and len(self._encode(text[:head], bos=False)) > head // 2:
+            message = f"{field}: more than {head // 2} tokens; at most {self.longest_prompt} are allowed here."
+            raise bad(message, field, "context_length_exceeded")
 
     # ---- parameters
 
