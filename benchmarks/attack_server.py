@@ -358,8 +358,8 @@ def verdict(result: Json) -> str:
         "p99": f"{r['p99_attacked_s']} s beside the attack, {r['p99_alone_s']} s alone: {r['p99_factor']} times (at most {P99_FACTOR:g})",
         "answers": f"{r['requests_attacked']} requests, {r['wrong'] or 'none'} wrong or refused",
         "health": f"/health {r['health_max_ms']} ms at the longest, p99 {r['health_p99_ms']} ms (under {1e3 * HEALTH_LIMIT:g})",
-        "memory": f"{r['memory_before_mb']} MB before, {r['memory_after_mb']} MB after, of which {r['kv_filled_mb']} MB more of the reserved K/V"
-        f" (without them at most {MEMORY_FACTOR:g} times)",
+        "memory": f"{r['memory_before_mb']} MB before, {r['memory_after_mb']} MB after; {r['kv_filled_mb']} MB of these are reserved K/V "
+        f"that was filled (without them at most {MEMORY_FACTOR:g} times)",
         "alive": "the server runs on",
     }
     return "\n".join(f"{'kept  ' if passed[name] else 'MISSED'} {name:8} {said}" for name, said in lines.items())

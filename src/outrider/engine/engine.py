@@ -89,7 +89,7 @@ class Engine:
         self.share_answers = exact
         self.scheduler = Scheduler(
             self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context, self.can.packed_rows,
+            self.max_context, self.can.packed_rows, self.can.rows_beside,
         )  # fmt: skip
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)

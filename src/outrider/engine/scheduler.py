@@ -1,7 +1,7 @@
 """Which sequences run in a step, and how far. Torch-free: it sees tokens, positions and a cache that counts pages.
 
 A step holds the decode rows of every running sequence (the newest token and its drafts) and prompt chunks up to a
-budget, so that a long prompt never holds up running streams for more than one chunk. A prompt is prefilled up to
+budget, so that a long prompt never holds up running streams for more than one chunk (on a CPU: a few tokens). A prompt is prefilled up to
 its last token, which then goes through the first decode cycle like any other.
 
 When pages run out the youngest sequence is pre-empted: it gives up its pages, waits at the head of the queue and is
@@ -35,13 +35,15 @@ class Cache(Protocol):
 class Scheduler:
     def __init__(
         self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool, max_context: int = 1 << 30,
-        pack: int = 0,
+        pack: int = 0, beside: int = 0,
     ):  # fmt: skip
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
         pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where
-        most sequences wait for their prompt (0: never more than a chunk and a quarter)."""
+        most sequences wait for their prompt (0: never more than a chunk and a quarter). `beside`: tokens of each prompt that a step may
+        have beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk)."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
         self.replay_rows, self.prefix_cache, self.max_context, self.pack = replay_rows, prefix_cache, max_context, pack
+        self.beside = beside
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
@@ -75,10 +77,12 @@ class Scheduler:
                 drafter = drafter if k else None
                 batch.decode.append(Lane(seq, seq.held.slot, start, 1, True, k, drafter, guess, stop, drop, nodes, prices))
         budget = self._budget(len(ready))
+        each = self.beside if ready and self.beside else self.chunk
         for seq in list(self.running) if len(ready) < len(self.running) else ():
             if seq.cache is None:
                 continue
             start, count = self._next_chunk(seq)
+            count = min(count, each)
             if count <= 0 or (count > budget and batch.prompts):
                 continue
             if self._reserve(seq, start + count):
@@ -97,6 +101,8 @@ class Scheduler:
         instead of waiting for all of it; the larger the share of sequences that wait for their prompt, the more it is, up to `pack` where
         a fifth of them wait."""
         waiting = len(self.running) - decoding
+        if decoding and self.beside:
+            return self.beside * waiting
         return max(self.chunk + self.chunk // 4, min(self.pack, 4 * self.pack * waiting // max(1, decoding)))
 
     def _may_be_over(self, seq: Seq) -> bool:

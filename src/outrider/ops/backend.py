@@ -46,6 +46,8 @@ class Capabilities:
     # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while most wait for theirs.
     prompt_chunk: int = 512
     packed_rows: int = 0
+    # Tokens of one prompt in a step beside sequences that decode, which wait for them. 0: a chunk.
+    rows_beside: int = 0
     # Formats of stored weights that are multiplied as they are (`Format.family`), and what `quantize` can make of dense ones.
     formats: frozenset[str] = frozenset()
     quantizes: tuple[str, ...] = ()

@@ -200,7 +200,7 @@ def test_the_youngest_is_preempted() -> None:
 
 
 def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
-    """Chunks of several sequences in one pass, cut on the grid: the tokens are those of each alone."""
+    """Chunks of several sequences in one pass, smaller ones beside those that decode: the tokens are those of each alone."""
     ops = CpuOps(threads=1)
     config = ModelConfig.from_hf(SHAPES["sliding"])
     model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
@@ -215,7 +215,7 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
     engine.machine._pass = lambda lanes: (rows.append([lane.count for lane in lanes]), whole(lanes))[1]  # type: ignore[method-assign]
     jobs = [request(str(i), [(7 * i + j) % 90 for j in range(n)], max_tokens=12) for i, n in enumerate((5, 9, 70, 3, 33, 130))]
     got = run(engine, jobs)
-    assert rows[0][:2] == [4, 8] and len(rows) < 6, rows
+    assert rows[0] == [4, 8, 64, 2] and max(max(r) for r in rows[1:]) == 32 and len(rows) < 10, rows
     assert sum(map(sum, rows)) == sum(len(r.prompt) - 1 for r in jobs)
     for job in jobs:
         assert got[job.id] == run(engine_of(), [job])[job.id]
@@ -275,3 +275,23 @@ def test_a_paused_request_goes_on_where_it_was() -> None:
     engine.pause("r1", True)  # it has ended: nothing to pause
     engine.check()
     assert got == want
+
+
+def test_beside_streams_prompts_come_in_small_pieces() -> None:
+    scheduler = Scheduler(CountingCache(4, 10_000), 4, 512, 16, 1 << 30, True, beside=16)
+    stream, long, short = (Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10))
+    for seq in (stream, long, short):
+        scheduler.add(seq)
+    choose = lambda ready: [PLAIN] * len(ready)  # noqa: E731
+    first = scheduler.plan(choose)
+    assert [lane.count for lane in first.prompts] == [1, 399, 9]  # nobody waits: as much as fits
+    stream.computed = 1
+    counts = []
+    while short.computed < 9:
+        batch = scheduler.plan(choose)
+        assert [lane.seq for lane in batch.decode] == [stream]
+        counts.append([lane.count for lane in batch.prompts])
+        for lane in batch.prompts:
+            lane.seq.computed += lane.count
+    assert counts == [[16, 9]]
+    assert [lane.count for lane in scheduler.plan(choose).prompts] == [16]
