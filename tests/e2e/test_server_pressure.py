@@ -115,10 +115,15 @@ def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyP
     with Served(engine, TOK, 1 << 20, max_concurrent=4) as s:
         silent = raw(s, "/v1/chat/completions", json.dumps(body).encode())
         until(lambda: len(engine.running) == 2)
-        made = -1
-        while made != (made := sum(len(r.out) for r in engine.running.values())):
-            time.sleep(0.4)  # until the system takes no more of it
-        assert len(engine.running) == 2 and made < 8000 and not engine.busy
+        made = lambda: sum(len(r.out) for r in engine.running.values())  # noqa: E731
+
+        def waits() -> bool:
+            before = made()
+            time.sleep(0.3)  # the system takes some of it before it takes no more
+            return made() == before and not engine.busy
+
+        until(waits, 60)
+        assert len(engine.running) == 2 and made() < 8000
         answer = httpx.post(f"{s.url}/v1/chat/completions", json={"messages": HI, "max_tokens": 5}, timeout=60)
         assert answer.status_code == 200
         lines = [line for line in everything(silent).decode().splitlines() if line.startswith("data: {")]
