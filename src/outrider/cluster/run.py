@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 
@@ -34,6 +36,7 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
         if ours:
             stay()
             note("stopping: running requests finish")
+            _drain(config.drain)
     finally:
         if ours:
             serve.shutdown()
@@ -102,7 +105,7 @@ def need_room(config: ClusterConfig) -> None:
 
 
 def stay() -> None:
-    """Until Ctrl-C or SIGTERM; then running requests finish and all of it goes down."""
+    """Until Ctrl-C or SIGTERM."""
     end = threading.Event()
 
     def stop(_: int, __: FrameType | None) -> None:
@@ -111,6 +114,15 @@ def stay() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     end.wait()
+
+
+def _drain(seconds: float) -> None:
+    """The application goes, its replicas when they have answered what they have."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with contextlib.suppress(TimeoutError):  # Serve waits a minute at a time
+            serve.delete(APP)
+            return
 
 
 def _first_line(error: Exception) -> str:
