@@ -20,8 +20,13 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/pytest tests/unit
 
+# The end-to-end tests wait for servers and other processes much of the time, the others only compute: both at once, a core each.
 test: check
-	$(BIN)/pytest tests/property tests/parity tests/e2e
+	@mkdir -p build
+	@export OMP_NUM_THREADS=1; $(BIN)/pytest tests/property tests/parity >build/computed.log 2>&1 & computed=$$!; \
+	trap "kill $$computed 2>/dev/null" EXIT; \
+	$(BIN)/pytest tests/e2e; failed=$$?; \
+	wait $$computed || failed=1; cat build/computed.log; exit $$failed
 
 # Well-known clients as they are, against a server with a tiny model: Python's, and the Vercel AI SDK (needs node).
 test-clients: setup
