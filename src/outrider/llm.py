@@ -28,7 +28,7 @@ from .engine.step import Request
 from .engine.text import Messages, Tokenizer
 from .models import build, build_drafter
 from .models.layers import TextModel
-from .models.pairing import fits
+from .models.pairing import fits, other_weights
 from .models.split import SOLO
 from .ops.backend import Backend
 from .ops.cpu.ops import default_threads
@@ -350,15 +350,16 @@ def pick_drafter(
         if where is None:
             return None, ("ngram",), f"drafter: ngram ({note})"
         try:
-            return _load_drafter(where, note, target, ops, device, dtype, load_format, seed)
+            return _load_drafter(model, where, note, target, ops, device, dtype, load_format, seed)
         except OutriderError as error:
             return None, ("ngram",), f"drafter: ngram ({where} cannot be used: {error})"
-    return _load_drafter(drafter, note, target, ops, device, dtype, load_format, seed)
+    return _load_drafter(model, drafter, note, target, ops, device, dtype, load_format, seed)
 
 
 def _load_drafter(
-    where: str, note: str, target: TextModel, ops: Backend, device: torch.device, dtype: torch.dtype, load_format: LoadFormat, seed: int
-) -> tuple[Drafter, tuple[str, ...], str]:
+    model: str, where: str, note: str, target: TextModel, ops: Backend, device: torch.device, dtype: torch.dtype, load_format: LoadFormat,
+    seed: int,
+) -> tuple[Drafter, tuple[str, ...], str]:  # fmt: skip
     if where.startswith("draft:"):
         from .spec.draft_model import DraftModel
 
@@ -382,4 +383,6 @@ def _load_drafter(
     made = MTPDrafter(ops.compile_drafter(drafter) if share.world == 1 else drafter, target)
     if load_format == "auto":
         made.card = cards.read(Path(files.path), fingerprint(files))
+        unlike = other_weights(model, where, own.target_hash, fingerprint(hub.resolve(model)))
+        note += f"; {unlike}" if unlike is not None else ""
     return made, ("mtp", "ngram"), f"drafter: mtp {where} ({note})"

@@ -49,7 +49,7 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     all_of_it = Asks(True, 4, 2, 4, 2, 3, True)
     history.grow(all_of_it)
     bits = torch.zeros((8, VOCAB // 32), dtype=torch.int32, device="meta")
-    # How tokens are chosen does not hang on the kind of layers: one variant goes through every way of choosing, the others through all asks.
+    # How tokens are chosen does not hang on the kind of layers: one variant goes through every way, the others through all asks.
     ways: list[Choosing] = list(get_args(Choosing)) if variant == "dense" else ["hot"]
     for choosing in ways:
         for k, source in ((0, None), (2, "drafter"), (2, "host"), (2, "both"), (2, "drafted")):

@@ -30,8 +30,6 @@ def make_dummy(
     raw = dict(known) if known is not None and not Path(model).exists() else hub.resolve(model, weights=False).config
     drafter = "assistant" in str(raw.get("model_type")) or "backbone_hidden_size" in raw
     gguf = to.suffix == ".gguf"
-    if gguf and drafter:
-        raise OutriderError(f"{model} is a drafter: those are read from a folder, so give a folder instead of {to}")
     if not gguf and fmt != "bf16":
         raise OutriderError(f"a folder of safetensors is written in bf16: add --format bf16, or name the file {to}.gguf")
     reader = DrafterConfig.from_hf if drafter else ModelConfig.from_hf
@@ -41,7 +39,6 @@ def make_dummy(
         raise OutriderError(f"{model}: its configuration makes no sense ({error})") from None
     with progress(f"Writing {to.name}", sum(map(nbytes, tensors(config, fmt)))) as advance:
         if gguf:
-            assert isinstance(config, ModelConfig)
             size = write_gguf(to, config, fmt, seed, advance)
         else:
             size = write_folder(to, raw, config, seed, advance)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 from ..types import OutriderError
 from .config import DrafterConfig, LayerSpec, ModelConfig
@@ -46,6 +48,17 @@ def fits(config: DrafterConfig, target: ModelConfig) -> str | None:
         if layer.rope != target.layers[at].rope:
             return f"drafter layer {i} rotates its queries otherwise than target layer {at} its keys (rope differs)"
     return None
+
+
+def other_weights(target: str, drafter: str, trained_for: str | None, is_now: str) -> str | None:
+    """What to warn of where a drafter was made for other weights of the same model: it fits, and guesses worse. Our own drafters hold
+    the hash of what they were trained for; Google's say it in their names (a QAT target wants the QAT assistant)."""
+    if trained_for is not None:
+        return None if trained_for == is_now else "trained for other weights of this model, so expect fewer accepted drafts"
+    first, second = (re.search(r"(?i)(^|[-_.])qat([-_.]|$)", Path(name).name) is not None for name in (target, drafter))
+    if first == second:
+        return None
+    return f"the {'target' if first else 'drafter'} is quantisation-aware (QAT), the other is not: drafts may hardly ever be accepted"
 
 
 def bind(config: DrafterConfig, target: ModelConfig) -> tuple[LayerSpec, ...]:

@@ -21,18 +21,18 @@ from ..models.config import DrafterConfig, Foreign, ModelConfig
 from ..ops.formats import BLOCKS
 from ..types import OutriderError
 from .gguf import SCALARS, STRING, TENSOR_TYPES, Value
-from .gguf_config import ARCHITECTURES, LAYER, LAYER_WHOLE, TOP
+from .gguf_config import ARCHITECTURES, LAYER, LAYER_WHOLE, TOP, TOP_WHOLE
 from .names import Role, tensor_plan
 from .source import ITEM_BYTES
 
 FORMATS = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q4_k_m", "q6_k", "bf16", "f16")
 FREQS = "rope_freqs.weight"
-ALIGN, CHUNK, SPREAD = 32, 4 << 20, 0.02
+ALIGN, CHUNK, SPREAD, DRAFTER_CONTEXT = 32, 4 << 20, 0.02, 131072
 Written = Value | list[bool] | list[int]  # an entry of GGUF metadata
 CODES = {name: code for code, name in TENSOR_TYPES.items()}
 ARCH_OF = {model.removesuffix("_text"): arch for arch, model in ARCHITECTURES.items()} | {"gemma4_unified": "gemma4", "mistral": "llama"}
 TO_GGUF = {hf: stem for stem, hf in (*TOP.items(), *LAYER.items())}
-WHOLE_TO_GGUF = {hf: name for name, hf in LAYER_WHOLE.items()}
+WHOLE_TO_GGUF = {hf: name for name, hf in (*LAYER_WHOLE.items(), *TOP_WHOLE.items())}
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 QWEN = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-6,
             rope_theta=1e6, max_position_embeddings=32768, hidden_act="silu", eos_token_id=1)  # fmt: skip
@@ -154,6 +154,8 @@ def gguf_name(name: str, arch: str) -> str:
     """The inverse of gguf_config.hf_name."""
     if name == FREQS:
         return name
+    if name in WHOLE_TO_GGUF:
+        return WHOLE_TO_GGUF[name]
     if not name.startswith("model.layers."):
         stem, _, tail = name.rpartition(".")
         return f"{TO_GGUF[stem]}.{tail}"
@@ -165,14 +167,15 @@ def gguf_name(name: str, arch: str) -> str:
     return f"blk.{index}.{'ffn_norm' if stem == norm else TO_GGUF[stem]}.{tail}"
 
 
-def metadata(config: ModelConfig, arch: str, context: int) -> dict[str, Written]:
-    """Keys in the order written. An int is a u32, a float an f32, a list an array."""
+def metadata(config: ModelConfig | DrafterConfig, arch: str) -> dict[str, Written]:
+    """Keys in the order written. An int is a u32, a float an f32, a list an array. A drafter uses its target's tokenizer."""
     first, layers = config.layers[0], config.layers
     keys: dict[str, Written] = {
-        "context_length": context, "embedding_length": config.hidden, "block_count": len(layers),
+        "context_length": config.max_context if isinstance(config, ModelConfig) else DRAFTER_CONTEXT,
+        "embedding_length": config.hidden, "block_count": len(layers),
         "attention.head_count": first.attn.heads, "attention.layer_norm_rms_epsilon": config.norm_eps,
     }  # fmt: skip
-    if arch == "gemma4":
+    if arch.startswith("gemma4"):
         full, sliding = (next(l for l in layers if (l.attn.window is None) == whole) for whole in (True, False))
         keys |= {
             "attention.head_count_kv": [layer.attn.kv_heads for layer in layers],
@@ -182,11 +185,14 @@ def metadata(config: ModelConfig, arch: str, context: int) -> dict[str, Written]
             "attention.sliding_window": sliding.attn.window or 0,
             "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers],
             "attention.shared_kv_layers": sum(not layer.attn.writes for layer in layers),
-            "embedding_length_per_layer_input": config.ple_dim, "final_logit_softcapping": config.softcap or 0.0,
             "rope.freq_base": full.rope.theta, "rope.freq_base_swa": sliding.rope.theta,
             "rope.dimension_count": full.attn.head_dim, "rope.dimension_count_swa": sliding.attn.head_dim,
         }  # fmt: skip
-        if config.moe is not None:
+        if isinstance(config, DrafterConfig):
+            keys |= {"embedding_length_out": config.backbone_hidden, "nextn_predict_layers": len(layers)}
+        else:
+            keys |= {"embedding_length_per_layer_input": config.ple_dim, "final_logit_softcapping": config.softcap or 0.0}
+        if isinstance(config, ModelConfig) and config.moe is not None:
             keys |= {"expert_count": config.moe.experts, "expert_used_count": config.moe.top_k,
                      "expert_feed_forward_length": config.moe.intermediate}  # fmt: skip
     else:
@@ -199,9 +205,13 @@ def metadata(config: ModelConfig, arch: str, context: int) -> dict[str, Written]
             window = next(layer.attn.window for layer in layers if layer.attn.window is not None)
             keys |= {"attention.sliding_window": window,
                      "attention.sliding_window_pattern": [layer.attn.window is not None for layer in layers]}  # fmt: skip
-    tokens, types, merges = vocabulary(config.vocab_size)
-    return {
+    head: dict[str, Written] = {
         "general.architecture": arch, "general.name": "dummy weights", **{f"{arch}.{key}": value for key, value in keys.items()},
+    }  # fmt: skip
+    if isinstance(config, DrafterConfig):
+        return head
+    tokens, types, merges = vocabulary(config.vocab_size)
+    return head | {
         "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "qwen2", "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.token_type": np.array(types, np.int32), "tokenizer.ggml.merges": merges,
         "tokenizer.ggml.bos_token_id": 2, "tokenizer.ggml.eos_token_id": 1, "tokenizer.ggml.add_bos_token": False,
@@ -244,17 +254,19 @@ def _value(value: Written) -> bytes:
     return struct.pack("<IIQ", 9, kind, len(value)) + struct.pack(f"<{len(value)}{form}", *value)
 
 
-def write_gguf(path: Path, config: ModelConfig, fmt: str, seed: int = 0, advance: Callable[[int], None] = lambda _: None) -> int:
+def write_gguf(
+    path: Path, config: ModelConfig | DrafterConfig, fmt: str, seed: int = 0, advance: Callable[[int], None] = lambda _: None
+) -> int:  # fmt: skip
     """Returns the size of the file."""
-    kind = config.model_type.removesuffix("_text")
+    kind = config.model_type.removesuffix("_text").replace("unified_assistant", "assistant")
     if kind not in ARCH_OF:
         raise OutriderError(f"no GGUF architecture for {config.model_type}; known: {', '.join(sorted(ARCH_OF))}")
     arch = ARCH_OF[kind]
     held = tensors(config, fmt)
-    if arch == "gemma4":  # llama.cpp wants the angles of full attention spelt out; our reader knows them
+    if arch.startswith("gemma4"):  # llama.cpp wants the angles of full attention spelt out; our reader knows them
         full = next(layer for layer in config.layers if layer.attn.window is None)
         held.append(Tensor(FREQS, (full.attn.head_dim // 2,), "vector", "F32"))
-    keys = metadata(config, arch, config.max_context)
+    keys = metadata(config, arch)
     head = b"GGUF" + struct.pack("<IQQ", 3, len(held), len(keys)) + b"".join(_string(k) + _value(v) for k, v in keys.items())
     at = 0
     for t in held:

@@ -1,7 +1,8 @@
 """What a GGUF file describes: its metadata as a Hugging Face style config, its tensors under Hugging Face names.
 
 Llama's q and k rows are stored permuted (interleaved rotary pairs); the row order that undoes it is attached to the
-entry. Gemma 3's norms already contain the +1 there.
+entry. Gemma 3's norms already contain the +1 there. An MTP drafter is a file of its own (llama.cpp's `gemma4-assistant`; files made
+before it was merged there call it `gemma4_assistant` and its tensors `mtp.…`).
 """
 
 from __future__ import annotations
@@ -15,14 +16,22 @@ from ..types import OutriderError
 from .gguf import GGUF, Value
 from .source import Entry, Source
 
-ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "gemma4": "gemma4_text"}
+ARCHITECTURES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "gemma4": "gemma4_text",
+    "gemma4_assistant": "gemma4_assistant", "gemma4-assistant": "gemma4_assistant",
+}  # fmt: skip
 TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")  # chat models stop here too
 
 TOP = {
     "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
     "per_layer_token_embd": "model.embed_tokens_per_layer", "per_layer_model_proj": "model.per_layer_model_projection",
     "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "mtp.pre_projection": "pre_projection", "mtp.post_projection": "post_projection", "mtp.centroids": "masked_embedding.centroids",
+    "nextn.pre_projection": "pre_projection", "nextn.post_projection": "post_projection",
+    "masked_embd_centroids": "masked_embedding.centroids",
 }  # fmt: skip
+ORDERING = "masked_embedding.token_ordering"
+TOP_WHOLE = {"mtp.token_ordering.weight": ORDERING, "masked_embd_ordering": ORDERING}
 LAYER = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj", "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
@@ -48,6 +57,8 @@ def hf_name(name: str, arch: str) -> str:
         if stem == "ffn_norm":
             return f"model.layers.{index}.{'pre_feedforward_layernorm' if arch.startswith('gemma') else 'post_attention_layernorm'}.{tail}"
         return f"model.layers.{index}.{LAYER[stem]}.{tail}" if stem in LAYER else name
+    if name in TOP_WHOLE:
+        return TOP_WHOLE[name]
     stem, _, tail = name.rpartition(".")
     return f"{TOP[stem]}.{tail}" if stem in TOP else name
 
@@ -135,7 +146,22 @@ def hf_config(file: GGUF) -> ForeignDict:
         "bos_token_id": file.meta.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": eos_ids(file),
     }
-    return config | (_gemma4(meta, layers) if file.arch == "gemma4" else _plain(meta, heads, layers, config["hidden_size"]))
+    if not file.arch.startswith("gemma4"):
+        return config | _plain(meta, heads, layers, config["hidden_size"])
+    config |= _gemma4(meta, layers)
+    return config if file.arch == "gemma4" else _assistant(file, config)
+
+
+def _assistant(file: GGUF, text: ForeignDict) -> ForeignDict:
+    """The target's width is that of what the drafter hands back; clusters are there where their centroids are."""
+    named = {hf_name(name, file.arch): entry for name, entry in file.tensors.items()}
+    post, centroids = named.get("post_projection.weight"), named.get("masked_embedding.centroids.weight")
+    if post is None:
+        raise OutriderError(f"{file.path}: nextn.post_projection.weight is missing: is this a Gemma 4 drafter?")
+    clusters = {} if centroids is None else {"use_ordered_embeddings": True, "num_centroids": centroids.shape[0]}
+    # A drafter has no K or V; the flag says only that its full layers count their K/V heads by themselves.
+    text["attention_k_eq_v"] = text["num_global_key_value_heads"] != text["num_key_value_heads"]
+    return {"model_type": text["model_type"], "backbone_hidden_size": post.shape[0], "text_config": text, **clusters}
 
 
 def _plain(meta: _Meta, heads: int, layers: int, hidden: int) -> ForeignDict:

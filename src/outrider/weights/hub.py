@@ -87,7 +87,10 @@ def auto_drafter(name: str | Path) -> tuple[str | None, str]:
         for folder in (inside / "assistant", beside.with_name(beside.name + "-assistant")):
             if (folder / "config.json").is_file():
                 return str(folder), f"found beside the model: {folder}"
-        return None, f"no drafter beside {name} (looked for assistant/ and {beside.name}-assistant/)"
+        file = beside.with_name(beside.name + "-assistant.gguf")
+        if file.is_file():
+            return str(file), f"found beside the model: {file}"
+        return None, f"no drafter beside {name} (looked for assistant/, {beside.name}-assistant/ and {file.name})"
     if name == "smollm2":
         if (ASSETS / "smollm2" / "config.json").is_file():
             return str(ASSETS / "smollm2"), "shipped with Outrider"

@@ -112,7 +112,10 @@ def load(
             if name in cuts:
                 parts = [kept(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
                 plan = kept_plan(plan, cuts[name])
-            weight = hold(plan, parts, ops, device, source.where, only_looked_up(config, name), halves)
+            weight = None
+            # A drafter's steps read dense matrices, or the one format they are compiled for.
+            if isinstance(config, ModelConfig) or not any(p.quantised for p in pieces[name]):
+                weight = hold(plan, parts, ops, device, source.where, only_looked_up(config, name), halves)
             if weight is None:
                 filled = dense(plan, parts, device, dtype, source.plus_one_done, source.where)
                 weight = finish(name, plan, filled, ops, held(config, name, quantize))

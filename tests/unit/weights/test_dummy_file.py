@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from outrider.ops.cpu.packing import PackedWeight
 from outrider.types import OutriderError
 from outrider.weights import load_drafter, load_target
 from outrider.weights.dummy_file import FORMATS, SHAPES, nbytes, tensors, write_folder, write_gguf
+from outrider.weights.gguf_config import ORDERING, hf_name
+from outrider.weights.hub import auto_drafter
 
 QWEN: dict[str, Any] = dict(
     model_type="qwen2", vocab_size=320, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
@@ -121,6 +124,29 @@ def test_drafters_go_to_a_folder(tmp_path: Path) -> None:
     assert config.clusters == 64 and sorted(weights["token_ordering"].tolist()) == list(range(4096))
 
 
+@pytest.mark.parametrize("old", [False, True], ids=["gemma4-assistant", "gemma4_assistant"])
+def test_drafters_are_read_from_gguf(tmp_path: Path, old: bool) -> None:
+    """Configuration and every tensor, under llama.cpp's names and those of older files; `auto` finds the file beside its target."""
+    raw = dict(KNOWN["google/gemma-4-E2B-it-assistant"])
+    raw["text_config"] = raw["text_config"] | {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "rms_norm_eps": 2**-20}
+    raw |= {"backbone_hidden_size": 96, "num_centroids": 64, "centroid_intermediate_top_k": 32}
+    config, path = DrafterConfig.from_hf(raw), tmp_path / "t-assistant.gguf"
+    write_gguf(path, config, "q8_0")
+    names = {t.name for t in reference.GGUFReader(path).tensors}
+    assert {"nextn.pre_projection.weight", "masked_embd_ordering", "blk.3.layer_output_scale.weight"} <= names
+    assert not any("attn_k" in n or "attn_v" in n for n in names)
+    if old:
+        path.write_bytes(path.read_bytes().replace(b"gemma4-assistant", b"gemma4_assistant"))
+        for was, name in (("mtp.pre_projection.weight", "pre_projection.weight"), ("mtp.token_ordering.weight", ORDERING)):
+            assert hf_name(was, "gemma4_assistant") == name
+    found, weights = load_drafter(path, "cpu", torch.float32)
+    assert replace(found, model_type=config.model_type) == config
+    assert sorted(weights["token_ordering"].tolist()) == list(range(4096)) and weights["pre"].shape == (64, 192)
+    assert all(torch.isfinite(w).all() for w in weights.values() if isinstance(w, torch.Tensor))
+    (tmp_path / "t.gguf").touch()
+    assert auto_drafter(tmp_path / "t.gguf")[0] == str(path.resolve())
+
+
 def test_folders_have_a_tokenizer(tmp_path: Path) -> None:
     write_folder(tmp_path / "d", QWEN, ModelConfig.from_hf(QWEN))
     _, _, text = load_target(tmp_path / "d", "cpu", torch.float32)
@@ -134,7 +160,6 @@ def test_folders_have_a_tokenizer(tmp_path: Path) -> None:
     [
         (["Qwen/Qwen2.5-0.5B-Instruct", "x.gguf", "--format", "q3"], "known are q4_0"),
         (["Qwen/Qwen2.5-0.5B-Instruct", "folder"], "written in bf16"),
-        (["google/gemma-4-E2B-it-assistant", "x.gguf"], "is a drafter"),
         (["Qwen/Qwen2.5-0.5B-Instruct", "/nowhere/x.gguf"], "cannot write"),
     ],
 )
