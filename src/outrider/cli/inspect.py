@@ -81,8 +81,10 @@ def inspect(
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
     if gpu is not None:
         on = machine(gpu)
-        tokens = room(config, on.memory * 1e9, total + (drafter_size(helper).total * helper_size if helper is not None else 0))
-        data["gpu"] = {"name": on.label, "memory": round(on.memory * 1e9), "fits": tokens > 0, "context": tokens}
+        weights = total if bits is not None else kept.gpu
+        tokens = room(config, on.memory * 1e9, weights + (drafter_size(helper).total * helper_size if helper is not None else 0))
+        memory = {"memory": round(on.memory * 1e9), "weights": round(weights)}
+        data["gpu"] = {"name": on.label, **memory, "fits": tokens > 0, "context": tokens}
     if data["drafter"] is not None:
         data["drafter"] = {"name": drafter, **data["drafter"]}
     if quality or quantize is not None:
@@ -159,7 +161,7 @@ def show(data: ForeignDict) -> None:
     if "gpu" in data:
         card = data["gpu"]
         said = f"[green]fits[/green] with {card['context']:,} tokens of context" if card["fits"] else "[red]does not fit[/red]"
-        facts.add_row(card["name"], f"{amount(card['memory'], 'B')}: {said}")
+        facts.add_row(card["name"], f"{amount(card['memory'], 'B')}, weights take {amount(card['weights'], 'B')}: {said}")
     if "rounding" in data:
         facts.add_row("rounding", f"{data['rounding']['held']}: {data['rounding']['line']}")
     out.print(facts)

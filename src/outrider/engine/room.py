@@ -14,13 +14,13 @@ import torch
 from ..cache.store import row_width
 from ..config import EngineConfig
 from ..models.config import ModelConfig
+from ..models.inspect import work_bytes
 from ..types import MAX_DRAFT, OutriderError
 
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
 SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without being asked to
 USUAL = 4096  # tokens; no default is less, unless the model is
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
-WORK = 1 << 30  # bytes beside weights and K/V on a GPU: activations, tables, graphs; logits come on top
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int) -> int:
-    """Bytes for K/V. rows: the most of one step; their logits are made twice over."""
+    """Bytes for K/V. rows: the most of one step."""
     free, total = torch.cuda.mem_get_info(device)
-    return int(free - (1.0 - config.gpu_memory) * total) - WORK - 2 * 4 * model.vocab_size * rows
+    return int(free - (1.0 - config.gpu_memory) * total) - work_bytes(model.vocab_size, rows)
 
 
 def room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int, batch: int = 8, budget: int | None = None) -> Room:

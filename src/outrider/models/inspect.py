@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..types import MAX_DRAFT
 from .config import DrafterConfig, ForeignDict, LayerSpec, ModelConfig
 from .pairing import fits, reads
 
 DECODE_ROWS = (1, 5, 9)
-RESERVE = 1.0e9  # bytes of a GPU beside weights and K/V: the driver's context, activations of a prompt chunk, captured graphs
+WORK = 1 << 30  # bytes of a GPU beside weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
 
 
 @dataclass(frozen=True)
@@ -153,9 +154,14 @@ def drafter_size(config: DrafterConfig) -> DrafterSize:
     return DrafterSize(body + own + centroids, body + centroids + head // config.clusters * config.cluster_top)
 
 
+def work_bytes(vocab: int, rows: int) -> int:
+    """What a GPU holds beside weights and K/V while a step has `rows` rows: their float32 logits are made twice over."""
+    return WORK + 2 * 4 * vocab * rows
+
+
 def room(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
-    """Tokens of one sequence whose K/V fits beside the weights; 0: not even the weights fit. RESERVE is left for the rest."""
-    free = memory - weights - RESERVE
+    """Tokens of one sequence whose K/V fits beside the weights; 0: not even the weights fit. What the engine leaves for work is left."""
+    free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)
     if free < kv_bytes(config, 1, item):
         return 0
     low, high = 1, config.max_context + 1

@@ -55,8 +55,9 @@ def other_weights(target: str, drafter: str, trained_for: str | None, is_now: st
     the hash of what they were trained for; Google's say it in their names (a QAT target wants the QAT assistant)."""
     if trained_for is not None:
         return None if trained_for == is_now else "trained for other weights of this model, so expect fewer accepted drafts"
-    first, second = (re.search(r"(?i)(^|[-_.])qat([-_.]|$)", Path(name).name) is not None for name in (target, drafter))
-    if first == second:
+    names = [Path(name).name.lower() for name in (target, drafter)]
+    first, second = ("qat" in re.split(r"[-_.]", name) for name in names)
+    if first == second or not all("gemma" in name for name in names):  # a folder called otherwise says nothing
         return None
     return f"the {'target' if first else 'drafter'} is quantisation-aware (QAT), the other is not: drafts may hardly ever be accepted"
 

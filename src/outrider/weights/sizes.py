@@ -1,4 +1,4 @@
-"""What a checkpoint's weights take, from its configuration alone (of a GGUF file, from its header)."""
+"""What a checkpoint's weights take, from its configuration alone (of a GGUF file, from its header), stored and in a GPU's memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ..models.config import DrafterConfig, ModelConfig
+from ..ops.formats import Float8, Format, Integer, NvFp4
 from .files import Files, open_source
 from .names import Config, TensorPlan, tensor_plan
 from .recipe import recipe
@@ -16,10 +17,42 @@ ITEM = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How a GPU holds a quantised matrix (ops/triton/repack.py, which needs Triton to be asked itself)."""
+
+    bits: int  # of a code: five and six bits are kept in eight
+    group: int  # columns that share a 16-bit factor; 0: the whole row has one
+    lifted: bool = False  # and an offset beside it
+
+    def nbytes(self, n: int, k: int) -> int:
+        """Rows are filled up to 64, columns to whole chunks; factors come in pairs."""
+        columns = 32 // self.bits * (16 if self.group == 16 else 32)
+        rows, chunks = -(-n // 64) * 64, -(-k // columns)
+        group = columns if self.group == 0 and self.lifted else min(self.group, columns)
+        numbers = 0 if group == 0 else -(-columns // group // 2) * 2 * chunks * (1 + self.lifted)
+        return rows * (chunks * columns * self.bits // 8 + 2 * numbers + (4 if numbers == 0 else 0))
+
+
+LAYOUTS = {
+    "Q4_0": Layout(4, 32), "Q4_1": Layout(4, 32, True), "Q5_0": Layout(8, 32), "Q5_1": Layout(8, 32, True), "Q8_0": Layout(8, 32),
+    "Q4_K": Layout(4, 32, True), "Q5_K": Layout(8, 32, True), "Q6_K": Layout(8, 16),
+}  # fmt: skip
+
+
+def layout_of(format: Format) -> Layout | None:
+    if isinstance(format, Integer):
+        return Layout(format.bits, format.group, format.lifted)
+    if isinstance(format, Float8):
+        return Layout(8, format.group)
+    return Layout(4, 16) if isinstance(format, NvFp4) else None
+
+
+@dataclass(frozen=True)
 class StoredSize:
     total: float  # bytes
     token: float  # bytes that one token reads: of tables one row, of experts those chosen
     parameters: int
+    gpu: float = 0.0  # bytes in a GPU's memory
     formats: Mapping[str, float] = field(default_factory=dict)  # bytes by format
 
     @property
@@ -38,7 +71,7 @@ def item_bytes(config: Mapping[str, object]) -> float:
 def stored_size(files: Files, config: Config) -> StoredSize:
     how, item = recipe(files.config, files.name), item_bytes(files.config)
     entries: Mapping[str, Entry] = open_source(files).entries if files.gguf is not None else {}
-    total, token, parameters = 0.0, 0.0, 0
+    total, token, parameters, gpu = 0.0, 0.0, 0, 0.0
     formats: dict[str, float] = {}
     for name, plan in tensor_plan(config).items():
         if plan.role == "index":
@@ -55,7 +88,12 @@ def stored_size(files: Files, config: Config) -> StoredSize:
             total, parameters = total + size, parameters + prod(shape)
             formats[kind] = formats.get(kind, 0.0) + size
             token += size * share(name, plan, config)
-    return StoredSize(total, token, parameters, formats)
+            layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format)
+            if layout is not None and plan.role == "matrix" and len(shape) == 2:
+                gpu += layout.nbytes(*shape)
+            else:  # tables, experts and what was never quantised
+                gpu += prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
+    return StoredSize(total, token, parameters, gpu, formats)
 
 
 def share(name: str, plan: TensorPlan, config: Config) -> float:

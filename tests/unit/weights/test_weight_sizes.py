@@ -1,0 +1,59 @@
+"""What `inspect` says weights take against what loading them really allocates, by format."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
+
+from outrider.models.config import ModelConfig
+from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.formats import BLOCKS, Block, Float8, Format, Integer, NvFp4, Weight
+from outrider.ops.triton.quantised import QuantTritonOps
+from outrider.ops.triton.repack import repack
+from outrider.weights import hub, load_target
+from outrider.weights.dummy_file import blocks, write_gguf
+from outrider.weights.sizes import LAYOUTS, layout_of, stored_size
+
+ROWS, COLUMNS = 200, 768  # rows that are no whole tiles of 64
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_a_gguf_format_in_a_gpus_memory(kind: str) -> None:
+    width = COLUMNS // BLOCKS[kind][0] * BLOCKS[kind][1]
+    data = np.frombuffer(blocks(kind, np.random.default_rng(0)), np.uint8)[: ROWS * width].reshape(ROWS, width)
+    held = repack(Weight(Block(kind), (ROWS, COLUMNS), {"blocks": torch.from_numpy(data.copy())}))
+    assert held is not None and held.nbytes == LAYOUTS[kind].nbytes(ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize(
+    "format",
+    [Integer(4, 32), Integer(4, 128), Integer(4, 0), Integer(8, 128), Integer(8, 0), Integer(4, 64, True), Float8(), Float8(128), NvFp4()],
+    ids=lambda f: f.name,
+)
+def test_a_format_in_a_gpus_memory(format: Format) -> None:
+    made = format.quantise(torch.randn(ROWS, COLUMNS))
+    if isinstance(format, Integer) and format.lifted:
+        made = Weight(format, made.shape, {**made.tensors, "zero": torch.ones_like(made.tensors["scale"], dtype=torch.uint8)})
+    held, layout = repack(made), layout_of(format)
+    assert held is not None and layout is not None
+    factors = 4 * 256 if isinstance(format, NvFp4) or format == Float8(128) else 0  # one more for each row, which the account leaves out
+    assert held.nbytes - factors == layout.nbytes(ROWS, COLUMNS)
+
+
+@pytest.mark.parametrize("fmt", ["q4_0", "q4_k_m", "q5_1"])
+@pytest.mark.parametrize("raw", [QWEN, EDGE, MOE], ids=["qwen2", "edge", "moe"])
+def test_the_account_is_what_the_loader_allocates(tmp_path: Path, raw: dict[str, Any], fmt: str) -> None:
+    """On a GPU to the last percent: tables and experts are dense there. On a CPU what is stored, but for tables that stay in the file."""
+    path = tmp_path / "m.gguf"
+    write_gguf(path, ModelConfig.from_hf(raw), fmt)
+    config, weights, _ = load_target(path, "cpu", torch.bfloat16, QuantTritonOps("cpu"))
+    said = stored_size(hub.resolve(path), config)
+    assert abs(said.gpu / sum(w.nbytes for w in weights.values()) - 1) < 0.01
+    assert said.gpu > 1.2 * said.total  # the file's size alone would promise too much
+    _, packed, _ = load_target(path, "cpu", torch.float32, CpuOps(threads=1))
+    assert sum(w.nbytes for w in packed.values()) < 1.1 * said.total
