@@ -100,6 +100,15 @@ class KVView(KVPages):
 
 
 @dataclass(frozen=True)
+class DraftRound:
+    """What the steps of one round of an MTP drafter share: the view and the position are constant."""
+
+    kv: KVView  # one row a sequence, at the last position that the target has seen
+    angles: Sequence[tuple[Tensor, Tensor]] = ()  # a pair for each rope variant
+    taps: Tensor | None = None  # [B, taps·Hb] at unit scale
+
+
+@dataclass(frozen=True)
 class Draft:
     """A guess: `tokens` [B, K]; the first `lengths[b]` count. `q` [B, K, V] is the distribution each token was drawn
     from, or None when it was guessed with the shared noise or is a point mass. With `parents` it is a tree: the token j (from 1)

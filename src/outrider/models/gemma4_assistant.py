@@ -11,25 +11,16 @@ at position L - 2, the last visible key.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops.formats import Held
 from ..ops.reference import plain
-from ..types import KVView
+from ..types import DraftRound, KVView
 from .config import DrafterConfig
 from .layers import DraftHead, Ops, TextModel, gather_blocks, rope_variants
 from .pairing import bind
-
-
-@dataclass(frozen=True)
-class Round:
-    """What the steps of a round share: the view and the position are constant."""
-
-    kv: KVView
-    angles: list[tuple[Tensor, Tensor]]  # a pair for each rope variant
 
 
 class Gemma4Assistant(DraftHead):
@@ -51,12 +42,12 @@ class Gemma4Assistant(DraftHead):
             self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
             self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.hidden)
 
-    def start(self, kv: KVView, features: Tensor | None = None) -> Round:
+    def start(self, kv: KVView, features: Tensor | None = None) -> DraftRound:
         """Begin a round over one row a sequence. Drafters of other kinds also take features; this one needs none."""
         positions = kv.positions + 2 - self.config.position_offset
-        return Round(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs])
+        return DraftRound(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs])
 
-    def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
         """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g [B, h] for the head, next hidden [B, Hb]."""
         ops, kv, eps, act = self.ops, state.kv, self.config.norm_eps, self.config.activation
         x = ops.linear(torch.cat((token_embedding, hidden), dim=-1), self.pre)  # [B, h] the residual stream

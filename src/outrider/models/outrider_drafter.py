@@ -16,26 +16,16 @@ With clusters only the tokens of the best `cluster_top` clusters are scored; ove
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops.formats import Held
 from ..ops.reference import plain
-from ..types import KVView
+from ..types import DraftRound, KVView
 from .config import DrafterConfig
 from .layers import DraftHead, Ops, TextModel, gather_blocks, rope_variants
 from .pairing import bind
-
-
-@dataclass(frozen=True)
-class Round:
-    """What the steps of one round share: the view, the rotary angles of the constant position, the tapped inputs."""
-
-    kv: KVView
-    angles: list[tuple[Tensor, Tensor]]
-    taps: Tensor | None  # [B, taps·Hb] at unit scale
 
 
 class OutriderDrafter(DraftHead):
@@ -57,16 +47,16 @@ class OutriderDrafter(DraftHead):
             self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
             self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)
 
-    def start(self, kv: KVView, features: Tensor) -> Round:
+    def start(self, kv: KVView, features: Tensor) -> DraftRound:
         """kv: one row a sequence at the last position that the target has seen; features [B, Hb·(1 + taps)] at it."""
         positions = kv.positions + 2 - self.config.position_offset
         wide, taps = self.config.backbone_hidden, None
         if self.config.taps:
             streams = features[:, wide:].reshape(-1, wide)
             taps = self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
-        return Round(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], taps)
+        return DraftRound(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], taps)
 
-    def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
         """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g for the head, next hidden [B, Hb]."""
         ops, eps, act = self.ops, self.config.norm_eps, self.config.activation
         parts = [ops.rms_norm(token_embedding, None, eps), ops.rms_norm(hidden, None, eps)]

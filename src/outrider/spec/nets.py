@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..models.config import DrafterConfig, ModelConfig
 from ..ops.backend import Backend
-from ..types import KVView
-
-Round = Any  # what the steps of one round share; made by `start`, read by `step` of the same network
+from ..types import DraftRound, KVView
 
 
 class Target(Protocol):
@@ -38,9 +36,9 @@ class DraftNet(Protocol):
     cluster_ids: Tensor | None  # int64 [C, S]: the token ids of a clustered head
     most: int  # sequences that `draft` takes at once; 0: it has none, and every round goes step by step
 
-    def start(self, kv: KVView, features: Tensor) -> Round: ...
+    def start(self, kv: KVView, features: Tensor) -> DraftRound: ...
 
-    def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
         """What the head reads, and the hidden state to be fed back."""
         ...
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_int32, c_void_p
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...types import KVView
+from ...types import DraftRound, KVView
 from ..backend import EVERY_ROW
 from .lib import Batch, CCall, CDraft, CLayer, CStack, c_spec
 from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
@@ -132,14 +131,6 @@ def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
     return CompiledModel(model, stack)
 
 
-@dataclass(frozen=True)
-class Round:
-    """What the steps of one round share."""
-
-    kv: KVView
-    taps: Tensor | None  # [B, taps·Hb] at unit scale
-
-
 class CompiledDrafter:
     """An MTP drafter with one constant position (Gemma 4's assistants and ours): its own methods, `step` in one call, and
     `draft` for a whole round."""
@@ -166,14 +157,14 @@ class CompiledDrafter:
             c.clusters, c.size = self.cluster_ids.shape
             c.top = config.cluster_top
 
-    def start(self, kv: KVView, features: Tensor) -> Round:
+    def start(self, kv: KVView, features: Tensor) -> DraftRound:
         wide, taps = self.config.backbone_hidden, None
         if self.config.taps:
             streams = features[:, wide:].reshape(-1, wide)
             taps = self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
-        return Round(kv, taps)
+        return DraftRound(kv, taps=taps)
 
-    def step(self, token_embedding: Tensor, hidden: Tensor, state: Round) -> tuple[Tensor, Tensor]:
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
         parts = [token_embedding, hidden]
         if self.unit:
             parts = [self.ops.rms_norm(part, None, self.config.norm_eps) for part in parts]
