@@ -18,7 +18,6 @@ Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 

@@ -4,10 +4,11 @@ import itertools
 import random
 
 import pytest
+from tests.traces import synthetic
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import WIDTH, CostKey, CostTable, agrees, machine_name, measure
-from outrider.spec.simulate import replay, synthetic
+from outrider.spec.simulate import replay
 from outrider.types import OutriderError
 
 

@@ -4,6 +4,7 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.traces import broken, synthetic
 
 from outrider.spec.card import measure as measure_card
 from outrider.spec.card import read as read_card
@@ -13,14 +14,12 @@ from outrider.spec.cost import WIDTH, CostTable
 from outrider.spec.simulate import (
     Fixed,
     Trace,
-    broken,
     clairvoyant,
     compare,
     fixed_seconds,
     read_traces,
     replay,
     static_oracle,
-    synthetic,
     write_traces,
 )  # fmt: skip
 from outrider.types import OutriderError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from outrider.train.memory import (
 from outrider.train.recipes import Phase, applied, read_recipe
 from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError
+from outrider.weights.hub import ASSETS
 
 # Qwen2.5-0.5B's shape
 HALF = ModelConfig.from_hf({
@@ -88,16 +90,27 @@ def job() -> TrainJob:
     return TrainJob("t", Path("d"), Path("o"), answering=Answering(seed=5), settings=TrainSettings(seed=6))
 
 
-def test_the_shipped_recipe_says_what_the_shipped_drafter_is() -> None:
+def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
+    """Every setting that the drafter's provenance states, and the shape that its configuration has."""
     phases = read_recipe("shipped")
     jobs = [applied(job(), p) for p in phases]
     assert [p.name for p in phases] == ["first", "second", "third"]
-    assert (
-        jobs[0].reads == (14, 17, 20, 23, 26, 29) and jobs[0].taps == (9, 19) and jobs[0].intermediate == 320 and jobs[0].clusters == 1024
-    )
-    assert [j.settings.four_bits_from for j in jobs] == [1.0, 0.5, 0.0] and [j.settings.muon for j in jobs] == [False, False, True]
-    assert jobs[1].recluster and jobs[2].answering.temperature == 1.0 and str(jobs[2].settings.greedy_loss) == "soft=0.5,tv=0.5,hard=0.5"
-    assert jobs[2].answering.seed == 17 and jobs[2].settings.seed == 11 and jobs[2].categories["rag"] == 2.0
+    runs = json.loads((ASSETS / "smollm2" / "provenance.json").read_text())["runs"]
+    free = {"steps", "minutes", "log_every", "save_every", "anchors", "tokens"}  # by the clock, of the log, or by what fits
+    for made, run in zip(jobs, runs, strict=True):
+        told, mine = run["settings"], vars(made.settings)
+        assert told.keys() - mine.keys() <= {"average"}  # nothing was made of it: "weights" are the last ones
+        assert {k: str(mine[k]) for k in told.keys() & mine.keys() - free} == {k: str(told[k]) for k in told.keys() & mine.keys() - free}
+        assert made.recluster == run.get("reclustered", False)
+    assert jobs[2].anchors == runs[2]["settings"]["anchors"]
+    assert [(j.answering.seed, j.answering.max_new, j.answering.temperature) for j in jobs] == [
+        (1, 192, 0.8),
+        (7, 192, 1.0),
+        (17, 256, 1.0),
+    ]
+    drafter = DrafterConfig.from_hf(json.loads((ASSETS / "smollm2" / "config.json").read_text()))
+    assert (jobs[0].reads, jobs[0].taps, jobs[0].clusters) == (drafter.reads, drafter.taps, drafter.clusters)
+    assert jobs[0].intermediate == drafter.layers[0].intermediate and drafter.weight_bits == 4 and jobs[2].categories["rag"] == 2.0
 
 
 def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path: Path) -> None:
