@@ -55,6 +55,6 @@ dist: setup
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache
 
-# Every quantised kernel compiled for sm_80 to sm_120, without a GPU
+# Products in every format, dense ones and attention compiled for sm_80 to sm_120, without a GPU
 gpu-archs: setup
 	$(BIN)/python benchmarks/gpu_archs.py --all

@@ -1,9 +1,10 @@
 """Compile the kernels for cards that are not here, with Triton's own assembler, and show what each takes.
 
-    python benchmarks/gpu_archs.py [--all]
+    python benchmarks/gpu_archs.py [--all] [--model google/gemma-4-E2B-it] [--rows 1 17 512] [--only 89 120]
 
 For each architecture: shared memory must stay within what its programs may take, and the stack (spilled registers) below SPILLS bytes.
-Prints one JSON line a kernel; `tests/unit/ops/test_triton_archs.py` runs the short list. --all: every format and number of rows.
+Prints one JSON line a kernel; `tests/parity/test_triton_archs.py` runs the short list. --all: every format and number of rows.
+--model: every kernel of a model and its drafter instead, in bfloat16; the model runs on tensors that have shapes only.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)
@@ -25,11 +27,18 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from outrider.ops.triton.quant import Extras, quant_kernel, quant_linear
+from outrider.models import build
+from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.gemma4_assistant import Gemma4Assistant
+from outrider.models.known import KNOWN
+from outrider.ops.triton import TritonOps, attention, linear, quant
+from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.repack import Codes, QuantWeight
+from outrider.types import KVView
+from outrider.weights.names import tensor_plan
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # KiB a program may take
-SPILLS = 256  # bytes of stack a thread
+SPILLS, ATTENTION_SPILLS = 256, 768  # bytes of stack a thread; 544 for heads of 512 on sm_100, which has the tiles measured on the H200
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 # kind: (codes, planes of a group, columns of a plane, offset, whole-row factor)
 FORMATS = {
@@ -41,7 +50,10 @@ FORMATS = {
     "nvfp4": (Codes.FP4, 1, 16, False, True),
     "Q6_K": (Codes.INT8, 1, 16, False, False),
 }
-SHORT = [("int4 g32", 1), ("int4 g32", 64), ("fp8", 16)]
+DENSE = {"out of E2B": (1536, 2048, False), "gate_up of 31B": (21504, 5376, True), "embed of 12B": (262144, 3840, False)}  # N, K, gated
+ATTENTION = "full attention of 31B"
+SHORT = [("int4 g32", 1), ("int4 g32", 64), ("fp8", 16), ("out of E2B", 1), ("gate_up of 31B", 512), (ATTENTION, 512)]
+CONSTANTS = ("BM", "BN", "BK", "BQ", "D", "GATED", "SPLIT", "WINDOW", "num_warps", "num_stages")
 
 
 class Stub:
@@ -65,19 +77,60 @@ class Stub:
         return None
 
 
+def shell(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 def weight(kind: str, n: int, k: int) -> QuantWeight:
     codes, per, plane, lifted, whole = FORMATS[kind]
     planes = 32 // codes.bits
     chunks, tiles, pairs = -(-k // (planes * plane)), n // 64, (planes // per + 1) // 2 if per else 0
-
-    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    numbers = empty(tiles, chunks, pairs, 64) if per else None
+    numbers = shell(tiles, chunks, pairs, 64, dtype=torch.int32) if per else None
     return QuantWeight(
-        (n, k), codes, plane, per, empty(tiles, chunks, 64, plane), numbers, numbers if lifted else None,
-        empty(n, dtype=torch.float32) if whole else None, half=lifted,
+        (n, k), codes, plane, per, shell(tiles, chunks, 64, plane, dtype=torch.int32), numbers, numbers if lifted else None,
+        shell(n, dtype=torch.float32) if whole else None, half=lifted,
     )  # fmt: skip
+
+
+def product(kind: str, rows: int, pdl: bool) -> None:
+    """A quantised gate_up of 31B, one of the dense products, or attention."""
+    seen = shell(1 << 16, dtype=torch.int32)
+    if kind in FORMATS:
+        gated = Extras(act="gelu_tanh", gated=True) if rows == 1 else Extras()
+        quant_linear(shell(rows, 5376), weight(kind, 21504, 5376), seen, gated, pdl=pdl)
+    elif kind == ATTENTION:  # heads of 512: what takes most shared memory
+        config = ModelConfig.from_hf(KNOWN["google/gemma-4-31B-it"])
+        spec = next(layer.attn for layer in config.layers if layer.attn.window is None)
+        attention.attend(shell(rows, spec.heads * spec.head_dim), spec, view(config, rows), pdl)
+    else:
+        n, k, both = DENSE[kind]
+        linear.product(shell(rows, k), shell(n * (1 + both), k), seen, gated=both, act="gelu_tanh" if both else "", pdl=pdl)
+
+
+def view(config: ModelConfig, count: int, context: int = 1024, page: int = 16) -> KVView:
+    kv = [shell(context // page, s.attn.kv_heads, page, s.attn.head_dim) if s.attn.writes else None for s in config.layers]
+    tables = {g: shell(1, context // page, dtype=torch.int32) for g in ("full", "sliding")}
+    at = shell(count, dtype=torch.int64)
+    return KVView(page, kv, kv, tables, at, at, shell(2, dtype=torch.int32), count, context)
+
+
+def whole_model(name: str, rows: list[int], pdl: bool) -> None:
+    """A pass of every number of rows, logits and choice, and a draft step."""
+    ops = TritonOps("meta", pdl=pdl)
+
+    def shapes(config: ModelConfig | DrafterConfig) -> dict[str, torch.Tensor]:
+        kinds = {"matrix": torch.bfloat16, "embedding": torch.bfloat16, "index": torch.int64}
+        return {n: shell(*p.shape, dtype=kinds.get(p.role, torch.float32)) for n, p in tensor_plan(config).items()}
+
+    config, draft = ModelConfig.from_hf(KNOWN[name]), DrafterConfig.from_hf(KNOWN[name + "-assistant"])
+    model = build(config, shapes(config), ops)
+    for count in rows:
+        kv = view(config, count)
+        logits = model.logits(model.forward(shell(count, dtype=torch.int64), kv)[: min(count, 17)])
+        at = kv.positions[: len(logits)]
+        ops.gumbel_argmax(logits, at, at, None, shell(len(logits), dtype=torch.bool))
+    assistant, hidden = Gemma4Assistant(draft, shapes(draft), ops, model), shell(1, config.hidden)
+    assistant.candidates(assistant.step(hidden, hidden, assistant.start(view(config, 1)))[0])
 
 
 def resources(kernel: object) -> tuple[int, int]:
@@ -91,34 +144,46 @@ def resources(kernel: object) -> tuple[int, int]:
     return int(fields["REG"]), int(fields["STACK"])
 
 
+def cases(args: argparse.Namespace, pdl: bool) -> Iterator[tuple[str | None, Callable[[], None]]]:
+    if args.model:
+        yield None, lambda: whole_model(args.model, args.rows, pdl)
+        return
+    every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION) for rows in ((1, 16, 32, 64) if kind in FORMATS else (1, 17, 64, 128, 512, 2048))]
+    for kind, rows in every if args.all else SHORT:
+        yield f"{kind}, {rows} rows", lambda kind=kind, rows=rows: product(kind, rows, pdl)  # type: ignore[misc]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 17])
+    parser.add_argument("--only", type=int, nargs="+", default=list(SHARED))
     args = parser.parse_args()
-    stub, last = Stub(), []
+    stub, made = Stub(), {}
     driver.set_active(stub)
     run = JITFunction.run
 
     def warm(self: JITFunction, *a: object, grid: object, warmup: bool, **kw: object) -> object:
-        last.append(run(self, *a, grid=grid, warmup=True, **kw))
-        return last[-1]
+        kernel = run(self, *a, grid=grid, warmup=True, **kw)
+        made[id(kernel)] = (" ".join([self.fn.__name__, *(f"{k}={kw[k]}" for k in CONSTANTS if k in kw)]), kernel)
+        return kernel
 
     JITFunction.run = warm
-    seen = torch.empty(1 << 16, dtype=torch.int32, device="meta")
-    for arch, room in SHARED.items():
+    for arch in args.only:
+        room = SHARED[arch]
         stub.target = GPUTarget("cuda", arch, 32)
-        quant_kernel.device_caches.clear()
-        for kind, rows in [(f, r) for f in FORMATS for r in (1, 16, 32, 64)] if args.all else SHORT:
-            x = torch.empty((rows, 5376), dtype=torch.bfloat16, device="meta")
-            gated = Extras(act="gelu_tanh", gated=True) if rows == 1 else Extras()
-            quant_linear(x, weight(kind, 21504, 5376), seen, gated, pdl=arch >= 90, shared=(room - 1) << 10)
-            registers, stack = resources(last[-1])
-            shared = last[-1].metadata.shared
-            fits = shared <= room << 10 and stack <= SPILLS
-            print(
-                json.dumps(dict(sm=arch, kernel=f"{kind}, {rows} rows", registers=registers, stack=stack, shared=shared, fits=fits)),
-                flush=True,
-            )
+        attention.shared_of = linear.shared_of = quant.shared_of = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
+        for title, call in cases(args, arch >= 90):
+            made.clear()
+            call()
+            for name, kernel in made.values():
+                registers, stack = resources(kernel)
+                shared = kernel.metadata.shared
+                most = ATTENTION_SPILLS if ATTENTION in (title or "") else SPILLS
+                fits = shared <= room << 10 and stack <= most
+                row = dict(sm=arch, kernel=title or name, registers=registers, stack=stack, shared=shared, fits=fits)
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from .common import gdc_launch_dependents, gdc_wait, prefetch
+from .quant_tiles import shared_of
+from .tiles import SHARED
 
+WIDE_HEAD = 200 << 10  # bytes of shared memory that the tiles of heads of 512 want
 MOST_APART = 1 << 30  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
 INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
 
@@ -51,15 +54,23 @@ class Shape:
     run: int = 1  # splits that a program walks, if they are apart
 
 
-def choose_cut(spec: AttnSpec, dtype: torch.dtype) -> Cut:
-    """Measured on an H200 at 1, 5, 9 and 17 rows of 1k and 4k."""
+def choose_cut(spec: AttnSpec, dtype: torch.dtype, shared: int = SHARED) -> Cut:
+    """Measured on an H200 at 1, 5, 9 and 17 rows of 1k and 4k. shared: bytes a program may take; 64 keys and values of 512 need 128 KiB."""
     if dtype == torch.float32:
         return Cut(16, 128)
     if spec.head_dim < 256:
         return Cut(32, 64 if spec.head_dim < 128 else 32)
-    if (spec.window is not None and spec.kv_heads >= 8) or (spec.window is None and spec.heads >= 16):
+    wide = (spec.window is not None and spec.kv_heads >= 8) or (spec.window is None and spec.heads >= 16)
+    if wide and (spec.head_dim <= 256 or shared > WIDE_HEAD):
         return Cut(64, 64)
     return Cut(32, 32, coarse=256)
+
+
+def fitted(shape: Shape, spec: AttnSpec, shared: int) -> Shape:
+    """The shape where a program may take less than on the card it was measured on: fewer queries. No bit changes."""
+    if shared > WIDE_HEAD or spec.head_dim < 256:
+        return shape
+    return replace(shape, bq=min(shape.bq, 16 if spec.head_dim > 256 else 32), stages=min(shape.stages, 2))
 
 
 def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.dtype) -> Shape:
@@ -354,8 +365,9 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
-    cut = cut or choose_cut(spec, q.dtype)
-    shape = shape or choose_shape(spec, cut, kv, batch, q.dtype)
+    shared = shared_of(q.device)
+    cut = cut or choose_cut(spec, q.dtype, shared)
+    shape = shape or fitted(choose_shape(spec, cut, kv, batch, q.dtype), spec, shared)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded = triton.next_power_of_2(dim)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .ahead import Ahead
 from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
-from .tiles import COUNTERS, Shape, Tile, choose_tile, for_rows
+from .quant_tiles import shared_of
+from .tiles import COUNTERS, Shape, Tile, choose_tile, fitted, for_rows
 
 LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 AHEAD_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
@@ -229,7 +230,7 @@ def variant(kind: Kind, rows: int) -> Shape:
     return for_rows(tile, kind.n, kind.k, rows, kind.gated, kind.dtype.itemsize)
 
 
-def compile_for(kind: Kind, rows: int, pdl: bool) -> None:
+def compile_for(kind: Kind, rows: int, pdl: bool, shared: int) -> None:
     """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the real ones."""
 
     def shell(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -241,6 +242,7 @@ def compile_for(kind: Kind, rows: int, pdl: bool) -> None:
         bias=None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias),
         mul=None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n],
         act=kind.act, gated=kind.gated, softcap=1.0 if kind.softcap else None, out_dtype=kind.out_dtype, pdl=pdl, tile=None, shape=None,
+        shared=shared,
     )  # fmt: skip
     linear_kernel.warmup(*arguments, grid=grid, **options)
 
@@ -248,9 +250,10 @@ def compile_for(kind: Kind, rows: int, pdl: bool) -> None:
 def product(
     x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
     gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
-    tile: Tile | None = None, shape: Shape | None = None, ahead: Ahead[Kind] | None = None,
+    tile: Tile | None = None, shape: Shape | None = None, ahead: Ahead[Kind] | None = None, shared: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring."""
+    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring; shared: bytes that a program may take,
+    where the device is not to be asked."""
     if ahead is not None:
         n = w.shape[0] // 2 if gated else w.shape[0]
         beside = None if mul is None else (mul.dtype, mul.stride(0))
@@ -258,7 +261,7 @@ def product(
         ahead.before(Kind(n, w.shape[1], x.dtype, out_dtype or x.dtype, gated, act, biased, beside, softcap is not None), x.shape[0])
     grid, arguments, options, out = _call(
         x if x.stride(1) == 1 else x.contiguous(), w, seen, bias=bias, mul=mul, act=act, gated=gated, softcap=softcap,
-        out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape,
+        out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape, shared=shared or shared_of(x.device),
     )  # fmt: skip
     linear_kernel[grid](*arguments, **options)
     return out
@@ -266,7 +269,7 @@ def product(
 
 def _call(
     x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool, softcap: float | None,
-    out_dtype: torch.dtype, pdl: bool, tile: Tile | None, shape: Shape | None,
+    out_dtype: torch.dtype, pdl: bool, tile: Tile | None, shape: Shape | None, shared: int,
 ) -> tuple[tuple[int, int, int], tuple[Tensor | int | float, ...], dict[str, int | str | bool], Tensor]:  # fmt: skip
     """The launch: its grid, arguments and options; and where the result will be."""
     rows, k = x.shape
@@ -274,7 +277,7 @@ def _call(
     tile = tile or choose_tile(n, k, gated, w.element_size())
     span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
     splits = triton.cdiv(k, span)
-    shape = shape or for_rows(tile, n, k, rows, gated, w.element_size())
+    shape = shape or fitted(for_rows(tile, n, k, rows, gated, w.element_size()), 2 if gated else 1, w.element_size(), shared)
     folded = splits > 1 and shape.folded
     assert not shape.more or (shape.turned and not folded)
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)

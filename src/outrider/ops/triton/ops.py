@@ -14,6 +14,7 @@ from ..reference import ReferenceOps, plain
 from . import attention, choose, moe, norm, rope
 from .ahead import Ahead
 from .linear import Kind, compile_for, product, variant
+from .quant_tiles import shared_of
 from .tiles import COUNTERS
 
 
@@ -28,7 +29,8 @@ class TritonOps(ReferenceOps):
         self.pdl = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
         self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
         on_gpu = torch.device(device).type == "cuda"
-        self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl), variant) if on_gpu else None
+        shared = shared_of(torch.device(device))
+        self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl, shared), variant) if on_gpu else None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:

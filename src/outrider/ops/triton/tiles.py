@@ -9,12 +9,12 @@ Measured on an H200 at 1 and 17 rows, with a rule for the shapes that were not.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import triton
 
-SHARED = 226 << 10  # bytes of shared memory a program may take
+SHARED = 226 << 10  # bytes of shared memory a program may take on the card that tiles were measured on
 COUNTERS = 1 << 16  # tiles of a product whose spans have programs of their own
 
 
@@ -157,6 +157,18 @@ def for_rows(tile: Tile, n: int, k: int, rows: int, gated: bool, bytes_per: int 
 def _turned(bm: int, more: int, wide: int, sides: int, folded: bool, bk: int = 64) -> Shape:
     stages = max(2, min(4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6, SHARED // ((bm + more + wide) * bk * 2)))
     return Shape(bm, wide // sides, bk, stages, 8 if bm * wide >= 16384 else 4, True, more, folded)
+
+
+def fitted(shape: Shape, sides: int, bytes_per: int, shared: int) -> Shape:
+    """The shape where a program may take less shared memory than tiles were measured with: fewer stages, then smaller tiles. Neither
+    changes a bit."""
+    if shared >= SHARED:
+        return shape
+    each = (shape.bm + shape.more + shape.bn * sides) * shape.bk * bytes_per
+    if 2 * each > shared or (shape.bm + shape.more) * shape.bn * sides * 4 > shared:
+        shape = _turned(min(64, shape.bm), 0, min(128, shape.bn * sides), sides, shape.folded)
+        each = (shape.bm + shape.bn * sides) * shape.bk * bytes_per
+    return replace(shape, stages=max(2, min(shape.stages, shared // each)))
 
 
 WIDE = {  # (rows, further rows, rows of weights): share of the matrix units' rate that a program of this shape reaches
