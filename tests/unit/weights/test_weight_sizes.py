@@ -54,6 +54,6 @@ def test_the_account_is_what_the_loader_allocates(tmp_path: Path, raw: dict[str,
     config, weights, _ = load_target(path, "cpu", torch.bfloat16, QuantTritonOps("cpu"))
     said = stored_size(hub.resolve(path), config)
     assert abs(said.gpu / sum(w.nbytes for w in weights.values()) - 1) < 0.01
-    assert said.gpu > 1.2 * said.total  # the file's size alone would promise too much
+    assert said.gpu > 1.05 * said.total  # the size of the file alone would promise too much
     _, packed, _ = load_target(path, "cpu", torch.float32, CpuOps(threads=1))
     assert sum(w.nbytes for w in packed.values()) < 1.1 * said.total
