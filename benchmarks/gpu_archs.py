@@ -148,7 +148,8 @@ def cases(args: argparse.Namespace, pdl: bool) -> Iterator[tuple[str | None, Cal
     if args.model:
         yield None, lambda: whole_model(args.model, args.rows, pdl)
         return
-    every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION) for rows in ((1, 16, 32, 64) if kind in FORMATS else (1, 17, 64, 128, 512, 2048))]
+    rows_of = lambda kind: (1, 16, 32, 64) if kind in FORMATS else (1, 17, 64, 128, 512, 2048)  # noqa: E731
+    every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION) for rows in rows_of(kind)]
     for kind, rows in every if args.all else SHORT:
         yield f"{kind}, {rows} rows", lambda kind=kind, rows=rows: product(kind, rows, pdl)  # type: ignore[misc]
 

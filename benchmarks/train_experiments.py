@@ -2,7 +2,6 @@
 
     python benchmarks/train_experiments.py ablate --target smollm2 --run RUN --steps 100     # one change each against a base
     python benchmarks/train_experiments.py heads  --target smollm2 --run RUN                 # clusters of several sizes, fitted afterwards
-    python benchmarks/train_experiments.py speed  --target smollm2 --run RUN                 # seconds of the parts of a training step
     python benchmarks/train_experiments.py long-prompts prompts_train.jsonl.gz long.jsonl    # long prompts made of passages in the prompts
 
 RUN/data.npz is what the target answered. `heads` for Gemma's vocabulary: a run with --style gemma --clusters 0.
@@ -34,7 +33,7 @@ from outrider.train.answers import heldout_prompts
 from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, recall_curve
 from outrider.train.data import Sequences, make_batch, plan_epoch, read_prompts
 from outrider.train.evaluate import Head, judge_drafts, states, summary
-from outrider.train.losses import LossMix, Teacher
+from outrider.train.losses import LossMix
 from outrider.train.net import DraftNet, step_weights, target_weights
 from outrider.train.run import split
 from outrider.train.target import Target, open_target
@@ -117,7 +116,7 @@ def build_net(target: Target, data: Sequences, change: dict[str, Any]) -> DraftN
 
 def ablate(args: argparse.Namespace) -> None:
     target, data, aside, note = open_run(args)
-    listed = read_prompts(BENCH)
+    listed = read_prompts(BENCH, args.questions)
     bench = answers(
         describe(args.target), listed, max_new=256, temperature=0.0, chat=True, device=device(), dtype=target.model.dtype
     )  # fmt: skip
@@ -198,32 +197,6 @@ def heads(args: argparse.Namespace) -> None:
             })  # fmt: skip
 
 
-# ---- speed ----------------------------------------------------------------------------------------------------------
-def speed(args: argparse.Namespace) -> None:
-    target, data, _, note = open_run(args)
-    net = load_net(args.drafter or str(Path(args.run) / "drafter"), target)
-    trainer = Trainer(target.model, net, data, TrainSettings(steps=5, anchors=args.anchors, tokens=4 * args.anchors))
-    batch = make_batch(data, plan_epoch(data, args.anchors, 4 * args.anchors, 0, 0)[0], 5).to(target.model.device)
-
-    def seconds(call: Callable[[], object]) -> float:
-        for last in (False, True):
-            began = time.perf_counter()
-            call()
-            if device() == "cuda":
-                torch.cuda.synchronize()
-            if last:
-                return time.perf_counter() - began
-        return 0.0
-
-    seen = trainer.target.take(batch)
-    hidden = seen.hidden.flatten(0, 1)[batch.teacher]
-    note({
-        "anchors": batch.anchors[0].numel(), "capture": seconds(lambda: trainer.target.take(batch)),
-        "teacher": seconds(lambda: Teacher.of(target.model, hidden, target.model.dtype)), "loss": seconds(lambda: trainer.loss(batch)),
-        "loss_and_backward": seconds(lambda: trainer.loss(batch)[0].backward()), "update": seconds(lambda: trainer.update(0.0)),
-    })  # fmt: skip
-
-
 # ---- long prompts ---------------------------------------------------------------------------------------------------
 def long_prompts(source: Path, to: Path, count: int = 3000, seed: int = 0) -> None:
     """Several passages with a question about one of them, and articles to summarise, of 350 to 1,000 tokens."""
@@ -255,7 +228,7 @@ def long_prompts(source: Path, to: Path, count: int = 3000, seed: int = 0) -> No
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=["ablate", "heads", "speed", "long-prompts"])
+    p.add_argument("what", choices=["ablate", "heads", "long-prompts"])
     p.add_argument("files", nargs="*", type=Path, help="long-prompts: prompt file and where to write")
     p.add_argument("--target", default="smollm2")
     p.add_argument("--run", default="runs/smollm2")
@@ -265,12 +238,12 @@ def main() -> None:
     p.add_argument("--only", default="", help="ablate: these, separated by ;")
     p.add_argument("--clusters", default="512,1024,2048")
     p.add_argument("--sequences", type=int, default=6000, help="heads: sequences to fit centroids on")
-    p.add_argument("--anchors", type=int, default=16384)
+    p.add_argument("--questions", type=int, default=None, help="ablate: so many of Spec-Bench only")
     args = p.parse_args()
     if args.what == "long-prompts":
         long_prompts(*args.files)
     else:
-        {"ablate": ablate, "heads": heads, "speed": speed}[args.what](args)
+        {"ablate": ablate, "heads": heads}[args.what](args)
 
 
 if __name__ == "__main__":

