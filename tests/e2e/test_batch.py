@@ -1,4 +1,4 @@
-"""`outrider batch` under SIGKILL: a thousand lines, three kills, each line exactly once and what an undisturbed run says."""
+"""`outrider batch` under SIGKILL: a thousand lines, two kills, each line exactly once and what an undisturbed run says."""
 
 from __future__ import annotations
 
