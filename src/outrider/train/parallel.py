@@ -65,7 +65,7 @@ class Group:
         if mine.is_cuda:
             dist.all_gather_into_tensor(every, mine)
         else:
-            dist.all_gather(list(every.chunk(self.world)), mine)
+            dist.all_gather(list(every.view(torch.uint8).chunk(self.world)), mine.view(torch.uint8))  # as bytes: gloo knows few types
         return every
 
     def wait(self) -> None:
