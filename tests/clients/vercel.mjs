@@ -34,7 +34,7 @@ const checks = {
     assert.ok(second.usage.inputTokens > first.usage.inputTokens);
   },
   async tools() {
-    const ask = { ...common, maxOutputTokens: 200, tools: { time }, toolChoice: "required" };
+    const ask = { ...common, maxOutputTokens: 200, tools: { time }, toolChoice: "required", providerOptions: { outrider: { parallel_tool_calls: false } } };
     const answer = await generateText({ ...ask, prompt: "what time is it?", stopWhen: stepCountIs(1) });
     assert.ok(answer.toolCalls.length > 0);
     assert.ok(answer.toolCalls.every((call) => call.toolName === "time" && zone.safeParse(call.input.zone).success));
