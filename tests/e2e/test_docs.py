@@ -13,6 +13,8 @@ targets and extras by what the repository has. So a renamed option fails here, o
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import shlex
@@ -51,6 +53,7 @@ FREE = {
     "done",
     "wait",
     "echo",
+    "uvx",
     "benchmarks/lm_eval/run.sh",
 }
 MARKS = ("run", "parse", "serve", "ask", "file", "skip")
@@ -136,6 +139,18 @@ def test_commands_are_what_the_repository_has(block: Block, words: list[str]) ->
             assert set(names.split(",")) <= set(extras), f"no such extra: {names}"
     else:
         assert program in FREE, f"{block}: nobody checks {program!r}; mark the block <!-- skip: why --> or teach this test"
+
+
+PYTHON = [block for block in blocks() if block.language == "python" and block.mark != "skip"]
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_python_blocks_are_python(block: Block) -> None:
+    tree = ast.parse(block.body)
+    for node in ast.walk(tree):  # what is imported from us exists
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("outrider") and not node.level:
+            module = importlib.import_module(node.module or "")
+            assert all(hasattr(module, name.name) for name in node.names), f"{block}: {ast.unparse(node)}"
 
 
 def parse(arguments: list[str]) -> None:
@@ -225,7 +240,7 @@ def test_the_quick_start_serves_and_answers(folder: Path) -> None:
             time.sleep(0.2)
         for ask in (b for b in blocks() if b.mark == "ask"):
             said = run(ask, folder, ask.body.replace(":8000", f":{port}"))
-            assert '"choices"' in said, said
+            assert '"choices"' in said if ask.language != "python" else said.strip(), f"{ask}: {said}"
     finally:
         server.terminate()
         server.communicate(timeout=60)

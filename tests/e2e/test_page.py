@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server_fakes import FakeEngine, Served, tokenizer
+from tests.server_fakes import VOCAB, FakeEngine, Served, running, tokenizer
 
 from outrider.engine.scheduler import Request
+from outrider.server.main import HttpServer
+from outrider.server.prepare import Backend
+from outrider.server.settings import ServerSettings
+from outrider.server.shelf import Shelf, Slot
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 expect = sync_api.expect
@@ -92,6 +96,23 @@ def open_page(browser: Any, url: str, **options: Any) -> Iterator[Any]:
     yield page
     context.close()
     assert not problems
+
+
+def test_one_of_several_models_is_chosen(browser: Any) -> None:
+    def slot(name: str) -> Slot:
+        backend = Backend(FakeEngine(TOK, lambda _: f"I am {name}."), TOK, VOCAB, 2048, "drafter: fake")
+        return Slot(name, lambda: backend, note=backend.note)
+
+    settings = ServerSettings("fox", port=0)
+    with running(HttpServer(Shelf([slot("fox"), slot("owl")], None, settings), settings)) as url:
+        for page in open_page(browser, url):
+            ask(page, "who?")
+            expect(page.locator(".message.assistant").last).to_contain_text("I am fox.")
+            page.focus("#model-choice")
+            expect(page.locator("#model-choice option")).to_have_text(["fox", "owl (loads when asked)"])
+            page.select_option("#model-choice", "owl")
+            ask(page, "and you?")
+            expect(page.locator(".message.assistant").last).to_contain_text("I am owl.")
 
 
 def shoot(page: Any, name: str) -> None:

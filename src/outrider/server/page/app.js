@@ -91,6 +91,8 @@ tabs.forEach((tab, i) => {
   });
 });
 
+$("model-choice").addEventListener("focus", () => readModels().then((cards) => settings.tell(cards), tell));
+
 async function start() {
   try {
     settings.offer(await readModels());

@@ -44,10 +44,19 @@ export class Settings {
   }
   offer(cards) {
     this.models = cards;
-    $("model-choice").replaceChildren(...cards.map((c) => new Option(c.id, c.id)));
+    $("model-choice").replaceChildren(...cards.map((c) => new Option("", c.id)));
+    this.tell(cards);
     $("model-choice").hidden = cards.length < 2;
     const saved = localStorage.getItem("outrider.model");
     this.choose(cards.some((c) => c.id === saved) ? saved : cards[0].id);
+  }
+  // What is loaded changes while we look: only the words do, so that an open list stays as it is.
+  tell(cards) {
+    this.models = cards;
+    for (const option of $("model-choice").options) {
+      const state = cards.find((c) => c.id === option.value)?.outrider?.state;
+      option.textContent = option.value + (state === "loading" ? " (loading)" : state === "unloaded" ? " (loads when asked)" : "");
+    }
   }
   choose(id) {
     const card = this.models.find((c) => c.id === id);
