@@ -120,8 +120,12 @@ class LLM:
         if is_worker():
             worker(device)
         team = join(tensor_parallel, device)
-        team.send(options)
-        return cls._open(options, say, team)
+        try:
+            team.send(options)
+            return cls._open(options, say, team)
+        except KeyboardInterrupt:
+            team.abandon()
+            raise
 
     @classmethod
     def _open(cls, options: Options, say: Callable[[str], None], team: Team | None = None) -> LLM:

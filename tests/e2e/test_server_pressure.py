@@ -112,7 +112,7 @@ def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(runner, "UNREAD", 20)
     engine = FakeEngine(TOK, lambda r: "word " * 800, draft=0)
     body = {"messages": HI, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 9, "n": 2}
-    with Served(engine, TOK, 1 << 20, max_concurrent=4) as s:
+    with Served(engine, TOK, 1 << 20, max_concurrent=4, stall_timeout=300) as s:
         silent = raw(s, "/v1/chat/completions", json.dumps(body).encode())
         until(lambda: len(engine.running) == 2)
         made = lambda: sum(len(r.out) for r in engine.running.values())  # noqa: E731

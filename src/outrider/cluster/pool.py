@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from ..server.batch import BadLine, Json, Line, bad_row, claim, failed_row, todo
+from ..types import OutriderError
 
 MOST_DEATHS = 3
 
@@ -64,11 +65,22 @@ class Pool:
 
     def _work(self, fresh: Iterator[Line], names: set[str]) -> None:
         worker: Worker | None = None
+        unmade = 0  # in a row
         try:
             while lines := self._take(fresh, names):
                 open = {line.id: line for line in lines}
                 try:
                     worker = worker or self._make()
+                except WorkerLost as e:  # it never had a line: none of them is to blame
+                    unmade += 1
+                    if unmade >= MOST_DEATHS:
+                        raise OutriderError(f"{unmade} workers in a row were lost while loading the model; results so far are kept") from e
+                    with self._lock:
+                        self.lost += 1
+                        self._back.extendleft(reversed(lines))
+                    continue
+                unmade = 0
+                try:
                     for rows in worker.answer(lines):
                         for row in rows:
                             del open[str(row["id"])]

@@ -29,6 +29,11 @@ log = logging.getLogger("outrider")
 VERIFY = {"coupled": verify_coupled, "rejection": verify_rejection_rows, "block": verify_block_rows}
 
 
+def told(sure: list[float]) -> list[float]:
+    """Confidences, without the place behind a draft where nothing was drafted."""
+    return sure[:-1] if sure and sure[-1] == 0.0 else sure
+
+
 class EagerExecutor:
     name = "eager"
     behind = False
@@ -62,7 +67,7 @@ class EagerExecutor:
         if x.rows.k:
             draft = self.propose(lanes, x, batch.trust)
             # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than were drafted
-            if machine.device.type == "cpu" or draft.parents is not None:
+            if machine.device.type == "cpu" or draft.parents is not None or any(lane.nodes for lane in lanes):
                 for lane, k in zip(lanes, draft.lengths.tolist()):
                     lane.k = k
                 x.rows = Rows.of(tuple(lane.k for lane in lanes), machine.device)
@@ -82,7 +87,7 @@ class EagerExecutor:
         emitted = [line[:n] for line, n in zip(tokens, counts)]
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
-        out_of = lambda i, lane: None if sure is None or lane.drafter in (None, "ngram") else sure[i][: lane.k + 1]  # noqa: E731
+        out_of = lambda i, lane: None if sure is None or lane.drafter in (None, "ngram") else told(sure[i][: lane.k + 1])  # noqa: E731
         trees: list[Branches | None] = [None] * len(lanes)
         if out.verdict.rows is not None:
             trees = [Branches.of(parents[i], path[1 : counts[i]]) for i, path in enumerate(out.verdict.rows.tolist())]

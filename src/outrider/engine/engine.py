@@ -176,7 +176,8 @@ class Engine:
     def busy(self) -> bool:
         if self._events or not self._seqs:
             return bool(self._events)
-        return self._flight is not None or any(not seq.paused for seq in self._seqs.values())
+        room = len(self.scheduler.running) < self.max_batch and self.store.free_slots > 0  # else those who wait, wait for a command
+        return self._flight is not None or any(not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values())
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:

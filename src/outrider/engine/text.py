@@ -79,7 +79,8 @@ class Tokenizer:
         return ids
 
     def ids(self, text: str, special: bool) -> list[int]:
-        return self.ids_here(text, special) if self.elsewhere is None or len(text) <= LONG else self.elsewhere(text, special)
+        elsewhere = self.elsewhere  # another thread may take it away
+        return self.ids_here(text, special) if elsewhere is None or len(text) <= LONG else elsewhere(text, special)
 
     def ids_here(self, text: str, special: bool) -> list[int]:
         """As the tokenizer has it. Its `encode` of one text would keep every other thread waiting; of a list it does not."""

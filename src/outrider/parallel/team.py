@@ -140,6 +140,13 @@ class Team:
             except subprocess.TimeoutExpired:
                 child.kill()
 
+    def abandon(self) -> None:
+        """End the others at once: they are in the middle of loading and would hear nothing."""
+        self._open, self.watch.ending = False, True
+        atexit.unregister(self.close)
+        for child in self.children:
+            child.kill()
+
     def _force(self) -> None:
         for child in self.children:
             child.kill()

@@ -42,7 +42,10 @@ class Watch:
     def lost(self, why: str) -> None:
         """An exchange failed. Usually somebody is gone: give the thread a moment to find out who."""
         if self.gone is None and not self.ending:
-            time.sleep(4 * LOOK)
+            until = time.monotonic() + 4 * LOOK
+            while self.gone is None and time.monotonic() < until:
+                self.gone = self.gone or self._ended()
+                time.sleep(LOOK / 10)
             self.gone = self.gone or f"the processes of --tensor-parallel {self.share.world} lost one another ({why.splitlines()[0][:120]})"
         if threading.current_thread() is threading.main_thread():
             time.sleep(3600)  # the thread ends the process; nobody else shall speak

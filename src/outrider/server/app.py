@@ -7,7 +7,6 @@ tokenising, and clients take turns at every stage (fair.py), so that what one se
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import logging
 import sys
 import time
@@ -37,7 +36,7 @@ from .routes import add_routes
 from .runner import EngineError, where
 from .schema import ChatRequest, Common, CompletionRequest, Named
 from .settings import ServerSettings
-from .shelf import Shelf
+from .shelf import Shelf, trim
 from .stream import Writer
 from .tracing import Tracing
 from .walks import score
@@ -82,12 +81,16 @@ class Server:
     async def look(self, request: Request, work: Callable[[bytes, Preparer], Json]) -> Response:
         """An answer that needs no engine: texts and token ids."""
         client = request.state.client
-        with await self.room(request), ExitStack() as stack:
-            raw = await request.body()
-            long, several = len(raw) > LONG, len(self.shelf.slots) > 1 and bool(raw)
-            named = await self.desk.run(client, lambda: read(raw, Named.model_validate_json), long) if several else Named()
-            model = await self.borrow(named.model, client, stack)
-            return JSONResponse(await self.desk.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long))
+        try:
+            async with asyncio.timeout(self.settings.timeout):
+                with await self.room(request), ExitStack() as stack:
+                    raw = await request.body()
+                    long, several = len(raw) > LONG, len(self.shelf.slots) > 1 and bool(raw)
+                    named = await self.desk.run(client, lambda: read(raw, Named.model_validate_json), long) if several else Named()
+                    model = await unless_gone(request, self.borrow(named.model, client, stack))
+                    return JSONResponse(await self.desk.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long))
+        except TimeoutError:
+            raise late(self.settings.timeout) from None
 
     async def borrow(self, name: str | None, client: str, stack: ExitStack) -> Model:
         """The model that a call names, until `stack` is closed. One that must be loaded first is waited for in a place of its own."""
@@ -122,7 +125,7 @@ class Server:
         """A large body is read when it is its client's turn; until then it stays with its client. Close it when the text is done with."""
         room, client = ExitStack(), request.state.client
         length = request.headers.get("content-length")
-        if length is None or int(length) > BIG_BODY:  # one in chunks may be of any size
+        if int(length or 0) > BIG_BODY or (length is None and "transfer-encoding" in request.headers):  # one in chunks may be of any size
             await self.big_bodies.acquire(client)
             room.callback(self.big_bodies.release, client)
             room.callback(self._trim)
@@ -134,6 +137,8 @@ class Server:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by `stack`."""
         client, long = request.state.client, len(raw) > LONG
         body = await self.desk.run(client, lambda: read(raw, parse), long)
+        if not self.shelf.ready(self.shelf.find(body.model)):
+            room.close()  # a load may take longer than other bodies of this client may take to arrive
         model = await self.borrow(body.model, client, stack)
         answers = model.prepare.answers(body)
         for name in body.ignored:
@@ -173,7 +178,7 @@ class Server:
 
     def _trim_now(self) -> None:
         self._trimming = None
-        asyncio.get_running_loop().run_in_executor(None, lambda: ctypes.CDLL(None).malloc_trim(0))
+        asyncio.get_running_loop().run_in_executor(None, trim)
 
     async def close(self) -> None:
         await self.shelf.stop()

@@ -28,6 +28,7 @@ class Clerk:
         self._tokenizer, self._here = tokenizer, here
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
 
     def ids(self, text: str, special: bool) -> list[int]:
         """From any thread; blocks until it is done."""
@@ -49,8 +50,10 @@ class Clerk:
 
     def close(self) -> None:
         """Whoever waits for a text gets it from this process."""
-        if self._process is not None:
-            self._process.kill()
+        self._closed = True  # who comes late must not start another
+        process = self._process
+        if process is not None:
+            process.kill()
         with self._lock:
             self._end()
 
@@ -58,10 +61,12 @@ class Clerk:
         with self._lock:
             try:
                 self._started()
-            except OSError:
+            except (OSError, EOFError):
                 self._end()
 
     def _started(self) -> subprocess.Popen[bytes]:
+        if self._closed:
+            raise EOFError
         if self._process is None:
             command = [sys.executable, "-P", __file__]  # as a script: it needs nothing of this package, and less memory so
             self._process = subprocess.Popen(

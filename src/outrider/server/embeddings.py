@@ -97,6 +97,8 @@ async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -
                 long = len(raw) > LONG
                 body = await server.desk.run(client, lambda: read(raw, parse), long)
                 name = None if body.model is None else body.model.removesuffix(":latest")
+                if not server.shelf.ready(server.shelf.find(name)):
+                    room.close()  # as in app.py
                 model = await unless_gone(request, server.borrow(name, client, stack))
                 stack.enter_context(server.admission.enter(1, client))
                 ids = await server.desk.run(client, lambda: [tokens(model.prepare, one) for one in body.inputs], long)

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 import uuid
 from collections import Counter, OrderedDict
@@ -155,8 +156,9 @@ class _Nursery:
 
     async def close(self) -> None:
         self._reader.cancel()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)  # its trials too: they hold its pipes, and nobody else would end them
         await self._process.wait()
 
     def _send(self, message: dict[str, object]) -> None:

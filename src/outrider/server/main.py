@@ -54,7 +54,9 @@ class HttpServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(Quiet())
-        if threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive
+        # In a terminal and without a file to read again, SIGHUP is the terminal being closed: that ends us, as it ends others.
+        reloads = self._settings.api_key_file is not None or not sys.stderr.isatty()
+        if reloads and threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive
             loop.add_signal_handler(signal.SIGHUP, self.app.state.server.keys.reload)
         await super().startup(sockets)
 

@@ -98,7 +98,7 @@ class Nursery:
         os.close(pipe)
         _, status = os.waitpid(child.pid, 0)
         if child.failed:  # the last part it spoke of is the one it failed at, however it ended
-            where = child.said.decode("utf-8", "replace").rstrip("\n").rpartition("\n")[2]
+            where = ("\n" + child.said.decode("utf-8", "replace")).split("\n")[-2]  # empty: each is fine alone
             _say({"id": child.id, "error": f"{child.failed} (at {where[:200]})" if where and not child.late else child.failed})
         elif child.said and status == 0:
             answer = json.loads(child.said)

@@ -162,6 +162,8 @@ class Runner:
 
     async def call(self, function: Callable[[EngineLike], T]) -> T:
         """Run something on the engine between two steps (an audit, a count)."""
+        if self._stopping:
+            raise EngineError("the server is shutting down")  # nobody reads the queue any more
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def command() -> None:

@@ -270,10 +270,19 @@ def total(counted: Sequence[Metrics]) -> Metrics:
     return out
 
 
+def trim() -> None:
+    """Where the C library has it (musl has not)."""
+    if sys.platform == "linux" and (work := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        work(0)
+
+
 def _free() -> None:
     """What a model took goes back to the system."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # the first model was there when everything was frozen (main.py): its cycles would stay for ever
     gc.collect()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).malloc_trim(0)
+    if frozen:
+        gc.freeze()
+    trim()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

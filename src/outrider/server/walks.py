@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import cast
 
 from ..engine.engine import Engine
@@ -11,8 +12,10 @@ from ..types import OutriderError
 from .errors import ApiError
 from .model import Model
 from .prepare import Job
-from .runner import EngineLike
+from .runner import EngineError, EngineLike, where
 from .stream import Writer
+
+log = logging.getLogger("outrider.server")
 
 
 async def walk(model: Model, work: Walk, client: str, priority: int = 0) -> None:
@@ -27,6 +30,11 @@ async def walk(model: Model, work: Walk, client: str, priority: int = 0) -> None
             await asyncio.sleep(0)
     except OutriderError as e:
         raise ApiError(429, f"{e}.", retry_after=1) from e
+    except EngineError as e:
+        raise ApiError(503, f"{e}.", retry_after=5, code="shutting_down") from e
+    except Exception as e:
+        log.error("the engine failed on a text that was to be read: %s", where(e))
+        raise ApiError(500, "The engine failed on this request.", code="engine_error") from e
     finally:
         model.turns.release(client)
         model.runner.later(lambda engine: work.close(cast(Engine, engine)))
