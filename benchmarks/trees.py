@@ -55,6 +55,7 @@ def second_best(llm: LLM, ids: list[int], answer: list[int], temperature: float,
     best = sampling.scores(logits.float(), at + 1, ids_of).topk(2).indices
     tokens = best if ids_of is None else ids_of.gather(1, best)
     right = tokens == torch.tensor(text)[at + 1][:, None]
+    machine.close_scratch()  # the engine has one slot, and wants it back
     return len(at), int(right[:, 0].sum()), int((right[:, 1] & ~right[:, 0]).sum())
 
 

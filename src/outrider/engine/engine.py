@@ -21,7 +21,7 @@ from ..spec.mtp import MTPDrafter
 from ..spec.nets import Target
 from ..spec.ngram import NgramIndex
 from ..spec.plan import AUTO_NODES, PLAIN, Choice, SeqView
-from ..types import MAX_DRAFT, OutriderError, RequestStats
+from ..types import COLD, MAX_DRAFT, OutriderError, RequestStats
 from .answer import Answer
 from .eager import EagerExecutor
 from .graphs import GraphExecutor
@@ -306,12 +306,13 @@ class Engine:
 
     def _nodes(self, seq: Seq, widest: int) -> int:
         """Most tokens that a tree may have now; 0: drafts stay lines, as they do where a row could have other bits in a tree (the backend
-        says), where choosing is not coupled, and in captured steps. What nobody asked for must also be fast (the executor says)."""
+        says), where choosing is not coupled, and in captured steps. What nobody asked for must also be fast (the executor says) and
+        pay: second guesses bring 17 % where tokens are drawn, and nothing to greedy decoding (two CPU cores, docs/drafting.md)."""
         asked = self._tree(seq)
         if not self.can.trees or self.graphs or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
             return 0
         if asked is None:
-            asked = AUTO_NODES if self.executors[0].trees and seq.tempered else 0
+            asked = AUTO_NODES if self.executors[0].trees and seq.tempered and seq.request.params.temperature >= COLD else 0
         return max(0, min(asked, self.max_context - len(seq.tokens) - 1, widest))
 
     def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ..types import MAX_DRAFT
 from .acceptance import Arm, Yield
 
-AUTO_NODES = 0  # most tokens of a tree where the controller decides; 0: it drafts lines
+AUTO_NODES = MAX_DRAFT  # most tokens of a tree where nobody said how many (Engine._nodes says where there are trees at all)
 
 
 class SeqView(NamedTuple):
