@@ -38,7 +38,7 @@ Json = dict[str, object]
 
 
 class Target:
-    """`outrider serve` in a process of its own; its log is counted, not kept."""
+    """`outrider serve` in a process of its own; its log is counted; what it says of the engine's failures is passed on."""
 
     def __init__(self, model: str, options: list[str]) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
@@ -58,8 +58,12 @@ class Target:
 
     def _count(self) -> None:
         assert self.process.stderr is not None
-        for _ in self.process.stderr:
+        told = 0  # lines of a failure that are still to be passed on: its traceback
+        for line in self.process.stderr:
             self.lines += 1
+            told = 16 if "engine" in line and "failed" in line else told - 1
+            if told > 0:
+                print(line.rstrip(), file=sys.stderr, flush=True)
 
     def memory(self) -> int:
         """Resident bytes of the server and of what it has started."""

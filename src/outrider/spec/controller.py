@@ -399,9 +399,9 @@ class Controller:
     def _digest(self) -> None:
         """Learn from what was observed since the last plan, several cycles at once: between two passes over the weights all code is out
         of the processor's caches, and the second call of a function costs a fraction of the first."""
-        for learn in self._untold:
+        told, self._untold = self._untold, []  # each once, whatever comes of it
+        for learn in told:
             learn()
-        self._untold.clear()
 
     def _learn(
         self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None, tree: Branches | None
@@ -436,7 +436,7 @@ class Controller:
             for j, right in tree.judged():
                 shared.judge(confidence[j], right)
             drafted, accepted, confidence = tree.line, tree.ahead, confidence[: tree.line]
-        planned = max(seq.planned, drafted)
+        planned = max(1, seq.planned, drafted)  # a plan that was made before the last may have been run again: it drafted, if not a token
         shared.add(planned, drafted, accepted, confidence)
         arm = seq.arms.setdefault(key, Arm())
         # A draft that ended itself emits no more than one that was refused at that place, so it counts as refused there.

@@ -36,6 +36,14 @@ def test_a_good_drafter_is_used_at_length_and_a_bad_one_not_at_all():
     assert sum(c.k for c in run(Controller(copy(DEAR), ("mtp",)), 60, 0)[-30:]) <= 2  # a probe or two
 
 
+def test_a_draft_that_ends_at_once_under_a_plan_without_one_is_learnt_from():
+    """A plan may be run again after a later one without drafts was noted. This ended every step from then on."""
+    controller = Controller(copy(DEAR), ("mtp",))
+    assert controller.plan([view(mtp=0)])[0] == PLAIN
+    controller.observe("a", "mtp", 0, 0, [0.01])
+    assert controller.plan([view(mtp=4)])[0].k <= 4
+
+
 def test_k_follows_the_price():
     few = run(Controller(copy(DEAR), ("mtp",)), 80, 3)[-1].k
     many = run(Controller(copy(CHEAP), ("mtp",)), 80, 3)[-1].k
