@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -102,51 +101,45 @@ def main() -> None:
     args = parser.parse_args()
     llm = LLM.load(args.model, engine=EngineConfig(max_batch=4, max_context=512))
     server = HttpServer(Backend.of(llm), ServerSettings(MODEL, port=0, max_concurrent=4, timeout=60.0))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    counts: Counter[int] = Counter()
-    failures: list[dict[str, Any]] = []
+    with server.running() as url:
+        counts: Counter[int] = Counter()
+        failures: list[dict[str, Any]] = []
 
-    reasons: Counter[str] = Counter()
+        reasons: Counter[str] = Counter()
 
-    def note(what: Any, status: int, text: str) -> None:
-        counts[status] += 1
-        if status == 400:
-            reasons[json.loads(text)["error"]["message"][:60]] += 1
-        if status >= 500:
-            failures.append({"request": repr(what)[:2000], "status": status, "answer": text[:300]})
+        def note(what: Any, status: int, text: str) -> None:
+            counts[status] += 1
+            if status == 400:
+                reasons[json.loads(text)["error"]["message"][:60]] += 1
+            if status >= 500:
+                failures.append({"request": repr(what)[:2000], "status": status, "answer": text[:300]})
 
-    with httpx.Client(base_url=url, timeout=120) as client:
-        for path in ("/v1/chat/completions", "/v1/completions"):
-            for body in HAND_MADE:
-                answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
-                note(body[:200], answer.status_code, answer.text)
-        schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
-        operations = [o.ok() for o in schema.get_all_operations()]
-        weights = {o.label: (1 if o.method == "get" else 20) for o in operations}
-        began = time.monotonic()
-        for operation in operations:
-            each = max(1, round(1.2 * args.cases * weights[operation.label] / sum(weights.values()) / 2))
-            for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
-                try:
-                    strategy = operation.as_strategy(generation_mode=mode)
-                except Exception as e:  # a route without parameters can't be broken
-                    print(f"{operation.label}: no {mode.name.lower()} cases ({type(e).__name__})", file=sys.stderr)
-                    continue
-                fuzz(client, operation, strategy, each, note, reconcile if mode is GenerationMode.POSITIVE else lambda body: body)
-    result = {"cases": sum(counts.values()), "by_status": dict(sorted(counts.items())), "failures": len(failures),
-              "seconds": round(time.monotonic() - began)}  # fmt: skip
-    print(json.dumps(result))
-    if args.reasons:
-        print(json.dumps(reasons.most_common(40), indent=1), file=sys.stderr)
-    for failure in failures[:10]:
-        print(json.dumps(failure), file=sys.stderr)
-    llm.engine.check()
-    server.should_exit = True
-    thread.join(30)
+        with httpx.Client(base_url=url, timeout=120) as client:
+            for path in ("/v1/chat/completions", "/v1/completions"):
+                for body in HAND_MADE:
+                    answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+                    note(body[:200], answer.status_code, answer.text)
+            schema = schemathesis.openapi.from_dict(client.get("/openapi.json").json())
+            operations = [o.ok() for o in schema.get_all_operations()]
+            weights = {o.label: (1 if o.method == "get" else 20) for o in operations}
+            began = time.monotonic()
+            for operation in operations:
+                each = max(1, round(1.2 * args.cases * weights[operation.label] / sum(weights.values()) / 2))
+                for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
+                    try:
+                        strategy = operation.as_strategy(generation_mode=mode)
+                    except Exception as e:  # a route without parameters can't be broken
+                        print(f"{operation.label}: no {mode.name.lower()} cases ({type(e).__name__})", file=sys.stderr)
+                        continue
+                    fuzz(client, operation, strategy, each, note, reconcile if mode is GenerationMode.POSITIVE else lambda body: body)
+        result = {"cases": sum(counts.values()), "by_status": dict(sorted(counts.items())), "failures": len(failures),
+                  "seconds": round(time.monotonic() - began)}  # fmt: skip
+        print(json.dumps(result))
+        if args.reasons:
+            print(json.dumps(reasons.most_common(40), indent=1), file=sys.stderr)
+        for failure in failures[:10]:
+            print(json.dumps(failure), file=sys.stderr)
+        llm.engine.check()
     raise SystemExit(1 if failures else 0)
 
 

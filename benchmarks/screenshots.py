@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -42,36 +40,30 @@ def main() -> None:
     args = parser.parse_args()
     llm = LLM.load(args.model, drafter=args.drafter, engine=EngineConfig(max_batch=4, max_context=2048))
     server = HttpServer(Backend.of(llm), ServerSettings(public_name(args.model), port=0))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    args.out.mkdir(parents=True, exist_ok=True)
-    with sync_playwright() as p:
-        browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        page = open_page(browser, url, 1280, 800, "dark")
-        page.click("#measure")  # plain decoding's speed, for the chart
-        page.wait_for_selector("#against:has-text('tokens/s')", timeout=300_000)
-        ask(page, CHAT)
-        page.screenshot(path=args.out / "chat.png")
-        page.click("#tab-race")
-        page.fill("#race-prompt", RACE)
-        page.click("#race-go")
-        page.wait_for_selector("#verdict.same, #verdict.differs", timeout=300_000)
-        page.screenshot(path=args.out / "race.png")
-        page.click("#tab-server")
-        page.wait_for_timeout(4500)
-        page.screenshot(path=args.out / "server.png")
-        light = open_page(browser, url, 1280, 800, "light")
-        ask(light, CHAT)
-        light.screenshot(path=args.out / "light.png")
-        phone = open_page(browser, url, 390, 844, "light")
-        ask(phone, CHAT)
-        phone.screenshot(path=args.out / "phone.png")
-        browser.close()
-    server.should_exit = True
-    thread.join(30)
+    with server.running() as url:
+        args.out.mkdir(parents=True, exist_ok=True)
+        with sync_playwright() as p:
+            browser = p.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+            page = open_page(browser, url, 1280, 800, "dark")
+            page.click("#measure")  # plain decoding's speed, for the chart
+            page.wait_for_selector("#against:has-text('tokens/s')", timeout=300_000)
+            ask(page, CHAT)
+            page.screenshot(path=args.out / "chat.png")
+            page.click("#tab-race")
+            page.fill("#race-prompt", RACE)
+            page.click("#race-go")
+            page.wait_for_selector("#verdict.same, #verdict.differs", timeout=300_000)
+            page.screenshot(path=args.out / "race.png")
+            page.click("#tab-server")
+            page.wait_for_timeout(4500)
+            page.screenshot(path=args.out / "server.png")
+            light = open_page(browser, url, 1280, 800, "light")
+            ask(light, CHAT)
+            light.screenshot(path=args.out / "light.png")
+            phone = open_page(browser, url, 390, 844, "light")
+            ask(phone, CHAT)
+            phone.screenshot(path=args.out / "phone.png")
+            browser.close()
 
 
 def open_page(browser: Any, url: str, width: int, height: int, scheme: str) -> Any:

@@ -15,7 +15,6 @@ import json
 import random
 import resource
 import sys
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -180,29 +179,23 @@ def main() -> None:
     llm = LLM.load(args.model, drafter=args.drafter, draft_tokens=args.draft_tokens, engine=config)
     settings = ServerSettings("soaked", port=0, max_concurrent=args.batch, max_queued=args.streams)
     server = HttpServer(Backend.of(llm), settings)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.05)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    began = time.monotonic()
-    soak, memory = asyncio.run(run(url, "soaked", args.streams, 60 * args.minutes, args.max_tokens, args.verify))
-    state = server.app.state.server
-    deadline = time.monotonic() + 10
-    while (llm.engine.busy or state.admission.in_flight) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if llm.engine.busy or state.admission.in_flight:
-        soak.problems.append(f"not idle at the end: {state.admission.in_flight} in flight")
-    try:
-        llm.engine.check()
-    except Exception as e:
-        soak.problems.append(f"engine.check: {e}")
-    third = len(memory) // 3
-    growth = max(memory[-third:]) - max(memory[third : 2 * third]) if third else 0.0
-    if growth > 64:
-        soak.problems.append(f"memory grew by {growth:.0f} MB in the last third")
-    server.should_exit = True
-    thread.join(30)
+    with server.running() as url:
+        began = time.monotonic()
+        soak, memory = asyncio.run(run(url, "soaked", args.streams, 60 * args.minutes, args.max_tokens, args.verify))
+        state = server.app.state.server
+        deadline = time.monotonic() + 10
+        while (llm.engine.busy or state.admission.in_flight) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if llm.engine.busy or state.admission.in_flight:
+            soak.problems.append(f"not idle at the end: {state.admission.in_flight} in flight")
+        try:
+            llm.engine.check()
+        except Exception as e:
+            soak.problems.append(f"engine.check: {e}")
+        third = len(memory) // 3
+        growth = max(memory[-third:]) - max(memory[third : 2 * third]) if third else 0.0
+        if growth > 64:
+            soak.problems.append(f"memory grew by {growth:.0f} MB in the last third")
     result = {
         "model": args.model, "streams": args.streams, "minutes": args.minutes, "completed": len(soak.texts), "counts": dict(soak.counts),
         "problems": len(soak.problems), "first_problems": soak.problems[:5],

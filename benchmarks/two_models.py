@@ -14,7 +14,6 @@ import asyncio
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -127,16 +126,10 @@ def main() -> int:
             del llm
         settings = ServerSettings(listed[0].name, port=0, max_concurrent=6, max_queued=args.requests)
         server = HttpServer(catalogue.shelf(listed, load, engine, 1, settings, cuda=False), settings)  # one byte: each only alone
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            time.sleep(0.05)
-        url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        began = time.monotonic()
-        found = asyncio.run(run(url, items, args.max_tokens, args.at_once, right))
-        took = time.monotonic() - began
-        server.should_exit = True
-        thread.join(60)
+        with server.running() as url:
+            began = time.monotonic()
+            found = asyncio.run(run(url, items, args.max_tokens, args.at_once, right))
+            took = time.monotonic() - began
     print(
         f"{args.requests} requests to {len(listed)} models in {took:.1f} s: "
         + ", ".join(f"{n} {what}" for what, n in sorted(found.items()))

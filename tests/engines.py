@@ -86,6 +86,22 @@ def tiny_engine(
     return Engine(model, None, settings, SpecConfig(k, verify), drafter, Controller(CostTable(), names), kv)  # type: ignore[arg-type]
 
 
+def run_joining(engine: Engine, jobs: list[tuple[int, Request]], steps: int = 2000) -> dict[str, list[int]]:
+    """Each request joins at its step; audited after every one. Tokens by request id."""
+    got: dict[str, list[int]] = {r.id: [] for _, r in jobs}
+    for step in range(steps):
+        for at, r in jobs:
+            if at == step:
+                engine.submit(r)
+        if step > max(at for at, _ in jobs) and not engine.busy:
+            break
+        for event in engine.step():
+            got[event.id] += event.tokens
+        engine.check()
+    assert not engine.busy
+    return got
+
+
 def run(engine: Engine, requests: list[Request], steps: int = 5000) -> dict[str, list[int]]:
     """Submit, run to the end, audit; tokens by request id."""
     for request in requests:

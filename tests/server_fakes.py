@@ -7,10 +7,9 @@ their kinds, stop strings and limits cut, grammars mask. So the HTTP side is tes
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -180,23 +179,6 @@ class FakeEngine:
         s.decode_s = now - run.arrived - s.ttft_s
 
 
-@contextmanager
-def running(server: Any) -> Iterator[str]:
-    """An HttpServer in a thread of its own, on a free port: its address."""
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    deadline = time.monotonic() + 60
-    while not server.started:
-        assert thread.is_alive() and time.monotonic() < deadline, "the server did not start"
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive(), "the server did not stop"
-
-
 class Served:
     """The real HTTP server in a thread of its own, on a free port. `with Served(engine, tok) as s: s.client()`"""
 
@@ -212,27 +194,17 @@ class Served:
         )
         self.state = self.server.app.state.server
         self.model = self.state.shelf.loaded[0]
-        self._thread = threading.Thread(target=self._run, daemon=True)
-
-    def _run(self) -> None:
-        self.server.run()
+        self._until = ExitStack()
 
     def __enter__(self) -> Served:
-        self._thread.start()
-        deadline = time.monotonic() + 30
-        while not self.server.started:
-            assert self._thread.is_alive() and time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.01)
-        self.port = self.server.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = self._until.enter_context(self.server.running())
+        self.port = int(self.url.rpartition(":")[2])
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.server.should_exit = True
-        self._thread.join(30)
+        self._until.close()
         for client in self._clients.values():
             client.close()
-        assert not self._thread.is_alive(), "the server did not stop"
 
     def client(self, key: str = "none") -> Any:
         """One client a key: making one costs a tenth of a second."""

@@ -11,8 +11,6 @@ import shutil
 import socket
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,20 +131,11 @@ def serve(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypat
     answers: list[Any] = []
 
     def once(backend: Backend, settings: ServerSettings, listener: socket.socket) -> None:
-        server = HttpServer(backend, settings)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
-        thread.start()
-        deadline = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive() and time.monotonic() < deadline
-            time.sleep(0.01)
-        port = listener.getsockname()[1]
         body = {"model": settings.model_name, "messages": [{"role": "user", "content": "<|im_end|> hi"}], "max_tokens": 6, "temperature": 0}
-        ask = Request(f"http://127.0.0.1:{port}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
-        with urlopen(ask, timeout=60) as reply:
-            answers.append(json.load(reply))
-        server.should_exit = True
-        thread.join(60)
+        with HttpServer(backend, settings).running([listener]) as url:
+            ask = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})
+            with urlopen(ask, timeout=60) as reply:
+                answers.append(json.load(reply))
 
     monkeypatch.setattr("outrider.server.main.serve", once)
     code, _, err = outrider("serve", place.model(kind), "--port", 0, *use(place, kind))

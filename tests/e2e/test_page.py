@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server_fakes import VOCAB, FakeEngine, Served, running, tokenizer
+from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 
 from outrider.engine.scheduler import Request
 from outrider.server.main import HttpServer
@@ -104,7 +104,7 @@ def test_one_of_several_models_is_chosen(browser: Any) -> None:
         return Slot(name, lambda: backend, note=backend.note)
 
     settings = ServerSettings("fox", port=0)
-    with running(HttpServer(Shelf([slot("fox"), slot("owl")], None, settings), settings)) as url:
+    with HttpServer(Shelf([slot("fox"), slot("owl")], None, settings), settings).running() as url:
         for page in open_page(browser, url):
             ask(page, "who?")
             expect(page.locator(".message.assistant").last).to_contain_text("I am fox.")

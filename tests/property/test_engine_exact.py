@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
+from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joining, tiny_engine, tiny_model
 from tests.unit.engine.test_graphs import Thirds
 
 from outrider.engine.engine import Request
@@ -135,17 +135,7 @@ def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bo
     drafter = mtp_drafter(model, variant, clustered=True) if variant in GEMMA4 else None
     engine = tiny_engine(variant, drafter, model=model, max_batch=max_batch, kv_tokens=96 if tight else None, k=3, prefix_cache=reuse)
     waiting = [(at, request(str(i), prompt, k=k, **params)) for i, (prompt, params, k, at) in enumerate(jobs)]
-    got: dict[str, list[int]] = {r.id: [] for _, r in waiting}
-    for step in range(2000):
-        for at, r in waiting:
-            if at == step:
-                engine.submit(r)
-        if step > 6 and not engine.busy:
-            break
-        for event in engine.step():
-            got[event.id] += event.tokens
-        engine.check()
-    assert not engine.busy
+    got = run_joining(engine, waiting)
     for _, r in waiting:
         assert got[r.id] == alone(variant, r), r
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
+from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joining, tiny_engine, tiny_model
 from tests.unit.engine.test_graphs import Thirds
 
 from outrider.engine.engine import Engine
@@ -96,17 +96,8 @@ def test_joining_and_leaving() -> None:
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))]
         params = {**kinds[i % len(kinds)], "seed": i, "max_tokens": rng.randrange(2, 16)}
         jobs.append((rng.randrange(5), tree_request(str(i), prompt, rng.choice([1, 2, 4]), rng.choice([0, 5, 16]), **params)))
-    got: dict[str, list[int]] = {r.id: [] for _, r in jobs}
-    for step in range(400):
-        for at, r in jobs:
-            if at == step:
-                engine.submit(r)
-        if step > 5 and not engine.busy:
-            break
-        for event in engine.step():
-            got[event.id] += event.tokens
-        engine.check()
-    assert not engine.busy and engine.metrics.trees > 0
+    got = run_joining(engine, jobs, 400)
+    assert engine.metrics.trees > 0
     for _, r in jobs:
         alone = tiny_engine("dense", model=MODELS["dense"])
         r.draft_tokens, r.drafter, r.tree = 0, False, 0

@@ -38,7 +38,7 @@ def show_cpu(asked: bool) -> None:
         table.add_column(title)
     for level in levels():
         state = "in use" if level.in_use else "can run" if not level.missing else f"this processor lacks {', '.join(level.missing)}"
-        kept = "compiled at first use" if level.library is None else "shipped" if level.library.parent == SHIPPED else str(level.library)
+        kept = "compiled at first use" if level.built is None else "shipped" if level.built.parent == SHIPPED else str(level.built)
         table.add_row(level.name, state, "–" if level.missing else kept)
     out.print(table)
     out.print("[dim]The first that the processor can run is used; --ops cpu:LEVEL asks for another.[/dim]")

@@ -59,7 +59,7 @@ class Replica:
     async def answer(self, request: Forward) -> AsyncIterator[list[Message]]:
         out: asyncio.Queue[Message] = asyncio.Queue()
         gone = asyncio.Event()
-        work = asyncio.ensure_future(self._app(_scope(request), _receive(request.body, gone), out.put))
+        work = asyncio.ensure_future(self._app(_scope(request), receiving(request.body, gone), out.put))
         try:
             while True:
                 first = asyncio.ensure_future(out.get())
@@ -90,7 +90,8 @@ def _scope(request: Forward) -> Scope:
     }  # fmt: skip
 
 
-def _receive(body: bytes, gone: asyncio.Event) -> Receive:
+def receiving(body: bytes, gone: asyncio.Event) -> Receive:
+    """A request whose body is there, and whose client leaves when `gone` is set."""
     given = False
 
     async def receive() -> Message:

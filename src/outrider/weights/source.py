@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import sys
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -37,7 +38,7 @@ class Mapped:
 
     def release(self, start: int, length: int) -> None:
         """Forget the pages wholly or partly inside; they are read again from the file when touched again."""
-        if self._map is not None and length > 0 and hasattr(mmap, "MADV_DONTNEED"):
+        if self._map is not None and length > 0 and sys.platform != "win32":
             first = start - start % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_DONTNEED, first, min(start + length, self.size) - first)
 

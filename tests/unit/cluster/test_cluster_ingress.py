@@ -14,7 +14,7 @@ from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.cluster.ingress import Forward, Ingress, Nobody, Refused, ReplicaLost, Taken
-from outrider.cluster.replica import Replica
+from outrider.cluster.replica import Replica, receiving
 from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
 from outrider.server.prepare import Backend
 from outrider.server.settings import ServerSettings
@@ -87,15 +87,6 @@ async def ask(
     raw = b"" if body is None else json.dumps(body).encode()
     sent: list[Message] = []
     gone = asyncio.Event()
-    given = False
-
-    async def receive() -> Message:
-        nonlocal given
-        if not given:
-            given = True
-            return {"type": "http.request", "body": raw, "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
 
     async def send(message: Message) -> None:
         sent.append(message)
@@ -106,7 +97,7 @@ async def ask(
         (k.replace("_", "-").encode(), v.encode()) for k, v in {"host": "127.0.0.1", "content_type": "application/json", **headers}.items()
     ]
     scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": named, "client": ("10.0.0.1", 1)}
-    await asyncio.wait_for(ingress(scope, receive, send), 60)
+    await asyncio.wait_for(ingress(scope, receiving(raw, gone), send), 60)
     if not sent:
         return 0, {}, b""
     seen = [k.decode() for k, _ in sent[0]["headers"]]

@@ -220,7 +220,7 @@ class Level(NamedTuple):
 
     name: str
     missing: tuple[str, ...]
-    library: Path | None
+    built: Path | None
     in_use: bool
 
 

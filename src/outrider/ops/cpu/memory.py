@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ BLOCK = 64 << 20  # address space asked for at once; only what is touched takes 
 def advise(address: int, size: int) -> None:
     """Ask for huge pages under a range that has not been written yet (elsewhere it does no harm)."""
     lo, hi = -(-address // HUGE) * HUGE, (address + size) // HUGE * HUGE
-    if hi > lo and hasattr(mmap, "MADV_HUGEPAGE"):
+    if hi > lo and sys.platform == "linux":
         ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), mmap.MADV_HUGEPAGE)
 
 
