@@ -178,6 +178,12 @@ class GraphExecutor:
         self._graphs[key] = Captured(graph, out, hosts)
         return True
 
+    def drop(self) -> None:
+        """All graphs, at the end: what was captured holds on to the libraries whose kernels are in it."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._graphs.clear()
+
     # ---- one step -----------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> Flight:

@@ -20,6 +20,7 @@ import torch
 from ..cache.store import SeqCache
 from ..engine.answer import Answer
 from ..engine.engine import Engine
+from ..engine.graphs import GraphExecutor
 from ..engine.step import Emitted, Executor, Flight, Lane, Request, Seq, StepBatch
 from ..types import GroupName, Matcher, OutriderError, SamplingParams
 from .team import Team
@@ -98,6 +99,7 @@ class Leader:
         self._known: dict[str, Known] = {}
         self._serial = 0
         self._last: StepBatch | None = None
+        team.captured += captured(engine)
         engine.executors = [Led(executor, index, self) for index, executor in enumerate(engine.executors)]
         engine.machine.scored = self._score
 
@@ -154,6 +156,10 @@ class Leader:
                 signal.signal(signal.SIGINT, before)
         if waiting:
             raise KeyboardInterrupt
+
+
+def captured(engine: Engine) -> list[GraphExecutor]:
+    return [executor for executor in engine.executors if isinstance(executor, GraphExecutor)]
 
 
 def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> dict[GroupName, tuple[int, list[int]]]:
@@ -305,6 +311,7 @@ class Follower:
 def follow(engine: Engine, team: Team) -> None:
     """Do what rank 0 says until it says no more."""
     follower = Follower(engine, team)
+    team.captured += captured(engine)
     with torch.inference_mode():
         while True:
             order = team.receive()

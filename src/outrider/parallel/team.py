@@ -19,7 +19,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from torch import Tensor
 from ..models.split import Share
 from ..types import OutriderError
 from .watch import Watch
+
+if TYPE_CHECKING:
+    from ..engine.graphs import GraphExecutor
 
 HEADER = 4096  # bytes of a message that travel at once; longer ones take a second broadcast
 FOREVER = timedelta(days=365)  # an idle server waits as long as it likes; `Watch` says when somebody is gone
@@ -50,6 +53,7 @@ class Team:
 
     def __init__(self, share: Share, store: dist.Store, device: torch.device, watch: Watch, children: Sequence[subprocess.Popen[bytes]]):
         self.share, self.device, self.watch, self.children = share, device, watch, children
+        self.captured: list[GraphExecutor] = []  # whose graphs hold exchanges: NCCL does not end before they are gone
         self._open = True
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("team", store), rank=share.rank, world_size=share.world,
@@ -63,8 +67,8 @@ class Team:
     def total(self, partial: Tensor) -> Tensor:
         """The sum of everybody's tensor in the order of the ranks; in float32 where they are shorter, rounded once."""
         every = self._every(partial.contiguous())
-        if self.share.world == 2:
-            return every[0] + every[1]
+        if self.share.world <= 2:
+            return every[0] + every[1] if self.share.world == 2 else every[0]
         out = every[0].float() if partial.dtype != torch.float32 else every[0]
         for rank in range(1, self.share.world):
             out = out + every[rank]
@@ -74,11 +78,13 @@ class Team:
         wide = max(widths)
         mine = F.pad(mine, (0, wide - mine.shape[1])) if mine.shape[1] < wide else mine.contiguous()
         every = self._every(mine)
+        if self.share.world == 1:
+            return every[0]
         return torch.cat([every[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
 
     def _every(self, mine: Tensor) -> Tensor:
-        """[world, ...]: everybody's, in the order of the ranks."""
-        every = mine.new_empty((self.share.world * mine.shape[0], *mine.shape[1:]))
+        """[world, ...]: everybody's, in the order of the ranks. One alone has it in its place already."""
+        every = mine if self.share.world == 1 else mine.new_empty((self.share.world * mine.shape[0], *mine.shape[1:]))
         if self.device.type == "cuda":
             dist.all_gather_into_tensor(every, mine)  # one kernel of NCCL, which a CUDA graph captures like any other
         else:
@@ -132,6 +138,8 @@ class Team:
             self.send(None)
         dist.barrier(group=self.words)
         self.watch.stop()
+        for executor in self.captured:
+            executor.drop()
         dist.destroy_process_group()
         late.cancel()
         for child in self.children:
@@ -155,8 +163,8 @@ class Team:
 
 def join(world: int, device: str | None, command: Sequence[str] = (sys.executable, "-c", WORKER)) -> Team:
     """The team of this process. The first process starts the others (with `command`) unless somebody has started them already."""
-    if world < 2:
-        raise OutriderError(f"--tensor-parallel must be at least 2 here, got {world}")
+    if world < 1:
+        raise OutriderError(f"--tensor-parallel must be at least 1, got {world}")
     if dist.is_initialized():
         raise OutriderError("one tensor-parallel model at a time: close the first one")
     place = _place(device, world)

@@ -1,0 +1,356 @@
+"""Tensor parallelism on one GPU: a team of one (NCCL inside the captured graph) beside the plain path, and two ranks on one device.
+
+    PYTHONPATH=src python3 benchmarks/gpu_cluster.py                    # all parts, each in a process of its own: about 2 minutes on an H200
+    PYTHONPATH=src python3 benchmarks/gpu_cluster.py --dry              # the same on the CPU with tiny models, over gloo
+    PYTHONPATH=src python3 benchmarks/gpu_cluster.py --part one --size 31B | --part two --how nccl|mps|gloo
+
+`one`: three engines over the same dummy weights, steps timed in turn: `solo` (what --tensor-parallel 1 runs: no exchange), `team` (a team of one:
+rank 0 tells every step, NCCL is called for every exchange and finds its part in place), `copies` (the same, but NCCL has to move each part:
+one node a call in the graph). Texts of all three, plain and drafted, must be equal, and `team` within 1 % of `solo`.
+
+`two`: two processes of one model on the same GPU. NCCL refuses two ranks on one device of one host; told that they are two hosts
+(NCCL_HOSTID) it connects them by sockets. The two share the GPU in turn, so times say nothing: what counts is that logits are those of
+one process, that drafting changes nothing, that exchanges are captured, and that both processes end. `mps`: with NVIDIA's daemon that lets
+both run at once. `gloo`: through the host's memory, without graphs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outrider import llm as llm_module
+from outrider.bench.gpu import SIZES, shallow
+from outrider.config import EngineConfig
+from outrider.engine.engine import Engine
+from outrider.engine.graphs import GraphExecutor
+from outrider.engine.score import Walk
+from outrider.engine.step import Request
+from outrider.llm import LLM, Options
+from outrider.models.known import KNOWN
+from outrider.parallel import Team, join
+from outrider.parallel import team as team_module
+from outrider.parallel.lead import Led
+from outrider.types import SamplingParams
+
+ROOT = Path(__file__).parents[1]
+K = 4
+BEGAN = time.perf_counter()
+FAILED: list[str] = []
+
+
+def say(text: str) -> None:
+    print(f"[{time.perf_counter() - BEGAN:6.1f}] {text}", flush=True)
+
+
+def verdict(label: str, ok: bool, found: str = "") -> None:
+    say(f"{'ok  ' if ok else 'FAIL'} {label} {found}")
+    if not ok:
+        FAILED.append(label)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------------
+def tiny(raw: dict) -> dict:
+    text = raw["text_config"] | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 16, "global_head_dim": 32}
+    text |= {"vocab_size": 512, "sliding_window": 16, "num_key_value_heads": 2}
+    if text["num_global_key_value_heads"]:
+        text["num_global_key_value_heads"] = 1
+    if text["hidden_size_per_layer_input"]:
+        text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512}
+    small = {**raw, "text_config": text}
+    return small | {"backbone_hidden_size": 32, "num_centroids": 16, "centroid_intermediate_top_k": 4} if "backbone_hidden_size" in raw else small
+
+
+@contextmanager
+def folder(size: str, layers: int | None, dry: bool) -> Iterator[tuple[str, str]]:
+    """Where the configurations of a target and its drafter lie; weights are made up."""
+    target, drafter = dict(KNOWN[SIZES[size]]), dict(KNOWN[SIZES[size] + "-assistant"])
+    target = shallow(target, layers) if layers else target
+    with tempfile.TemporaryDirectory() as root:
+        for name, raw in (("target", target), ("drafter", drafter)):
+            (Path(root) / name).mkdir()
+            (Path(root) / name / "config.json").write_text(json.dumps(tiny(raw) if dry else raw))
+        yield f"{root}/target", f"{root}/drafter"
+
+
+def settings(context: int, sequences: int, graphs: bool = True) -> EngineConfig:
+    room = context + 512
+    return EngineConfig(sequences, room, kv_tokens=sequences * (room + 32), prefix_cache=False, graphs=graphs)
+
+
+def prompts(vocab: int, context: int) -> list[list[int]]:
+    rng = random.Random(1)
+    own = [[rng.randrange(5, vocab) for _ in range(length)] for length in (context, context // 2, 9)]
+    return [*own, own[2] * 5]  # the last repeats itself
+
+
+def texts(llm: LLM, context: int, tokens: int, drafter: bool | str, k: int | None) -> list[list[int]]:
+    """Greedy and drawn."""
+    many = prompts(llm.config.vocab_size, context)
+    out = []
+    for temperature in (0.0, 1.0):
+        params = SamplingParams(temperature=temperature, seed=7, max_tokens=tokens, ignore_eos=True)
+        out += [done.token_ids for done in llm.generate(many, params, k, drafter)]
+    return out
+
+
+def graphs_of(engine: Engine) -> GraphExecutor | None:
+    for executor in engine.executors:
+        inner = executor.inner if isinstance(executor, Led) else executor
+        if isinstance(inner, GraphExecutor):
+            return inner
+    return None
+
+
+# ---- one rank ----------------------------------------------------------------------------------------------------------------
+class Copies(Team):
+    """The same team, whose exchanges move their part."""
+
+    def __init__(self, team: Team) -> None:
+        self.__dict__.update(team.__dict__)
+
+    def _every(self, mine: Tensor) -> Tensor:
+        every = torch.empty_like(mine)
+        if self.device.type == "cuda":
+            dist.all_gather_into_tensor(every, mine)
+        else:
+            dist.all_gather([every], mine)
+        return every.view(1, *mine.shape)
+
+
+def share_weights() -> None:
+    """Every engine of this process is built over the same tensors: 31B fits once."""
+    for name in ("load_target", "load_drafter"):
+        load, made = getattr(llm_module, name), {}
+
+        def once(what, *rest, load=load, made=made):  # type: ignore[no-untyped-def]
+            key = str(getattr(what, "path", what))
+            if key not in made:
+                made[key] = load(what, *rest)
+            return made[key]
+
+        setattr(llm_module, name, once)
+
+
+def block(engine: Engine, tag: str, prompt: list[int], k: int, steps: int) -> float:
+    """Milliseconds a step of one sequence, the host included."""
+    params = SamplingParams(max_tokens=400, ignore_eos=True)
+    engine.submit(Request(tag, prompt, params, k, bool(k)))
+    while engine.running(tag) is None or engine.running(tag).first_token_at is None:  # type: ignore[union-attr]
+        engine.step()
+    for _ in range(8):
+        engine.step()
+    sync(engine.device)
+    began = time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+    sync(engine.device)
+    ms = (time.perf_counter() - began) * 1e3 / steps
+    engine.abort(tag)
+    while engine.busy:
+        engine.step()
+    return ms
+
+
+def sync(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def nodes(engine: Engine, prompt: list[int]) -> str:
+    """What one captured step is made of, as the profiler sees its replay."""
+    from torch.profiler import ProfilerActivity, profile
+
+    engine.submit(Request("profile", prompt, SamplingParams(max_tokens=64, ignore_eos=True), 0, False))
+    for _ in range(12):
+        engine.step()
+    sync(engine.device)
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(4):
+            engine.step()
+        sync(engine.device)
+    names = [event.name for event in seen.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    engine.abort("profile")
+    while engine.busy:
+        engine.step()
+    moved = sum("Memcpy DtoD" in name for name in names) / 4
+    return f"{len(names) / 4:.0f} kernels and copies a step, {moved:.0f} of them device to device, {sum('nccl' in n.lower() for n in names) / 4:.0f} NCCL's own"
+
+
+def one(size: str, device: str, dry: bool) -> None:
+    share_weights()
+    context, steps, rounds, tokens = (40, 6, 3, 12) if dry else (1024, 30, 5, 24) if size == "31B" else (1024, 150, 9, 48)
+    with folder(size, 10 if dry else None, dry) as (target, drafter):
+        options = Options(target, drafter, K, tree=0, device=device, load_format="dummy", engine=settings(context, 4))
+        quiet = lambda line: None  # noqa: E731
+        team = join(1, device)
+        say(f"one: {size}, {dist.get_backend()} at world size 1" + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if not dry else ""))
+        engines: dict[str, LLM] = {}
+        for name, whose in (("solo", None), ("team", team), ("copies", Copies(team))):
+            engines[name] = LLM._open(options, say if name == "solo" else quiet, whose)
+        want: list[list[int]] | None = None
+        for name, llm in engines.items():
+            plain, drafted = texts(llm, context, tokens, False, 0), texts(llm, context, tokens, True, K)
+            want = want or plain
+            executor = graphs_of(llm.engine)
+            assert executor is not None
+            verdict(f"{size} {name}: plain and drafted texts are solo's plain ones", plain == want and drafted == want, f"({sum(map(len, plain))} tokens each)")
+            verdict(f"{size} {name}: captured", executor.broken is None, executor.broken or f"({len(executor._graphs)} graphs)")
+        prompt = prompts(engines["solo"].config.vocab_size, context)[0]
+        for k in (0, K):
+            found: dict[str, list[float]] = {name: [] for name in engines}
+            for turn in range(rounds + 1):
+                order = list(engines) if turn % 2 else list(engines)[::-1]
+                for name in order:
+                    ms = block(engines[name].engine, f"{name} {k} {turn}", prompt, k, steps)
+                    if turn:  # the first captures
+                        found[name].append(ms)
+            middle = {name: statistics.median(each) for name, each in found.items()}
+            ratio = {name: statistics.median(a / b for a, b in zip(each, found["solo"])) for name, each in found.items()}
+            shown = ", ".join(f"{name} {middle[name]:.3f} ms ({ratio[name]:.4f} x)" for name in engines)
+            verdict(f"{size} K = {k}, one sequence at {context}: team within 1 % of solo", ratio["team"] <= 1.01 or dry, shown)
+            say(f"     exchanges that copy cost {(middle['copies'] - middle['solo']) * 1e3:.0f} us a step; all: {json.dumps({n: [round(x, 3) for x in e] for n, e in found.items()})}")
+        if not dry:
+            for name in engines:
+                say(f"     {name}: {nodes(engines[name].engine, prompt)}")
+        began = time.perf_counter()
+        team.close()
+        verdict(f"{size}: the team ends with its graphs", time.perf_counter() - began < 10, f"({time.perf_counter() - began:.2f} s)")
+
+
+# ---- two ranks ---------------------------------------------------------------------------------------------------------------
+class Logits(Walk):
+    logits = True
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__(tokens, len(tokens))
+        self.found: list[Tensor] = []
+
+    def take(self, states: Tensor, begin: int) -> None:
+        self.found.append(states.float().cpu())
+
+
+def logits_of(llm: LLM, context: int) -> Tensor:
+    walk = Logits(prompts(llm.config.vocab_size, context)[1][:64])
+    while walk.step(llm.engine):
+        pass
+    return torch.cat(walk.found)
+
+
+def by_host() -> None:
+    """Exchanges through the host's memory, for ranks that NCCL does not connect."""
+    start = dist.init_process_group
+    team_module.dist.init_process_group = lambda backend, device_id=None, **rest: start("gloo", **rest)
+
+    def every(self: Team, mine: Tensor) -> Tensor:
+        here = mine.cpu()
+        out = here.new_empty((self.share.world, *mine.shape))
+        dist.all_gather(list(out.unbind(0)), here)
+        return out.to(mine.device)
+
+    Team._every = every  # type: ignore[method-assign]
+
+
+def rank(how: str, device: str, dry: bool, where: str) -> None:
+    """One of the two, by the public way: LLM.load with the environment that torchrun sets."""
+    if how == "gloo" and not dry:
+        by_host()
+    context, tokens = 40, 12
+    options = {"draft_tokens": K, "tree": 0, "device": device, "load_format": "dummy", "engine": settings(context, 4, graphs=how != "gloo")}
+    llm = LLM.load(f"{where}/target", f"{where}/drafter", tensor_parallel=2, say=say, **options)  # type: ignore[arg-type]  # rank 1 stays in here
+    whole = LLM.load(f"{where}/target", f"{where}/drafter", say=lambda line: None, **options)  # type: ignore[arg-type]
+    mine, want = logits_of(llm, context), logits_of(whole, context)
+    off, spread = float((mine - want).abs().max()), float(want.std())
+    say(f"logits of two ranks beside one process's: off by {off:.2e} at most, they spread by {spread:.3f}; same best token at {int((mine.argmax(1) == want.argmax(1)).sum())} of {len(mine)} positions")
+    verdict(f"two ranks ({how}): logits are close", off < (0.01 if dry else 0.1) * max(1.0, spread) and bool(torch.isfinite(mine).all()))
+    began = time.perf_counter()
+    plain = texts(llm, context, tokens, False, 0)
+    between = time.perf_counter()
+    drafted, copied = texts(llm, context, tokens, True, K), texts(llm, context, tokens, "ngram", K)
+    cycles = llm.engine.metrics
+    verdict(f"two ranks ({how}): plain = drafted = copied", plain == drafted == copied, f"(8 x {tokens} tokens; plain {between - began:.1f} s, drafted twice {time.perf_counter() - between:.1f} s; {cycles.accepted} drafts accepted)")
+    executor = graphs_of(llm.engine)
+    if executor is not None:
+        verdict(f"two ranks ({how}): exchanges captured", executor.broken is None, executor.broken or f"({len(executor._graphs)} graphs)")
+    began = time.perf_counter()
+    llm.close()
+    verdict(f"two ranks ({how}): both end", time.perf_counter() - began < 15, f"({time.perf_counter() - began:.2f} s)")
+
+
+def two(size: str, how: str, dry: bool) -> bool:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = os.environ | {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared |= {"NCCL_IB_DISABLE": "1", "NCCL_DEBUG": "WARN"}
+    daemon = shutil.which("nvidia-cuda-mps-control") if how == "mps" else None
+    if how == "mps" and daemon is None:
+        say("two ranks (mps): there is no nvidia-cuda-mps-control here")
+        return False
+    with folder(size, 10 if dry else 6, dry) as (target, _), tempfile.TemporaryDirectory() as pipes:
+        if daemon is not None:
+            shared |= {"CUDA_MPS_PIPE_DIRECTORY": pipes, "CUDA_MPS_LOG_DIRECTORY": pipes}
+            subprocess.run([daemon, "-d"], env=shared, timeout=20)
+        words = [sys.executable, __file__, "--part", "rank", "--how", how, "--where", str(Path(target).parent), *(["--dry"] if dry else [])]
+        ranks = [subprocess.Popen(words, env=shared | {"RANK": str(r), "NCCL_HOSTID": f"rank{r}"}) for r in range(2)]
+        try:
+            codes = [process.wait(timeout=75) for process in ranks]
+        except subprocess.TimeoutExpired:
+            codes = [124]
+        finally:
+            for process in ranks:
+                process.kill()
+            if daemon is not None:
+                subprocess.run([daemon], input=b"quit\n", env=shared, timeout=20)
+    verdict(f"two ranks on one device ({how})", codes == [0, 0], f"exit codes {codes}")
+    return codes == [0, 0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--part", choices=("all", "one", "two", "rank"), default="all")
+    parser.add_argument("--size", default="E2B")
+    parser.add_argument("--how", choices=("nccl", "mps", "gloo"), default="nccl")
+    parser.add_argument("--where", default="")
+    parser.add_argument("--dry", action="store_true")
+    asked = parser.parse_args()
+    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}  # one machine
+    device = "cpu" if asked.dry else "cuda"
+    if asked.part == "one":
+        one(asked.size, device, asked.dry)
+    elif asked.part == "rank":
+        rank(asked.how, device, asked.dry, asked.where)
+    elif asked.part == "two":
+        two("31B", asked.how, asked.dry)
+    else:
+        more = ["--dry"] if asked.dry else []
+        for size in ("E2B", "31B"):
+            words = ["timeout", "-k", "5", "100", sys.executable, __file__, "--part", "one", "--size", size, *more]
+            code = subprocess.run(words).returncode
+            verdict(f"part one, {size}", code == 0, f"exit code {code}")
+        worked = two("31B", "nccl", asked.dry) or (not asked.dry and two("31B", "mps", False))
+        if asked.dry or not worked:
+            two("31B", "gloo", asked.dry)
+        say("all passed" if not FAILED else f"failed: {'; '.join(FAILED)}")
+    sys.stdout.flush()
+    os._exit(1 if FAILED else 0)  # threads of the collectives may abort an interpreter that is being taken down
+
+
+if __name__ == "__main__":
+    main()
