@@ -59,18 +59,18 @@ class Options:
     """What `LLM.load` was asked for."""
 
     model: str
-    drafter: str = "auto"
-    draft_tokens: int | None = None
-    verify: Verify = "coupled"
-    tree: int | None = None
-    device: str | None = None
-    dtype: str | None = None
-    ops: str = "auto"
-    threads: int | None = None
-    quantize: str | None = None
-    load_format: LoadFormat = "auto"
-    seed: int = 0
-    engine: EngineConfig | None = None
+    drafter: str
+    draft_tokens: int | None
+    verify: Verify
+    tree: int | None
+    device: str | None
+    dtype: str | None
+    ops: str
+    threads: int | None
+    quantize: str | None
+    load_format: LoadFormat
+    seed: int
+    engine: EngineConfig | None
 
 
 @dataclass

@@ -69,9 +69,10 @@ def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
 def test_what_makes_no_sense_with_several_models() -> None:
     listed = catalogue.read(["smollm2", "other=org/name"])
     for arguments, told in (
-        (("x", "auto", None), "--name is for one model"),
-        ((None, "some/drafter", None), "can't fit 2 models"),
-        ((None, "auto", 0.0), "--memory must be more than 0"),
+        (("x", "auto", None, 1), "--name is for one model"),
+        ((None, "some/drafter", None, 1), "can't fit 2 models"),
+        ((None, "auto", 0.0, 1), "--memory must be more than 0"),
+        ((None, "auto", None, 2), "--tensor-parallel serves one model"),
     ):
         with pytest.raises(OutriderError, match=told):
             several(listed, *arguments)

@@ -60,12 +60,14 @@ def batch(
         raise OutriderError("--replicas is for --ray: one machine without Ray has one engine")
     if ray and tensor_parallel > 1:
         raise OutriderError("--tensor-parallel and --ray do not go together yet: leave out one of them")
+    options = common.LoadOptions(
+        drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
+        quantize=quantize, load_format=load_format,
+    )  # fmt: skip
     if not ray:
-        llm = common.load_llm(
-            chosen, drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-            quantize=quantize, tensor_parallel=tensor_parallel, load_format=load_format,
-            engine=EngineConfig(max_batch=max_concurrent, max_context=max_context),
-        )  # fmt: skip
+        engine = EngineConfig(max_batch=max_concurrent, max_context=max_context)
+        whole: common.LoadOptions = {**options, "tensor_parallel": tensor_parallel, "engine": engine}
+        llm = common.load_llm(chosen, **whole)
     columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()]
     began = time.monotonic()
     with Bar(*columns, console=err) as bar:
@@ -77,11 +79,8 @@ def batch(
             bar.update(task, total=p.total, completed=p.done, speed=f"{speed:.0f} tokens/s{failed}")
 
         if ray:
-            given: dict[str, object] = {
-                "model": chosen, "name": settings.model_name, "drafter": drafter, "draft_tokens": draft_tokens, "verify": verify,
-                "max_concurrent": max_concurrent, "max_context": max_context, "device": device, "dtype": dtype, "ops": ops,
-                "threads": threads, "quantize": quantize, "load_format": load_format,
-            }  # fmt: skip
+            limits = {"max_concurrent": max_concurrent, "max_context": max_context}
+            given: dict[str, object] = {"model": chosen, "name": settings.model_name, **options, **limits}
             progress = _on_ray(given, replicas, requests, out, seed, tell)
         else:
             progress = BatchRunner(Backend.of(llm), settings, seed).run(requests, out, tell)
@@ -97,4 +96,4 @@ def _on_ray(
         from ..cluster import batch as on_ray
     except ModuleNotFoundError as e:
         raise OutriderError(f"--ray needs {e.name}: pip install 'outrider[ray]'") from None
-    return on_ray.whole(given, replicas, requests, out, seed, tell, lambda line: err.print(f"[dim]{line}[/dim]"))
+    return on_ray.whole(given, replicas, requests, out, seed, tell, common.note)

@@ -60,16 +60,9 @@ def bench(
     from ..bench import workloads
 
     options = common.LoadOptions(
-        tree=tree,
-        verify=verify,
-        device=device,
-        dtype=dtype,
-        ops=ops,
-        threads=threads,
-        quantize=quantize,
-        seed=seed,
+        tree=tree, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, seed=seed,
         tensor_parallel=tensor_parallel,
-    )
+    )  # fmt: skip
     if tensor_parallel > 1 and len(common.parts(drafters)) > 1:
         raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
     if simulate is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar, Unpack
@@ -47,6 +46,11 @@ AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.
 LoadFormat = Annotated[str, typer.Option(help="auto | dummy (seeded random weights from the config alone).")]
 
 
+def note(line: str) -> None:
+    """What is good to know and no result."""
+    err.print(f"[dim]{line}[/dim]")
+
+
 class LoadOptions(TypedDict, total=False):
     """What a command passes on to `LLM.load`."""
 
@@ -70,7 +74,7 @@ def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) ->
     follow_if_told(options.get("tensor_parallel", 1), options.get("device"))
     from ..llm import LLM
 
-    say: Callable[[str], None] = (lambda _: None) if quiet else (lambda line: err.print(f"[dim]{line}[/dim]"))
+    say: Callable[[str], None] = (lambda _: None) if quiet else note
     llm = LLM.load(model, say=say, **options)  # type: ignore[arg-type]  # a user's words: it checks them
     engine = options.get("engine")
     if engine is not None and engine.max_context is not None and engine.max_context > llm.config.max_context:
@@ -82,10 +86,12 @@ def follow_if_told(tensor_parallel: int, device: str | None) -> None:
     """Under torchrun every process runs the same command; all but the first follow that one and never return from here."""
     if tensor_parallel < 1:
         raise OutriderError(f"--tensor-parallel must be at least 1, got {tensor_parallel}")
-    if tensor_parallel > 1 and int(os.environ.get("RANK", "0")) > 0:
+    if tensor_parallel > 1:
         from ..llm import worker
+        from ..parallel import is_worker
 
-        worker(device)
+        if is_worker():
+            worker(device)
 
 
 def encode_prompt(llm: LLM, prompt: str | list[dict[str, str]], raw: bool) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..types import OutriderError
-from .common import err
+from .common import err, note
 
 
 def deploy(
@@ -60,4 +60,4 @@ def deploy(
         from ..cluster import run
     except ModuleNotFoundError as e:
         raise OutriderError(f"deploying needs {e.name}: pip install 'outrider[ray]'") from None
-    run.up(config, address, lambda line: err.print(f"[dim]{line}[/dim]"), lambda line: err.print(line))
+    run.up(config, address, note, err.print)

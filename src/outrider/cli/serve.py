@@ -94,7 +94,7 @@ def serve(
 
     listed = catalogue.read(models)
     if len(listed) > 1:
-        several(listed, name, drafter, memory)
+        several(listed, name, drafter, memory, tensor_parallel)
     settings = ServerSettings(
         model_name=name or listed[0].name, host=host, port=port, api_keys=read_keys(api_key, api_key_file),
         api_key=api_key, api_key_file=api_key_file, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile, otel_endpoint=otel_endpoint,
@@ -120,20 +120,18 @@ def serve(
         settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
         served = Backend.of(llm)
     else:
-        if tensor_parallel > 1:
-            raise OutriderError("--tensor-parallel serves one model: name only one")
         limit = None if memory is None else int(memory * 2**30)
         served = catalogue.shelf(listed, load, engine, limit, settings, cuda=place(device).type == "cuda")
         served.first.take(Model(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"[yellow]warning: {host} can be reached from other machines and no API key is set[/yellow]")
     scheme = "http" if ssl_certfile is None else "https"
-    names = ", ".join(f"[bold]{one.name}[/bold]" for one in listed) if len(listed) > 1 else f"[bold]{settings.model_name}[/bold]"
+    names = ", ".join(f"[bold]{one}[/bold]" for one in (settings.model_name, *(other.name for other in listed[1:])))
     err.print(f"serving {names} at {scheme}://{host}:{listener.getsockname()[1]} (page at /, API at /v1)")
     run(served, settings, listener)
 
 
-def several(listed: Sequence[Listed], name: str | None, drafter: str, memory: float | None) -> None:
+def several(listed: Sequence[Listed], name: str | None, drafter: str, memory: float | None, tensor_parallel: int) -> None:
     """What makes no sense with more than one model."""
     if name is not None:
         raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={listed[0].model}")
@@ -141,3 +139,5 @@ def several(listed: Sequence[Listed], name: str | None, drafter: str, memory: fl
         raise OutriderError(f"--drafter {drafter} can't fit {len(listed)} models: use auto, ngram or none")
     if memory is not None and memory <= 0:
         raise OutriderError(f"--memory must be more than 0 GiB, got {memory:g}")
+    if tensor_parallel > 1:
+        raise OutriderError("--tensor-parallel serves one model: name only one")

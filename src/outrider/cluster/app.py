@@ -71,23 +71,18 @@ class RayReplicas:
 
     async def send(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
         response = self._answer.remote(request)
-        done = False
         try:
             async for item in response:
                 yield item
-            done = True
         except LOST as e:
-            done = True
             raise ReplicaLost from e
         except BackPressureError as e:
-            done = True
             raise Refused from e
         except DeploymentUnavailableError as e:
-            done = True
             raise Nobody from e
-        finally:
-            if not done:
-                response.cancel()
+        except BaseException:  # closed or cancelled
+            response.cancel()
+            raise
 
     async def snapshots(self) -> list[Snapshot]:
         try:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from prometheus_client import CollectorRegistry, Counter
-from starlette.requests import ClientDisconnect
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -98,19 +98,12 @@ class _Answer:
             self._head = {**message, "headers": [*headers, (b"x-outrider-replica", replica.encode())]}
             return
         if self._head is not None:
-            if self._leaving(message):
+            head, self._head = self._head, None
+            if head["status"] == 503 and b'"shutting_down"' in message.get("body", b""):  # the replica leaves: others are there
                 raise ReplicaLost
             self.flowing = True
-            head, self._head = self._head, None
             await self._send(head)
         await self._send(message)
-
-    def _leaving(self, message: Message) -> bool:
-        """A 503 of a replica that shuts down: others are there."""
-        return self._head is not None and self._head["status"] == 503 and b'"shutting_down"' in message.get("body", b"")
-
-    def forget(self) -> None:
-        self._head = None
 
 
 class Ingress:
@@ -164,7 +157,6 @@ class Ingress:
                 await self._once(forward, answer)
                 return
             except ReplicaLost:
-                answer.forget()
                 if answer.flowing:
                     self._broken.inc()
                     await self._break(forward, answer)
@@ -224,20 +216,12 @@ class Ingress:
 
 
 async def _read(scope: Scope, receive: Receive) -> Forward:
-    body = bytearray()
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        if not message.get("more_body", False):
-            break
+    body = await Request(scope, receive).body()
     state = scope["state"]
     kept = [(k, v) for k, v in scope["headers"] if k in KEPT_HEADERS]
     headers = (*kept, (b"x-request-id", state["request_id"].encode()), (b"content-length", str(len(body)).encode()))
-    method, raw = scope["method"], bytes(body)
-    prefix = prefix_keys(raw) if method == "POST" else ()
-    return Forward(method, scope["path"], scope.get("query_string", b""), headers, raw, state["client"], prefix)
+    prefix = prefix_keys(body) if scope["method"] == "POST" else ()
+    return Forward(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, state["client"], prefix)
 
 
 async def _departure(receive: Receive) -> None:

@@ -57,25 +57,20 @@ class Replica:
         return Snapshot(self.name, self.healthy, self._server.admission.in_flight, self._server.metrics.text().decode())
 
     async def answer(self, request: Forward) -> AsyncIterator[list[Message]]:
-        out: asyncio.Queue[Message] = asyncio.Queue()
+        out: asyncio.Queue[Message | None] = asyncio.Queue()
         gone = asyncio.Event()
         work = asyncio.ensure_future(self._app(_scope(request), receiving(request.body, gone), out.put))
+        work.add_done_callback(lambda _: out.put_nowait(None))  # behind the last message
         try:
-            while True:
-                first = asyncio.ensure_future(out.get())
-                try:
-                    await asyncio.wait([first, work], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    if not first.done():
-                        first.cancel()
-                batch = [first.result()] if first.done() and not first.cancelled() else []
+            ended = False
+            while not ended:
+                ready = [await out.get()]
                 while not out.empty():
-                    batch.append(out.get_nowait())
-                if batch:
+                    ready.append(out.get_nowait())
+                ended = ready[-1] is None
+                if batch := [message for message in ready if message is not None]:
                     yield batch
-                elif work.done():
-                    work.result()
-                    return
+            work.result()
         finally:
             gone.set()
             work.cancel()

@@ -6,12 +6,14 @@ What a replica that is gone had counted when it was last asked stays in the sums
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 
 Labels = tuple[tuple[str, str], ...]
 Key = tuple[str, Labels]  # a sample's name and its labels
@@ -43,13 +45,12 @@ class Totals:
         for name in gone[: max(0, len(gone) - MOST_GONE)]:
             for key, value in self._last.pop(name).items():
                 self._older[key] = self._older.get(key, 0.0) + value
-        registry = CollectorRegistry()
-        registry.register(_Page(self._pages(families, replicas)))
-        return generate_latest(registry) + generate_latest(own)
+        return generate_latest(_Page(self._pages(families, replicas))) + generate_latest(own)
 
     def _pages(self, families: dict[str, list[Metric]], replicas: list[Snapshot]) -> list[Metric]:
         out: dict[str, Metric] = {}
-        sums: dict[str, dict[Key, float]] = {}
+        family_of: dict[Key, Metric] = {}
+        sums: defaultdict[Key, float] = defaultdict(float)
         for replica, found in families.items():
             for family in found:
                 total = out.setdefault(family.name, Metric(family.name, family.documentation, family.type))
@@ -59,19 +60,15 @@ class Totals:
                     if s.name.endswith("_created"):
                         continue
                     each.add_sample(s.name.replace("outrider_", "outrider_replica_", 1), {**s.labels, "replica": replica}, s.value)
+                    key = _key(s.name, s.labels)
+                    family_of[key] = total
                     if family.type not in COUNTS:
-                        group = sums.setdefault(total.name, {})
-                        group[_key(s.name, s.labels)] = group.get(_key(s.name, s.labels), 0.0) + s.value
-                    else:
-                        sums.setdefault(total.name, {}).setdefault(_key(s.name, s.labels), 0.0)
+                        sums[key] += s.value
         for counts in (*self._last.values(), self._older):
             for key, value in counts.items():
-                for group in sums.values():
-                    if key in group:
-                        group[key] += value
-        for name, group in sums.items():
-            for (sample, labels), value in group.items():
-                out[name].add_sample(sample, dict(labels), value)
+                sums[key] += value
+        for key, total in family_of.items():
+            total.add_sample(key[0], dict(key[1]), sums[key])
         for name, help, value in (
             ("outrider_cluster_replicas", "Replicas that answer.", len(replicas)),
             ("outrider_cluster_replicas_ready", "Replicas whose engine runs.", sum(s.healthy for s in replicas)),
@@ -81,7 +78,7 @@ class Totals:
         return list(out.values())
 
 
-class _Page:
+class _Page(Collector):
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families
 

@@ -154,7 +154,7 @@ class Server:
 
         feeder = Feeder(model.runner, model.turns, client, job)
         writer = Writer(job, model.backend.tokenizer, model.name, isinstance(body, ChatRequest), self.fingerprint)
-        route, deadline = route_of(request.scope["path"].removeprefix(request.scope.get("root_path", ""))), began + self.settings.timeout
+        route, deadline = route_of(request.state.path), began + self.settings.timeout
         call = Call(job, feeder, writer, wire, stack, deadline, self.settings.timeout, route, self.metrics, lambda: self.admission.closing)
         stack.callback(feeder.close)
         if self.tracing is not None:

@@ -22,6 +22,7 @@ from ..engine.text import LONG
 from .call import late, unless_gone
 from .errors import bad, read
 from .model import Model
+from .ollama import untagged
 from .prepare import Preparer
 from .schema import Lenient, Strict
 from .walks import walk
@@ -41,10 +42,6 @@ class EmbeddingsRequest(Strict):
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None
 
-    @property
-    def inputs(self) -> list[str | list[object]]:
-        return split(self.input)
-
 
 class EmbedBody(Lenient):
     """Ollama's; `truncate` and `options` say how a model is run."""
@@ -52,10 +49,6 @@ class EmbedBody(Lenient):
     input: str | list[object]
     model: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-
-    @property
-    def inputs(self) -> list[str | list[object]]:
-        return split(self.input)
 
 
 def split(given: str | list[object]) -> list[str | list[object]]:
@@ -96,12 +89,12 @@ async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -
                 raw = await request.body()
                 long = len(raw) > LONG
                 body = await server.desk.run(client, lambda: read(raw, parse), long)
-                name = None if body.model is None else body.model.removesuffix(":latest")
+                name = untagged(body.model)
                 if not server.shelf.ready(server.shelf.find(name)):
                     room.close()  # as in app.py
                 model = await unless_gone(request, server.borrow(name, client, stack))
                 stack.enter_context(server.admission.enter(1, client))
-                ids = await server.desk.run(client, lambda: [tokens(model.prepare, one) for one in body.inputs], long)
+                ids = await server.desk.run(client, lambda: [tokens(model.prepare, one) for one in split(body.input)], long)
                 room.close()
                 vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions))
     except TimeoutError:

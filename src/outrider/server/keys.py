@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import logging
-from pathlib import Path
 
 from ..types import OutriderError
 from .settings import ServerSettings, read_keys
@@ -31,7 +30,7 @@ class Keys:
             log.warning("there is no --api-key-file to read again")
             return
         try:
-            self._keys = [k.encode() for k in read_keys(self._own, Path(self._file))]
+            self._keys = [k.encode() for k in read_keys(self._own, self._file)]
         except OutriderError as e:
             log.error("the API keys stay as they were: %s", e)
         else:

@@ -83,7 +83,7 @@ class Guard:
         id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         head = scope["method"] == "HEAD"
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as our routes have it, whatever a proxy serves us under
-        state = {**scope.get("state", {}), "request_id": id, "client": _address(scope)}
+        state = {**scope.get("state", {}), "request_id": id, "client": _address(scope), "path": path}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
         cross = self._cross(headers.get(b"origin", b"").decode("latin-1"))
         got, refused = 0, False
@@ -100,14 +100,8 @@ class Guard:
                 status = message["status"]
                 self._count(scope["method"], path, status)
                 if status >= 400:
-                    log.info(
-                        "refused: id %s, route %s %s, %d %s",
-                        id,
-                        scope["method"],
-                        path if ROUTE.fullmatch(path) else "(other)",
-                        status,
-                        state.get("refusal", "refused"),
-                    )
+                    shown = path if ROUTE.fullmatch(path) else "(other)"
+                    log.info("refused: id %s, route %s %s, %d %s", id, scope["method"], shown, status, state.get("refusal", "refused"))
                 extra = (*SECURITY_HEADERS, (b"x-request-id", id.encode()), *cross)
                 message["headers"] = [*message.get("headers", ()), *extra]
             elif head:

@@ -40,10 +40,6 @@ class Child:
     cancelled: bool = False
     failed: str = ""  # why the whole was refused, where this child looks for the part at fault
 
-    @property
-    def wakes_at(self) -> float:
-        return min(self.deadline, self.look_at)
-
 
 class Nursery:
     def __init__(self, compiler: GrammarCompiler, seconds: float, memory: int, patience: float) -> None:
@@ -53,7 +49,7 @@ class Nursery:
 
     def wait(self) -> bool:
         """Until something can be read from stdin (true) or the children have something."""
-        wake = min((c.wakes_at for c in self.children.values()), default=None)
+        wake = min((min(c.deadline, c.look_at) for c in self.children.values()), default=None)
         ready, _, _ = select.select([0, *self.children], [], [], None if wake is None else max(0.0, wake - time.monotonic()))
         for child in self.children.values():
             if time.monotonic() > child.look_at:

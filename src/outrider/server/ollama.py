@@ -58,6 +58,11 @@ class ShowBody(Lenient):
     name: str | None = None  # its older spelling
 
 
+def untagged(name: str | None) -> str | None:
+    """Ollama's clients write smollm2:latest for smollm2."""
+    return None if name is None else name.removesuffix(":latest")
+
+
 def parse_chat(raw: bytes) -> ChatRequest:
     body = ChatBody.model_validate_json(raw)
     messages: list[Json] = []
@@ -83,7 +88,7 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
 
 
 def _common(body: Common) -> Json:
-    out: Json = {"model": None if body.model is None else body.model.removesuffix(":latest"), "stream": body.stream is not False}
+    out: Json = {"model": untagged(body.model), "stream": body.stream is not False}
     for name, value in (body.options or {}).items():
         if name in OPTIONS and value is not None:
             out[OPTIONS[name]] = -1 if name == "num_predict" and isinstance(value, int) and value < 0 else value

@@ -143,8 +143,7 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
     @app.post("/api/show", response_model=None, include_in_schema=False)
     async def show(request: Request) -> Json:
         asked = read(await request.body(), ollama_wires.ShowBody.model_validate_json)
-        name = asked.model or asked.name
-        slot = server.shelf.find(None if name is None else name.removesuffix(":latest"))
+        slot = server.shelf.find(ollama_wires.untagged(asked.model or asked.name))
         info = {"general.architecture": "outrider", "outrider.context_length": slot.max_context}
         return {
             "modelfile": "",
