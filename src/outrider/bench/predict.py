@@ -165,14 +165,19 @@ class Setup:
     def gpus(self) -> int:
         return 1 if self.several is None else self.several.gpus
 
+    @property
+    def part(self) -> ModelConfig:
+        """What the fullest GPU has of the target. Of K/V more than its share: heads are kept by several where there are few."""
+        return self.target if self.several is None else self.several.part(self.target)
+
 
 def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
     """Seconds of moving bytes, of arithmetic, and of kernels' own time, that of further rows included."""
     rows, config, on = setup.batch * (k + 1), setup.target, setup.on
     size = model_size(config)
-    own_part = config if setup.several is None else setup.several.part(config)  # of K/V: heads are kept by several where there are few
+    part = setup.part
     moved = size.streamed(rows) * setup.weight_bytes / setup.gpus
-    moved += setup.batch * kv_bytes(own_part, setup.context, setup.kv_item, read=True) + rows * kv_bytes_per_token(own_part, setup.kv_item)
+    moved += setup.batch * kv_bytes(part, setup.context, setup.kv_item, read=True) + rows * kv_bytes_per_token(part, setup.kv_item)
     work = setup.batch * flops(size, k + 1, setup.context, k + 1) / setup.gpus
     layers = len(config.layers)
     launched = layers * (KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)) + HEAD_KERNELS
@@ -233,10 +238,8 @@ def memory_bytes(setup: Setup) -> dict[str, float]:
     """Of one GPU."""
     weights = model_size(setup.target).total * setup.weight_bytes if setup.stored is None else setup.stored
     drafter = drafter_size(setup.drafter).total * setup.weight_bytes if setup.drafter is not None else 0.0
-    if setup.several is not None:
-        weights /= setup.gpus
-    own_part = setup.target if setup.several is None else setup.several.part(setup.target)
-    cache = setup.batch * kv_bytes(own_part, setup.context, setup.kv_item)
+    weights /= setup.gpus
+    cache = setup.batch * kv_bytes(setup.part, setup.context, setup.kv_item)
     return {"weights": weights, "drafter": drafter, "kv": float(cache), "total": weights + drafter + cache}
 
 
@@ -288,6 +291,7 @@ def predict(setup: Setup, accept: Acceptance) -> Prediction:
 
 
 # ---- several GPUs ----------------------------------------------------------------------------------------------------
+COUNTS = (1, 2, 4, 8)  # GPUs that may share a model
 BATCHES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
@@ -301,38 +305,31 @@ def divided(setup: Setup, gpus: int, by: Link) -> Setup | None:
     return made
 
 
-def layouts(setup: Setup, accept: Acceptance, by: Link, counts: Sequence[int] = (1, 2, 4, 8)) -> list[Layout]:
-    out: list[Layout] = []
-    for gpus in counts:
-        made = divided(setup, gpus, by)
-        if made is not None:
-            points = sweep(made, accept)
-            best = max(points, key=lambda p: p.speedup)
-            each = memory_bytes(made)["total"] / 1e9
-            out.append({
-                "gpus": gpus, "fits": fits(made), "memory_gb": each, "plain_ms": points[0].cycle_ms, "best_k": best.k,
-                "ms": best.ms_per_token, "tokens_per_second": 1e3 * made.batch / best.ms_per_token,
-            })  # fmt: skip
-    return out
+def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> Layout:
+    """So many GPUs and users; `each`: a replica and its share of the users."""
+    points = sweep(each, accept)
+    best = max(points, key=lambda p: p.speedup)
+    return {
+        "gpus": gpus, "fits": fits(each), "memory_gb": memory_bytes(each)["total"] / 1e9, "plain_ms": points[0].cycle_ms,
+        "best_k": best.k, "ms": best.ms_per_token, "tokens_per_second": 1e3 * users / best.ms_per_token,
+    }  # fmt: skip
+
+
+def layouts(setup: Setup, accept: Acceptance, by: Link) -> list[Layout]:
+    found = (divided(setup, gpus, by) for gpus in COUNTS)
+    return [layout(made, accept, made.gpus, made.batch) for made in found if made is not None]
 
 
 def replicas(setup: Setup, accept: Acceptance, gpus: int) -> Layout | None:
     """So many GPUs with a whole model each, the users divided among them; None: a model does not fit one."""
     alone = replace(setup, several=None, batch=-(-setup.batch // gpus))
-    if not fits(alone):
-        return None
-    points = sweep(alone, accept)
-    best = max(points, key=lambda p: p.speedup)
-    return {
-        "gpus": gpus, "fits": True, "memory_gb": memory_bytes(alone)["total"] / 1e9, "plain_ms": points[0].cycle_ms, "best_k": best.k,
-        "ms": best.ms_per_token, "tokens_per_second": 1e3 * setup.batch / best.ms_per_token,
-    }  # fmt: skip
+    return layout(alone, accept, gpus, setup.batch) if fits(alone) else None
 
 
 def needed(setup: Setup, accept: Acceptance, by: Link, users: int, limit_ms: float = 50.0) -> Need | None:
     """GPUs for so many users who read at once. Prompts are not counted."""
     found: dict[int, list[tuple[int, float]]] = {}
-    for gpus in (1, 2, 4, 8):
+    for gpus in COUNTS:
         for batch in BATCHES:
             made = divided(replace(setup, batch=batch), gpus, by)
             if made is not None and fits(made):

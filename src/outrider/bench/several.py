@@ -49,7 +49,7 @@ USUAL = {
 def link(name: str | None, gpu: str) -> Link:
     """By name, or the usual one of that GPU. `nvlink` of a card that is joined in pairs is its bridge."""
     chosen = name or USUAL.get(gpu, "pcie")
-    if chosen == "nvlink" and gpu in ("rtx3090",):
+    if chosen == "nvlink" and gpu == "rtx3090":
         chosen = "nvlink-bridge"
     if chosen not in LINKS:
         raise OutriderError(f"unknown link {name!r}; known: {', '.join(LINKS)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from .cycle import CycleInput, Rows, cut, cycle, logprob_rows, logprobs, verify_
 from .machine import Machine
 from .metrics import Metrics
 from .step import Emitted, Flight, Lane, Seq, StepBatch
-from .tree import Tree, grammar_masks, line_of
+from .tree import Tree, grammar_masks
 from .verify import verify_block_rows, verify_rejection_rows
 
 log = logging.getLogger("outrider")
@@ -72,7 +73,7 @@ class EagerExecutor:
                     lane.k = k
                 x.rows = Rows.of(tuple(lane.k for lane in lanes), machine.device)
                 draft = cut(draft, x.rows.k)
-        parents = [line_of(lane.k) for lane in lanes]
+        parents = [list(range(lane.k)) for lane in lanes]  # of lines
         if draft is not None and draft.parents is not None:
             parents = [line[: lane.k] for line, lane in zip(draft.parents.tolist(), lanes)]
             x.tree = Tree.of(parents, machine.device)
@@ -135,8 +136,7 @@ class EagerExecutor:
                 self._failed([lanes[i] for i in rest], error)
             else:
                 if len(rest) == len(lanes):
-                    lengths = torch.minimum(draft.lengths, x.rows.limit).clamp(min=0)
-                    return Draft(draft.tokens, lengths, draft.q, draft.confidence, draft.parents)
+                    return replace(draft, lengths=torch.minimum(draft.lengths, x.rows.limit).clamp(min=0))
         tokens = torch.zeros((len(lanes), k), dtype=torch.int64, device=device)
         lengths = torch.zeros(len(lanes), dtype=torch.int64, device=device)
         q: Tensor | None = None

@@ -279,7 +279,7 @@ class Engine:
                 planned = (c if c.k <= self._room(s, widest) else PLAIN for c, s in zip(again, undecided))
             else:
                 views = [
-                    SeqView(s.id, *self._offers(s, widest), s.remaining, len(s.tokens), None, self._nodes(s, widest)) for s in undecided
+                    SeqView(s.id, *self._offers(s, widest), s.remaining, len(s.tokens), nodes=self._nodes(s, widest)) for s in undecided
                 ]
                 planned = iter(self.controller.plan(views))
         return [next(planned) if k is None else self._fixed(seq, k, widest) for seq, k in zip(ready, asked)]

@@ -21,15 +21,15 @@ from ..types import Matcher, Verdict
 
 @dataclass(frozen=True)
 class Tree:
-    """The rows of all sequences of a pass, one sequence after the other. `parents[b][j - 1]`: the row that row j of sequence b follows."""
+    """The rows of all sequences of a pass, one sequence after the other."""
 
-    parents: list[list[int]]
     depth: Tensor  # int64 [R] 0: the newest token
     paths: Tensor  # int32 [R, D + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
     above: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
 
     @staticmethod
     def of(parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
+        """`parents[b][j - 1]`: the row that row j of sequence b follows."""
         paths: list[list[int]] = []
         above: list[int] = []
         for line in parents:
@@ -43,7 +43,6 @@ class Tree:
         wide = max(depth) + 1
         filled = [path + [path[-1]] * (wide - len(path)) for path in paths]
         return Tree(
-            [list(line) for line in parents],
             torch.tensor(depth, dtype=torch.int64, device=device),
             torch.tensor(filled, dtype=torch.int32, device=device),
             torch.tensor(above, dtype=torch.int64, device=device),
@@ -73,11 +72,6 @@ class Tree:
             path.append(at)
         rows_of = torch.stack(path, 1)  # [B, D + 1] over all rows
         return Verdict(accepted, chosen[rows_of], accepted + 1, rows_of - first[:, None])
-
-
-def line_of(count: int) -> list[int]:
-    """Parents of a line of so many drafts."""
-    return list(range(count))
 
 
 def grammar_masks(

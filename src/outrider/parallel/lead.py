@@ -268,7 +268,7 @@ class Follower:
         machine.close_scratch()  # what was timed is over
         if order.score is not None:
             slot, pages, tokens, begin, logits = order.score
-            self._place(slot, True, pages)
+            self.engine.store.place(slot, True, pages)
             machine.score(SeqCache(slot), tokens, begin, logits)
             return
         assert order.step is not None
@@ -298,14 +298,11 @@ class Follower:
         seq.ahead = told.ahead
         if told.fresh:
             seq.cache = SeqCache(told.slot)
-        self._place(told.slot, told.fresh, told.pages)
+        self.engine.store.place(told.slot, told.fresh, told.pages)
         return Lane(
             seq, told.slot, told.start, told.rows, told.logits, told.k, told.drafter, told.guess, told.stop, told.drop,
             told.nodes, told.prices,
         )  # fmt: skip
-
-    def _place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, list[int]]]) -> None:
-        self.engine.store.place(slot, fresh, pages)
 
 
 def follow(engine: Engine, team: Team) -> None:

@@ -140,9 +140,10 @@ class Controller:
                 continue
             times = self.cost.curve(name, 1, view.context)
             if shared.calibrated:  # drafts end themselves, so no K says what one brings: what counts is what they have brought
-                top = self._risk(seq, times, plain, min(cap, self._reach(name, 1, view.context)))
+                most = min(cap, self._reach(name, 1, view.context))
+                top = self._risk(seq, times, plain, most)
                 top_rate = self._yield(seq, name, shared, times)
-                tree = view.nodes > 1 and top == min(cap, self._reach(name, 1, view.context))  # near its limit of losses: short lines
+                tree = view.nodes > 1 and top == most  # near its limit of losses: short lines
                 offer = Choice(name, top, nodes=view.nodes if tree else 0)
                 if top > 0 and top_rate > best_rate:
                     best, best_rate = offer, top_rate
@@ -201,7 +202,11 @@ class Controller:
         made, verified, drafted = mine.beside(shared.worth, YIELD_WEIGHT)
         at = min(int(verified), MAX_DRAFT - 1)
         seconds = times[at] + (verified - at) * (times[at + 1] - times[at])
-        return made / (seconds + (drafted - verified) * (self.cost.draft(name, 1, 2) - self.cost.draft(name, 1, 1)))
+        return made / (seconds + (drafted - verified) * self._further(name))
+
+    def _further(self, drafter: str) -> float:
+        """Seconds of one more step of a drafter, for one sequence."""
+        return self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)
 
     def _ending(self, choice: Choice, context: int, size: int, rate: float) -> Choice:
         """Where a confident drafter should end: a further token must be worth, at this rate, the time it adds."""
@@ -417,7 +422,7 @@ class Controller:
             return
         seconds = seq.curve[min(drafted, len(seq.curve) - 1)]
         if confidence is not None and steps != drafted and len(seq.curve) > 1:  # a token that was left out took time as well
-            seconds += (steps - drafted) * (self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1))
+            seconds += (steps - drafted) * self._further(drafter)
         gain = accepted + 1 - seconds / seq.step
         seq.bank += gain
         if seq.probing:
@@ -459,7 +464,7 @@ class Controller:
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self._seconds(cycle, context)
         elif batch == 1 and drafter is not None and cycle and cycle[0][2] != cycle[0][1]:  # a token was drafted and left out
-            seconds -= (cycle[0][2] - cycle[0][1]) * (self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1))
+            seconds -= (cycle[0][2] - cycle[0][1]) * self._further(drafter)
         self.cost.observe(batch, k, context, seconds, drafter, mixed)
 
     def trust(self, drafter: str) -> list[float]:

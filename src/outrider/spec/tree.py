@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from ..types import Draft, KVView
+from .acceptance import BINS
 from .drafter import DraftBatch
 
 WIDTH = 4  # nodes of a level that are scored further
 BRANCH = 2  # tokens behind each
-BINS = 16
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ Written = Value | list[bool] | list[int]  # an entry of GGUF metadata
 CODES = {name: code for code, name in TENSOR_TYPES.items()}
 ARCH_OF = {model.removesuffix("_text"): arch for arch, model in ARCHITECTURES.items()} | {"gemma4_unified": "gemma4", "mistral": "llama"}
 TO_GGUF = {hf: stem for stem, hf in (*TOP.items(), *LAYER.items())}
-WHOLE_TO_GGUF = {hf: name for name, hf in (*LAYER_WHOLE.items(), *TOP_WHOLE.items())}
+WHOLE_TO_GGUF = {hf: name for name, hf in (*LAYER_WHOLE.items(), *TOP_WHOLE.items(), (FREQS, FREQS))}
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 QWEN = dict(model_type="qwen2", vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=False, rms_norm_eps=1e-6,
             rope_theta=1e6, max_position_embeddings=32768, hidden_act="silu", eos_token_id=1)  # fmt: skip
@@ -152,8 +152,6 @@ class Stream:
 # ---- GGUF -----------------------------------------------------------------------------------------------------------
 def gguf_name(name: str, arch: str) -> str:
     """The inverse of gguf_config.hf_name."""
-    if name == FREQS:
-        return name
     if name in WHOLE_TO_GGUF:
         return WHOLE_TO_GGUF[name]
     if not name.startswith("model.layers."):

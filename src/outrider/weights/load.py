@@ -104,10 +104,10 @@ def load(
     stored = sorted({p.entry.kind for each in pieces.values() for p in each if p.entry is not None and p.entry.kind in BLOCKS})
     if quantize is not None and stored and isinstance(config, ModelConfig):
         raise OutriderError(f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it out")
+    halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
     weights: dict[str, Held] = {}
     with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
         for name, plan in plans.items():
-            halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
             parts: list[Piece] | list[Weight] = pieces[name]
             if name in cuts:
                 parts = [kept(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
