@@ -53,6 +53,9 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
 
     async def check() -> None:
         it = server(api_keys=read_keys("own", file), api_key="own", api_key_file=file)
+        keys, read = it.app.state.server.keys, asyncio.Event()
+        reload = keys.reload
+        keys.reload = lambda: (reload(), read.set())
         task = asyncio.create_task(it.serve())
         while not it.started:
             await asyncio.sleep(0.01)
@@ -66,8 +69,9 @@ def test_keys_are_read_again_on_sighup(tmp_path: Path) -> None:
             assert await allowed() == ["own", "old"]
             for text, then in (("# the old one leaked\nnew\n", ["own", "new"]), ("# nobody\n", ["own", "new"])):
                 file.write_text(text)  # a file without keys is a mistake: they stay as they were
+                read.clear()
                 os.kill(os.getpid(), signal.SIGHUP)
-                await asyncio.sleep(0.05)
+                await asyncio.wait_for(read.wait(), 60)
                 assert await allowed() == then
         it.should_exit = True
         await task

@@ -91,6 +91,7 @@ def test_drafts_leave_the_plain_tokens(kind: str) -> None:
     engine = tiny_engine(drafter=Knows(want), model=model, page_size=16, k=None)
     for k, count in ((1, 2), (4, 8), (8, 5), (16, 1)):
         assert answers(engine, count, k, True) == want[:count], (k, count)
+    assert 0 < engine.metrics.accepted < engine.metrics.drafted and engine.metrics.drafter_failures == 0
 
 
 def test_drafts_leave_the_plain_tokens_with_8_bit_keys_and_values() -> None:
@@ -101,8 +102,9 @@ def test_drafts_leave_the_plain_tokens_with_8_bit_keys_and_values() -> None:
     asked = lambda k, drafter: [request(str(i), long[: 300 - 17 * i], k, drafter, max_tokens=9) for i in range(4)]  # noqa: E731
     want = [run(plain, [one])[one.id] for one in asked(0, False)]
     for k in (4, 16):
-        done = run(tiny_engine(model=model, page_size=16, kv=torch.int8, k=None), asked(k, True))
-        assert [done[str(i)] for i in range(4)] == want
+        engine = tiny_engine(model=model, page_size=16, kv=torch.int8, k=None)
+        done = run(engine, asked(k, True))
+        assert [done[str(i)] for i in range(4)] == want and engine.metrics.drafted > 0
 
 
 def test_equal_logits_choose_the_first_token() -> None:

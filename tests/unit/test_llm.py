@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from outrider import LLM, ops
+from outrider import llm as llm_module
 from outrider.models import known
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights import hub
@@ -48,3 +50,17 @@ def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPat
         with pytest.raises(OutriderError, match="far enough"):
             LLM.load("smollm2", device=name)
     assert asked == [1]
+
+
+def test_ctrl_c_while_the_processes_load_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    team = SimpleNamespace(send=lambda _: done.append("send"), abandon=lambda: done.append("abandon"))
+    monkeypatch.setattr(llm_module, "join", lambda *_: team)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(llm_module, "assemble", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        LLM.load("smollm2", tensor_parallel=2)
+    assert done == ["send", "abandon"]

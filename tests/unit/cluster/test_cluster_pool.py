@@ -50,16 +50,17 @@ def run(source: Path, out: Path, pool: Pool) -> tuple[Progress, list[Json]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_line_once_whoever_dies(tmp_path: Path, seed: int) -> None:
-    rng, lock = random.Random(seed), threading.Lock()
+    """The first worker dies at once and the fourth soon; no more, or a line could be under way in three deaths."""
+    rng, lock, chances = random.Random(seed), threading.Lock(), iter([1.0, 0.0, 0.0, 0.3])
 
     def make() -> Flaky:
         with lock:
-            return Flaky(random.Random(rng.random()), 0.01)
+            return Flaky(random.Random(rng.random()), next(chances, 0.0))
 
     pool = Pool(make, workers=3, share=7)
     progress, rows = run(written(tmp_path, 120), tmp_path / "out.jsonl", pool)
     good = {r["custom_id"]: r for r in rows if r["response"] and r["response"]["status_code"] == 200}  # type: ignore[index]
-    assert progress.done == 122 and progress.failed == 2 and len(good) == 120
+    assert progress.done == 122 and progress.failed == 2 and len(good) == 120 and pool.lost in (1, 2)
     assert all(r["response"]["body"]["text"] == f"answer to {name}" for name, r in good.items())  # type: ignore[index]
     assert {r["error"]["code"] for r in rows if r["error"]} == {"invalid_json", "duplicate_custom_id"}  # type: ignore[index]
 
@@ -87,3 +88,44 @@ def test_a_worker_that_cannot_be_made_ends_the_run(tmp_path: Path) -> None:
 
     with pytest.raises(OutriderError, match="no such model"):
         run(written(tmp_path, 5), tmp_path / "out.jsonl", Pool(make, workers=2, share=2))
+
+
+def test_a_worker_lost_while_it_loads_blames_no_line(tmp_path: Path) -> None:
+    """Two losses while loading, one with the lines in hand: the line at hand has one death, not three."""
+    made = 0
+
+    def make() -> Flaky:
+        nonlocal made
+        made += 1
+        if made in (1, 2, 4, 5):
+            raise WorkerLost
+        return Flaky(random.Random(4), float(made == 3))
+
+    pool = Pool(make, workers=1, share=4)
+    progress, rows = run(written(tmp_path, 12), tmp_path / "out.jsonl", pool)
+    assert progress.done == 14 and progress.failed == 2 and pool.lost == 5
+    assert sum(r["error"] is None and r["response"]["status_code"] == 200 for r in rows) == 12  # type: ignore[index]
+
+
+def test_workers_that_are_all_lost_while_loading_end_the_run_and_results_stay(tmp_path: Path) -> None:
+    source, out, made = written(tmp_path, 12), tmp_path / "out.jsonl", 0
+
+    class Brief(Flaky):
+        """Two answers, then it is gone."""
+
+        def answer(self, lines: Sequence[Line]) -> Iterator[list[Json]]:
+            yield from super().answer(lines[:2])
+            raise WorkerLost
+
+    def make() -> Flaky:
+        nonlocal made
+        made += 1
+        if made > 1:
+            raise WorkerLost
+        return Brief(random.Random(5), 0.0)
+
+    with pytest.raises(OutriderError, match=f"{MOST_DEATHS} workers in a row were lost while loading"):
+        run(source, out, Pool(make, workers=1, share=3))
+    assert made == 1 + MOST_DEATHS
+    kept = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [r["response"]["status_code"] for r in kept if not r["error"]] == [200, 200]

@@ -98,6 +98,44 @@ def test_rows_are_cut_to_what_was_drafted(params: dict[str, Any]) -> None:
     assert all(sure is None or len(sure) >= k for k, _, sure in controller.observed)
 
 
+class Whole(Knows):
+    """Never ends a draft."""
+
+    def propose(self, batch: DraftBatch, k: int) -> Draft:
+        draft = super().propose(batch, k)
+        return Draft(draft.tokens, torch.full_like(draft.lengths, k), confidence=draft.confidence)
+
+
+class Beside(Told):
+    """One sequence copies up to six tokens while the network drafts two for the other."""
+
+    def __init__(self, name: str):
+        super().__init__(name, 0.4, 0.3)
+        self.drafters = (name, "ngram")
+        self.copies = 0
+
+    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
+        out = []
+        for v in seqs:
+            name, most = ("ngram", 6) if v.id == "a" else (self.name, 2)
+            k = min(most, v.drafter_available.get(name, 0))
+            self.copies += name == "ngram" and k > 2 and len(seqs) > 1
+            out.append(Choice(name, k, self.stop, self.drop) if k else Choice(None, 0))
+        return out
+
+
+def test_beside_a_longer_copy_nothing_is_said_of_tokens_that_were_not_drafted() -> None:
+    """The row of confidences is as long as the longest draft of the step; what lies behind a shorter one is no token left out."""
+    asked = [request("a", [3, 5] * 6), request("b", PROMPT)]
+    want = run(tiny_engine(model=MODEL, names=()), asked)
+    controller = Beside("knows")
+    engine = tiny_engine(drafter=Whole(want), model=MODEL, k=None)
+    engine.controller = controller
+    assert run(engine, asked) == want and engine.metrics.drafter_failures == 0
+    told = [sure for _, _, sure in controller.observed if sure is not None]
+    assert controller.copies and max(map(len, told)) == 2 and all(p == 0.5 for sure in told for p in sure)
+
+
 @pytest.mark.parametrize("params", [{}, {"temperature": 0.8, "seed": 7}], ids=["greedy", "T0.8"])
 def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, Any]) -> None:
     ops = CpuOps(threads=1)

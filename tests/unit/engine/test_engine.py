@@ -295,3 +295,34 @@ def test_beside_streams_prompts_come_in_small_pieces() -> None:
             lane.seq.computed += lane.count
     assert counts == [[16, 9]]
     assert [lane.count for lane in scheduler.plan(choose).prompts] == [16]
+
+
+def test_who_waits_behind_paused_ones_keeps_nobody_busy() -> None:
+    """An engine whose places are all held by paused requests can do nothing for one that waits: it would spin."""
+    requests = [request(f"r{i}", [3 + i, 5, 7, 5, 7], temperature=0.8, seed=i) for i in range(3)]
+    want = run(tiny_engine(), requests)
+    engine, got = tiny_engine(max_batch=2), {r.id: list[int]() for r in requests}
+    for r in requests[:2]:
+        engine.submit(r)
+
+    def step() -> None:
+        for event in engine.step():
+            got[event.id] += event.tokens
+
+    step()
+    step()
+    for r in requests[:2]:
+        engine.pause(r.id, True)
+    assert not engine.busy
+    engine.submit(requests[2])
+    assert not engine.busy
+    engine.pause("r1", False)
+    assert engine.busy
+    while engine.busy:
+        step()
+    assert [len(got[r.id]) == 24 for r in requests] == [False, True, True], "r1 made room, r0 is still paused"
+    engine.pause("r0", False)
+    while engine.busy:
+        step()
+    engine.check()
+    assert got == want

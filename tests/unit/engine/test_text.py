@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests import tiny
 from transformers import AutoTokenizer
 
-from outrider.engine.text import Detokenizer, Tokenizer
+from outrider.engine.text import LONG, Detokenizer, Tokenizer
 from outrider.types import OutriderError
 from outrider.weights import hub, text_files
 
@@ -150,3 +150,18 @@ def test_templates_are_sandboxed_and_their_errors_are_one_line(tokenizer: Tokeni
         with pytest.raises(OutriderError, match=match) as caught:
             template(tokenizer, text).render([{"role": "user", "content": "x"}])
         assert "\n" not in str(caught.value)
+
+
+def test_where_long_texts_go_may_change_while_one_is_looked_at(folder: Path) -> None:
+    tokenizer = Tokenizer(text_files(hub.resolve(folder)))
+    tokenizer.elsewhere = lambda text, special: [7]
+
+    class Text(str):
+        """While its length is taken, another thread ends the process that tokenises long ones."""
+
+        def __len__(self) -> int:
+            tokenizer.elsewhere = None
+            return LONG + 1
+
+    assert tokenizer.ids(Text("a"), False) == [7]
+    assert tokenizer.ids(Text("a"), False) == tokenizer.ids_here("a", False)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Coroutine
 
 import pytest
+from httpx import ASGITransport, AsyncClient
+from starlette.requests import Request
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.engine.metrics import Metrics
 from outrider.server import catalogue
+from outrider.server import shelf as shelf_module
+from outrider.server.app import BIG_BODY, Server, create_app
 from outrider.server.errors import ApiError
 from outrider.server.prepare import Backend
 from outrider.server.settings import ServerSettings
@@ -209,3 +215,80 @@ def test_names_on_the_command_line(tmp_path_factory: pytest.TempPathFactory) -> 
     assert [(m.name, m.model) for m in read] == [("smollm2", "smollm2"), ("big", "org/name"), ("x=y", str(odd))]
     with pytest.raises(OutriderError, match="two models would be called 'smollm2'"):
         catalogue.read(["smollm2", "smollm2=org/name"])
+
+
+def test_a_c_library_without_malloc_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shelf_module.ctypes, "CDLL", lambda _: object())  # musl
+    shelf_module.trim()
+
+
+def test_what_was_frozen_goes_when_its_model_is_put_back() -> None:
+    """The server freezes what is there when it starts; the first model's cycles are among it."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+    frozen = gc.get_freeze_count()
+    gone = weakref.ref(Cycle())
+    gc.freeze()
+    try:
+        shelf_module._free()
+        assert gone() is None and gc.get_freeze_count() > 0
+    finally:
+        if not frozen:
+            gc.unfreeze()
+
+
+LARGE = "word " * (BIG_BODY // 4)
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": LARGE}), ("/v1/embeddings", {"input": LARGE})])
+def test_a_large_body_holds_up_no_other_while_its_model_loads(path: str, body: dict[str, str]) -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        loader.go.clear()
+        app = create_app(shelf, ServerSettings("a", port=0))
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
+            call = asyncio.ensure_future(client.post(path, json={"model": "b", **body}))
+            while not shelf.slots["b"].loading:
+                assert not call.done(), call.result().text
+                await asyncio.sleep(0.001)
+            assert not app.state.server.big_bodies._held
+            loader.go.set()
+            assert (await call).status_code == 400  # longer than the context
+
+    run(work)
+
+
+def test_who_looks_waits_for_a_load_no_longer_than_allowed() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        loader.go.clear()
+        app = create_app(shelf, ServerSettings("a", port=0, timeout=0.05))
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client, asyncio.timeout(30):
+            answer = await client.post("/tokenize", json={"model": "b", "prompt": "hi"})
+        assert answer.status_code == 408 and shelf.slots["b"].users == 0 and app.state.server.admission.in_flight == 0
+
+    run(work)
+
+
+@pytest.mark.parametrize(
+    ("headers", "waits"),
+    [
+        ({}, False),
+        ({"content-length": "12"}, False),
+        ({"content-length": str(BIG_BODY + 1)}, True),
+        ({"transfer-encoding": "chunked"}, True),
+    ],
+)
+def test_only_bodies_that_may_be_large_wait_for_their_turn(headers: dict[str, str], waits: bool) -> None:
+    """A GET has neither a length nor a body."""
+
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        server = Server(shelf, ServerSettings("a", port=0))
+        scope = {"type": "http", "headers": [(k.encode(), v.encode()) for k, v in headers.items()], "state": {"client": "me"}}
+        room = await server.room(Request(scope))
+        assert server.big_bodies._held == ({"me": 1} if waits else {})
+        room.close()
+        assert not server.big_bodies._held
+
+    run(work)

@@ -1,0 +1,156 @@
+"""Ends of what the server runs beside itself: the engine's thread, the clerk, the nursery and its trials; and what ends the server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import io
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvicorn
+from tests.server_fakes import VOCAB, FakeEngine, tokenizer
+
+from outrider.server import clerk, grammars, nursery
+from outrider.server.errors import ApiError
+from outrider.server.grammar_source import Source
+from outrider.server.main import HttpServer
+from outrider.server.prepare import Backend
+from outrider.server.runner import EngineError, Runner
+from outrider.server.settings import ServerSettings
+from outrider.server.walks import walk
+from outrider.types import OutriderError
+
+TOK = tokenizer()
+
+
+def test_an_engine_that_was_stopped_says_so_to_those_who_call_it() -> None:
+    async def work() -> None:
+        runner = Runner(FakeEngine(TOK))
+        runner.start()
+        assert await runner.call(lambda engine: engine.busy) is False
+        await runner.stop()
+        async with asyncio.timeout(30):
+            with pytest.raises(EngineError, match="shutting down"):
+                await runner.call(lambda engine: engine.busy)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(EngineError("the server is shutting down"), 503), (OutriderError("no room"), 429), (ValueError("a prompt"), 500)]
+)
+def test_a_text_that_is_read_fails_with_a_status(error: Exception, status: int, caplog: pytest.LogCaptureFixture) -> None:
+    released: list[str] = []
+
+    async def acquire(client: str, priority: int) -> None: ...
+
+    async def call(function: object) -> bool:
+        raise error
+
+    turns = SimpleNamespace(acquire=acquire, release=released.append)
+    model: Any = SimpleNamespace(turns=turns, runner=SimpleNamespace(call=call, later=lambda function: released.append("work")))
+    with pytest.raises(ApiError) as told:
+        asyncio.run(walk(model, SimpleNamespace(), "me"))  # type: ignore[arg-type]
+    assert told.value.status == status and released == ["me", "work"]
+    assert "a prompt" not in told.value.message + caplog.text
+
+
+def test_a_closed_clerk_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    late = clerk.Clerk(lambda: "", lambda text, special: [len(text), special])
+    late.close()
+    monkeypatch.setattr(clerk.subprocess, "Popen", refuse)
+    assert late.ids("abc", True) == [3, True]
+    late._start_quietly()  # a server that ends while it starts
+    late.close()
+
+
+def test_the_trials_end_with_the_nursery() -> None:
+    """A trial holds the nursery's pipes, and nobody else would end it: here one that would take an hour."""
+
+    async def work() -> None:
+        mine, its = os.pipe()  # has an end when nobody holds the other side any more
+        script = """sleep 3600 & echo '{"id": "up"}'; wait"""
+        process = await asyncio.create_subprocess_exec(
+            "sh", "-c", script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, pass_fds=[its]
+        )
+        os.close(its)
+        try:
+            there = grammars._Nursery(process)
+            there._waiting["up"] = up = asyncio.get_running_loop().create_future()
+            async with asyncio.timeout(30):
+                await up
+                await there.close()
+            assert select.select([mine], [], [], 30)[0] == [mine] and os.read(mine, 1) == b""
+            await there.close()  # once more is no error
+        finally:
+            os.close(mine)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(
+    ("said", "where"),
+    [
+        (b"", ""),
+        (b"properties.a\n", " (at properties.a)"),
+        (b"properties.a\nproperties.b\n", " (at properties.b)"),
+        (b"properties.a\n\n\n", ""),  # each is fine alone
+    ],
+)
+def test_the_part_at_fault_is_the_last_one_begun(said: bytes, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    out: list[dict[str, object]] = []
+    monkeypatch.setattr(nursery, "_say", out.append)
+    process = subprocess.Popen(["true"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    compiler: Any = None
+    child = nursery.Child("1", process.pid, Source("json_schema", "{}", "schema"), 0.0, 0.0, said, failed="too large")
+    nursery.Nursery(compiler, 1.0, 1, 1.0)._ended(child, os.dup(process.stdout.fileno()))
+    process.stdout.close()
+    process.wait()
+    assert out == [{"id": "1", "error": f"too large{where}"}]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(("terminal", "file", "reloads"), [(True, False, False), (True, True, True), (False, False, True)])
+def test_a_terminal_that_is_closed_ends_the_server(
+    terminal: bool, file: bool, reloads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGHUP reads keys again where there is a file of them, or no terminal it could come from."""
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    settings = ServerSettings("fake", port=0, api_key_file=keys if file else None)
+    server = HttpServer(Backend(FakeEngine(TOK), TOK, VOCAB, 128), settings)
+    heard: list[int] = []
+
+    async def nothing(*_: object) -> None: ...
+
+    def hear(signal: int, _: Callable[[], None]) -> None:
+        heard.append(signal)
+
+    async def work() -> None:
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "add_signal_handler", hear)
+        await server.startup()
+
+    monkeypatch.setattr(uvicorn.Server, "startup", nothing)
+    monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
+    asyncio.run(work())
+    assert heard == [signal.SIGHUP] * reloads
