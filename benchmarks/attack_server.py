@@ -106,6 +106,7 @@ class Good:
         self.tokens = tokens
         self.known: dict[int, object] = {}
         self.wrong: list[str] = []
+        self.parts: list[dict[str, float]] = []  # of each request: what the server says of it
 
     def body(self, i: int) -> Json:
         seed = i % 8
@@ -117,12 +118,15 @@ class Good:
 
     async def ask(self, i: int) -> float:
         began = time.monotonic()
-        answer = await self.client.post("/v1/chat/completions", json={**self.body(i), "outrider": {"draft_tokens": (0, 2, "auto")[i % 3]}})
+        options = {"draft_tokens": (0, 2, "auto")[i % 3], "stats": True}
+        answer = await self.client.post("/v1/chat/completions", json={**self.body(i), "outrider": options})
         took = time.monotonic() - began
+        self.parts.append({})
         if answer.status_code != 200:
             self.wrong.append(f"request {i}: {answer.status_code} {answer.text[:200]}")
             return took
         whole = answer.json()
+        self.parts[-1] = {part: whole["outrider"][part] for part in ("ttft_ms", "prefill_ms", "decode_ms", "cycles")}
         got = json.dumps([whole["choices"], whole["usage"]["completion_tokens"]])
         if self.known.setdefault(i % 8, got) != got:
             self.wrong.append(f"request {i}: another answer than before")
@@ -131,6 +135,7 @@ class Good:
     async def run(self, seconds: float, least: int = 24) -> list[float]:
         """24: each question with each draft length once."""
         times, until, i = [], time.monotonic() + seconds, 0
+        self.parts = []
         while time.monotonic() < until or i < least:
             times.append(await self.ask(i))
             i += 1
@@ -298,9 +303,17 @@ def say(text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
-def slowest(times: list[float], most: int = 6) -> list[list[float]]:
-    """[which of the eight questions, seconds]"""
-    return [[i % 8, round(t, 3)] for t, i in sorted(((t, i) for i, t in enumerate(times)), reverse=True)[:most]]
+def slowest(times: list[float], parts: list[dict[str, float]], most: int = 6) -> list[Json]:
+    """Which of the eight questions, seconds, and what the engine says: in all the rest it was not there yet, or no longer."""
+    ranked = sorted(range(len(times)), key=lambda i: -times[i])[:most]
+    return [{"question": i % 8, "s": round(times[i], 3), **parts[i]} for i in ranked]
+
+
+def typical(times: list[float], parts: list[dict[str, float]]) -> Json:
+    """The median of each part, in milliseconds; `outside` is what the engine does not see."""
+    rows = [(t, p) for t, p in zip(times, parts) if p]
+    out: Json = {name: round(percentile([p[name] for _, p in rows], 0.5), 1) for name in ("ttft_ms", "prefill_ms", "decode_ms")}
+    return {"outside_ms": round(percentile([1e3 * t - p["ttft_ms"] - p["decode_ms"] for t, p in rows], 0.5), 1), **out}
 
 
 def percentile(times: list[float], share: float) -> float:
@@ -313,6 +326,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     await good.run(0)
     say("alone")
     alone = await good.run(min(60.0, minutes * 60 / 4))
+    alone_parts = good.parts
     before, pool = target.memory(), target.pool()
     say(f"attack for {minutes:g} minutes, after {len(alone)} requests alone, p99 {percentile(alone, 0.99):.2f} s")
     stop, health = asyncio.Event(), list[float]()
@@ -321,6 +335,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     command += ["--only", kinds]
     attackers = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)  # their work must not delay the measuring
     attacked = await good.run(minutes * 60, least=1)
+    attacked_parts = good.parts
     peak, lines = target.memory(), target.lines
     say(f"the attack ends after {len(attacked)} requests, p99 {percentile(attacked, 0.99):.2f} s")
     counts = json.loads((await attackers.communicate())[0] or b"{}")
@@ -340,7 +355,8 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
         "p50_alone_s": round(percentile(alone, 0.5), 3), "p99_alone_s": round(percentile(alone, 0.99), 3),
         "p50_attacked_s": round(percentile(attacked, 0.5), 3), "p99_attacked_s": round(percentile(attacked, 0.99), 3),
         "p99_factor": round(factor, 2), "p99_afterwards_s": round(percentile(afterwards, 0.99), 3),
-        "slowest_alone": slowest(alone), "slowest_attacked": slowest(attacked),
+        "slowest_alone": slowest(alone, alone_parts), "slowest_attacked": slowest(attacked, attacked_parts),
+        "typical_alone": typical(alone, alone_parts), "typical_attacked": typical(attacked, attacked_parts),
         "health_p50_ms": round(1e3 * percentile(health, 0.5), 1), "health_p99_ms": round(1e3 * percentile(health, 0.99), 1),
         "health_max_ms": round(1e3 * max(health, default=0), 1),
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,

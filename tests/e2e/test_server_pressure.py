@@ -57,6 +57,12 @@ def everything(made: socket.socket) -> bytes:
     return b"".join(parts)
 
 
+def stands_back(pid: int) -> bool:
+    """Its priority counts against ours only within our session: a session of its own has an equal share of the processors (autogroups).
+    Signals of the terminal must not reach it all the same."""
+    return os.getsid(pid) == os.getsid(0) and os.getpgid(pid) == pid
+
+
 def test_long_texts_are_tokenised_elsewhere_to_the_same_ids() -> None:
     tok = tokenizer()
     clerk = Clerk(lambda: tok.json, tok.ids_here)
@@ -66,6 +72,7 @@ def test_long_texts_are_tokenised_elsewhere_to_the_same_ids() -> None:
         assert len(long) > text.LONG and tok.encode(long, bos=True) == tokenizer().encode(long, bos=True)
         assert clerk._process is not None
         tok.encode("short")
+        assert stands_back(clerk._process.pid)
         os.kill(clerk._process.pid, signal.SIGKILL)
         assert tok.encode(long) == tok.encode(long) == TOK.encode(long)  # it may die: here, then in a new one
         assert tok.chat([{"role": "user", "content": long}]) == tokenizer().chat([{"role": "user", "content": long}])

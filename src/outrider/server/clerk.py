@@ -70,7 +70,7 @@ class Clerk:
         if self._process is None:
             command = [sys.executable, "-P", __file__]  # as a script: it needs nothing of this package, and less memory so
             self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, process_group=0
             )
             assert self._process.stdin is not None
             _send(self._process.stdin, self._tokenizer().encode(), False)

@@ -131,7 +131,7 @@ class _Nursery:
         root = str(Path(__file__).parents[2])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "outrider.server.nursery", env=environment, limit=64 << 20, start_new_session=True,
+            sys.executable, "-m", "outrider.server.nursery", env=environment, limit=64 << 20, process_group=0,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         made = cls(process)

@@ -4,6 +4,9 @@
  * meet at `team_barrier`, which also resets the shared task counter of `team_next`. After a fork the child starts a
  * team of its own.
  *
+ * Where there are fewer free cores than members, two of them may share one, for as long as others keep the rest busy. Who waits there for
+ * the other stands in its way, so members note where they run: one that waits for a member on its own core gives the core up at once.
+ *
  * Even work is handed out by `team_claim`: every member has a share of its own, takes pieces of it in order and, when it is done, pieces
  * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core is helped out and does not set the pace.
  */
@@ -25,7 +28,10 @@ typedef void (*Region)(Team *team, int me, void *job);
 typedef struct { void *at; size_t size; } Arena;
 #define HUGE_PAGE (2u << 20)
 
-typedef struct { _Alignas(64) atomic_ullong taken; } Claim; /* phase << 32 | pieces of the share that are taken; of another phase: none */
+typedef struct {
+    _Alignas(64) atomic_ullong taken; /* phase << 32 | pieces of the share that are taken; of another phase: none */
+    atomic_int core;                  /* where the member ran when it last arrived at a barrier */
+} Claim;
 
 struct Team {
     int size;
@@ -53,19 +59,42 @@ INLINE void cpu_relax(void) {
 #endif
 }
 
+static _Thread_local int team_me; /* a caller is member 0, of whichever team */
+
+INLINE int core_now(void) {
+#ifdef __linux__
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+/* Does another member run on this core? */
+static int team_crowded(const Team *t, int core) {
+    for (int i = 0; i < t->size; i++)
+        if (i != team_me && core >= 0 && atomic_load_explicit(&t->claims[i].core, memory_order_relaxed) == core) return 1;
+    return 0;
+}
+
+#define GLANCE 64   /* spins before somebody who waits looks whether the other is here */
+#define PATIENT 4000 /* spins after which another member must have lost its core */
+
 /* All members meet. The last to arrive resets the task counter. */
 static void team_barrier(Team *t) {
     if (t->size == 1) { atomic_store_explicit(&t->task, 0, memory_order_relaxed); return; }
-    int phase = atomic_load_explicit(&t->phase, memory_order_relaxed);
+    int phase = atomic_load_explicit(&t->phase, memory_order_relaxed), core = core_now(), spins = 0;
+    if (atomic_load_explicit(&t->claims[team_me].core, memory_order_relaxed) != core)
+        atomic_store_explicit(&t->claims[team_me].core, core, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&t->task, 0, memory_order_relaxed);
         atomic_store_explicit(&t->phase, phase + 1, memory_order_release);
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&t->phase, memory_order_acquire) == phase; spins++) {
-        if (spins < 4000) cpu_relax();
-        else sched_yield(); /* another member lost its core: let it run */
+    while (atomic_load_explicit(&t->phase, memory_order_acquire) == phase) {
+        if (++spins == GLANCE && team_crowded(t, core)) spins = PATIENT;
+        if (spins < PATIENT) cpu_relax();
+        else sched_yield();
     }
 }
 
@@ -103,8 +132,12 @@ static void *team_member(void *arg) {
     free(arg);
     Team *t = m.team;
     int seen = 0;
+    team_me = m.me;
     for (;;) {
-        for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < SPIN; spins++) cpu_relax();
+        for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < SPIN; spins++) {
+            if (spins == GLANCE && team_crowded(t, core_now())) break;
+            cpu_relax();
+        }
         if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
             pthread_mutex_lock(&t->lock);
             atomic_fetch_add(&t->sleepers, 1);
@@ -123,7 +156,7 @@ static void team_start(Team *t) {
     t->owner = getpid();
     atomic_store(&t->task, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
     atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0);
-    for (int i = 0; i < t->size; i++) atomic_store(&t->claims[i].taken, ~0ull);
+    for (int i = 0; i < t->size; i++) { atomic_store(&t->claims[i].taken, ~0ull); atomic_store(&t->claims[i].core, -1); }
     t->stop = 0;
     pthread_mutex_init(&t->use, NULL); pthread_mutex_init(&t->lock, NULL); pthread_cond_init(&t->wake, NULL);
     int wanted = t->size;
