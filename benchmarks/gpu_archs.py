@@ -31,8 +31,9 @@ from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.gemma4_assistant import Gemma4Assistant
 from outrider.models.known import KNOWN
-from outrider.ops.triton import TritonOps, attention, linear, quant
+from outrider.ops.triton import TritonOps, attention, linear, moe, quant
 from outrider.ops.triton.quant import Extras, quant_linear
+from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
 from outrider.types import KVView
 from outrider.weights.names import tensor_plan
@@ -52,7 +53,11 @@ FORMATS = {
 }
 DENSE = {"out of E2B": (1536, 2048, False), "gate_up of 31B": (21504, 5376, True), "embed of 12B": (262144, 3840, False)}  # N, K, gated
 ATTENTION = "full attention of 31B"
-SHORT = [("int4 g32", 1), ("int4 g32", 64), ("fp8", 16), ("out of E2B", 1), ("gate_up of 31B", 512), (ATTENTION, 512)]
+EXPERTS = "experts of 26B-A4B in "  # and a format
+SHORT = [
+    ("int4 g32", 1), ("int4 g32", 64), ("fp8", 16), ("out of E2B", 1), ("gate_up of 31B", 512), (ATTENTION, 512),
+    (EXPERTS + "int8 g128", 512),
+]  # fmt: skip
 CONSTANTS = ("BM", "BN", "BK", "BQ", "D", "GATED", "SPLIT", "WINDOW", "num_warps", "num_stages")
 
 
@@ -93,11 +98,16 @@ def weight(kind: str, n: int, k: int) -> QuantWeight:
 
 
 def product(kind: str, rows: int, pdl: bool) -> None:
-    """A quantised gate_up of 31B, one of the dense products, or attention."""
+    """A quantised gate_up of 31B, one of the dense products, attention, or a layer of quantised experts."""
     seen = shell(1 << 16, dtype=torch.int32)
     if kind in FORMATS:
         gated = Extras(act="gelu_tanh", gated=True) if rows == 1 else Extras()
         quant_linear(shell(rows, 5376), weight(kind, 21504, 5376), seen, gated, pdl=pdl)
+    elif kind.startswith(EXPERTS):
+        count, hidden, inner, format = 128, 2816, 704, kind.removeprefix(EXPERTS)
+        each = [QuantExperts((count, n, k), weight(format, count * n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
+        z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
+        moe.experts(z, shell(rows, hidden), scale, each[0], each[1], 8, "gelu_tanh", pdl)
     elif kind == ATTENTION:  # heads of 512: what takes most shared memory
         config = ModelConfig.from_hf(KNOWN["google/gemma-4-31B-it"])
         spec = next(layer.attn for layer in config.layers if layer.attn.window is None)
@@ -150,6 +160,7 @@ def cases(args: argparse.Namespace, pdl: bool) -> Iterator[tuple[str | None, Cal
         return
     rows_of = lambda kind: (1, 16, 32, 64) if kind in FORMATS else (1, 17, 64, 128, 512, 2048)  # noqa: E731
     every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION) for rows in rows_of(kind)]
+    every += [(EXPERTS + kind, rows) for kind in FORMATS for rows in (1, 17, 64, 320, 1024)]
     for kind, rows in every if args.all else SHORT:
         yield f"{kind}, {rows} rows", lambda kind=kind, rows=rows: product(kind, rows, pdl)  # type: ignore[misc]
 
@@ -174,7 +185,7 @@ def main() -> None:
     for arch in args.only:
         room = SHARED[arch]
         stub.target = GPUTarget("cuda", arch, 32)
-        attention.shared_of = linear.shared_of = quant.shared_of = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
+        attention.shared_of = linear.shared_of = moe.shared_of = quant.shared_of = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
         for title, call in cases(args, arch >= 90):
             made.clear()
             call()

@@ -374,7 +374,7 @@ def experts() -> None:
         64: [(64, 64, 6, 4), (64, 128, 4, 4), (64, 128, 4, 8)], 128: [(128, 64, 4, 4), (128, 128, 4, 8), (128, 128, 3, 4), (128, 256, 3, 8), (64, 128, 4, 4)],
     }  # fmt: skip
     of = {1: (16,), 8: (16,), 16: (16,), 64: (16, 32), 320: (16, 32, 64), 1024: (64, 128), 2048: (64, 128)}
-    now = lambda rows: moe.grouping(rows * TOP, E)  # noqa: E731
+    now = lambda rows: (moe.grouping(rows * TOP, E),) * 2  # noqa: E731
     tries = {
         r: [now(r)]
         if QUICK[0]

@@ -39,8 +39,11 @@ LAYOUTS = {
 }  # fmt: skip
 
 
-def layout_of(format: Format) -> Layout | None:
+def layout_of(format: Format, experts: bool = False) -> Layout | None:
+    """None: it is dense there, as are experts that have each an order of columns of their own."""
     if isinstance(format, Integer):
+        if format.ordered and experts:
+            return None
         return Layout(format.bits, format.group, format.lifted)
     if isinstance(format, Float8):
         return Layout(8, format.group)
@@ -88,10 +91,10 @@ def stored_size(files: Files, config: Config) -> StoredSize:
             total, parameters = total + size, parameters + prod(shape)
             formats[kind] = formats.get(kind, 0.0) + size
             token += size * share(name, plan, config)
-            layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format)
-            if layout is not None and plan.role == "matrix" and len(shape) == 2:
-                gpu += layout.nbytes(*shape)
-            else:  # tables, experts and what was never quantised
+            layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
+            if layout is not None and plan.role == "matrix":
+                gpu += layout.nbytes(prod(shape[:-1]), shape[-1])
+            else:  # tables and what was never quantised
                 gpu += prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
     return StoredSize(total, token, parameters, gpu, formats)
 

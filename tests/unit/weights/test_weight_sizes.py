@@ -48,7 +48,7 @@ def test_a_format_in_a_gpus_memory(format: Format) -> None:
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_k_m", "q5_1"])
 @pytest.mark.parametrize("raw", [QWEN, EDGE, MOE], ids=["qwen2", "edge", "moe"])
 def test_the_account_is_what_the_loader_allocates(tmp_path: Path, raw: dict[str, Any], fmt: str) -> None:
-    """On a GPU to the last percent: tables and experts are dense there. On a CPU what is stored, but for tables that stay in the file."""
+    """On a GPU to the last percent: tables are dense there. On a CPU what is stored, but for tables that stay in the file."""
     path = tmp_path / "m.gguf"
     write_gguf(path, ModelConfig.from_hf(raw), fmt)
     config, weights, _ = load_target(path, "cpu", torch.bfloat16, QuantTritonOps("cpu"))

@@ -84,14 +84,14 @@ class TritonOps(ReferenceOps):
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
     ) -> Tensor:
         z = self.logits(router_in, router, None)  # float32: a choice between experts should not hang on bf16 rounding
-        return moe.experts(z, x, expert_scale, plain(gate_up), plain(down), top_k, act, self.pdl)
+        return moe.experts(z, x, expert_scale, gate_up, down, top_k, act, self.pdl)
 
     def moe_beside(
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
         dense: Tensor, dense_w: Tensor, post_w: Tensor, eps: float,
     ) -> Tensor:  # fmt: skip
         z = self.logits(router_in, router, None)
-        return moe.experts(z, x, expert_scale, plain(gate_up), plain(down), top_k, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))
+        return moe.experts(z, x, expert_scale, gate_up, down, top_k, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(

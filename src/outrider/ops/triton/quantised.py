@@ -1,6 +1,7 @@
 """TritonOps with quantised weights: what the dense kernels do, for matrices that stay in 4 or 8 bits.
 
-A matrix is a `QuantWeight` (rows of one format), `Parts` (rows of several) or a dense tensor, which goes the dense way.
+A matrix is a `QuantWeight` (rows of one format), `Parts` (rows of several) or a dense tensor, which goes the dense way; experts are
+`QuantExperts` or dense.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ...types import OutriderError
 from ..formats import Float8, Format, Held, Integer, Weight, join
 from .ops import TritonOps
 from .quant import Extras, quant_linear
+from .quant_moe import hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
 
 FAMILIES = ("int4", "int8", "fp8", "nvfp4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
@@ -32,7 +34,7 @@ class QuantTritonOps(TritonOps):
         here = [p.to(device) for p in parts]
         whole = join(here)
         if whole is not None:
-            return repack(whole)
+            return repack(whole) if len(whole.shape) == 2 else hold_experts(whole)
         made = [repack(p) for p in here]
         held = tuple(m for m in made if m is not None)
         return Parts((sum(p.shape[0] for p in parts), parts[0].shape[1]), held) if len(held) == len(made) else None
@@ -40,12 +42,11 @@ class QuantTritonOps(TritonOps):
     def quantize(self, dense: Tensor, mode: str) -> Held:
         if mode not in MODES:
             raise OutriderError(f"--quantize {mode}: the GPU holds {', '.join(MODES)}")
-        if dense.dim() != 2:  # experts
-            return self.prepare(dense)
         for format in MODES[mode]:
             border = format.border()
-            if border <= 1 or dense.shape[1] % border == 0:
-                return repack(format.quantise(dense)) or self.prepare(dense)
+            if border <= 1 or dense.shape[-1] % border == 0:
+                made = repack(format.quantise(dense)) if dense.dim() == 2 else round_experts(dense, format)
+                return made or self.prepare(dense)
         return self.prepare(dense)
 
     def take_rows(self, weight: Held, order: Tensor) -> Held:

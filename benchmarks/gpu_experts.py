@@ -1,0 +1,168 @@
+"""Quantised experts of 26B-A4B on a GPU: bits and errors, tiles, and whole plain steps.
+
+    python benchmarks/gpu_experts.py [--parts bits tiles steps] [--modes int8 int4 fp8] [--rows 1 8 40 64]
+
+bits: one layer's experts for 1 to 320 rows against the rows of a larger batch, and against the dequantised weights in float32. tiles:
+microseconds of a layer (routing, both products, the sum) in a CUDA graph, one product's tile at a time beside the rule's; every call has
+other experts, so little comes from the L2 cache. steps: `gpu_quant.steps` for bf16 and every mode. Without a GPU: a tiny layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
+from pathlib import Path
+
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parent)]
+
+from gpu_quant import steps  # noqa: E402
+
+from outrider.ops.triton import TritonOps, moe  # noqa: E402
+from outrider.ops.triton.quant_moe import ExpertTile, QuantExperts, choose_tile  # noqa: E402
+from outrider.ops.triton.quantised import MODES  # noqa: E402
+from outrider.ops.triton.routing import list_pairs  # noqa: E402
+
+E, H, I, TOP = (128, 2816, 704, 8) if CUDA else (8, 128, 64, 2)
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if CUDA else ("cpu", torch.float32)
+BANDWIDTH = 4.39e12
+BEGAN = time.perf_counter()
+FEW = {
+    8: [(8, 64, 4, 4), (8, 64, 6, 4), (8, 32, 4, 2), (8, 32, 6, 2), (8, 64, 4, 2), (8, 128, 4, 4), (16, 64, 4, 4), (16, 64, 6, 4)],
+    4: [(8, 64, 3, 2, 160), (8, 64, 4, 4), (8, 64, 6, 4), (8, 32, 4, 2), (8, 32, 6, 2), (8, 32, 4, 1), (16, 64, 4, 4), (16, 64, 6, 4)],
+}  # by bits
+
+
+def say(**row: object) -> None:
+    print(json.dumps(dict(t=round(time.perf_counter() - BEGAN, 1), **row)), flush=True)
+
+
+class Layer:
+    """One layer's experts, rounded, and as many inputs as are ever asked for."""
+
+    def __init__(self, mode: str, rows: int):
+        torch.manual_seed(0)
+        ops = TritonOps(DEVICE, pdl=CUDA)
+        shapes = {"gate_up": (E, 2 * I, H), "down": (E, H, I)}
+        dense = {k: torch.randn(s, device=DEVICE, dtype=DTYPE) * (0.02 if k == "gate_up" else 0.04) for k, s in shapes.items()}
+        held = {k: ops.quantize(t, mode) for k, t in dense.items()}
+        self.gate_up, self.down, self.mode = held["gate_up"], held["down"], mode
+        self.dense = dense
+        self.z = torch.randn((rows, E), device=DEVICE)
+        self.x, self.scale = torch.randn((rows, H), device=DEVICE, dtype=DTYPE), torch.rand(E, device=DEVICE) + 0.5
+
+    def run(self, rows: int, at: int = 0, cut: tuple[moe.Cut, moe.Cut] | None = None) -> torch.Tensor:
+        z, x = self.z[at * rows : (at + 1) * rows], self.x[at * rows : (at + 1) * rows]
+        return moe.experts(z, x, self.scale, self.gate_up, self.down, TOP, "gelu_tanh", CUDA, cut=cut)
+
+    def meant(self, rows: int) -> torch.Tensor:
+        """The dequantised weights, in float32, expert by expert."""
+        p = self.z[:rows].softmax(-1)
+        weight, chosen = p.topk(TOP, dim=-1)
+        weight = weight / weight.sum(-1, keepdim=True) * self.scale[chosen]
+        out = torch.zeros((rows, H), device=DEVICE)
+        formats = {k: next(f for f in MODES[self.mode] if f.border() <= 1 or t.shape[-1] % f.border() == 0) for k, t in self.dense.items()}
+        for e in chosen.unique().tolist():
+            row, slot = (chosen == e).nonzero(as_tuple=True)
+            gate_up, down = (formats[k].quantise(t[e]).dense() for k, t in self.dense.items())
+            gate, up = (self.x[row].float() @ gate_up.T).chunk(2, dim=-1)
+            h = (torch.nn.functional.gelu(gate, approximate="tanh") * up) @ down.T
+            out.index_add_(0, row, h * weight[row, slot, None])
+        return out
+
+
+def bits(layer: Layer) -> None:
+    most = 320 if CUDA else 12
+    whole = layer.run(most)
+    counts = (1, 2, 5, 8, 40, 320, 1024) if CUDA else (1, 2, 5)
+    other = [m for m in counts[:-1] if m < most and not torch.equal(layer.run(m), whole[:m])]
+    larger = torch.equal(layer.run(counts[-1])[:most], whole) if CUDA else True
+    rows = 16 if CUDA else 4
+    want = layer.meant(rows)
+    error = float((whole[:rows].float() - want).norm() / want.norm())
+    say(bits=layer.mode, other_bits_at=other, in_a_larger_batch=larger, error=round(error, 5))
+
+
+def timed(layer: Layer, rows: int, cut: tuple[moe.Cut, moe.Cut] | None) -> float:
+    """Microseconds a layer."""
+    if not CUDA:
+        began = time.perf_counter()
+        layer.run(rows, 0, cut)
+        return (time.perf_counter() - began) * 1e6
+    layer.run(rows, 0, cut)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for at in range(8):
+            layer.run(rows, at, cut)
+    best = float("inf")
+    for _ in range(6):
+        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        a.record()
+        graph.replay()
+        b.record()
+        b.synchronize()
+        best = min(best, a.elapsed_time(b) / 8 * 1e3)
+    return best
+
+
+def tiles(layer: Layer, rows: int) -> None:
+    gate_up, down = layer.gate_up, layer.down
+    if not isinstance(gate_up, QuantExperts) or not isinstance(down, QuantExperts):
+        say(rows=rows, mode="bf16", us=round(timed(layer, rows, None), 1))
+        return
+    pairs = list_pairs(layer.z[:rows], layer.scale, TOP, False)
+    room = moe.shared_of(layer.x.device)
+    one, two = choose_tile(pairs, gate_up.matrix, room), choose_tile(pairs, down.matrix, room)
+    options = [ExpertTile(*t) for t in FEW[gate_up.matrix.bits] if rows > 1 or t[0] == 8]  # type: ignore[arg-type]
+    cuts: list[tuple[moe.Cut, moe.Cut]] = [(t, two) for t in options] + [(one, t) for t in options]
+    cuts += [(one, ExpertTile(*astuple(two)[:5], ahead=a)) for a in (1, 8)]
+    cuts = list(dict.fromkeys([(one, two), *cuts]))[: None if CUDA else 3]
+    with ThreadPoolExecutor(16 if CUDA else 1) as pool:  # compile side by side
+        jobs = [(cut, pool.submit(layer.run, rows, 0, cut)) for cut in cuts]
+        failed = {cut: job.exception() for cut, job in jobs}
+    busy = int(layer.z[:rows].topk(TOP, -1).indices.unique().numel())
+    floor = busy / E * (gate_up.nbytes + down.nbytes) / BANDWIDTH * 1e6
+    times = {cut: timed(layer, rows, cut) for cut in cuts if failed[cut] is None}
+    name = lambda t: "-".join(str(v) for v in astuple(t)[:5] if v is not None)  # noqa: E731
+    firsts = sorted((round(us, 1), name(cut[0])) for cut, us in times.items() if cut[1] == two)
+    seconds = sorted((round(us, 1), f"{name(cut[1])} ahead {astuple(cut[1])[5]}") for cut, us in times.items() if cut[0] == one)
+    say(
+        rows=rows, mode=layer.mode, busy=busy, floor_us=round(floor, 1), rule=round(times[one, two], 1), rules=[name(one), name(two)],
+        first=firsts, second=seconds, failed=[f"{name(c[0])} {name(c[1])}: {str(e)[:60]}" for c, e in failed.items() if e is not None],
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", nargs="+", default=["bits", "tiles", "steps"])
+    parser.add_argument("--modes", nargs="+", default=["int8", "int4"])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 40, 64] if CUDA else [1, 3])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    args = parser.parse_args()
+    for mode in args.modes if {"bits", "tiles"} & set(args.parts) else ():
+        layer = Layer(mode, 1024 if CUDA else 24)
+        say(mode=mode, bytes=layer.gate_up.nbytes + layer.down.nbytes)
+        if "bits" in args.parts:
+            bits(layer)
+        for rows in args.rows if "tiles" in args.parts else ():
+            tiles(layer, rows)
+        del layer
+        if CUDA:
+            torch.cuda.empty_cache()
+    for mode in [None, *args.modes] if "steps" in args.parts and CUDA else ():
+        steps("26B-A4B", mode, 0, args.batch, 64, 1024)
+        torch.cuda.empty_cache()
+        say(done=mode)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,197 @@
+"""Experts that stay in 4 or 8 bits: the grouped products of `moe` with weights that are dequantised in registers, as `quant` does it.
+
+Experts [E, N, K] are one matrix of E·N rows in the layout of `quant`; expert e has the rows from e·N on. A program takes BN rows of one
+expert and up to BM of its pairs, the weights on the long side of the matrix instruction. **Order of sums**: planes, then chunks, one chain
+a pair, whatever the tile: a pair's answer depends on that pair alone.
+
+**Early** (programmatic dependent launch): the first product lets the second in only once it has itself waited for the routing. So the
+second knows its experts before it waits for the first, and asks for their weights while the first still runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..formats import Format, Weight
+from .common import activate, gdc_launch_dependents, gdc_wait, prefetch
+from .quant import _half, _pairs, group_sums
+from .repack import ROWS, SLICE, QuantWeight, repack
+from .routing import Pairs, pairs_of, tile_of
+from .unpack import planes_of
+
+
+@dataclass(frozen=True)
+class QuantExperts:
+    """Experts [E, N, K] as one quantised matrix of E·N rows."""
+
+    shape: tuple[int, int, int]
+    matrix: QuantWeight
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
+
+    def view(self, *shape: int) -> QuantExperts:
+        raise NotImplementedError("quantised experts of the GPU have no other shape")
+
+
+def hold_experts(weight: Weight) -> QuantExperts | None:
+    """None for a format that the kernels do not take, and where every expert has an order of columns of its own."""
+    count, n, k = weight.shape
+    if any(unit.shared for unit in weight.format.units.values()):
+        return None
+    made = repack(Weight(weight.format, (count * n, k), {name: t.reshape(count * n, -1) for name, t in weight.tensors.items()}))
+    return None if made is None else QuantExperts((count, n, k), made)
+
+
+def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
+    """Dense experts in a format whose rows stand alone, some rows at a time: rounding takes several times what is rounded."""
+    count, n, k = dense.shape
+    rows, tiles = dense.reshape(count * n, k), triton.cdiv(count * n, ROWS)
+    step, whole, part = max(1, SLICE // (k * ROWS)), dict[str, Tensor](), None
+    for lo in range(0, tiles, step):
+        part = repack(format.quantise(rows[lo * ROWS : (lo + step) * ROWS]))
+        if part is None:
+            return None
+        for name, t in (("words", part.words), ("scale", part.scale), ("lift", part.lift), ("factor", part.factor)):
+            if t is not None:
+                each = len(t) // len(part.words)  # a tile has one entry, or one for each of its rows
+                whole.setdefault(name, t.new_empty((tiles * each, *t.shape[1:])))[lo * each : lo * each + len(t)] = t
+    assert part is not None
+    held = replace(
+        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), lift=whole.get("lift"), factor=whole.get("factor")
+    )
+    return QuantExperts((count, n, k), held)
+
+
+@triton.jit
+def quant_experts_kernel(
+    x, w, scale, lift, sums, factor, members, counts, out, N, K, chunks,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALONE: tl.constexpr,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
+    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N / 2]).
+    Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at once."""
+    pid_n, t = tl.program_id(0), tl.program_id(1)
+    PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
+    GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
+    COLUMNS: tl.constexpr = PLANES * P
+    DIRECT: tl.constexpr = WARPS * 16 < BN and not PLAIN
+    if PDL and not EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
+    local = tl.arange(0, BN)
+    width = N
+    if GATED:  # gate and up rows alternate in the tile, and so do the sums
+        width = N // 2
+        row = tl.minimum(pid_n * (BN // 2) + local // 2, width - 1) + (local % 2) * width
+    else:
+        row = tl.minimum(pid_n * BN + local, N - 1)  # rows past the end repeat the last one and are never stored
+    rows = e * N + row
+    block = (rows // 64).to(tl.int64) * chunks
+    w_row = block * (64 * P) + (rows % 64) * P
+    if PDL and EARLY:
+        gdc_launch_dependents()
+        if some:
+            prefetch(w + w_row[:, None] + (tl.minimum(tl.arange(0, AHEAD), chunks - 1) * (64 * P))[None, :])
+        gdc_wait()
+    if some:
+        w_ptr = w + w_row[:, None] + tl.arange(0, P)[None, :]
+        s_ptr = scale + block * (64 * PAIRS) + rows % 64
+        l_ptr = lift + block * (64 * PAIRS) + rows % 64
+        live = tl.arange(0, BM) < count
+        pair = pairs_of(members, first, count, BM, ALONE)
+        source = pair // SHARE
+        x_ptr = x + source[:, None] * K + tl.arange(0, P)[None, :]
+        acc = tl.zeros((BN, BM), dtype=tl.float32)
+        if PER > 0:
+            s_a, s_b, s_c, s_d = _pairs(s_ptr, PAIRS, DIRECT)
+        for chunk in tl.range(0, chunks, num_stages=STAGES):
+            words = tl.load(w_ptr + chunk * (64 * P))
+            if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
+                scales = (s_a, s_b, s_c, s_d)
+                s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, chunks - 1) * (64 * PAIRS), PAIRS, DIRECT)
+            if LIFT:
+                lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, DIRECT)
+            values = planes_of(words, CODES, P, BN, x.dtype.element_ty, PLAIN)
+            d = tl.zeros((BN, BM), dtype=tl.float32)
+            for i in tl.static_range(PLANES):
+                k = chunk * COLUMNS + i * P
+                if EVEN:
+                    a = tl.load(x_ptr + k, mask=live[:, None], other=0.0)
+                else:
+                    a = tl.load(x_ptr + k, mask=live[:, None] & (tl.arange(0, P)[None, :] < K - k), other=0.0)
+                if PER == 0:
+                    acc = tl.dot(values[i], tl.trans(a), acc, input_precision=PREC)
+                else:
+                    if i % PER == 0:
+                        d = tl.dot(values[i], tl.trans(a), input_precision=PREC)
+                    else:
+                        d = tl.dot(values[i], tl.trans(a), d, input_precision=PREC)
+                    if i % PER == PER - 1:
+                        acc += d * _half(scales[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None]
+                        if LIFT:
+                            total = tl.load(sums + source * (chunks * GROUPS) + chunk * GROUPS + i // PER, mask=live, other=0.0)
+                            acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
+        if FACTOR:
+            acc *= tl.load(factor + rows)[:, None]
+        kind = out.dtype.element_ty
+        y = tl.trans(acc)  # [BM, BN]
+        if GATED:
+            gate, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
+            y = activate(gate.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+            cols = pid_n * (BN // 2) + tl.arange(0, BN // 2)
+        else:
+            cols = pid_n * BN + tl.arange(0, BN)
+        tl.store(out + pair[:, None] * width + cols[None, :], y.to(kind), mask=live[:, None] & (cols[None, :] < width))
+
+
+@dataclass(frozen=True)
+class ExpertTile:
+    """What a program takes: pairs (bm), rows of weights (bn), and how it goes about it."""
+
+    bm: int
+    bn: int
+    stages: int
+    warps: int
+    registers: int | None = None  # most a thread may take; None: the compiler's choice
+    ahead: int = 4  # chunks that the second product asks for before the first is done: a power of two
+
+
+def choose_tile(pairs: Pairs, w: QuantWeight, shared: int) -> ExpertTile:
+    """By how many pairs an expert has on average."""
+    mean = pairs.count / pairs.experts
+    if (pairs.alone or mean <= 2) and w.plane == 32:
+        return ExpertTile(8, 64, 3, 2, 160) if w.bits == 4 else ExpertTile(8, 64, 4, 4)
+    bm = 16 if mean <= 8 else 32 if mean <= 24 or shared < 100 << 10 else 64
+    each = 64 * w.plane * 4 + bm * w.columns_of_chunk * 2
+    return ExpertTile(bm, 64, max(2, min(4, shared // each + 1)), 4)
+
+
+def quant_product(
+    source: Tensor, w: QuantExperts, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, early: bool, tile: ExpertTile
+) -> None:
+    """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up. early: the first product was quantised too."""
+    m, (count, n, k) = w.matrix, w.shape
+    width = to.shape[1]
+    plain = source.dtype != torch.bfloat16 or source.device.type == "cpu"
+    gated = act is not None
+    quant_experts_kernel[(triton.cdiv(width, tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))](
+        source, m.words, m.words if m.scale is None else m.scale, m.words if m.lift is None else m.lift,
+        to if m.lift is None else group_sums(source, m, pdl), to if m.factor is None else m.factor,
+        pairs.members, pairs.counts, to, n, k, m.chunks,
+        EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
+        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, LIFT=m.lift is not None, FACTOR=m.factor is not None,
+        BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
+        PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps, AHEAD=tile.ahead,
+        EARLY=early, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

@@ -1,0 +1,125 @@
+"""Which rows go to which experts: pairs of (row, slot), listed by expert, and the tile of them that a program takes.
+
+A pair is one of a row's chosen experts. `list_pairs` routes every row and lists the pairs; `tile_of` is what the grouped products (dense
+in `moe`, quantised in `quant_moe`) share: the t-th tile of up to BM pairs of one expert, counted through the experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import start
+
+
+@triton.jit
+def route_kernel(z, scale, chosen, weight, experts, TOP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr):
+    """z [R, E] float32 router logits -> the TOP best experts in order (ties: the lower id), weights summing to 1 before scale."""
+    row = tl.program_id(0)
+    e = tl.arange(0, BLOCK)
+    start(PDL)
+    logit = tl.load(z + row * experts + e, mask=e < experts, other=float("-inf"))
+    p = tl.exp(logit - tl.max(logit, 0))
+    p = p / tl.sum(p, 0)
+    slot = tl.arange(0, SLOTS)
+    ids = tl.zeros((SLOTS,), dtype=tl.int32)
+    ps = tl.zeros((SLOTS,), dtype=tl.float32)
+    for i in tl.static_range(TOP):
+        best, at = tl.max(p, 0, return_indices=True, return_indices_tie_break_left=True)
+        ids = tl.where(slot == i, at, ids)
+        ps = tl.where(slot == i, best, ps)
+        p = tl.where(e == at, -1.0, p)
+    ok = slot < TOP
+    factor = tl.load(scale + ids, mask=ok, other=0.0)
+    tl.store(chosen + row * TOP + slot, ids, mask=ok)
+    tl.store(weight + row * TOP + slot, ps / tl.sum(ps, 0) * factor, mask=ok)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """One expert a program: it puts its pairs, ascending, behind those of the experts before it."""
+    e = tl.program_id(0)
+    i = tl.arange(0, BLOCK)
+    start(PDL)
+    before = 0
+    for base in range(0, pairs, BLOCK):
+        before += tl.sum((tl.load(chosen + base + i, mask=base + i < pairs, other=1 << 30) < e).to(tl.int32), 0)
+    found = 0
+    for base in range(0, pairs, BLOCK):
+        hit = tl.load(chosen + base + i, mask=base + i < pairs, other=-1) == e
+        place = before + found + tl.cumsum(hit.to(tl.int32), 0) - 1
+        tl.store(members + place, base + i, mask=hit)
+        found += tl.sum(hit.to(tl.int32), 0)
+    tl.store(counts + e, found)
+
+
+@triton.jit
+def tile_of(members, counts, t, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BM: tl.constexpr, ALONE: tl.constexpr):
+    """The t-th tile: its expert, the first of its pairs in the list, how many there are from there on, and whether there is such a tile.
+    Read past the first-level cache: a quantised product reads it before it waits for the kernel ahead."""
+    if ALONE:  # a single row: its experts differ, and pair i is its i-th (members: the chosen experts)
+        return tl.load(members + t, cache_modifier=".cg"), t, t * 0 + 1, t >= 0
+    else:
+        ids = tl.arange(0, BLOCK_E)
+        each = tl.load(counts + ids, mask=ids < EXPERTS, other=0, cache_modifier=".cg")
+        tiles = (each + BM - 1) // BM
+        upto = tl.cumsum(tiles, 0)
+        e = tl.minimum(tl.sum((upto <= t).to(tl.int32), 0), EXPERTS - 1)
+        base = (t - tl.sum(tl.where(ids < e, tiles, 0), 0)) * BM
+        first = tl.sum(tl.where(ids < e, each, 0), 0) + base
+        return e, first, tl.sum(tl.where(ids == e, each, 0), 0) - base, t < tl.sum(tiles, 0)
+
+
+@triton.jit
+def pairs_of(members, first, count, BM: tl.constexpr, ALONE: tl.constexpr):
+    """int64 [BM]: the tile's pairs."""
+    i = tl.arange(0, BM)
+    if ALONE:
+        return (first + i * 0).to(tl.int64)
+    else:
+        return tl.load(members + first + i, mask=i < count, other=0, cache_modifier=".cg").to(tl.int64)
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Every row's chosen experts. alone: there is one row, whose pairs are one an expert already."""
+
+    count: int
+    experts: int
+    alone: bool
+    weight: Tensor  # float32 [pairs], by row and slot
+    members: Tensor  # int32 [pairs], listed by expert; alone: the experts of the pairs
+    counts: Tensor  # int32 [E]: pairs of each expert; alone: not filled
+
+    def tiles(self, size: int) -> int:
+        """No fewer than there can be, of so many pairs each."""
+        return min(self.count, min(self.experts, self.count) + self.count // size)
+
+    @property
+    def block(self) -> int:
+        return triton.next_power_of_2(self.experts)
+
+
+def list_pairs(z: Tensor, expert_scale: Tensor, top_k: int, pdl: bool) -> Pairs:
+    """z [R, E] float32 router logits."""
+    rows, count = z.shape
+    pairs = rows * top_k
+    launch = {"launch_pdl": True} if pdl else {}
+    chosen = torch.empty((pairs,), dtype=torch.int32, device=z.device)
+    weight = torch.empty((pairs,), dtype=torch.float32, device=z.device)
+    counts = torch.empty((count,), dtype=torch.int32, device=z.device)
+    route_kernel[(rows,)](
+        z, expert_scale, chosen, weight, count, TOP=top_k, BLOCK=triton.next_power_of_2(count), SLOTS=triton.next_power_of_2(top_k),
+        PDL=pdl, num_warps=1, **launch,
+    )  # fmt: skip
+    if rows == 1:
+        return Pairs(pairs, count, True, weight, chosen, counts)
+    members = torch.empty((pairs,), dtype=torch.int32, device=z.device)
+    group_kernel[(count,)](
+        chosen, members, counts, pairs, BLOCK=256 if pairs <= 1024 else 2048, PDL=pdl, num_warps=1 if pairs <= 1024 else 8, **launch
+    )
+    return Pairs(pairs, count, False, weight, members, counts)

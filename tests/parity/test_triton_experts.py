@@ -1,0 +1,154 @@
+"""Quantised experts against their formats' definitions, on the GPU where there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton")
+
+from tests.engines import VARIANTS, request, run, tiny_engine  # noqa: E402
+from tests.kv import build_kv  # noqa: E402
+from tests.parity.test_triton_quant import DEVICE, DTYPE, REF, WEIGHTS, near, rand  # noqa: E402
+
+from outrider.models import build  # noqa: E402
+from outrider.models.config import ModelConfig  # noqa: E402
+from outrider.ops.formats import Held, Integer, Weight, stack  # noqa: E402
+from outrider.ops.reference import ReferenceOps  # noqa: E402
+from outrider.ops.triton import TritonOps, moe  # noqa: E402
+from outrider.ops.triton.quant_moe import ExpertTile, QuantExperts, hold_experts  # noqa: E402
+from outrider.ops.triton.routing import list_pairs  # noqa: E402
+from outrider.weights.load import dummy_weights  # noqa: E402
+
+EXPERTS, TOP = 5, 2
+
+
+def experts(name: str, n: int, k: int) -> Weight:
+    """Unlike experts: a format's matrix of EXPERTS · n rows, cut."""
+    whole = WEIGHTS[name](EXPERTS * n, k)
+    return stack([whole.rows(e * n, (e + 1) * n) for e in range(EXPERTS)]).to(DEVICE)
+
+
+def inputs(rows: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Router logits, x, and the experts' own factors."""
+    z, x, scale = rand(rows, EXPERTS, seed=1), rand(rows, hidden, seed=2), rand(EXPERTS, seed=3).abs() + 0.5
+    return z.to(DEVICE), x.to(DEVICE, DTYPE), scale.to(DEVICE)
+
+
+def defined(z: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    router = torch.eye(EXPERTS, device=DEVICE)  # hands the logits on
+    return REF.moe(z, x.float(), router, scale, gate_up.float(), down.float(), TOP, "gelu_tanh")
+
+
+@pytest.mark.parametrize("name", [n for n in WEIGHTS if n != "int4 ordered"])
+def test_product_is_its_definition(name: str) -> None:
+    """Experts that begin within a tile of 64 rows; a factor, a lift or a sum of another expert, pair or group; an edge that is stored."""
+    n, k, rows = 72, 256, 3
+    weight = experts(name, n, k)
+    held = hold_experts(weight)
+    assert held is not None and held.shape == (EXPERTS, n, k)
+    z, x, scale = inputs(rows, k)
+    pairs = list_pairs(z, scale, TOP, False)
+    out = torch.full((rows * TOP, n), torch.nan, dtype=DTYPE, device=DEVICE)
+    moe.grouped(x, held, out, pairs, TOP, None, False, False, None)
+    chosen = z.topk(TOP, -1).indices.flatten()
+    want = torch.einsum("pnk,pk->pn", weight.dense()[chosen], x.float().repeat_interleave(TOP, 0))
+    rounded = name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name  # factors or offsets rounded to float16
+    near(out, want, 1e-2 if CUDA else 5e-4 if rounded else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["int4 g32", "Q4_1"])
+def test_a_mixture_is_its_definition_and_rows_stand_alone(name: str) -> None:
+    """One row, few and many an expert; gate and up mixed up; a row's bits with other rows beside it and in other tiles."""
+    hidden, inner = (2816, 704) if CUDA else (96, 32)
+    gate_up, down = experts(name, 2 * inner, hidden), experts(name, hidden, inner)
+    first, second = hold_experts(gate_up), hold_experts(down)
+    assert first is not None and second is not None
+    z, x, scale = inputs(300 if CUDA else 24, hidden)
+    run = lambda rows, cut=None: moe.experts(z[:rows], x[:rows], scale, first, second, TOP, "gelu_tanh", False, cut=cut)  # noqa: E731
+    whole = run(len(x))
+    near(whole, defined(z, x, scale, gate_up.dense(), down.dense()), 1e-2 if CUDA else 5e-4)
+    small, wide = ExpertTile(16, 32, 2, 2), ExpertTile(32, 64, 2, 4)
+    for got in (run(1), run(3), run(len(x), (small, wide))):
+        same = whole[: len(got)]
+        if CUDA:
+            assert torch.equal(got, same)
+        else:  # the interpreter's products are numpy's, whose order is not ours
+            near(got, same, 1e-6)
+
+
+def test_one_product_quantised_and_the_other_dense() -> None:
+    hidden, inner = 64, 32
+    dense = rand(EXPERTS, 2 * inner, hidden, seed=4, scale=0.1), rand(EXPERTS, hidden, inner, seed=5, scale=0.1)
+    gate_up, down = (t.to(DEVICE, DTYPE) for t in dense)
+    weights = [Integer(4, 32).quantise(t) for t in (gate_up, down)]
+    z, x, scale = inputs(3, hidden)
+    both: list[tuple[Held | None, Held | None]] = [(hold_experts(weights[0]), down), (gate_up, hold_experts(weights[1]))]
+    meant = [(weights[0].dense(), down), (gate_up, weights[1].dense())]
+    for (a, b), (c, d) in zip(both, meant, strict=True):
+        assert a is not None and b is not None
+        near(moe.experts(z, x, scale, a, b, TOP, "gelu_tanh", False), defined(z, x, scale, c, d), 1e-2)
+
+
+@pytest.mark.parametrize("mode", ["int4", "int8", "fp8"])
+def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some rows at a time, as if all were rounded at once; 704 columns are no whole groups of 128, and then rows have one factor."""
+    from outrider.ops.triton import quant_moe, quantised
+
+    ops = TritonOps(DEVICE, pdl=False)
+    dense = rand(3, 40, 160, seed=3, scale=0.05).to(DEVICE, torch.bfloat16)
+    format = next(f for f in quantised.MODES[mode] if f.border() <= 1 or 160 % f.border() == 0)
+    whole = hold_experts(format.quantise(dense))
+    monkeypatch.setattr(quant_moe, "SLICE", 64 * 160)
+    held = ops.quantize(dense, mode)
+    assert isinstance(held, QuantExperts) and whole is not None and held.shape == (3, 40, 160) and held.nbytes == whole.nbytes
+    for name in ("words", "scale", "factor"):
+        one, other = getattr(held.matrix, name), getattr(whole.matrix, name)
+        assert (one is None and other is None) or torch.equal(one, other), name
+
+
+def test_experts_with_an_order_of_columns_stay_dense() -> None:
+    made = [WEIGHTS["int4 ordered"](32, 64) for _ in range(2)]
+    assert TritonOps(DEVICE, pdl=False).hold([stack(made)], DEVICE) is None
+
+
+class OnlyExperts(ReferenceOps):
+    """The definition everywhere else: the interpreter would take a minute."""
+
+    def __init__(self) -> None:
+        self.fast = TritonOps(DEVICE, pdl=False)
+
+    def moe(self, router_in: torch.Tensor, x: torch.Tensor, *weights: Any) -> torch.Tensor:
+        return self.fast.moe(router_in, x, *weights)
+
+
+def test_a_quantised_mixture_decodes_alike_with_and_without_drafts() -> None:
+    """Logits are those of the values the weights stand for; drafts, several sequences at once, leave the plain tokens."""
+    raw = {**VARIANTS["moe"], "num_hidden_layers": 1, "layer_types": ["full_attention"], "moe_intermediate_size": 32}
+    config, ops = ModelConfig.from_hf(raw), OnlyExperts()
+    held, meant = dict[str, Held](), dict[str, Held]()
+    for name, w in dummy_weights(config, "cpu", torch.float32, None, None, 3).items():
+        assert isinstance(w, torch.Tensor)
+        dense = w.to(DEVICE, DTYPE if w.dim() > 1 else None) * (12.0 if w.dim() > 1 else 1.0)
+        held[name] = ops.fast.quantize(dense, "int4") if ".experts_" in name else dense
+        meant[name] = Integer(4, 32).quantise(dense).dense() if ".experts_" in name else dense
+    assert isinstance(held["layers.0.experts_gate_up"], QuantExperts)
+    model, plain = build(config, held, ops), build(config, meant, ReferenceOps())
+    if not CUDA:  # bfloat16 may route a row elsewhere
+        ids = torch.arange(3, 9)
+        views = [build_kv(config, 1, len(ids)).view([(0, len(ids))]) for _ in range(2)]
+        near(model.logits(model.forward(ids, views[0])), plain.logits(plain.forward(ids, views[1])), 1e-3)
+    prompts = [[3, 5, 7, 9], [4, 8, 4, 8, 4]]
+    answers = []
+    for k in (0, 3):
+        engine = tiny_engine(model=model, k=k, graphs=False, kv=DTYPE)
+        asked = [request(str(i), p, k, bool(k), max_tokens=5) for i, p in enumerate(prompts)]
+        answers.append(run(engine, asked) if k else {r.id: run(engine, [r])[r.id] for r in asked})
+    assert answers[0] == answers[1] and answers[0]["0"] != answers[0]["1"]
