@@ -58,7 +58,7 @@ def compare(case: dict[str, Any], team: Team) -> dict[str, Any]:
         return {}
     _, whole, _ = load_target(case["model"])
     want = logits(build(whole_config, whole, ReferenceOps()))
-    return {"off": float((mine - want).abs().max()), "spread": float(want.std()), "share": most / size(whole)}
+    return {"off": float((mine - want).abs().max()), "largest": float(want.abs().max()), "share": most / size(whole)}
 
 
 def trained_on(case: dict[str, Any], team: Team) -> None:

@@ -11,6 +11,7 @@ import itertools
 import logging
 import os
 import signal
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from .models.pairing import fits, other_weights
 from .models.split import SOLO
 from .ops.backend import Backend
 from .ops.cpu.ops import default_threads
-from .parallel import STARTED_BY_US, Leader, Team, follow, is_worker, join
+from .parallel import STARTED_BY_US, Leader, Parted, Team, follow, is_worker, join
 from .spec import card as cards
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostKey, CostTable, machine_name
@@ -318,8 +319,10 @@ def worker(device: str | None = None) -> NoReturn:
         os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
     except OutriderError:
         pass  # rank 0 says it
-    except Exception as error:
-        if (team is None or not team.watch.ending) and "Connection closed by peer" not in str(error):
+    except Parted:
+        time.sleep(60)  # rank 0 looks who is gone, says it and ends this process too: who ends first would be blamed
+    except Exception:
+        if team is None or not team.watch.ending:
             log.exception("process %s failed", os.environ.get("RANK"))
     os._exit(1)
 

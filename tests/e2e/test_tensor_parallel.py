@@ -22,7 +22,6 @@ from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.weights.dummy_file import write_folder, write_gguf
 from outrider.weights.names import tensor_plan
 
-FOUR = ("llama", "gemma3", "edge", "moe", "uneven", "q4_0")  # fewer K/V heads than processes, in all ways
 ROOT = Path(__file__).parents[2]
 UNEVEN = {**LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True}
 UNEVEN |= {"vocab_size": 70, "intermediate_size": 240}  # so much wider that a head more or less matters as little as in a real model
@@ -78,9 +77,9 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(600)
 def test_every_family_over_two_and_four_processes(cases: list[dict[str, Any]], tmp_path: Path) -> None:
-    """Logits as one process has them; drafting changes nothing; nobody holds more than its share."""
-    over = {2: cases, 4: [case for case in cases if case["name"] in FOUR]}
+    """And smollm2 over two. Logits as one process has them; drafting changes nothing; nobody holds more than its share."""
     running = []
+    over = {2: [*cases, {"name": "smollm2", "model": "smollm2", "drafter": "auto"}], 4: cases}
     for world in (2, 4):
         (tmp_path / f"cases-{world}.json").write_text(json.dumps(over[world]))
         environment = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
@@ -93,7 +92,7 @@ def test_every_family_over_two_and_four_processes(cases: list[dict[str, Any]], t
         assert len(found) == len(over[world])
         for name, one in found.items():
             where = f"{name} over {world}"
-            assert one["off"] <= 1e-5 * max(1.0, one["spread"]), where
+            assert one["off"] <= 2e-6 * max(1.0, one["largest"]), where  # what float32 gives: one process is as far from the exact sum
             assert one["share"] <= 1 / world + 0.05, where
             assert one["plain"] == one["drafted"] == one.get("ahead", one["plain"]), where
             assert all(len(tokens) == 8 for tokens in one["plain"]), where
@@ -110,10 +109,10 @@ def started(pid: int) -> list[int]:
 
 @pytest.mark.timeout(600)
 def test_a_killed_process_ends_the_server_with_one_line(tmp_path: Path) -> None:
-    """The command starts its own second process; the request that was running gets an error, and the exit code says so."""
+    """The command starts two more processes itself; the request that was running gets an error, and the exit code says so."""
     raw = {**WIDE, "tie_word_embeddings": False}
     write_folder(tmp_path / "model", raw, ModelConfig.from_hf(raw))
-    command = [sys.executable, "-m", "outrider.cli.main", "serve", str(tmp_path / "model"), "--tensor-parallel", "2", "--port", "0"]
+    command = [sys.executable, "-m", "outrider.cli.main", "serve", str(tmp_path / "model"), "--tensor-parallel", "3", "--port", "0"]
     options = ["--drafter", "ngram", "--max-context", "8192", "--device", "cpu", "--ops", "reference"]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}/src", "OUTRIDER_CACHE": str(tmp_path / "cache")}
     server = subprocess.Popen([*command, *options], env=environment, cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -128,7 +127,7 @@ def test_a_killed_process_ends_the_server_with_one_line(tmp_path: Path) -> None:
         asked = urllib.request.Request(f"{where}/v1/completions", body, {"content-type": "application/json"})
         with urllib.request.urlopen(asked, timeout=300) as stream:
             assert stream.readline().startswith(b"data: ")
-            (worker,) = started(server.pid)
+            worker = started(server.pid)[-1]
             os.kill(worker, signal.SIGKILL)
             began = time.monotonic()
             rest = stream.read().decode()
@@ -139,5 +138,6 @@ def test_a_killed_process_ends_the_server_with_one_line(tmp_path: Path) -> None:
     assert server.returncode == 1
     assert '"error"' in rest and "[DONE]" not in rest.split('"error"')[0]
     last = [line for line in more.splitlines() if line.startswith("outrider: ")]
-    assert last == [f"outrider: process 1 of --tensor-parallel 2 (pid {worker}) was killed by SIGKILL: the run cannot go on without it"]
-    assert took < 30  # a few seconds on a quiet machine
+    assert last == [f"outrider: process 2 of --tensor-parallel 3 (pid {worker}) was killed by SIGKILL: the run cannot go on without it"]
+    assert "Traceback" not in more and "  File" not in more, more  # nobody else complains that it is gone
+    assert took < 40  # 10 s are promised and 2.3 s measured; a machine that runs the tests may be four times slower

@@ -16,7 +16,8 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -39,6 +40,18 @@ LEAVING = 20.0  # seconds until those who should have left are ended
 STARTING = timedelta(minutes=10)
 STARTED_BY_US = "OUTRIDER_TEAM"  # in the environment of a process that the first one started: cpu or cuda
 WORKER = "from outrider.llm import worker; worker()"
+
+
+class Parted(Exception):
+    """An exchange failed: somebody is gone, and it is not this process."""
+
+
+@contextmanager
+def parting() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's own errors of exchanges among them
+        raise Parted(str(error)) from error
 
 
 def is_worker() -> bool:
@@ -85,10 +98,11 @@ class Team:
     def _every(self, mine: Tensor) -> Tensor:
         """[world, ...]: everybody's, in the order of the ranks. One alone has it in its place already."""
         every = mine if self.share.world == 1 else mine.new_empty((self.share.world * mine.shape[0], *mine.shape[1:]))
-        if self.device.type == "cuda":
-            dist.all_gather_into_tensor(every, mine)  # one kernel of NCCL, which a CUDA graph captures like any other
-        else:
-            dist.all_gather(list(every.chunk(self.share.world)), mine)
+        with parting():
+            if self.device.type == "cuda":
+                dist.all_gather_into_tensor(every, mine)  # one kernel of NCCL, which a CUDA graph captures like any other
+            else:
+                dist.all_gather(list(every.chunk(self.share.world)), mine)
         return every.view(self.share.world, *mine.shape)
 
     # ---- words
@@ -98,27 +112,32 @@ class Team:
         packet = torch.zeros(HEADER, dtype=torch.uint8)
         head = len(body).to_bytes(8, "little") + body[: HEADER - 8]
         packet[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
-        dist.broadcast(packet, 0, group=self.words)
+        self._tell(packet)
         if len(body) > HEADER - 8:
-            dist.broadcast(torch.frombuffer(bytearray(body[HEADER - 8 :]), dtype=torch.uint8), 0, group=self.words)
+            self._tell(torch.frombuffer(bytearray(body[HEADER - 8 :]), dtype=torch.uint8))
 
     def receive(self) -> object:
         """What rank 0 tells next."""
         packet = torch.zeros(HEADER, dtype=torch.uint8)
-        dist.broadcast(packet, 0, group=self.words)
+        self._tell(packet)
         first = packet.numpy().tobytes()
         size = int.from_bytes(first[:8], "little")
         body = first[8 : 8 + size]
         if size > HEADER - 8:
             rest = torch.zeros(size - (HEADER - 8), dtype=torch.uint8)
-            dist.broadcast(rest, 0, group=self.words)
+            self._tell(rest)
             body += rest.numpy().tobytes()
         return pickle.loads(body)
+
+    def _tell(self, packet: Tensor) -> None:
+        with parting():
+            dist.broadcast(packet, 0, group=self.words)
 
     def least(self, numbers: Sequence[int], error: str | None = None) -> list[int]:
         """The least of everybody's, number by number. `error`: why this process has none; then nobody has."""
         every: list[tuple[Sequence[int], str | None]] = [((), None)] * self.share.world
-        dist.all_gather_object(every, (numbers, error), group=self.words)
+        with parting():
+            dist.all_gather_object(every, (numbers, error), group=self.words)
         for rank, (_, wrong) in enumerate(every):
             if wrong is not None:
                 raise OutriderError(wrong if rank == 0 else f"process {rank} of --tensor-parallel {self.share.world}: {wrong}")
