@@ -129,26 +129,18 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
     """`config` has to be placed. What has changed since the last deployment is rolled out, a replica at a time. `keys`: besides its own."""
     assert config.max_concurrent is not None and config.threads is not None, "not placed"
     fields = config.fields()
-    scale = (
-        {"num_replicas": config.replicas.low}
-        if config.replicas.fixed
-        else {
-            "autoscaling_config": AutoscalingConfig(
-                min_replicas=config.replicas.low,
-                max_replicas=config.replicas.high,
-                target_ongoing_requests=config.target_queue,
-                upscale_delay_s=config.upscale_delay,
-                downscale_delay_s=config.downscale_delay,
-            )
-        }
-    )
+    bounds = config.replicas
+    scale = {"num_replicas": bounds.low} if bounds.fixed else {"autoscaling_config": AutoscalingConfig(
+        min_replicas=bounds.low, max_replicas=bounds.high, target_ongoing_requests=config.target_queue,
+        upscale_delay_s=config.upscale_delay, downscale_delay_s=config.downscale_delay,
+    )}  # fmt: skip
     engine_fields = {k: v for k, v in fields.items() if k not in ("replicas", "target_queue", "upscale_delay", "downscale_delay")}
     engines = serve.deployment(
         Engine,
         name="Engine",
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica or 0},
         max_ongoing_requests=config.max_concurrent + config.max_queued,
-        max_queued_requests=max(1, config.max_queued) * config.replicas.high,
+        max_queued_requests=max(1, config.max_queued) * bounds.high,
         graceful_shutdown_timeout_s=config.drain,
         graceful_shutdown_wait_loop_s=0.5,
         health_check_period_s=5.0,
@@ -161,15 +153,9 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         **scale,
     ).bind(engine_fields)
     front = serve.deployment(
-        Front,
-        name="Ingress",
-        num_replicas=config.ingresses,
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MOST_RELAYED,
-        graceful_shutdown_timeout_s=config.drain,
-        graceful_shutdown_wait_loop_s=0.5,
-        logging_config=QUIET,
-    )
+        Front, name="Ingress", num_replicas=config.ingresses, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MOST_RELAYED,
+        graceful_shutdown_timeout_s=config.drain, graceful_shutdown_wait_loop_s=0.5, logging_config=QUIET,
+    )  # fmt: skip
     return front.bind(engines, {k: v for k, v in fields.items() if k in FRONT_FIELDS}, keys)
 
 

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, get_type_hints
 
 import yaml
 
@@ -46,44 +47,46 @@ class Replicas:
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    model: str
-    replicas: Replicas = Replicas(1, 1)
-    name: str | None = None  # what clients call the model; default: as `outrider serve` names it
-    host: str = "127.0.0.1"
-    port: int = 8000
+    """Each field with the rule that it is read by."""
+
+    model: Annotated[str, Rule(_text, "a model's name, folder, .gguf file or Hugging Face id")]
+    replicas: Annotated[Replicas, Rule(_replicas, "a number such as 2, or bounds such as 2..8")] = Replicas(1, 1)
+    name: Annotated[str | None, TEXT] = None  # what clients call the model; default: as `outrider serve` names it
+    host: Annotated[str, TEXT] = "127.0.0.1"
+    port: Annotated[int, _whole(0, 65535)] = 8000
     # each engine
-    drafter: str = "auto"
-    draft_tokens: str = "auto"
-    verify: str = "coupled"
-    device: str | None = None
-    dtype: str | None = None
-    ops: str = "auto"
-    threads: int | None = None  # default: as many as cpus_per_replica
-    quantize: str | None = None
-    load_format: str = "auto"
-    max_concurrent: int | None = None  # default: 254 on a GPU, else 8
-    max_context: int | None = None
-    gpu_memory: float = 0.9
-    tensor_parallel: int = 1
+    drafter: Annotated[str, TEXT] = "auto"
+    draft_tokens: Annotated[str, Rule(_draft_tokens, "auto or 0..16")] = "auto"
+    verify: Annotated[str, _one_of("coupled", "rejection", "block")] = "coupled"
+    device: Annotated[str | None, TEXT] = None
+    dtype: Annotated[str | None, _one_of("float32", "bfloat16", "float16")] = None
+    ops: Annotated[str, TEXT] = "auto"
+    threads: Annotated[int | None, _whole(1)] = None  # default: as many as cpus_per_replica
+    quantize: Annotated[str | None, _one_of("int8", "int4", "fp8")] = None
+    load_format: Annotated[str, _one_of("auto", "dummy")] = "auto"
+    max_concurrent: Annotated[int | None, _whole(1)] = None  # default: 254 on a GPU, else 8
+    max_context: Annotated[int | None, _whole(1)] = None
+    gpu_memory: Annotated[float, _number(0, 1, over=True)] = 0.9
+    tensor_parallel: Annotated[int, _whole(1)] = 1
     # what a replica takes of its machine
-    cpus_per_replica: float = 1.0
-    gpus_per_replica: float | None = None  # default: one where the cluster has GPUs and device is not cpu
+    cpus_per_replica: Annotated[float, _number(0, over=True)] = 1.0
+    gpus_per_replica: Annotated[float | None, _number(0)] = None  # default: one where the cluster has GPUs and device is not cpu
     # the API
-    max_queued: int = 64  # a replica's
-    timeout: float = 600.0
-    max_body: int = 4 << 20
-    max_prompt: int = 0
-    api_key_file: str | None = None  # read where the ingress runs, besides OUTRIDER_API_KEY
-    allowed_origin: str | None = None
+    max_queued: Annotated[int, _whole(0)] = 64  # a replica's
+    timeout: Annotated[float, _number(0, over=True)] = 600.0
+    max_body: Annotated[int, _whole(1024)] = 4 << 20
+    max_prompt: Annotated[int, _whole(0)] = 0
+    api_key_file: Annotated[str | None, TEXT] = None  # read where the ingress runs, besides OUTRIDER_API_KEY
+    allowed_origin: Annotated[str | None, TEXT] = None
     # the cluster
-    routing: str = "prefix"
-    ingresses: int = 1
-    target_queue: float | None = None  # requests a replica may have before another is added; default: max_concurrent
-    upscale_delay: float = 10.0
-    downscale_delay: float = 300.0
-    retries: int = 2  # after a replica's death, while nothing has been told to the client
-    wait: float = 30.0  # seconds a request waits for a replica before it hears 503
-    drain: float = 120.0  # seconds a replica that leaves has for its running requests
+    routing: Annotated[str, _one_of("prefix", "least-loaded")] = "prefix"
+    ingresses: Annotated[int, _whole(1)] = 1
+    target_queue: Annotated[float | None, _number(0, over=True)] = None  # a replica's requests before one is added; max_concurrent
+    upscale_delay: Annotated[float, _number(0)] = 10.0
+    downscale_delay: Annotated[float, _number(0)] = 300.0
+    retries: Annotated[int, _whole(0)] = 2  # after a replica's death, while nothing has been told to the client
+    wait: Annotated[float, _number(0, over=True)] = 30.0  # seconds a request waits for a replica before it hears 503
+    drain: Annotated[float, _number(0)] = 120.0  # seconds a replica that leaves has for its running requests
 
     @classmethod
     def of(cls, fields: Mapping[str, object], where: str = "") -> ClusterConfig:
@@ -246,39 +249,4 @@ def _typed(name: str, value: object) -> object:
 
 
 TEXT = Rule(_text, "a text that is not empty")
-RULES = {
-    "model": Rule(_text, "a model's name, folder, .gguf file or Hugging Face id"),
-    "replicas": Rule(_replicas, "a number such as 2, or bounds such as 2..8"),
-    "name": TEXT,
-    "host": TEXT,
-    "port": _whole(0, 65535),
-    "drafter": TEXT,
-    "draft_tokens": Rule(_draft_tokens, "auto or 0..16"),
-    "verify": _one_of("coupled", "rejection", "block"),
-    "device": TEXT,
-    "dtype": _one_of("float32", "bfloat16", "float16"),
-    "ops": TEXT,
-    "threads": _whole(1),
-    "quantize": _one_of("int8", "int4", "fp8"),
-    "load_format": _one_of("auto", "dummy"),
-    "max_concurrent": _whole(1),
-    "max_context": _whole(1),
-    "gpu_memory": _number(0, 1, over=True),
-    "tensor_parallel": _whole(1),
-    "cpus_per_replica": _number(0, over=True),
-    "gpus_per_replica": _number(0),
-    "max_queued": _whole(0),
-    "timeout": _number(0, over=True),
-    "max_body": _whole(1024),
-    "max_prompt": _whole(0),
-    "api_key_file": TEXT,
-    "allowed_origin": TEXT,
-    "routing": _one_of("prefix", "least-loaded"),
-    "ingresses": _whole(1),
-    "target_queue": _number(0, over=True),
-    "upscale_delay": _number(0),
-    "downscale_delay": _number(0),
-    "retries": _whole(0),
-    "wait": _number(0, over=True),
-    "drain": _number(0),
-}
+RULES: dict[str, Rule] = {name: hint.__metadata__[0] for name, hint in get_type_hints(ClusterConfig, include_extras=True).items()}
