@@ -209,6 +209,16 @@ class LLM:
     def chat_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Json]] | None = None) -> list[int]:
         return self._tokenizer().chat(messages, tools)
 
+    def asked(self, prompt: str | Messages, raw: bool = False) -> list[int]:
+        """Ids of what a user says: through the chat template where the model has one, unless `raw`."""
+        messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if not raw and self.tokenizer is not None and self.tokenizer.has_chat_template:
+            return self.chat_prompt(messages)
+        text = str(messages[-1]["content"])
+        if not text:
+            raise OutriderError("the prompt is empty")
+        return self._encode(text)
+
     def _encode(self, prompt: Prompt) -> list[int]:
         return self._tokenizer().encode(prompt, bos=True) if isinstance(prompt, str) else [int(t) for t in prompt]
 

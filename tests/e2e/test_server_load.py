@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -29,8 +30,8 @@ def test_percentiles() -> None:
 def test_a_run(tmp_path: Path) -> None:
     tok = tokenizer()
     with Served(FakeEngine(tok, delay=0.001), tok) as s:
-        row = run(s.url, ["one", "two"], concurrency=4, requests=10, max_tokens=20)
-        plain = run(s.url, ["one", "two"], concurrency=1, requests=2, max_tokens=20, draft_tokens=0)
+        row = asyncio.run(run(s.url, ["one", "two"], concurrency=4, requests=10, max_tokens=20))
+        plain = asyncio.run(run(s.url, ["one", "two"], concurrency=1, requests=2, max_tokens=20, drafts=0))
         figures = tmp_path / "figures.json"
         load(s.url, concurrency="1,2", requests=2, max_tokens=8, json_file=figures)
     assert row["errors"] == 0 and row["requests"] == 10 and 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"]
@@ -42,6 +43,6 @@ def test_a_run(tmp_path: Path) -> None:
 
 def test_bad_input() -> None:
     with pytest.raises(OutriderError, match="OpenAI-compatible"):
-        run("http://127.0.0.1:9", ["x"], 1, 1, 1)
+        asyncio.run(run("http://127.0.0.1:9", ["x"], 1, 1, 1))
     with pytest.raises(OutriderError, match="--concurrency"):
         load("http://127.0.0.1:9", concurrency="many")

@@ -274,18 +274,6 @@ def collect() -> None:
 
 
 # ---- assumed acceptance ----------------------------------------------------------------------------------------------------
-def by_position(share: float, k: int) -> list[float]:
-    """The chance that a drafted token is right, given those before it were, the same at every position, such that `share` of k
-    drafted tokens is accepted on average."""
-    if not 0.0 <= share <= 1.0:
-        raise OutriderError(f"a share of accepted tokens lies in 0..1, not at {share}")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        mid = (low + high) / 2
-        low, high = (mid, high) if sum(mid**i for i in range(1, k + 1)) < share * k else (low, mid)
-    return [high] * k
-
-
 class Synthetic:
     """SYNTHETIC acceptance: the drafter and the target run for real, then the verdict is replaced. Dummy weights guess nothing
     right; what a cycle costs does not depend on it. `chances[j]`: position j is right, given those before it were.

@@ -24,7 +24,8 @@ from ..models.known import KNOWN
 from ..ops.backend import Capabilities
 from ..types import MAX_DRAFT, OutriderError
 from . import gpu_peer
-from .gpu import H200_BYTES_PER_S, PUBLISHED, SIZES, Rig, Synthetic, by_position, collect, plain_run, speculative_run, time_ms
+from .gpu import H200_BYTES_PER_S, PUBLISHED, SIZES, Rig, Synthetic, collect, plain_run, speculative_run, time_ms
+from .predict import chance
 
 Say = Callable[[str], None]
 CYCLES = 40  # of a synthetic run
@@ -105,8 +106,8 @@ class Settings:
     def chances(self, k: int) -> list[float] | None:
         """By position, of k drafted tokens; None: nothing is assumed for this k."""
         if self.accept is None:
-            return by_position(PUBLISHED[k], k) if k in PUBLISHED else None
-        return by_position(self.accept[0], k) if len(self.accept) == 1 else [*self.accept, *[self.accept[-1]] * k][:k]
+            return [chance(PUBLISHED[k], k)] * k if k in PUBLISHED else None
+        return [chance(self.accept[0], k)] * k if len(self.accept) == 1 else [*self.accept, *[self.accept[-1]] * k][:k]
 
 
 def quick(against_hf: bool = True) -> Settings:

@@ -63,7 +63,7 @@ class Ours:
         requests = []
         for prompt in prompts:
             params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
-            requests += llm.requests(encode(llm, prompt), params, self.draft_tokens, self.drafting)
+            requests += llm.requests(llm.asked(prompt.text), params, self.draft_tokens, self.drafting)
         done = {r.id: Answer(p.id, "", [], 0.0, 0.0, 0) for r, p in zip(requests, prompts, strict=True)}
         open_ids = set(done)
         prefill = llm.engine.metrics.prefill_seconds
@@ -83,13 +83,6 @@ class Ours:
                     _fill(answer, event.stats)
         whole = time.perf_counter() - began - (llm.engine.metrics.prefill_seconds - prefill)
         return list(done.values()), whole
-
-
-def encode(llm: LLM, prompt: Prompt) -> list[int]:
-    """Through the chat template where the model has one."""
-    if llm.tokenizer is not None and llm.tokenizer.has_chat_template:
-        return llm.chat_prompt([{"role": "user", "content": prompt.text}])
-    return llm._encode(prompt.text)
 
 
 def _fill(answer: Answer, stats: RequestStats) -> None:

@@ -67,30 +67,17 @@ class Timing:
         return [at - before for (before, _), (at, _) in zip(self.chunks, self.chunks[1:])]
 
 
-def run(
+async def run(
     url: str,
     prompts: Sequence[str],
     concurrency: int,
     requests: int,
     max_tokens: int,
     temperature: float = 0.0,
-    draft_tokens: int | Literal["auto"] = "auto",
-    api_key: str | None = None,
+    drafts: int | Literal["auto"] = "auto",
+    key: str | None = None,
 ) -> Summary:
     """`requests` answers, `concurrency` at a time."""
-    return asyncio.run(_run(url, prompts, concurrency, requests, max_tokens, temperature, draft_tokens, api_key))
-
-
-async def _run(
-    url: str,
-    prompts: Sequence[str],
-    concurrency: int,
-    requests: int,
-    max_tokens: int,
-    temperature: float,
-    drafts: int | str,
-    key: str | None,
-) -> Summary:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     limits = httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=httpx.Timeout(600)) as client:

@@ -139,13 +139,19 @@ class Acceptance:
 
     @staticmethod
     def of_share(share: float, k: int) -> Acceptance:
-        if not 0.0 <= share <= 1.0 or not 1 <= k <= MAX_DRAFT:
-            raise ValueError(share)
-        low, high = 0.0, 1.0
-        for _ in range(60):
-            a = (low + high) / 2
-            low, high = (a, high) if sum(a**j for j in range(1, k + 1)) / k < share else (low, a)
-        return Acceptance(tuple(low**j for j in range(1, MAX_DRAFT + 1)), f"{share:.0%} of drafts at K={k} ({low:.3f} a token)")
+        each = chance(share, k)
+        return Acceptance(tuple(each**j for j in range(1, MAX_DRAFT + 1)), f"{share:.0%} of drafts at K={k} ({each:.3f} a token)")
+
+
+def chance(share: float, k: int) -> float:
+    """That a drafted token is right, given those before it were: one for all positions, such that `share` of k tokens is accepted."""
+    if not 0.0 <= share <= 1.0 or not 1 <= k <= MAX_DRAFT:
+        raise ValueError(share)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        a = (low + high) / 2
+        low, high = (a, high) if sum(a**j for j in range(1, k + 1)) < share * k else (low, a)
+    return high
 
 
 # ---- a step ----------------------------------------------------------------------------------------------------------

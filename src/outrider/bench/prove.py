@@ -59,27 +59,15 @@ def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[Finding]:
     for i, prompt in enumerate(prompts):
         answer = llm.generate(prompt, SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids
         tokens = prompt + answer
-        alone = block_logits(llm, [tokens], len(prompt), 1)[0]  # [17, V]
-        worst, count = 0.0, 0
-        for width in (2, 3, 5, 9, MAX_DRAFT + 1):
-            worst = max(worst, _gap(alone, block_logits(llm, [tokens], len(prompt), width)[0]))
-            count += 1
-        others = [prompts[j % len(prompts)] + answer for j in range(i + 1, i + BATCH)]
+        alone = block_logits(llm, [tokens], [len(prompt)], 1)[0]  # [17, V]
+        others = [prompts[j % len(prompts)] for j in range(i + 1, i + BATCH)]
+        found = [block_logits(llm, [tokens], [len(prompt)], width)[0] for width in (2, 3, 5, 9, MAX_DRAFT + 1)]
         if llm.engine.max_batch >= BATCH:
-            worst = max(
-                worst,
-                _gap(
-                    alone,
-                    block_logits(llm, [tokens, *others], None, MAX_DRAFT + 1, [len(prompt)] + [len(o) - len(answer) for o in others])[0],
-                ),
-            )
-            count += 1
-        yield Finding(
-            "row invariance",
-            f"prompt {i + 1}, {count} layouts",
-            worst == 0.0,
-            "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}",
-        )
+            beside, starts = [tokens, *(o + answer for o in others)], [len(prompt), *map(len, others)]
+            found.append(block_logits(llm, beside, starts, MAX_DRAFT + 1)[0])
+        worst = max(_gap(alone, logits) for logits in found)
+        detail = "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}"
+        yield Finding("row invariance", f"prompt {i + 1}, {len(found)} layouts", worst == 0.0, detail)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
@@ -87,13 +75,11 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 @torch.inference_mode()
-def block_logits(
-    llm: LLM, sequences: Sequence[list[int]], start: int | None, width: int, starts: Sequence[int] | None = None
-) -> list[Tensor]:
-    """Logits [17, V] of each sequence's positions start-1.., computed `width` rows at a time over a fresh cache."""
+def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int], width: int) -> list[Tensor]:
+    """Logits [17, V] of each sequence's positions from start - 1 on, computed `width` rows at a time over a fresh cache."""
     engine = llm.engine
     model, store, device = engine.model, engine.store, engine.device
-    begins = [s - 1 for s in (starts if starts is not None else [start or 1] * len(sequences))]
+    begins = [start - 1 for start in starts]
     caches = []
     for tokens, begin in zip(sequences, begins):
         cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
@@ -148,12 +134,8 @@ def identity(
         if want != got:
             at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
             gap = _logprob_gap(llm, prompts[i], want, got, at, params)
-            return Finding(
-                "identity",
-                case,
-                False,
-                f"prompt {i + 1} differs first at token {at + 1}: {want[at : at + 1]} against {got[at : at + 1]}, logprob gap {gap:.3g}",
-            )
+            texts = f"{want[at : at + 1]} against {got[at : at + 1]}"
+            return Finding("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {texts}, logprob gap {gap:.3g}")
     return Finding("identity", case, True, f"{len(prompts)} × {params.max_tokens} tokens identical")
 
 
@@ -199,7 +181,7 @@ def _parts(answer: Completion) -> dict[str, object]:
 def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 20_000) -> Iterator[Finding]:
     """First emitted token of the rejection verifiers, K = 1, target p and a wrong but plausible q from real logits."""
     tokens = prompts[0] + llm.generate(prompts[0], SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids
-    logits = block_logits(llm, [tokens], len(prompts[0]), MAX_DRAFT + 1)[0].double().cpu()  # [17, V]
+    logits = block_logits(llm, [tokens], [len(prompts[0])], MAX_DRAFT + 1)[0].double().cpu()  # [17, V]
     generator = torch.Generator().manual_seed(seed)
     cases = [(1.0, int(logits.softmax(-1).max(-1).values.argmin())), (1.5, 3)]
     rules: list[tuple[str, Callable[[Tensor, Draft, Tensor, Tensor], Verdict]]] = [("rejection", verify_rejection), ("block", verify_block)]
@@ -215,12 +197,8 @@ def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 2
             verdict = rule(p.expand(draws, 2, 64), draft, u, noise)
             statistic, freedom = pearson(torch.bincount(verdict.tokens[:, 0], minlength=64).double(), p * draws)
             limit = freedom + 5.0 * (2 * freedom) ** 0.5  # five standard deviations of the chi-square law
-            yield Finding(
-                "distribution",
-                f"{name}, T = {temperature}, {draws} draws",
-                statistic < limit,
-                f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}",
-            )
+            detail = f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}"
+            yield Finding("distribution", f"{name}, T = {temperature}, {draws} draws", statistic < limit, detail)
 
 
 def pearson(seen: Tensor, expected: Tensor) -> tuple[float, int]:

@@ -155,11 +155,21 @@ def table(rows: Sequence[Row], temperature: float, batch: int) -> Table:
     return out
 
 
-def score_table(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
+QUALITY = "quality (right / asked)"
+
+
+def _score_rows(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> list[tuple[str, ...]]:
+    """The first: what stands above the others."""
     names = list(dict.fromkeys(c for by in found.values() for c in by))
-    out = Table("contestant", *names, title="quality (right / asked)", title_justify="left")
-    for contestant, by in found.items():
-        out.add_row(contestant, *(f"{by[n][0]} / {by[n][1]}" if n in by else "–" for n in names))
+    body = [(who, *(f"{by[n][0]} / {by[n][1]}" if n in by else "–" for n in names)) for who, by in found.items()]
+    return [("contestant", *names), *body]
+
+
+def score_table(found: Mapping[str, Mapping[str, tuple[int, int]]]) -> Table:
+    head, *body = _score_rows(found)
+    out = Table(*head, title=QUALITY, title_justify="left")
+    for row in body:
+        out.add_row(*row)
     return out
 
 
@@ -194,9 +204,8 @@ def html(settings: Mapping[str, object], rows: Sequence[Row], found: Mapping[str
             parts.append(svg.lines("acceptance by position, of the tokens drafted there", "position", "", curves, log=False))
         parts.append(_html_table(("category", *HEADS), [(r.category, *_texts(r)) for r in here]))
     if found:
-        names = list(dict.fromkeys(c for one in found.values() for c in one))
-        body = [(n, *(f"{one[c][0]} / {one[c][1]}" if c in one else "–" for c in names)) for n, one in found.items()]
-        parts.append("<h2>quality (right / asked)</h2>" + _html_table(("contestant", *names), body))
+        top, *body = _score_rows(found)
+        parts.append(f"<h2>{QUALITY}</h2>" + _html_table(top, body))
     style = (
         "body{font:15px system-ui,sans-serif;max-width:64rem;margin:2rem auto;padding:0 1rem;color:#222;background:#fff}"
         "table{border-collapse:collapse}td,th{padding:.25rem .7rem;border-bottom:1px solid #8884;text-align:right}"

@@ -21,7 +21,7 @@ from ..spec.drafter import DraftBatch, Drafter, draft_round
 from ..spec.mtp import MTPDrafter
 from ..spec.nets import DraftNet
 from ..types import SamplingParams
-from .gpu import Rig
+from .gpu import Rig, time_ms
 
 
 def gentle(rig: Rig) -> None:
@@ -117,16 +117,7 @@ class Clock:
             self.junk.add_(1.0)
             call()
 
-        graph = Graph(once, self.device)
-        for _ in range(2):
-            graph.replay()
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(15)]
-        for a, b in marks:
-            a.record()
-            graph.replay()
-            b.record()
-        torch.cuda.synchronize()
-        return sorted(a.elapsed_time(b) * 1e3 for a, b in marks)[7]
+        return 1e3 * time_ms(Graph(once, self.device).replay, 15, 2)
 
     def step(self, drafter: Drafter, batch: DraftBatch, k: int) -> float:
         """Of one of the k steps of a round."""

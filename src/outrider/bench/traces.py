@@ -14,13 +14,12 @@ from ..llm import LLM
 from ..spec.ngram import NgramIndex
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT, SamplingParams
-from .harness import encode
 from .workloads import Prompt
 
 
 def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0, tick: Callable[[], None] = lambda: None) -> Trace | None:
     """None: the answer is too short to say anything. `llm` should have its prefix cache on, or this takes long."""
-    ids = encode(llm, prompt)
+    ids = llm.asked(prompt.text)
     params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
     answer = llm.generate(ids, params, drafter=False)[0].token_ids
     if len(answer) < 2:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,12 +47,10 @@ def batch(
 
     Example: outrider batch requests.jsonl --out results.jsonl
     """
-    try:
+    with common.needs("batch jobs need", "serve"):
         from ..server.batch import BatchRunner, first_model
         from ..server.prepare import Backend
         from ..server.settings import ServerSettings, public_name
-    except ModuleNotFoundError as e:
-        raise OutriderError(f"batch jobs need {e.name}: pip install 'outrider[serve]'") from None
     chosen = model or first_model(requests)
     settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)
     if replicas is not None and not ray:
@@ -66,8 +63,8 @@ def batch(
     )  # fmt: skip
     if not ray:
         engine = EngineConfig(max_batch=max_concurrent, max_context=max_context)
-        whole: common.LoadOptions = {**options, "tensor_parallel": tensor_parallel, "engine": engine}
-        llm = common.load_llm(chosen, **whole)
+        here: common.LoadOptions = {**options, "tensor_parallel": tensor_parallel, "engine": engine}
+        llm = common.load_llm(chosen, **here)
     columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()]
     began = time.monotonic()
     with Bar(*columns, console=err) as bar:
@@ -81,19 +78,11 @@ def batch(
         if ray:
             limits = {"max_concurrent": max_concurrent, "max_context": max_context}
             given: dict[str, object] = {"model": chosen, "name": settings.model_name, **options, **limits}
-            progress = _on_ray(given, replicas, requests, out, seed, tell)
+            with common.needs("--ray needs", "ray"):
+                from ..cluster.batch import whole
+            progress = whole(given, replicas, requests, out, seed, tell, common.note)
         else:
             progress = BatchRunner(Backend.of(llm), settings, seed).run(requests, out, tell)
     took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
     kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
     err.print(f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s{kept}: {out}")
-
-
-def _on_ray(
-    given: dict[str, object], replicas: int | None, requests: Path, out: Path, seed: int, tell: Callable[[Progress], None]
-) -> Progress:
-    try:
-        from ..cluster import batch as on_ray
-    except ModuleNotFoundError as e:
-        raise OutriderError(f"--ray needs {e.name}: pip install 'outrider[ray]'") from None
-    return on_ray.whole(given, replicas, requests, out, seed, tell, common.note)

@@ -103,7 +103,7 @@ def bench(
     found = report.scores(cells, prompts, grading.grade)
     (output / "report.html").write_text(report.html(asdict(settings), rows, found), encoding="utf-8")
     if history is not None:
-        err.print(f"[dim]appended to {report.history(history, asdict(settings), rows)}[/dim]")
+        common.note(f"appended to {report.history(history, asdict(settings), rows)}")
     if as_json:
         print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows], "quality": found}))
         return
@@ -126,11 +126,15 @@ def _verdict(rows: list[Row], verify: str) -> None:
         raise OutriderError(f"{name} gave another text than plain decoding on {share:.1f} % of prompts: a bug")
 
 
+def _bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=err, transient=True)
+
+
 def _run(contestants: list[Contestant], prompts: list[Prompt], settings: Settings, store: Store) -> None:
     from ..bench import harness
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with _bar() as progress:
         task = progress.add_task("bench", total=harness.total(settings, prompts))
 
         def tick(cell: Cell | None) -> None:
@@ -163,7 +167,7 @@ def _contestants(
         path = Path(hub.resolve(model).path)
         where = str(llm.engine.device)
         kind = options["dtype"] or "bfloat16"
-        found += others.build(peers, path, lambda p: harness.encode(llm, p), llm.engine.eos, options["threads"], where, kind)
+        found += others.build(peers, path, lambda p: llm.asked(p.text), llm.engine.eos, options["threads"], where, kind)
     return found
 
 
@@ -185,9 +189,7 @@ def _record(
     chosen: common.LoadOptions = {**options, "drafter": drafter}
     llm = common.load_llm(model, **chosen)
     left = [p for p in prompts if p.id not in done]
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=err, transient=True
-    ) as progress:
+    with _bar() as progress:
         task = progress.add_task("traces", total=len(left))
         for prompt in left:
             progress.update(task, description=prompt.id)

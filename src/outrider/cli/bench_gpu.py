@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ..types import OutriderError
-from .common import err, numbers, out, parts
+from .common import note, numbers, out, parts
 
 
 def bench_gpu(
@@ -45,7 +45,7 @@ def bench_gpu(
         for size, drafted, positions in ((s, n, c) for s in asked.sizes for n in asked.ks for c in asked.contexts):
             for figures in gpu_engine.measure(size, asked.batches, drafted, positions):
                 found.append(figures)
-                err.print(f"[dim]{' '.join(gpu_engine.table([figures])[1])}[/dim]")
+                note(" ".join(gpu_engine.table([figures])[1]))
         out.print(gpu_table.text_table(gpu_engine.table(found)))
         return
     if quick:
@@ -60,7 +60,7 @@ def bench_gpu(
     def save(found: list[gpu_table.Record]) -> None:
         gpu_table.write(output, found, command)
 
-    records = gpu_table.run(settings, lambda line: err.print(f"[dim]{line}[/dim]"), save=save)
+    records = gpu_table.run(settings, note, save=save)
     out.print(gpu_table.text_table(gpu_table.table(records)))
     for path in gpu_table.write(output, records, command):
-        err.print(f"[dim]wrote {path}[/dim]")
+        note(f"wrote {path}")

@@ -10,7 +10,7 @@ import typer
 from ..config import EngineConfig, parse_draft_tokens
 from ..types import OutriderError, RequestStats, SamplingParams
 from . import common
-from .common import err, out
+from .common import err, note, out
 from .show import Painter
 from .terminal import Terminal
 
@@ -55,7 +55,7 @@ def chat(
     )  # fmt: skip
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
-    err.print(f"[dim]{HELP}[/dim]")
+    note(HELP)
     Conversation(llm, params, system, show_draft).run()
 
 
@@ -104,7 +104,7 @@ class Conversation:
         if name == "/stats":
             for i, stats in enumerate(self.turns, 1):
                 reused = f"{stats.cached_tokens} of {stats.prompt_tokens} prompt tokens reused"
-                err.print(f"[dim]turn {i}: {common.stats_line(stats, reused)}[/dim]")
+                note(f"turn {i}: {common.stats_line(stats, reused)}")
         elif name == "/clear":
             self.clear()
         elif name == "/draft":
@@ -115,7 +115,7 @@ class Conversation:
             except ValueError:
                 raise OutriderError(f"/seed takes a whole number, got {argument!r}") from None
         else:
-            err.print(f"[dim]{HELP}[/dim]")
+            note(HELP)
 
     def answer(self, line: str) -> None:
         self.messages.append({"role": "user", "content": line})
@@ -128,10 +128,10 @@ class Conversation:
                 if event.stats is not None:
                     self.turns.append(event.stats)
                     out.print()
-                    err.print(f"[dim]{common.stats_line(event.stats, event.finish_reason or '')}[/dim]")
+                    note(common.stats_line(event.stats, event.finish_reason or ""))
         except KeyboardInterrupt:
             out.print()
-            err.print("[dim]stopped[/dim]")
+            note("stopped")
         except OutriderError:
             self.messages.pop()
             raise

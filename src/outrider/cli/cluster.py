@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from . import common
-from .common import err, out
+from .common import out
 
 
 def cluster(
@@ -37,7 +37,7 @@ def cluster(
     where = str(place(device))
     result = cluster_drafter(
         drafter, to, clusters=clusters, top=top, target=target, prompts=prompts, limit=limit, recall=recall, max_new=max_tokens, seed=seed,
-        device=where, say=(lambda _: None) if as_json else (lambda line: err.print(f"[dim]{line}[/dim]")),
+        device=where, say=common.teller(as_json),
     )  # fmt: skip
     if as_json:
         out.print_json(data=result)

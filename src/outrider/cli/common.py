@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar, Unpack
 
@@ -51,6 +52,19 @@ def note(line: str) -> None:
     err.print(f"[dim]{line}[/dim]")
 
 
+def teller(quiet: bool) -> Callable[[str], None]:
+    return (lambda _: None) if quiet else note
+
+
+@contextmanager
+def needs(who: str, extra: str) -> Iterator[None]:
+    """Around imports of what only an extra brings."""
+    try:
+        yield
+    except ModuleNotFoundError as e:
+        raise OutriderError(f"{who} {e.name}: pip install 'outrider[{extra}]'") from None
+
+
 class LoadOptions(TypedDict, total=False):
     """What a command passes on to `LLM.load`."""
 
@@ -74,7 +88,7 @@ def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) ->
     follow_if_told(options.get("tensor_parallel", 1), options.get("device"))
     from ..llm import LLM
 
-    say: Callable[[str], None] = (lambda _: None) if quiet else note
+    say = teller(quiet)
     llm = LLM.load(model, say=say, **options)  # type: ignore[arg-type]  # a user's words: it checks them
     engine = options.get("engine")
     if engine is not None and engine.max_context is not None and engine.max_context > llm.config.max_context:
@@ -92,17 +106,6 @@ def follow_if_told(tensor_parallel: int, device: str | None) -> None:
 
         if is_worker():
             worker(device)
-
-
-def encode_prompt(llm: LLM, prompt: str | list[dict[str, str]], raw: bool) -> list[int]:
-    """Through the chat template where the model has one, unless `raw`."""
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if not raw and llm.tokenizer is not None and llm.tokenizer.has_chat_template:
-        return llm.chat_prompt(messages)
-    text = messages[-1]["content"]
-    if not text:
-        raise OutriderError("the prompt is empty")
-    return llm._encode(text)
 
 
 def read_prompts(path: Path) -> Iterator[ForeignDict]:

@@ -37,14 +37,14 @@ def demo(
     llm = common.load_llm(model, drafter=drafter, draft_tokens=draft_tokens, threads=threads)
     params = SamplingParams(max_tokens=max_tokens)
     llama_cpp = _llama_cpp(llm, model, threads) if peer else None
-    llm.generate(common.encode_prompt(llm, "Hello", raw=False), SamplingParams(max_tokens=8))  # warm up
+    llm.generate(llm.asked("Hello"), SamplingParams(max_tokens=8))  # warm up
     table = Table(title=f"{model}, tokens a second, greedy, at most {max_tokens} tokens")
     columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]
     for name in columns + (["llama.cpp"] if llama_cpp is not None else []):
         table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
     tokens, plain_s, fast_s = 0, 0.0, 0.0
     for prompt in PROMPTS:
-        ids = common.encode_prompt(llm, prompt, raw=False)
+        ids = llm.asked(prompt)
         plain = run_plain(llm, ids, params)
         llm.engine.store.prefix.clear()
         fast = llm.generate(ids, params)[0]
@@ -76,8 +76,7 @@ def _llama_cpp(llm: LLM, model: str, threads: int | None) -> Callable[[str, int]
     path = hub.resolve(model).path
     if importlib.util.find_spec("llama_cpp") is None or path.suffix != ".gguf":
         return None
-    encode = lambda prompt: common.encode_prompt(llm, prompt.text, raw=False)  # noqa: E731
-    (engine,) = peers.build(["llama-cpp"], path, encode, llm.engine.eos, threads, "cpu", "float32")
+    (engine,) = peers.build(["llama-cpp"], path, lambda p: llm.asked(p.text), llm.engine.eos, threads, "cpu", "float32")
 
     def speed(text: str, count: int) -> float:
         answers, seconds = engine.answer([Prompt("demo", "demo", text, count)], 0.0, 0)

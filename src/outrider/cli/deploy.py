@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..types import OutriderError
-from .common import err, note
+from .common import err, needs, note
 
 
 def deploy(
@@ -34,10 +34,8 @@ def deploy(
     """
     import yaml
 
-    try:
+    with needs("deploying needs", "ray"):
         from ..cluster.config import ClusterConfig
-    except ModuleNotFoundError as e:
-        raise OutriderError(f"deploying needs {e.name}: pip install 'outrider[ray]'") from None
     over: dict[str, object] = {}
     for word in set_ or ():
         key, equals, value = word.partition("=")
@@ -56,8 +54,6 @@ def deploy(
     if check:
         print(yaml.safe_dump({"model": config.model, **config.fields()}, sort_keys=False), end="")
         return
-    try:
+    with needs("deploying needs", "ray"):
         from ..cluster import run
-    except ModuleNotFoundError as e:
-        raise OutriderError(f"deploying needs {e.name}: pip install 'outrider[ray]'") from None
     run.up(config, address, note, err.print)

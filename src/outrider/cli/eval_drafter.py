@@ -11,7 +11,7 @@ from rich.table import Table
 
 from ..types import OutriderError
 from . import common
-from .common import err, out
+from .common import out
 
 
 def eval_drafter(
@@ -40,8 +40,7 @@ def eval_drafter(
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     result = evaluate_drafter(
         model, drafter, prompts, limit=limit, max_new=max_tokens, temperature=temperature, chat=not raw, full_head=full_head,
-        slots=slots, device=where, dtype=getattr(torch, kind),
-        say=(lambda _: None) if as_json else (lambda line: err.print(f"[dim]{line}[/dim]")),
+        slots=slots, device=where, dtype=getattr(torch, kind), say=common.teller(as_json),
     )  # fmt: skip
     if as_json:
         out.print_json(data=result)

@@ -76,13 +76,11 @@ def generate(
     )  # fmt: skip
     if prompts is not None:
         for row in rows:
-            print(
-                json.dumps({**{k: v for k, v in row.items() if k not in ("prompt", "turns")}, **_one_row(llm, row, params, raw, compare)}),
-                flush=True,
-            )
+            kept = {k: v for k, v in row.items() if k not in ("prompt", "turns")}
+            print(json.dumps({**kept, **_one_row(llm, row, params, raw, compare)}), flush=True)
         return
     assert prompt is not None
-    ids = common.encode_prompt(llm, prompt, raw)
+    ids = llm.asked(prompt, raw)
     if as_json:
         answers = [_answer(llm, ids, replace(params, n=1, seed=seed + i), compare) for i in range(n)]
         print(json.dumps(answers[0] if n == 1 else answers, ensure_ascii=False))
@@ -101,7 +99,7 @@ def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, 
             out.print()
             if show_draft:
                 err.print(painter.legend())
-            err.print(f"[dim]{common.stats_line(event.stats, event.finish_reason or '')}[/dim]")
+            common.note(common.stats_line(event.stats, event.finish_reason or ""))
             fast = event.stats
     if compare:
         plain = run_plain(llm, ids, params)
@@ -137,6 +135,6 @@ def _one_row(llm: LLM, row: Mapping[str, object], params: SamplingParams, raw: b
     answers = []
     for turn in turns if isinstance(turns, list) and turns else [row["prompt"]]:
         messages.append({"role": "user", "content": str(turn)})
-        answers.append(_answer(llm, common.encode_prompt(llm, messages, raw), params, compare))
+        answers.append(_answer(llm, llm.asked(messages, raw), params, compare))
         messages.append({"role": "assistant", "content": str(answers[-1]["text"])})
     return answers[0] if "turns" not in row else {**answers[-1], "turns": answers}

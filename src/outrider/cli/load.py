@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import subprocess
@@ -18,7 +19,7 @@ from rich import box
 from rich.table import Table
 
 from ..types import OutriderError
-from .common import err, numbers, out, prompt_texts
+from .common import err, needs, note, numbers, out, prompt_texts
 
 if TYPE_CHECKING:
     from ..bench.load import Summary
@@ -57,10 +58,8 @@ def load(
 
     Example: outrider load smollm2 --concurrency 1,4 --compare
     """
-    try:
+    with needs("the load generator needs", "serve"):
         from ..bench.load import run
-    except ModuleNotFoundError as e:
-        raise OutriderError(f"the load generator needs {e.name}: pip install 'outrider[serve]'") from None
     levels = numbers(concurrency, int, "--concurrency")
     if min(levels) < 1 or requests < 1 or max_tokens < 1:
         raise OutriderError("--concurrency, --requests and --max-tokens must be at least 1")
@@ -69,8 +68,8 @@ def load(
     with server(target, drafter, max(levels)) as url:
         for level in levels:
             for drafts in ("auto", 0) if compare else ("auto",):
-                rows.append(run(url, texts, level, requests, max_tokens, temperature, drafts, api_key))
-                err.print(f"[dim]{level} at once, draft tokens {drafts}: {rows[-1]['tokens_per_s']:.1f} tokens/s[/dim]")
+                rows.append(asyncio.run(run(url, texts, level, requests, max_tokens, temperature, drafts, api_key)))
+                note(f"{level} at once, draft tokens {drafts}: {rows[-1]['tokens_per_s']:.1f} tokens/s")
     out.print(table(rows))
     if json_file is not None:
         json_file.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")

@@ -28,11 +28,7 @@ from .prove import prove
 from .serve import serve
 from .train import train
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Lossless speculative decoding: the same answers, faster.",
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Lossless speculative decoding: the same answers, faster.")
 COMMANDS = (
     generate, chat, serve, deploy, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, make_dummy,
     demo, doctor,

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from .common import err
+from .common import err, note
 
 EVERY = 5.0  # seconds between lines where stderr is no terminal
 
@@ -35,7 +35,7 @@ class StageProgress:
 
     def say(self, line: str) -> None:
         if not self.quiet:
-            err.print(f"[dim]{line}[/dim]", markup=True)
+            note(line)
 
     def __call__(self, stage: str, done: float, total: float, note: str) -> None:
         if self.quiet:

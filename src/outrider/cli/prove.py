@@ -57,7 +57,7 @@ def prove(
         model, as_json, drafter=drafter, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
         engine=EngineConfig(max_context=max_context),
     )  # fmt: skip
-    ids = [common.encode_prompt(llm, text, raw) for text in texts[:count]]
+    ids = [llm.asked(text, raw) for text in texts[:count]]
     findings = []
     for finding in run(llm, ids, lengths, max_tokens, seed, heats):
         findings.append(finding)
@@ -66,21 +66,10 @@ def prove(
             err.print(f"{mark}  {finding.check}: {finding.case}: {finding.detail}")
     passed = all(f.passed for f in findings)
     if as_json:
-        print(
-            json.dumps(
-                {
-                    "model": model,
-                    "drafter": llm.drafter_note,
-                    "ops": llm.model.ops.name,
-                    "passed": passed,
-                    "findings": [vars(f) for f in findings],
-                }
-            )
-        )
+        about = {"model": model, "drafter": llm.drafter_note, "ops": llm.model.ops.name, "passed": passed}
+        print(json.dumps({**about, "findings": [vars(f) for f in findings]}))
     else:
-        table = Table(title=f"{model} · {llm.drafter_note} · {llm.model.ops.name} kernels")
-        for name in ("check", "cases", "passed"):
-            table.add_column(name)
+        table = Table("check", "cases", "passed", title=f"{model} · {llm.drafter_note} · {llm.model.ops.name} kernels")
         for check in dict.fromkeys(f.check for f in findings):
             mine = [f for f in findings if f.check == check]
             table.add_row(check, str(len(mine)), f"{sum(f.passed for f in mine)} of {len(mine)}")

@@ -80,7 +80,7 @@ def serve(
 
     Example: outrider serve smollm2, then open http://127.0.0.1:8000
     """
-    try:
+    with common.needs("the server needs", "serve"):
         from ..server import catalogue
         from ..server.main import listen
         from ..server.main import serve as run
@@ -88,8 +88,6 @@ def serve(
         from ..server.prepare import Backend
         from ..server.settings import ServerSettings, read_keys
         from ..server.turns import SPARE
-    except ModuleNotFoundError as e:
-        raise OutriderError(f"the server needs {e.name}: pip install 'outrider[serve]'") from None
     from ..ops import place
 
     listed = catalogue.read(models)

@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from ..engine.engine import Event
     from ..engine.text import Tokenizer
 
-STYLES = {"accepted": "green", "corrected": "bold red", "bonus": "cyan", "plain": ""}
+KINDS = {  # style and meaning
+    "accepted": ("green", "drafted and right"), "corrected": ("bold red", "corrected by the target"), "bonus": ("cyan", "bonus"),
+    "plain": ("", "not drafted"),
+}  # fmt: skip
 
 
 class Painter:
@@ -27,18 +30,13 @@ class Painter:
             return Text(event.text)
         text = Text()
         for token, kind in zip(event.tokens, event.kinds):
-            text.append(self.detok.push([token]), STYLES[kind])
+            text.append(self.detok.push([token]), KINDS[kind][0])
         return text
 
     @staticmethod
     def legend() -> Text:
         text = Text()
-        for kind, what in (
-            ("accepted", "drafted and right"),
-            ("corrected", "corrected by the target"),
-            ("bonus", "bonus"),
-            ("plain", "not drafted"),
-        ):
-            text.append("■ ", STYLES[kind])
+        for style, what in KINDS.values():
+            text.append("■ ", style)
             text.append(f"{what}  ", "dim")
         return text

@@ -16,13 +16,6 @@ from .common import out
 from .progress import StageProgress
 
 
-def numbers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(",")) if text else ()
-    except ValueError:
-        raise OutriderError(f"{option} takes layer numbers separated by commas, got {text!r}") from None
-
-
 def train(
     ctx: typer.Context,
     target: Annotated[str, typer.Option(help="The model to draft for: smollm2, a folder, a .gguf file, or a Hugging Face id.")],
@@ -114,14 +107,15 @@ def train(
         rise, most, longest = (
             (warmup or 50, max_new or 192, max_prompt or 512) if cuda else (warmup or 10, max_new or 96, max_prompt or 256)
         )
+        read, tapped = (common.numbers(text, int, option) if text else () for text, option in ((reads, "--reads"), (taps, "--taps")))
         settings = TrainSettings(
             steps=steps, unroll=unroll or (5 if cuda else 3), survival=survival, loss=LossMix.parse(loss), lr=lr, warmup=rise, hold=hold,
             muon=optimizer == "muon", accumulate=accumulate, seed=seed, eval_every=eval_every, patience=patience, save_minutes=save_minutes,
             four_bits_from=four_bits_from,
         )  # fmt: skip
         job = TrainJob(
-            target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=numbers(reads, "--reads"),  # type: ignore[arg-type]
-            hidden=hidden, intermediate=intermediate, taps=numbers(taps, "--taps"), position_offset=position_offset, clusters=clusters,
+            target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=read,  # type: ignore[arg-type]
+            hidden=hidden, intermediate=intermediate, taps=tapped, position_offset=position_offset, clusters=clusters,
             recall=recall, max_prompt=longest, answering=Answering(most, temperature, slots, greedy, seed=seed),
             minutes=minutes, answer_minutes=answer_minutes, limit=limit, heldout=heldout, anchors=anchors, settings=settings, device=where,
             dtype=kind, shard_target=shard_target, command=shlex.join(["outrider", *sys.argv[1:]]),

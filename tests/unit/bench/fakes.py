@@ -28,13 +28,6 @@ class FakeRequest:
     drafter: bool
 
 
-class FakeTokenizer:
-    has_chat_template = True
-
-    def chat(self, messages):
-        return [len(word) for word in messages[0]["content"].split()] or [1]
-
-
 class FakeEngine:
     """Answers a request in one step: the prompt's ids, cut to max_tokens; a drafted answer takes `ms` a token less."""
 
@@ -66,10 +59,10 @@ class FakeEngine:
 
 class FakeLLM:
     def __init__(self, ms=None, wrong=False):
-        self.engine, self.tokenizer, self._ids = FakeEngine(ms or {0: 10.0, 3: 5.0, 4: 8.0}, wrong), FakeTokenizer(), itertools.count()
+        self.engine, self._ids = FakeEngine(ms or {0: 10.0, 3: 5.0, 4: 8.0}, wrong), itertools.count()
 
-    def chat_prompt(self, messages):
-        return self.tokenizer.chat(messages)
+    def asked(self, text):
+        return [len(word) for word in text.split()] or [1]
 
     def requests(self, ids, params, draft_tokens, drafter):
         return [FakeRequest(str(next(self._ids)), ids, params, draft_tokens, drafter)]

@@ -13,7 +13,8 @@ import torch
 from tests.engines import mtp_drafter, tiny_engine, tiny_model
 
 from outrider.bench import gpu_engine, gpu_table
-from outrider.bench.gpu import PUBLISHED, Rig, Synthetic, by_position, plain_run, shallow, speculative_run
+from outrider.bench.gpu import PUBLISHED, Rig, Synthetic, plain_run, shallow, speculative_run
+from outrider.bench.predict import chance
 from outrider.models.known import KNOWN
 from outrider.ops.reference import ReferenceOps
 from outrider.types import Draft, OutriderError, Verdict
@@ -89,7 +90,7 @@ def test_freeing_a_rig_frees_its_weights() -> None:
 
 @pytest.mark.parametrize("k", PUBLISHED)
 def test_synthetic_acceptance_has_the_share_that_was_asked_for(k: int) -> None:
-    assumed = Synthetic(by_position(PUBLISHED[k], k), 3, torch.device("cpu"))
+    assumed = Synthetic([chance(PUBLISHED[k], k)] * k, 3, torch.device("cpu"))
     assert assumed.expected == pytest.approx(1 + k * PUBLISHED[k], abs=1e-6)
     verdict = Verdict(torch.zeros(3, dtype=torch.int64), torch.zeros((3, k + 1), dtype=torch.int64), torch.ones(3, dtype=torch.int64))
     draft = Draft(torch.zeros((3, k), dtype=torch.int64), torch.full((3,), k))
@@ -98,11 +99,10 @@ def test_synthetic_acceptance_has_the_share_that_was_asked_for(k: int) -> None:
     assert counts.min() >= 1 and counts.max() <= k + 1
 
 
-def test_by_position() -> None:
-    assert by_position(1.0, 4) == pytest.approx([1.0] * 4)
-    assert by_position(0.0, 2) == pytest.approx([0.0] * 2, abs=1e-9)
-    with pytest.raises(OutriderError, match="lies in"):
-        by_position(1.2, 4)
+def test_chances() -> None:
+    assert chance(1.0, 4) == pytest.approx(1.0) and chance(0.0, 2) == pytest.approx(0.0, abs=1e-9)
+    with pytest.raises(ValueError):
+        chance(1.2, 4)
 
 
 def test_every_size_has_a_shallow_form_with_both_kinds_of_attention() -> None:
