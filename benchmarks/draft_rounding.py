@@ -21,9 +21,10 @@ from torch import Tensor
 
 from outrider.ops.triton.draft_steps import rounded
 from outrider.train.data import read_prompts
-from outrider.train.evaluate import Head, matches, summary
-from outrider.train.run import open_target
-from outrider.train.tools import answers, heads, load_net, spread
+from outrider.train.evaluate import Head, judge_drafts, summary
+from outrider.train.finish import views
+from outrider.train.target import describe, open_target
+from outrider.train.tools import answers, load_net, spread
 from outrider.weights import hub
 
 BENCH = Path(__file__).parent / "data" / "spec_bench_question.jsonl"
@@ -44,13 +45,13 @@ def main() -> None:
     listed = spread(read_prompts(BENCH), args.limit)
     target = open_target("smollm2", "cpu", torch.float32)
     net = load_net(drafter, target)
-    data, _ = answers(target, listed, max_new=args.max_new, temperature=0.0, chat=True, slots=8, drafter=drafter)
+    data = answers(describe("smollm2"), listed, max_new=args.max_new, temperature=0.0, chat=True, slots=8, drafter=drafter)
     exact = {k: v.detach() for k, v in net.cast(torch.float32).items()}
     narrow = {k: near(v) if v.dim() == 2 and v.is_floating_point() else v for k, v in exact.items()}
-    rows = heads(net, target, exact)[0].rows
+    rows = views(net, target)[1].rows
     out: dict[str, Any] = {"answers": len(data), "tokens": data.answer_tokens}
     for name, weights, head in (("float32", exact, Head(rows)), ("int8", narrow, Head(near(rows)))):
-        right = matches(target.model, net, weights, head, data, 8, 1024, 8192)
+        right = judge_drafts(target.model, net, weights, head, data, 8, 1024, 8192).right
         got = summary(right, ["all"] * len(data), 8)
         out[name] = {k: got["tokens_per_cycle"][k] for k in (2, 4, 8)}
     print(json.dumps(out))

@@ -38,7 +38,7 @@ TORCH_FREE = [
 
 def imports(path: Path) -> list[str]:
     """Dotted names of our modules that a file imports, relative to the package; typing-only imports count too."""
-    here = path.relative_to(SRC).with_suffix("").parts
+    here = path.relative_to(SRC).with_suffix("").parts if path.is_relative_to(SRC) else ()
     found = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.level:
@@ -62,6 +62,27 @@ def test_imports_follow_the_map() -> None:
                 continue
             if not any(name == a or name.startswith(a + ".") for a in ALLOWED[package]):
                 wrong.append(f"{path.relative_to(SRC)} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def defined(module: str) -> set[str]:
+    """What a module has at its top, by its text."""
+    path = SRC.joinpath(*module.split("."))
+    tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+    names = {a.asname or a.name for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom)) for a in n.names}
+    names |= {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    names |= {t.id for n in tree.body if isinstance(n, (ast.Assign, ast.AnnAssign)) for t in ast.walk(n) if isinstance(t, ast.Name)}
+    return names | {child.stem for child in path.glob("*") if path.is_dir()}
+
+
+def test_scripts_import_what_is_there() -> None:
+    """Benchmarks and checks for a GPU are run by hand, and rarely."""
+    root, known, wrong = SRC.parents[1], dict[str, set[str]](), []
+    for path in [*root.glob("benchmarks/*.py"), *root.glob("tests/gpu/*.py")]:
+        for name in imports(path):
+            module, _, what = name.rpartition(".")
+            if module and what not in (known.get(module) or known.setdefault(module, defined(module))):
+                wrong.append(f"{path.relative_to(root)} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 
