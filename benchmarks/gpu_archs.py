@@ -31,6 +31,7 @@ from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.gemma4_assistant import Gemma4Assistant
 from outrider.models.known import KNOWN
+from outrider.ops.trees import WIDTH, Front, Nodes, Noise
 from outrider.ops.triton import TritonOps, attention, linear, moe, quant
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quant_moe import QuantExperts
@@ -124,6 +125,21 @@ def view(config: ModelConfig, count: int, context: int = 1024, page: int = 16) -
     return KVView(page, kv, kv, tables, at, at, shell(2, dtype=torch.int32), count, context)
 
 
+def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int = 5) -> None:
+    """What a captured step with a tree adds: growing it, attention along paths, the walk, and K/V put in line."""
+    at, count, vocab = shell(1, dtype=torch.int64), nodes + 1, config.vocab_size
+    front, found = Front.root(at), Nodes.of(1, depth, torch.device("meta"))
+    noise = Noise(at, at, shell(1, dtype=torch.float32), shell(1, dtype=torch.bool))
+    front = ops.branch(shell(WIDTH, vocab, dtype=torch.float32), None, noise, front, found, 0)
+    ops.branch(shell(WIDTH, 4096, dtype=torch.float32), shell(WIDTH, 4096, dtype=torch.int64), None, front, found, 1)
+    planted, kv = ops.plant(found, nodes, depth), view(config, count)
+    kv.places, kv.paths = kv.positions, planted.paths
+    for spec in {(s.group, s.heads, s.kv_heads, s.head_dim): s for s in (layer.attn for layer in config.layers)}.values():
+        ops.attend(shell(count, spec.heads * spec.head_dim), spec, kv)
+    _, _, rows = ops.walk(kv.positions, kv.positions, planted.above, kv.row_seq, kv.row_start, depth, at)
+    ops.keep_path(rows, at, at, [config.layers[i].attn for i in config.kv_layers], kv)
+
+
 def whole_model(name: str, rows: list[int], pdl: bool) -> None:
     """A pass of every number of rows, logits and choice, and a draft step."""
     ops = TritonOps("meta", pdl=pdl)
@@ -139,6 +155,7 @@ def whole_model(name: str, rows: list[int], pdl: bool) -> None:
         logits = model.logits(model.forward(shell(count, dtype=torch.int64), kv)[: min(count, 17)])
         at = kv.positions[: len(logits)]
         ops.gumbel_argmax(logits, at, at, None, shell(len(logits), dtype=torch.bool))
+    tree_step(config, ops)
     assistant, hidden = Gemma4Assistant(draft, shapes(draft), ops, model), shell(1, config.hidden)
     assistant.candidates(assistant.step(hidden, hidden, assistant.start(view(config, 1)))[0])
 

@@ -32,7 +32,8 @@ from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import KINDS as PACKED
 from outrider.ops.cpu.packing import PackedWeight
 from outrider.ops.formats import BLOCKS
-from outrider.ops.reference import ReferenceOps, gumbel
+from outrider.ops.noise import gumbel
+from outrider.ops.reference import ReferenceOps
 from outrider.train import design
 from outrider.types import AttnSpec, KVView
 from outrider.weights.dummy_file import write_gguf

@@ -16,7 +16,9 @@ if not CUDA:
 
 triton = pytest.importorskip("triton")
 
-from outrider.ops.reference import ReferenceOps, gumbel  # noqa: E402
+from outrider.engine.tree import Tree  # noqa: E402
+from outrider.ops.noise import gumbel  # noqa: E402
+from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, moe  # noqa: E402
 from outrider.ops.triton.ahead import Ahead  # noqa: E402
 from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
@@ -325,6 +327,30 @@ def test_attend_rows_stand_alone(ops: TritonOps, window: int | None) -> None:
             torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), 1, 130 + r + 1,
         )  # fmt: skip
         assert torch.equal(ops.attend(q[r : r + 1], spec, one), together[r : r + 1])
+
+
+@pytest.mark.parametrize("heads,kv_heads,window", [(9, 3, None), (32, 1, 20)])
+def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None:
+    """Rows of trees, whose keys lie in the order of rows: each has the bits of a row alone in a line, whose keys lie in the order of
+    positions. A row that sees its neighbours' branches, a path across two splits, heads that fill a tile and more, a tree at position 0."""
+    parents, bases, cut = [[0, 1, 2, 0, 1], [0, 0], []], [30, 0, 5], Cut(16, 32, near=64, mid=64, far=256, coarse=128)
+    tree, spec = Tree.of(parents, torch.device(DEVICE)), AttnSpec(heads, kv_heads, 16, 0, True, window=window, scale=0.3)
+    kv = cache(spec, [(base, len(line) + 1) for base, line in zip(bases, parents)], 16)
+    first = torch.tensor(bases, device=DEVICE)[kv.row_seq]
+    kv.places, kv.paths, kv.positions = kv.positions, tree.paths, first + tree.depth
+    q = rand(len(first), heads * 16, seed=4)
+    together = attend(q, spec, kv, False, cut)
+    near(together, REF.attend(q, spec, kv))
+    for row in (3, 5, 8):
+        b, base, depth = (int(t[row]) for t in (kv.row_seq, first, tree.depth))
+        keys, values = (side[0].clone() for side in (kv.keys, kv.values) if side[0] is not None)
+        line = KVView(
+            16, [keys], [values], {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[row : row + 1], kv.row_seq[:1] * 0,
+            torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), 1, base + depth + 1,
+        )  # fmt: skip
+        at = torch.arange(depth + 1, device=DEVICE)
+        REF.move_kv(at * 0, base + tree.paths[row, : depth + 1].long(), base + at, spec, line)
+        assert torch.equal(attend(q[row : row + 1], spec, line, False, cut, Shape(True, 16, 8)), together[row : row + 1]), row
 
 
 # ---- experts ----------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,10 @@ from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joinin
 from tests.unit.engine.test_graphs import Thirds
 
 from outrider.engine.engine import Engine
+from outrider.engine.tree import Tree
+from outrider.ops.trees import Planted
 from outrider.spec.drafter import DraftBatch
+from outrider.spec.mtp import MTPDrafter
 from outrider.types import Draft
 
 MODELS = {name: tiny_model(name) for name in VARIANTS}
@@ -87,10 +90,13 @@ def test_a_drafter_s_own_trees_change_nothing(variant: str, clustered: bool) -> 
         assert engine.metrics.drafted > 3 * engine.metrics.trees, "more tokens than a line of three"
 
 
-def test_joining_and_leaving() -> None:
+@pytest.mark.parametrize("graphs", [False, True])
+def test_joining_and_leaving(graphs: bool) -> None:
     """Trees beside lines, copies and plain decoding; sequences come and go, and are pre-empted."""
     rng, kinds = random.Random(2), list(PARAMS.values())
-    engine = tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense", True), model=MODELS["dense"], max_batch=4, kv_tokens=160)
+    engine = tiny_engine(
+        "dense", mtp_drafter(MODELS["dense"], "dense", True), model=MODELS["dense"], max_batch=4, kv_tokens=160, graphs=graphs
+    )
     jobs = []
     for i in range(10):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))]
@@ -115,9 +121,59 @@ def test_a_tree_whose_tokens_do_not_follow_one_another_is_refused() -> None:
     assert engine.metrics.drafter_failures == 1
 
 
-def test_rejection_and_graphs_keep_lines() -> None:
-    drafter = mtp_drafter(MODELS["dense"], "dense")
-    for settings in ({"verify": "block"}, {"graphs": True}):
-        engine: Engine = tiny_engine("dense", drafter, model=MODELS["dense"], **settings)
-        assert run(engine, [tree_request("a", PROMPT, 3, 9)])["a"] == plain("dense", PROMPT, {})
-        assert engine.metrics.drafted > 0 and engine.metrics.trees == 0
+def test_rejection_keeps_lines() -> None:
+    engine: Engine = tiny_engine("dense", mtp_drafter(MODELS["dense"], "dense"), model=MODELS["dense"], verify="block")
+    assert run(engine, [tree_request("a", PROMPT, 3, 9)])["a"] == plain("dense", PROMPT, {})
+    assert engine.metrics.drafted > 0 and engine.metrics.trees == 0
+
+
+@pytest.mark.parametrize("variant,clustered", [("dense", True), ("edge", False), ("moe", True)])
+def test_captured_trees_change_nothing(variant: str, clustered: bool) -> None:
+    """The captured function itself, run as a function. Filters go with trees; histories, masks and logprobs with lines."""
+    for name, params in {**PARAMS, "T1.3+filters": {"temperature": 1.3, "seed": 3, "top_k": 20, "top_p": 0.9}}.items():
+        want = plain(variant, PROMPT, params)
+        engine = tiny_engine(variant, mtp_drafter(MODELS[variant], variant, clustered), model=MODELS[variant], graphs=True)
+        assert run(engine, [tree_request("a", PROMPT, 3, 7, **params)])["a"] == want, (variant, name)
+        m, lines = engine.metrics, name in ("T1.3+all", "grammar", "logprobs")
+        assert m.drafter_failures == 0 and m.drafted > 0 and (m.trees == 0) == lines
+        assert lines or m.drafted > 6 * m.trees, "more tokens than a line of three"
+
+
+class Planter(MTPDrafter):
+    """Trees of fixed size inside a captured step, the right tokens somewhere in them."""
+
+    def __init__(self, of: MTPDrafter, truth: list[int]):
+        super().__init__(of.model, of.target)
+        self.truth, self.rng = truth, random.Random(3)
+
+    def plant(self, batch: DraftBatch, depth: int, nodes: int) -> Planted:
+        rows, above = [], []
+        for at in batch.length.tolist():
+            tokens, parents, tips = [], [], [0]  # where the true path has got to
+            for j in range(nodes):
+                deep = [0]
+                for parent in parents:
+                    deep.append(deep[parent] + 1)
+                if len(tips) <= depth and (self.rng.random() < 0.4 or nodes - j <= depth):
+                    parents.append(tips[-1])
+                    tokens.append((self.truth[at + len(tips) :] or [0])[0])
+                    tips.append(j + 1)
+                else:
+                    parents.append(self.rng.choice([i for i, d in enumerate(deep) if d < depth]))
+                    tokens.append(self.rng.randrange(VOCAB))
+            rows.append(tokens)
+            above.append(parents)
+        tree = Tree.of(above, batch.last.device)
+        paths = torch.cat((tree.paths, tree.paths[:, -1:].expand(-1, depth + 1 - tree.paths.shape[1])), 1)
+        return Planted(torch.tensor(rows), tree.depth, paths, tree.above)
+
+
+@pytest.mark.parametrize("variant", ["dense", "edge", "moe"])
+def test_captured_branches_are_taken(variant: str) -> None:
+    """Branches are accepted, moved into place and read again, by the target and by what is decoded behind them."""
+    for params in (PARAMS["greedy"], PARAMS["T0.7"], {**PARAMS["T0.7"], "temperature": 1.3}):
+        want = plain(variant, PROMPT, params)
+        model = MODELS[variant]
+        engine = tiny_engine(variant, Planter(mtp_drafter(model, variant), PROMPT + want), model=model, graphs=True)
+        assert run(engine, [tree_request("a", PROMPT, 4, 8, **params)])["a"] == want
+        assert engine.metrics.trees > 0 and engine.metrics.branched > engine.metrics.trees / 2

@@ -25,9 +25,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")]
 Drafter = Annotated[str, typer.Option(help="auto | none | ngram | an MTP drafter's or Medusa's folder or id | draft:MODEL.")]
 DraftTokens = Annotated[str, typer.Option(help="How many tokens to draft a cycle: 0..16, or auto (measured, every cycle).")]
-Tree = Annotated[
-    str, typer.Option(help="Drafts that branch: most tokens of a tree, 2..16; off, or auto (where it pays: sampling, on a CPU).")
-]
+Tree = Annotated[str, typer.Option(help="Drafts that branch: most tokens of a tree, 2..16; off, or auto (where it pays).")]
 VerifyBy = Annotated[str, typer.Option("--verify", help="coupled (same seed, same text) | rejection | block (same distribution).")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.")]

@@ -95,7 +95,7 @@ class CycleOutput:
 def cycle(
     model: Target,
     store: Pages,
-    propose: Callable[[], Draft] | None,
+    draft: Draft | None,
     verify: Callable[[Tensor, Draft, CycleInput], Verdict],
     taps: tuple[int, ...],
     x: CycleInput,
@@ -103,7 +103,7 @@ def cycle(
 ) -> CycleOutput:
     """override: benchmarks replace the verdict by an assumed one; nobody else may."""
     rows = x.rows
-    draft = propose() if propose is not None else empty_draft(x.length)  # tokens [B, K]
+    draft = draft if draft is not None else empty_draft(x.length)  # tokens [B, K]
     ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1)) if rows.k else x.last  # [R]
 
     kv = store.view(x.slots, x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
@@ -116,23 +116,12 @@ def cycle(
     if override is not None:
         verdict = override(verdict, draft, x.length)
     if verdict.rows is not None:
-        settle(model, kv, x.length, verdict)
+        specs = [model.config.layers[layer].attn for layer in model.config.kv_layers]
+        model.ops.keep_path(verdict.rows, verdict.accepted, x.length, specs, kv)
         features = features[rows.start[:-1] + verdict.rows[:, -1]]
     elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
     return CycleOutput(verdict, features, logits)
-
-
-def settle(model: Target, kv: KVView, length: Tensor, verdict: Verdict) -> None:
-    """The accepted path's keys and values, which lie in the order of rows, to the positions of its tokens."""
-    assert verdict.rows is not None
-    depth = torch.arange(verdict.rows.shape[1], device=length.device)
-    on_path = depth <= verdict.accepted[:, None]  # [B, D + 1]
-    seq = torch.arange(length.shape[0], device=length.device)[:, None].expand_as(on_path).reshape(-1)
-    target = length[:, None] + torch.where(on_path, depth, 0)
-    source = length[:, None] + torch.where(on_path, verdict.rows, 0)  # where there is nothing to move, the newest token onto itself
-    for layer in model.config.kv_layers:
-        model.ops.move_kv(seq, source.reshape(-1), target.reshape(-1), model.config.layers[layer].attn, kv)
 
 
 def forward(model: Target, ids: Tensor, kv: KVView, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
@@ -161,8 +150,9 @@ def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     mask = x.masks(draft.tokens) if x.masks is not None else None
     if tree is not None:
         ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1))  # [R]
-        z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, tree.lines(ids, rows.start, rows.seq))
-        return tree.walk(sampling.choose(z, rows.seq, position, x.ops), ids, rows.start, rows.seq)
+        lines = tree.lines(ids, rows.start, rows.seq) if sampling.looks_back else None
+        z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, lines)
+        return tree.walk(sampling.choose(z, rows.seq, position, x.ops), ids, rows.start, rows.seq, x.ops)
     z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
     chosen = sampling.choose(z, rows.seq, position, x.ops)  # [R]
     if not rows.k:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore
+from ..ops.trees import Planted
 from ..spec.choose import OFF, SamplingBatch
 from ..spec.drafter import DraftBatch
 from ..spec.mtp import MTPDrafter
@@ -21,6 +22,7 @@ from ..spec.nets import Target
 from ..types import MAX_DRAFT, Draft, GroupName, KVView, Verdict
 from .cycle import CycleInput, Rows, cycle, logprob_rows, verify_coupled
 from .history import NOTHING, Asks, History
+from .tree import Tree
 
 KNOWN = 2 * MAX_DRAFT + 1  # guesses of the host for one sequence: a draft, behind as many tokens as a step in flight may add
 Choosing = Literal["greedy", "hot", "head 64", "head 1024", "sort"]  # how candidates are found: the cheapest that serves all rows
@@ -39,6 +41,12 @@ class Key:
     source: Source | None  # where drafts come from; None: K = 0
     part: Literal["cycle", "draft"] = "cycle"  # draft: only the guess, which is left in Inputs.drafted
     asks: Asks = NOTHING
+    nodes: int = 0  # tokens of a tree of drafts, k deep; 0: a line of k
+
+    @property
+    def drafted(self) -> int:
+        """Tokens of a sequence that are verified beside its newest."""
+        return self.nodes or self.k
 
 
 @dataclass
@@ -121,14 +129,14 @@ class Pages:
 class Output:
     """Where a step leaves what the host reads."""
 
-    tokens: Tensor  # int64 [B, K + 2] emitted tokens and, last, their number
+    tokens: Tensor  # int64 [B, K + 2] emitted tokens and, last, their number; of a tree between them the rows that chose them and parents
     logprobs: Tensor | None = None  # float32 [R, 1 + 2·n]: of the chosen token, then the n likeliest: values, ids
 
     @staticmethod
     def of(key: Key, device: torch.device) -> Output:
-        rows, n = key.batch * (key.k + 1), key.asks.logprobs
+        rows, n, told = key.batch * (key.drafted + 1), key.asks.logprobs, key.k + key.nodes + 2 if key.nodes else 0
         return Output(
-            torch.zeros((key.batch, key.k + 2), dtype=torch.int64, device=device),
+            torch.zeros((key.batch, key.k + 2 + told), dtype=torch.int64, device=device),
             torch.zeros((rows, 1 + 2 * n), device=device) if n >= 0 else None,
         )
 
@@ -141,20 +149,20 @@ def allowed(bits: Tensor, vocab: int) -> Tensor:
 
 def decode_step(
     model: Target, store: KVStore, drafter: MTPDrafter | None, state: State, inputs: Inputs, key: Key, out: Output,
-    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft] | None = None, advance: bool = True,
+    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | Planted] | None = None, advance: bool = True,
     history: History | None = None, bits: Tensor | None = None,
 ) -> Callable[[], Tensor | None]:  # fmt: skip
     """The function that is captured. Leaves what was emitted in `out` and the next inputs in `state` (advance=False: the state stays,
     every run does the same work); returns the logits [R, V]. propose: a stand-in drafter. history, bits [R, V / 32]: what some requests
     ask for (key.asks)."""
     b, k, device, vocab = key.batch, key.k, out.tokens.device, model.config.vocab_size
-    rows, slots, limit, cap = Rows.of((k,) * b, device), inputs.slots[:b], inputs.limit[:b], inputs.cap[:b]
+    rows, slots, limit, cap = Rows.of((key.drafted,) * b, device), inputs.slots[:b], inputs.limit[:b], inputs.cap[:b]
     bare = inputs.sampling(b, key.choosing)  # what a drafter guesses by
     each, each_start = torch.arange(b, device=device), torch.arange(b + 1, dtype=torch.int32, device=device)
     taps = drafter.taps if drafter is not None else ()
     ids, nothing = [""] * b, [[]] * b  # type: ignore[var-annotated]
 
-    def guess(last: Tensor, length: Tensor, pages: Pages) -> Draft:
+    def guess(last: Tensor, length: Tensor, pages: Pages) -> Draft | Planted:
         if propose is not None:
             return propose(last, length)
         if key.source == "drafted":
@@ -163,8 +171,10 @@ def decode_step(
             return Draft(inputs.known(b, k, length), limit)
         assert drafter is not None
         kv = pages.view(slots, length - 1, each, each_start, 1, key.context)
-        features = state.features.index_select(0, slots)
-        tokens = drafter.propose(DraftBatch(ids, nothing, last, length, features, kv, bare, False, model.ops, vocab), k).tokens
+        batch = DraftBatch(ids, nothing, last, length, state.features.index_select(0, slots), kv, bare, False, model.ops, vocab)
+        if key.nodes:
+            return drafter.plant(batch, k, key.nodes)
+        tokens = drafter.propose(batch, k).tokens
         if key.source == "both":
             tokens = torch.where(inputs.by_host[:b, None], inputs.known(b, k, length), tokens)
         return Draft(tokens, limit)
@@ -173,16 +183,21 @@ def decode_step(
         last, length = state.last.index_select(0, slots), state.length.index_select(0, slots)
         pages = Pages.of(store, slots, key.context)
         if key.part == "draft":
-            inputs.drafted[:b, :k].copy_(guess(last, length, pages).tokens)
+            inputs.drafted[:b, : key.drafted].copy_(guess(last, length, pages).tokens)
             out.tokens[:, :k].copy_(inputs.drafted[:b, :k])
             return None
         sampling = bare if history is None else history.select(bare, slots, length, key.asks)
         x = CycleInput(rows, slots, last, length, sampling, model.ops, key.context)
         if bits is not None:
             x.masks = lambda drafts: allowed(bits[: b * (k + 1)], vocab)
-        done = cycle(model, pages, (lambda: guess(last, length, pages)) if k else None, verify_coupled, taps, x, override)
-        verdict = done.verdict
-        torch.cat((verdict.tokens, verdict.counts[:, None]), 1, out=out.tokens)
+        draft = guess(last, length, pages) if k else None
+        if isinstance(draft, Planted):
+            x.tree, draft = Tree(draft.depth, draft.paths, draft.above, limit), Draft(draft.tokens, limit)
+        done = cycle(model, pages, draft, verify_coupled, taps, x, override)
+        verdict, told = done.verdict, [done.verdict.tokens]
+        if x.tree is not None and verdict.rows is not None:
+            told += [verdict.rows, x.tree.above.view(b, -1)]
+        torch.cat((*told, verdict.counts[:, None]), 1, out=out.tokens)
         if out.logprobs is not None:
             out.logprobs.copy_(logprob_rows(done.logits, rows.flat(verdict.tokens), key.asks.logprobs))
         if advance:

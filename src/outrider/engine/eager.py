@@ -80,8 +80,7 @@ class EagerExecutor:
         if any(s.answer.matcher for s in seqs):
             matchers = [s.answer.matcher for s in seqs]
             x.masks = lambda drafts: grammar_masks(matchers, parents, drafts.tolist(), machine.vocab).to(machine.device)
-        made = draft if x.rows.k else None
-        out = cycle(machine.model, machine.store, (lambda: made) if made is not None else None, self.verify, machine.taps, x)
+        out = cycle(machine.model, machine.store, draft if x.rows.k else None, self.verify, machine.taps, x)
         machine.features.index_copy_(0, x.slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
@@ -229,7 +228,7 @@ class EagerExecutor:
             rows = Rows.of((k,) * batch, machine.device)
             x = CycleInput(rows, slots, last, length, sampling, machine.model.ops, context + k + 1)
             draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=machine.device), torch.full_like(length, k))
-            out = cycle(machine.model, machine.store, (lambda: draft) if k else None, verify_coupled, machine.taps, x)
+            out = cycle(machine.model, machine.store, draft if k else None, verify_coupled, machine.taps, x)
             out.verdict.tokens.tolist()  # waits for the device
             return
         drafter, ids = machine.drafter, [f"scratch {i}" for i in range(batch)]

@@ -306,14 +306,15 @@ class Engine:
 
     def _nodes(self, seq: Seq, widest: int) -> int:
         """Most tokens that a tree may have now; 0: drafts stay lines, as they do where a row could have other bits in a tree (the backend
-        says), where choosing is not coupled, and in captured steps. What nobody asked for must also be fast (the executor says) and
-        pay: second guesses bring 17 % where tokens are drawn, and nothing to greedy decoding (two CPU cores, docs/drafting.md)."""
-        asked = self._tree(seq)
-        if not self.can.trees or self.graphs or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
+        says), and where choosing is not coupled. What nobody asked for must also be fast (the executor says) and pay: on a CPU second
+        guesses bring 17 % where tokens are drawn, and nothing to greedy decoding (docs/drafting.md); on a GPU rows cost little."""
+        asked, params = self._tree(seq), seq.request.params
+        if not self.can.trees or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
             return 0
         if asked is None:
-            asked = AUTO_NODES if self.executors[0].trees and seq.tempered and seq.request.params.temperature >= COLD else 0
-        return max(0, min(asked, self.max_context - len(seq.tokens) - 1, widest))
+            pays = seq.tempered and params.temperature >= COLD and not self.graphs
+            asked = AUTO_NODES if self.executors[0].trees and pays else 0
+        return max(0, min(asked, self.max_context - len(seq.tokens) - seq.ahead - 1, widest))
 
     def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""

@@ -24,8 +24,10 @@ from torch import Tensor
 
 from ..cache.store import SeqCache, upload
 from ..ops.backend import Capabilities
+from ..ops.trees import most_nodes
 from ..spec.choose import SamplingBatch
 from ..spec.mtp import MTPDrafter
+from ..spec.plan import Branches
 from ..types import COLD, MAX_DRAFT, SamplingParams
 from .capture import Graph, Pool
 from .cycle import logprobs
@@ -35,11 +37,13 @@ from .machine import Machine
 from .step import Emitted, Flight, Lane, Seq, StepBatch
 
 log = logging.getLogger("outrider")
+NODES = (8, 16)  # tokens of the trees that are captured
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
 @dataclass
 class Captured:
+    key: Key
     graph: Graph
     out: Output  # on the device
     hosts: list[Output]  # two copies of it in pinned memory, used in turn
@@ -49,6 +53,7 @@ class Captured:
 class Copied:
     """Where what a step emitted arrives on the host, and when."""
 
+    key: Key
     host: Output
     event: torch.cuda.Event | None
 
@@ -65,6 +70,16 @@ def choosing_of(params: Sequence[SamplingParams]) -> Choosing:
     return "head 64" if most <= 64 else "head 1024" if most <= 1024 else "sort"
 
 
+def branched(i: int, lane: Lane, line: list[int], key: Key) -> Emitted:
+    """What the i-th sequence of a step with trees brought: `line` as `Output.tokens` has it."""
+    tokens, wide, count = line[: line[-1]], key.k + 1, line[-1]
+    if not lane.k:
+        return Emitted(tokens)
+    lane.k, path = key.nodes, line[wide + 1 : wide + count]
+    parents = [above - i * (key.nodes + 1) for above in line[2 * wide + 1 : -1]]
+    return Emitted(tokens, branches=Branches.of(parents, path))
+
+
 def bound_of(positions: int) -> int:
     """The context that a graph for so many positions is captured for."""
     bound = CONTEXT
@@ -76,12 +91,12 @@ def bound_of(positions: int) -> int:
 class GraphExecutor:
     name = "graphs"
     behind = True
-    trees = False  # none are captured: drafts stay lines
 
     def __init__(self, machine: Machine, capabilities: Capabilities):
         drafter = machine.drafter
         assert drafter is None or isinstance(drafter, MTPDrafter), "only MTP drafters run inside a graph"
         self.machine, self.device, self.drafter, self.can = machine, machine.device, drafter, capabilities
+        self.trees = drafter is not None and capabilities.trees
         self.idle = machine.store.spec.slots  # the table row that is all scratch page
         self.state, self.inputs = State.of(machine.features), Inputs.of(self.device, self.idle, capabilities.graph_batches[-1])
         self.history = History(self.idle + 1, machine.vocab, machine.eos, self.device)
@@ -116,8 +131,16 @@ class GraphExecutor:
             source = "drafted"
         elif k:
             source = self._source(lanes)
-        bound = max(lane.start + 1 + lane.seq.ahead for lane in lanes) + k
-        return Key(self.can.bucket(len(lanes)), k, bound_of(bound), choosing, source, "cycle", asks)
+        nodes = self._nodes(lanes, k) if source == "drafter" and asks == NOTHING else 0
+        bound = max(lane.start + 1 + lane.seq.ahead for lane in lanes) + max(k, nodes)
+        return Key(self.can.bucket(len(lanes)), k, bound_of(bound), choosing, source, "cycle", asks, nodes)
+
+    def _nodes(self, lanes: Sequence[Lane], depth: int) -> int:
+        """Tokens of each sequence's tree in this step; 0: drafts are lines, as nobody asked for more or there would be too many rows.
+        Where histories, masks, logprobs or guesses of the host take part they are too: what is drafted changes no answer."""
+        asked, room = max(lane.nodes for lane in lanes), self.can.graph_rows // self.can.bucket(len(lanes)) - 1
+        nodes = min(next((n for n in NODES if n >= asked), NODES[-1]), most_nodes(depth))
+        return nodes if self.trees and asked > depth and depth < nodes <= room else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, Asks]:
         """How these sequences choose. Looked at again only when the batch changes."""
@@ -175,7 +198,7 @@ class GraphExecutor:
         pinned = self.device.type == "cuda"
         copy = lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned)  # noqa: E731
         hosts = [Output(copy(out.tokens), copy(out.logprobs) if out.logprobs is not None else None) for _ in range(2)]
-        self._graphs[key] = Captured(graph, out, hosts)
+        self._graphs[key] = Captured(key, graph, out, hosts)
         return True
 
     def drop(self) -> None:
@@ -215,7 +238,7 @@ class GraphExecutor:
         if self.device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
-        return Copied(host, event)
+        return Copied(captured.key, host, event)
 
     def read(self, flight: Flight) -> list[Emitted]:
         copied, lanes = flight.payload, flight.batch.decode
@@ -224,6 +247,8 @@ class GraphExecutor:
         if copied.event is not None:
             copied.event.synchronize()
         lines = copied.host.tokens[: len(lanes)].tolist()
+        if copied.key.nodes:
+            return [branched(i, lane, line, copied.key) for i, (lane, line) in enumerate(zip(lanes, lines))]
         if copied.host.logprobs is None:
             return [Emitted(line[: line[-1]]) for line in lines]
         out, width, rows = [], len(lines[0]) - 1, copied.host.logprobs.tolist()

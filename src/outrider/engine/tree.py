@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ops.backend import Backend
 from ..types import Matcher, Verdict
 
 
@@ -26,6 +27,7 @@ class Tree:
     depth: Tensor  # int64 [R] 0: the newest token
     paths: Tensor  # int32 [R, D + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
     above: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
+    limit: Tensor | None = None  # int64 [B] most drafted tokens that a sequence may take; None: as many as there are
 
     @staticmethod
     def of(parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
@@ -56,22 +58,10 @@ class Tree:
         """[R, D]: the drafted tokens up to and including each row's own; `ids` [R] are the rows' tokens."""
         return ids[start[:-1][seq][:, None] + self.paths[:, 1:]]
 
-    def walk(self, chosen: Tensor, ids: Tensor, start: Tensor, seq: Tensor) -> Verdict:
-        """From each root to the child that holds the target's choice, while there is one. `chosen`, `ids` [R]."""
-        first = start[:-1].long()
-        batch, rows = first.shape[0], chosen.shape[0]
-        at, number = first, torch.arange(rows, device=chosen.device)
-        path = [at]
-        accepted, going = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
-        for _ in range(self.deepest):
-            right = (self.above == at[seq]) & (ids == chosen[at][seq])  # [R]
-            child = first.new_full((batch,), rows).scatter_reduce(0, seq, torch.where(right, number, rows), "amin")
-            going = going & (child < rows)
-            at = torch.where(going, child, at)
-            accepted = accepted + going.to(torch.int64)
-            path.append(at)
-        rows_of = torch.stack(path, 1)  # [B, D + 1] over all rows
-        return Verdict(accepted, chosen[rows_of], accepted + 1, rows_of - first[:, None])
+    def walk(self, chosen: Tensor, ids: Tensor, start: Tensor, seq: Tensor, ops: Backend) -> Verdict:
+        """Where the target's choices [R] lead among the rows' tokens [R]."""
+        accepted, tokens, rows = ops.walk(chosen, ids, self.above, seq, start, self.deepest, self.limit)
+        return Verdict(accepted, tokens, accepted + 1, rows)
 
 
 def grammar_masks(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..types import AttnSpec, KVPages, KVView
 from .formats import Held, Weight
+from .trees import Front, Nodes, Noise, Planted
 
 M = TypeVar("M")
 EVERY_ROW = 1 << 30  # "however many" where a number of rows is asked for
@@ -155,7 +156,14 @@ class Backend(Protocol):
         self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
     ) -> Tensor: ...
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor: ...
-    def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None: ...
+
+    # ---- trees of drafts
+    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front: ...
+    def plant(self, nodes: Nodes, count: int, depth: int) -> Planted: ...
+    def walk(
+        self, chosen: Tensor, ids: Tensor, above: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+    def keep_path(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None: ...
 
     # ---- mixture of experts
     def moe(

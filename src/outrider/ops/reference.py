@@ -16,6 +16,8 @@ from torch import Tensor
 from ..types import AttnSpec, KVPages, KVView, OutriderError
 from .backend import Capabilities, HostCycle, M
 from .formats import Held, Weight
+from .noise import gumbel
+from .trees import TreeOps
 
 
 def activation(name: str, x: Tensor) -> Tensor:
@@ -40,7 +42,7 @@ def plain(weight: Held) -> Tensor:
     return weight
 
 
-class ReferenceOps:
+class ReferenceOps(TreeOps):
     name = "reference"
     version = ""
     capabilities = Capabilities(trees=True)  # torch's products may round differently for another number of rows, in trees as in lines
@@ -226,14 +228,6 @@ class ReferenceOps:
             weights = (torch.einsum("gqd,gnd->gqn", qs.float(), k[:, at].float()) * spec.scale).softmax(-1)
             out[lo + i] = torch.einsum("gqn,gnd->gqd", weights, v[:, at].float()).reshape(-1).to(q.dtype)
 
-    def move_kv(self, seq: Tensor, source: Tensor, target: Tensor, spec: AttnSpec, kv: KVView) -> None:
-        """Keys and values at `source` [M] of the sequences `seq` [M] (rows of the tables) to `target` [M]; all are read first."""
-        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
-        assert keys is not None and values is not None
-        page, into = (kv.tables[spec.group][seq, at // kv.page_size].long() for at in (source, target))
-        for cache in (keys, values):
-            cache[into, :, target % kv.page_size] = cache[page, :, source % kv.page_size]
-
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(
         self,
@@ -294,35 +288,3 @@ class ReferenceOps:
         are the token ids of the columns (None: 0..N-1)."""
         noise = gumbel(seed[:, None], position[:, None], torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens)
         return torch.where(hot[:, None], z + noise, z).argmax(-1)
-
-
-def mix32(x: Tensor) -> Tensor:
-    """A 32-bit finaliser (lowbias32, Ettinger 2018) on int64 tensors that hold 32-bit values."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-def noise_bits(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """Counter-based noise: 32 random bits (in int64), a pure function of its three arguments (broadcast)."""
-    key = mix32((seed & 0xFFFFFFFF) ^ mix32((seed >> 32) & 0xFFFFFFFF))
-    key = mix32(key ^ mix32((position + 0x9E3779B9) & 0xFFFFFFFF))
-    return mix32(key ^ token_hash(token))
-
-
-def token_hash(token: Tensor) -> Tensor:
-    """What noise needs of a token, whatever the seed and the position."""
-    return mix32((token + 0x85EBCA6B) & 0xFFFFFFFF)
-
-
-def uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """In (0, 1), float32, exact multiples of 2^-24: 23 bits, because a 24th would round the largest value up to 1."""
-    return ((noise_bits(seed, position, token) >> 9).float() + 0.5) * (1.0 / (1 << 23))
-
-
-def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
-    """Finite Gumbel noise, float32: -log(E), E = -log(1 - u), u from all 32 bits. Float32 is dense near u = 0, where E
-    is small and the token wins, so that tokens of probability 1e-9 are still drawn at their rate. (A kernel without
-    log1p: E = u + u²/2 + u³/3 below u = 2^-10, else -log(1 - u).) u is kept below 1: E must not be infinite."""
-    u = ((noise_bits(seed, position, token).float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
-    return -torch.log(-torch.log1p(-u))

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import Backend
-from ..ops.reference import gumbel
+from ..ops.noise import gumbel
 from ..types import COLD, Draft, SamplingParams, Verdict
 
 OFF = 1 << 40  # a top-k that keeps everything
@@ -131,6 +131,11 @@ class SamplingBatch:
             min_tokens=torch.tensor([p.min_tokens for p in params], device=device) if stops is not None else None,
         )
 
+    @property
+    def looks_back(self) -> bool:
+        """What is chosen hangs on the tokens before it."""
+        return self.penalties is not None or self.bad_words is not None
+
     # ---- choosing (device) ----------------------------------------------------------------------------------------
     def process(
         self,
@@ -204,7 +209,7 @@ class SamplingBatch:
         if not self.any_hot:
             best = ops.argmax(logits)
         else:
-            best = ops.gumbel_argmax(self._draft_z(logits), self.seed, position, token_ids, self.hot)
+            best = ops.gumbel_argmax(self.tempered(logits), self.seed, position, token_ids, self.hot)
         return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]
 
     def scores(self, logits: Tensor, position: Tensor, token_ids: Tensor | None = None) -> Tensor:
@@ -212,14 +217,14 @@ class SamplingBatch:
         if not self.any_hot:
             return logits
         tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-        return torch.where(self.hot[:, None], self._draft_z(logits) + gumbel(self.seed[:, None], position[:, None], tokens), logits)
+        return torch.where(self.hot[:, None], self.tempered(logits) + gumbel(self.seed[:, None], position[:, None], tokens), logits)
 
     def draw(
         self, logits: Tensor, position: Tensor, start: Tensor, ops: Backend, vocab: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """For rejection: tokens [B] drawn from q, and q [B, V] itself (a point mass where greedy). `start` [B] is the first
         position of the block: see `stream`."""
-        z = self._draft_z(logits.float())
+        z = self.tempered(logits.float())
         best = ops.gumbel_argmax(z, stream(self.seed, start, DRAFT_SALT), position, token_ids, self.hot)
         mass = torch.where(self.hot[:, None], z.softmax(-1), torch.zeros_like(z).scatter(1, best[:, None], 1.0))
         if token_ids is None:
@@ -253,7 +258,8 @@ class SamplingBatch:
         hit = ((prefix == window[:, None, :]) | (prefix == ANY)).all(-1) & bad.real[row_seq]  # [R, M]
         return z.scatter_add(1, bad.last[row_seq], torch.where(hit, -math.inf, 0.0))
 
-    def _draft_z(self, logits: Tensor) -> Tensor:
+    def tempered(self, logits: Tensor) -> Tensor:
+        """A drafter's logits [B, N], divided by the temperatures and filtered."""
         z = logits / self.temperature[:, None]
         return self._filter(z, torch.arange(z.shape[0], device=z.device), exact=False) if self.any_filter else z
 

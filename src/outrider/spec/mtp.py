@@ -11,11 +11,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ..ops.trees import WIDTH, Front, Planted
 from ..types import Draft
 from .card import Card
 from .drafter import DraftBatch, Score, draft_round
 from .nets import DraftNet, Target
-from .tree import Step, grow, spread_view
+from .tree import Step, grow, plant, spread_view, widened
 
 
 class MTPDrafter:
@@ -71,6 +72,21 @@ class MTPDrafter:
             return model.candidates(g, lean)
 
         return step
+
+    def plant(self, batch: DraftBatch, depth: int, nodes: int) -> Planted:
+        """A tree inside a captured step: of `nodes` tokens, `depth` deep."""
+        model, clusters = self.model, self.model.cluster_ids
+        features = batch.features.repeat_interleave(WIDTH, 0)
+        state, hidden = model.start(widened(batch.kv), features), features[:, : self.target.config.hidden]
+
+        def score(level: int, front: Front) -> tuple[Tensor | None, Tensor]:
+            nonlocal hidden
+            lean = batch.sampling.lean(clusters, batch.length + 1 + level, batch.ops)
+            before = hidden if level == 0 else hidden.index_select(0, front.before)
+            g, hidden = model.step(self.target.embed(front.tokens).to(hidden.dtype), before, state)
+            return model.candidates(g, None if lean is None else lean.repeat_interleave(WIDTH, 0))
+
+        return plant(batch, depth, nodes, score)
 
     def forget(self, request_id: str) -> None:
         pass

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.reference import gumbel, uniform
+from ..ops.noise import gumbel, uniform
 from ..types import Draft, Verdict
 from .choose import VERIFY_SALT, stream
 

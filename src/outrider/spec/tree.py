@@ -8,6 +8,9 @@ trees by confidence as well, to a fixed size; here the price of a row decides, a
 
 The nodes of the main line (the best guess behind the best guess ...) come first: where the target agrees with it, and most often it
 does, everything lies as if no branch had been there.
+
+`grow` looks at the scores and makes trees of any shape. `plant` is for captured steps, which cannot: it always scores the same number of
+nodes a level and keeps the same number of tokens, the likeliest, and every choice between them is an op on the device (ops.trees).
 """
 
 from __future__ import annotations
@@ -18,12 +21,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..ops.trees import BRANCH, WIDTH, Front, Nodes, Noise, Planted
 from ..types import Draft, KVView
 from .acceptance import BINS
 from .drafter import DraftBatch
-
-WIDTH = 4  # nodes of a level that are scored further
-BRANCH = 2  # tokens behind each
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,29 @@ def grow(batch: DraftBatch, depth: int, score: Step) -> Draft:
             grid[b, j], parents[b, j], confidence[b, j] = node.token, number[node.parent], node.confidence
     lengths = torch.tensor([len(p) for p in picked])
     return Draft(grid.to(device), lengths.to(device), None, confidence.to(device), parents.to(device))
+
+
+def plant(batch: DraftBatch, depth: int, nodes: int, score: Callable[[int, Front], tuple[Tensor | None, Tensor]]) -> Planted:
+    """A tree of `nodes` tokens for every sequence, at most `depth` deep. Nothing here waits for the device."""
+    sampling, ops = batch.sampling, batch.ops
+    filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.any_filter else None
+    heat = torch.ones_like(sampling.temperature) if sampling.any_filter else sampling.temperature  # or it was divided by already
+    found, front = Nodes.of(batch.last.shape[0], depth, batch.last.device), Front.root(batch.last)
+    for level in range(depth):
+        ids, logits = score(level, front)
+        if filtered is not None:
+            logits = filtered.tempered(logits)
+        noise = Noise(sampling.seed, batch.length + 1 + level, heat, sampling.hot) if sampling.any_hot else None
+        front = ops.branch(logits, ids, noise, front, found, level)
+    return ops.plant(found, nodes, depth)
+
+
+def widened(kv: KVView) -> KVView:
+    """The view of one row a sequence, for WIDTH rows of each at the same position."""
+    return replace(
+        kv, positions=kv.positions.repeat_interleave(WIDTH), row_seq=kv.row_seq.repeat_interleave(WIDTH), row_start=kv.row_start * WIDTH,
+        max_rows=WIDTH,
+    )  # fmt: skip
 
 
 def spread_view(kv: KVView, seq: Tensor) -> KVView:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from outrider.engine.cycle import logprob_rows
-from outrider.ops.reference import ReferenceOps, gumbel
+from outrider.ops.noise import gumbel
+from outrider.ops.reference import ReferenceOps
 from outrider.spec.choose import SamplingBatch, accept
 from outrider.types import Draft, SamplingParams
 

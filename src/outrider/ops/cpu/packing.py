@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..formats import Weight, dense
 from ..formats.gguf import BLOCKS, QuantPart
-from ..reference import token_hash
+from ..noise import token_hash
 from .lib import W_DENSE, W_FILE, W_IQ4, W_IQ4X, W_PARTS, W_Q4, W_Q4K, W_Q4M, W_Q5, W_Q5K, W_Q5M, W_Q6K, W_Q8, CWeight, dense_weight
 from .memory import Arena
 

@@ -8,6 +8,10 @@ Few queries: a program takes one split or a few, and a second kernel adds the sp
 queries and adds them up as it goes. Both give the same bits, because maxima are rounded up to whole numbers: weights are powers of
 two of (score - maximum), so the factor between two maxima is an exact power of two, and rescaling a sum rounds nothing.
 The sum of weights is a matrix product too: its order, unlike that of a reduction, does not follow from the tile's shape.
+
+Rows of a tree (KVView.paths) share the keys of the committed text, and only those. Splits that hold a position of the tree are walked
+for each row by itself: a key is fetched from where the row's ancestor was written and takes its place in the order of positions, so a row
+has the bits it would have in a line. It is still one launch: those programs stand behind the others of their tile.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from .tiles import SHARED
 
 WIDE_HEAD = 200 << 10  # bytes of shared memory that the tiles of heads of 512 want
 MOST_APART = 1 << 30  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
-INDEX = ["table", "positions", "row_start"]  # compiled once, however they are aligned
+INDEX = ["table", "positions", "row_start", "paths"]  # compiled once, however they are aligned
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,8 @@ def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.
     packed, slots = kv.max_rows * (spec.heads // spec.kv_heads), split_count(spec, kv, cut)
     programs = batch * spec.kv_heads * triton.cdiv(packed, 16)  # if one takes 16 queries and all their keys
     sliding, large = spec.window is not None, spec.head_dim > 256
+    if kv.paths is not None:
+        return Shape(True, 16, 8 if dtype == torch.float32 or (cut.bn == 64 and large) or batch == 1 else 4)
     if dtype == torch.float32:
         return Shape(slots > 1 and programs < 396, 16, 8)
     if packed > 200:  # prompt chunks
@@ -153,10 +159,19 @@ def _known(top):
 
 
 @triton.jit
-def _keys(keys, values, page, page_stride, kv_head, k, live, d, D: tl.constexpr, PAGE: tl.constexpr, BN: tl.constexpr):
+def _place(key, live, paths, row, base, DEEP: tl.constexpr):
+    """Where the keys of these positions lie: those of a tree's own positions, where the row's ancestors were written."""
+    if DEEP > 0:
+        inner = live & (key >= base)
+        return tl.where(inner, base + tl.load(paths + row * DEEP + key - base, mask=inner, other=0), key)
+    else:
+        return key
+
+
+@triton.jit
+def _keys(keys, values, page, page_stride, kv_head, place, live, d, D: tl.constexpr, PAGE: tl.constexpr):
     """A block of keys [BN, DP] and its values [BN, DP]."""
-    key = k + tl.arange(0, BN)
-    at = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
+    at = page.to(tl.int64) * page_stride + (kv_head * PAGE + place % PAGE) * D
     ok = live[:, None] & (d < D)[None, :]
     to = at[:, None] + d[None, :]
     return tl.load(keys + to, mask=ok, other=0.0), tl.load(values + to, mask=ok, other=0.0)
@@ -189,14 +204,15 @@ def _add(all_acc, all_total, all_top, acc, total, top):
 
 @triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
 def attend_kernel(
-    q, keys, values, table, positions, row_start, out, part, part_ml,
+    q, keys, values, table, positions, row_start, paths, out, part, part_ml,
     table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    LONE: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    LONE: tl.constexpr, DEEP: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself. LONE: a split is a single block."""
+    """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself. LONE: a split is a single block. DEEP: entries of a
+    row's path in a tree (0: lines); then slots beyond `slots` are the TAIL splits with the tree's positions, EACH rows of them a tile."""
     slot, b = tl.program_id(0) * RUN, tl.program_id(2)
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -204,13 +220,25 @@ def attend_kernel(
         gdc_launch_dependents()
     # Positions and tables stand since before the pass: where the keys are is known before the kernel ahead is done.
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
-    count = (end - first) * GROUP
-    m = tile * BQ + tl.arange(0, BQ)
+    count, begin = (end - first) * GROUP, tile * BQ
+    base = first * 0
+    if DEEP > 0:
+        PIECES: tl.constexpr = (GROUP + BQ - 1) // BQ  # of the heads of a row
+        base = tl.load(positions + tl.where(first < end, first, 0))  # of the newest token
+        tail = _split_of(base, FINE, MID, COARSE, NEAR, FAR)
+        if WINDOW > 0:
+            tail = base // FINE - tl.maximum(base - WINDOW + 1, 0) // FINE
+        own, unit = slot >= slots, tile * EACH + (slot - slots) // TAIL
+        number = unit // PIECES  # of the row
+        begin = tl.where(own, number * GROUP + unit % PIECES * BQ, begin)
+        count = tl.where(own, tl.where(first + number < end, (number + 1) * GROUP, 0), tl.where(slot < tail, count, 0))
+        slot = tl.where(own, tail + (slot - slots) % TAIL, slot)
+    m = begin + tl.arange(0, BQ)
     ok = m < count
     row = (first + tl.maximum(tl.minimum(m, count - 1), 0) // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
-    alive = tile * BQ < count
-    at = tl.load(positions + row, mask=m < tl.where(alive, tile * BQ + BQ, 0), other=0)  # [BQ]
+    alive = begin < count
+    at = tl.load(positions + row, mask=m < tl.where(alive, begin + BQ, 0), other=0)  # [BQ]
     tile_end = tl.max(at, 0) + 1
     key_from, key_to = tile_end * 0, tile_end
     if WINDOW > 0:
@@ -234,7 +262,9 @@ def attend_kernel(
                 prefetch(keys + line[:, None] + each[None, :])
                 prefetch(values + line[:, None] + each[None, :])
     next_key = key_from + tl.arange(0, BN)
-    page = tl.load(table + b * table_stride + next_key // PAGE, mask=next_key < key_to, other=0)
+    mine = (first + tl.maximum(begin, 0) // GROUP).to(tl.int64)  # whose path it is, where a program has one row
+    place = _place(next_key, next_key < key_to, paths, mine, base, DEEP)
+    page = tl.load(table + b * table_stride + place // PAGE, mask=next_key < key_to, other=0)
     if PDL:
         gdc_wait()
     if key_from < key_to:
@@ -254,7 +284,7 @@ def attend_kernel(
                 key = k + tl.arange(0, BN)
                 here = page
                 page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, k, key < key_to, d, D, PAGE, BN)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE)
                 acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
                 if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
                     _leave(part, part_ml, to, acc, total, top, d, ok, D)
@@ -262,14 +292,15 @@ def attend_kernel(
                     acc, total, top = none_acc, none_total, none_top
         elif SPLIT and LONE:
             live = key_from + tl.arange(0, BN) < key_to
-            kt, vt = _keys(keys, values, page, page_stride, kv_head, key_from, live, d, D, PAGE, BN)
+            kt, vt = _keys(keys, values, page, page_stride, kv_head, place, live, d, D, PAGE)
             acc, total, top = _block(query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         elif SPLIT:
             for k in range(key_from, key_to, BN):
                 key = k + tl.arange(0, BN)
-                here = page  # that of the next block is asked for ahead of time
-                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, k, key < key_to, d, D, PAGE, BN)
+                here, lies = page, place  # those of the next block are asked for ahead of time
+                place = _place(key + BN, key + BN < key_to, paths, mine, base, DEEP)
+                page = tl.load(table + b * table_stride + place // PAGE, mask=key + BN < key_to, other=0)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, lies, key < key_to, d, D, PAGE)
                 acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         else:
             all_acc, all_total, all_top = acc, total, top
@@ -278,7 +309,7 @@ def attend_kernel(
                 key = k + tl.arange(0, BN)
                 here = page
                 page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, k, key < key_to, d, D, PAGE, BN)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE)
                 if LONE:
                     acc, total, top = _block(
                         query, kt, vt, k, key < key_to, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC
@@ -378,13 +409,19 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
         PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    tiles = spec.kv_heads * triton.cdiv(kv.max_rows * group, shape.bq)
-    attend_kernel[(triton.cdiv(slots, shape.run) if shape.split else 1, tiles, batch)](
-        q, keys, values, table, kv.positions, kv.row_start, out, part, part_ml,
+    tiles = triton.cdiv(kv.max_rows * group, shape.bq)
+    programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else 1, 0, 1, 1
+    if kv.paths is not None:
+        assert shape.split and shape.run == 1, "rows of a tree are walked split by split"
+        deep = kv.paths.shape[1]
+        tail, each = 1 + triton.cdiv(deep - 1, cut.fine), triton.cdiv(kv.max_rows * triton.cdiv(group, shape.bq), tiles)
+        programs = slots + tail * each
+    attend_kernel[(programs, spec.kv_heads * tiles, batch)](
+        q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.paths is None else kv.paths, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
         PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=spec.window is not None and cut.fine == cut.bn,
-        num_warps=shape.warps, num_stages=shape.stages, **same,
+        DEEP=deep, TAIL=tail, EACH=each, num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:
         block = min(32, triton.cdiv(slots, 4) * 4)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from ...types import AttnSpec, KVView
+from ...types import MAX_DRAFT, AttnSpec, KVView
 from ..backend import Capabilities, M
 from ..formats import Held
 from ..reference import ReferenceOps, plain
-from . import attention, choose, moe, norm, rope
+from ..trees import Front, Nodes, Noise, Planted
+from . import attention, choose, moe, norm, rope, trees
 from .ahead import Ahead
 from .linear import Kind, compile_for, product, variant
 from .quant_tiles import shared_of
@@ -21,13 +23,14 @@ from .tiles import COUNTERS
 class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = Capabilities(
-        independent_rows=2048, prompts_independent=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=2048
+        independent_rows=2048, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=2048
     )
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
         self.pdl = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
         self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
+        self.pointers = trees.Pointers()
         on_gpu = torch.device(device).type == "cuda"
         shared = shared_of(torch.device(device))
         self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl, shared), variant) if on_gpu else None
@@ -72,12 +75,25 @@ class TritonOps(ReferenceOps):
     def rope_write(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
     ) -> Tensor:
-        if kv.paths is not None:  # no kernel knows trees yet (Capabilities.trees): the definition runs them
-            return super().rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv)
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
-        return attention.attend(q, spec, kv, self.pdl) if kv.paths is None else super().attend(q, spec, kv)
+        return attention.attend(q, spec, kv, self.pdl)
+
+    # ---- trees of drafts ----------------------------------------------------------------------------------------
+    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front:
+        return trees.branch(logits, ids, noise, front, nodes, level, self.pdl)
+
+    def plant(self, nodes: Nodes, count: int, depth: int) -> Planted:
+        return trees.plant(nodes, count, depth, self.pdl)
+
+    def walk(
+        self, chosen: Tensor, ids: Tensor, above: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        return trees.walk(chosen, ids, above, MAX_DRAFT + 1, start, deepest, limit, self.pdl)
+
+    def keep_path(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
+        trees.keep_path(rows, accepted, length, specs, kv, self.pointers, self.pdl)
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(

@@ -34,9 +34,9 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor,
     return cos, sin
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "positions", "row_seq"])
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "places", "row_seq"])
 def rope_write_kernel(
-    qkv, cos, sin, q_norm, k_norm, q_out, keys, values, table, positions, row_seq, qkv_stride, table_stride, page_stride, eps,
+    qkv, cos, sin, q_norm, k_norm, q_out, keys, values, table, places, row_seq, qkv_stride, table_stride, page_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -44,10 +44,10 @@ def rope_write_kernel(
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, BLOCK)
     ok = i < HALF
-    # Norm weights, positions and tables stand since before the pass: fetched while the kernel ahead still runs.
+    # Norm weights, places and tables stand since before the pass: fetched while the kernel ahead still runs.
     to = row * 0
     if head >= HEADS:
-        to = _slot(table, positions, row_seq, row, (head - HEADS) % KV_HEADS, table_stride, page_stride, HALF, PAGE)
+        to = _slot(table, places, row_seq, row, (head - HEADS) % KV_HEADS, table_stride, page_stride, HALF, PAGE)
     of_q, of_k = tl.where(head < HEADS, HALF, 0), tl.where(head < HEADS, 0, HALF)
     if Q_NORM:
         qa = tl.load(q_norm + i, mask=i < of_q, other=0.0)
@@ -88,10 +88,10 @@ def rope_write_kernel(
 
 
 @triton.jit
-def _slot(table, positions, row_seq, row, head, table_stride, page_stride, HALF: tl.constexpr, PAGE: tl.constexpr):
-    position = tl.load(positions + row)
-    page = tl.load(table + tl.load(row_seq + row) * table_stride + position // PAGE).to(tl.int64)
-    return page * page_stride + (head * PAGE + position % PAGE) * (2 * HALF)
+def _slot(table, places, row_seq, row, head, table_stride, page_stride, HALF: tl.constexpr, PAGE: tl.constexpr):
+    place = tl.load(places + row)
+    page = tl.load(table + tl.load(row_seq + row) * table_stride + place // PAGE).to(tl.int64)
+    return page * page_stride + (head * PAGE + place % PAGE) * (2 * HALF)
 
 
 def rope_write(
@@ -104,7 +104,7 @@ def rope_write(
     table = kv.tables[spec.group]
     rope_write_kernel[(rows, spec.heads + (2 * spec.kv_heads if spec.writes else 0))](
         qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
-        kv.positions, kv.row_seq, qkv.stride(0), table.stride(0), keys.stride(0), spec.eps,
+        kv.positions if kv.places is None else kv.places, kv.row_seq, qkv.stride(0), table.stride(0), keys.stride(0), spec.eps,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, PDL=pdl,
         num_warps=1, **({"launch_pdl": True} if pdl else {}),

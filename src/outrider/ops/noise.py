@@ -1,0 +1,38 @@
+"""Counter-based noise: what target and drafters add to the scores of a token at a position. Never stored, the same wherever it is made."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def mix32(x: Tensor) -> Tensor:
+    """A 32-bit finaliser (lowbias32, Ettinger 2018) on int64 tensors that hold 32-bit values."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def noise_bits(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """Counter-based noise: 32 random bits (in int64), a pure function of its three arguments (broadcast)."""
+    key = mix32((seed & 0xFFFFFFFF) ^ mix32((seed >> 32) & 0xFFFFFFFF))
+    key = mix32(key ^ mix32((position + 0x9E3779B9) & 0xFFFFFFFF))
+    return mix32(key ^ token_hash(token))
+
+
+def token_hash(token: Tensor) -> Tensor:
+    """What noise needs of a token, whatever the seed and the position."""
+    return mix32((token + 0x85EBCA6B) & 0xFFFFFFFF)
+
+
+def uniform(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """In (0, 1), float32, exact multiples of 2^-24: 23 bits, because a 24th would round the largest value up to 1."""
+    return ((noise_bits(seed, position, token) >> 9).float() + 0.5) * (1.0 / (1 << 23))
+
+
+def gumbel(seed: Tensor, position: Tensor, token: Tensor) -> Tensor:
+    """Finite Gumbel noise, float32: -log(E), E = -log(1 - u), u from all 32 bits. Float32 is dense near u = 0, where E
+    is small and the token wins, so that tokens of probability 1e-9 are still drawn at their rate. (A kernel without
+    log1p: E = u + u²/2 + u³/3 below u = 2^-10, else -log(1 - u).) u is kept below 1: E must not be infinite."""
+    u = ((noise_bits(seed, position, token).float() + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-u))

@@ -1,0 +1,281 @@
+"""Trees of drafts as one kernel a step: see ops.trees, which defines what each does. One program a sequence, but for the scores.
+
+All numbers of a tree fit a few registers, so places are counted instead of sorted: a node's place is how many others come before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from ...types import AttnSpec, KVView
+from ..trees import BRANCH, WIDTH, Front, Nodes, Noise, Planted
+from .choose import gumbel
+from .common import start
+
+CHUNK = 2048  # columns of scores a program
+
+
+@triton.jit(do_not_specialize_on_alignment=["seed", "position", "hot", "temperature"])
+def best_two_kernel(
+    logits, ids, seed, position, temperature, hot, best, where, mass, n, chunks,
+    WIDTH: tl.constexpr, NOISE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The two best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the best."""
+    row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = chunk * CHUNK + tl.arange(0, CHUNK)
+    ok = i < n
+    start(PDL)
+    z = tl.load(logits + row * n + i, mask=ok, other=float("-inf"))
+    if NOISE:  # noqa: SIM102
+        if tl.load(hot + row // WIDTH) != 0:
+            token = i.to(tl.int64)
+            if IDS:
+                token = tl.load(ids + row * n + i, mask=ok, other=0)
+            z = z / tl.load(temperature + row // WIDTH) + gumbel(token, tl.load(seed + row // WIDTH), tl.load(position + row // WIDTH))
+    z = tl.where(ok & (z == z), z, float("-inf"))
+    top, at = tl.max(z, 0, return_indices=True, return_indices_tie_break_left=True)
+    second, then = tl.max(tl.where(i == chunk * CHUNK + at, float("-inf"), z), 0, return_indices=True, return_indices_tie_break_left=True)
+    to = (row * chunks + chunk) * 2
+    tl.store(best + to, top)
+    tl.store(best + to + 1, second)
+    tl.store(where + to, chunk * CHUNK + at)
+    tl.store(where + to + 1, chunk * CHUNK + then)
+    tl.store(mass + row * chunks + chunk, tl.sum(tl.where(z > float("-inf"), tl.exp(z - top), 0.0), 0))
+
+
+@triton.jit
+def _likelier(a, i, b, j):
+    """[W, W]: whether (b, j) comes before (a, i): a larger chance, or the same and the lower number."""
+    return ((b[None, :] > a[:, None]) | ((b[None, :] == a[:, None]) & (j[None, :] < i[:, None]))).to(tl.int32)
+
+
+@triton.jit
+def branch_kernel(
+    ids, best, where, mass, of_node, of_chance, of_line, tokens, parents, chance, line, to_tokens, to_before, to_node, to_chance, to_line,
+    n, chunks, found, first, WIDTH: tl.constexpr, IDS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The two children of each of WIDTH rows of a sequence, and the WIDTH likeliest of all of them."""
+    b = tl.program_id(0).to(tl.int64)
+    w, c = tl.arange(0, WIDTH), tl.arange(0, SPACE)
+    start(PDL)
+    row = b * WIDTH + w
+    at = row[:, None] * (2 * chunks) + c[None, :]
+    ok = (c < 2 * chunks)[None, :] & (w >= 0)[:, None]
+    z = tl.load(best + at, mask=ok, other=float("-inf"))  # [W, chunks of two]
+    top, one = tl.max(z, 1, return_indices=True, return_indices_tie_break_left=True)
+    second, two = tl.max(tl.where(c[None, :] == one[:, None], float("-inf"), z), 1, return_indices=True, return_indices_tie_break_left=True)
+    sums = tl.load(mass + row[:, None] * chunks + c[None, :] // 2, mask=ok & (c % 2 == 0)[None, :], other=0.0)
+    known = tl.where(top == float("-inf"), 0.0, top)  # nothing was scored: no child has a chance
+    total = tl.sum(tl.where(z > float("-inf"), sums * tl.exp(z - known[:, None]), 0.0), 1)
+    given = tl.load(of_chance + row)
+    share = tl.where(total > 0.0, given / tl.maximum(total, 1.0), 0.0)
+    chance_0 = tl.where(top > float("-inf"), share, 0.0)
+    chance_1 = tl.where(second > float("-inf"), share * tl.exp(second - known), 0.0)
+    token_0 = tl.load(where + row * (2 * chunks) + one).to(tl.int64)
+    token_1 = tl.load(where + row * (2 * chunks) + two).to(tl.int64)
+    token_0, token_1 = tl.minimum(token_0, n - 1), tl.minimum(token_1, n - 1)
+    if IDS:
+        token_0, token_1 = tl.load(ids + row * n + token_0), tl.load(ids + row * n + token_1)
+    above, line_0 = tl.load(of_node + row), tl.load(of_line + row)
+    to = b * found + first + 2 * w
+    tl.store(tokens + to, token_0)
+    tl.store(tokens + to + 1, token_1)
+    tl.store(parents + to, above)
+    tl.store(parents + to + 1, above)
+    tl.store(chance + to, chance_0)
+    tl.store(chance + to + 1, chance_1)
+    tl.store(line + to, line_0)
+    tl.store(line + to + 1, line_0 * 0)
+    place_0 = tl.sum(_likelier(chance_0, 2 * w, chance_0, 2 * w) + _likelier(chance_0, 2 * w, chance_1, 2 * w + 1), 1)
+    place_1 = tl.sum(_likelier(chance_1, 2 * w + 1, chance_0, 2 * w) + _likelier(chance_1, 2 * w + 1, chance_1, 2 * w + 1), 1)
+    for rank in tl.static_range(2):
+        if rank == 0:
+            place, token, likely = place_0, token_0, chance_0
+        else:
+            place, token, likely = place_1, token_1, chance_1
+        on, ok = b * WIDTH + place, place < WIDTH
+        tl.store(to_tokens + on, token, mask=ok)
+        tl.store(to_before + on, row, mask=ok)
+        tl.store(to_node + on, (first + 2 * w + rank).to(tl.int64), mask=ok)
+        tl.store(to_chance + on, likely, mask=ok)
+        tl.store(to_line + on, line_0 * (1 - rank), mask=ok)
+
+
+def branch(logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int, pdl: bool) -> Front:
+    (rows, n), device = logits.shape, logits.device
+    chunks = triton.cdiv(n, CHUNK)
+    best = torch.empty((rows, chunks, 2), dtype=torch.float32, device=device)
+    where = torch.empty((rows, chunks, 2), dtype=torch.int32, device=device)
+    mass = torch.empty((rows, chunks), dtype=torch.float32, device=device)
+    logits, named = logits.contiguous(), logits if ids is None else ids.contiguous()
+    drawn = (mass,) * 4 if noise is None else (noise.seed, noise.position, noise.temperature, noise.hot.view(torch.uint8))
+    launch = {"launch_pdl": True} if pdl else {}
+    same = dict(WIDTH=WIDTH, IDS=ids is not None, PDL=pdl, **launch)
+    best_two_kernel[(rows, chunks)](
+        logits, named, *drawn, best, where, mass, n, chunks, NOISE=noise is not None, CHUNK=CHUNK, num_warps=4, **same
+    )
+    nxt = Front(*(torch.empty_like(t) for t in (front.tokens, front.before, front.node, front.chance, front.line)))
+    branch_kernel[(rows // WIDTH,)](
+        named, best, where, mass, front.node, front.chance, front.line, nodes.tokens, nodes.parents, nodes.chance, nodes.line,
+        nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.line, n, chunks, nodes.tokens.shape[1], level * WIDTH * BRANCH,
+        SPACE=triton.next_power_of_2(2 * chunks), num_warps=1, **same,
+    )  # fmt: skip
+    return nxt
+
+
+@triton.jit
+def plant_kernel(
+    tokens, parents, chance, line, to_tokens, to_depth, to_paths, to_above,
+    FOUND: tl.constexpr, SPACE: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The COUNT likeliest of FOUND nodes, EACH a level, in their order; and the path of each. The next kernels may not start before this
+    one ends: attention looks at paths before it waits."""
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SPACE)
+    real = i < FOUND
+    at = b * FOUND + i
+    if PDL:
+        gdc_wait()
+    likely = tl.load(chance + at, mask=real, other=-1.0)
+    kept = real & (tl.sum(_likelier(likely, i, likely, i), 1) < COUNT)
+    order = tl.where(tl.load(line + at, mask=real, other=0) > 0, i, i + SPACE)
+    number = 1 + tl.sum(((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1)  # of the row, where it is kept
+    tl.store(to_tokens + b * COUNT + number - 1, tl.load(tokens + at, mask=real, other=0), mask=kept)
+    first, depth = b * (COUNT + 1), i // EACH + 1
+    row = first + number
+    tl.store(to_depth + row, depth.to(tl.int64), mask=kept)
+    ancestor, mine = i.to(tl.int64), number
+    for up in tl.static_range(DEPTH):
+        tl.store(to_paths + row * (DEPTH + 1) + depth - up, mine, mask=kept & (depth > up))
+        tl.store(to_paths + row * (DEPTH + 1) + depth + 1 + up, number, mask=kept & (depth + up < DEPTH))
+        ancestor = tl.load(parents + b * FOUND + ancestor, mask=real & (ancestor >= 0), other=-1)
+        mine = tl.sum(tl.where(ancestor[:, None] == i[None, :], number[None, :], 0), 1)
+        if up == 0:
+            tl.store(to_above + row, first + mine, mask=kept)
+    tl.store(to_paths + row * (DEPTH + 1), number * 0, mask=kept)
+    root = tl.arange(0, 32)  # the newest token: DEPTH is at most 16
+    tl.store(to_paths + first * (DEPTH + 1) + root, root * 0, mask=root <= DEPTH)
+    tl.store(to_depth + first, first * 0)
+    tl.store(to_above + first, first * 0 - 1)
+
+
+def plant(nodes: Nodes, count: int, depth: int, pdl: bool) -> Planted:
+    (batch, found), device = nodes.tokens.shape, nodes.tokens.device
+    rows = batch * (count + 1)
+    made = Planted(
+        torch.empty((batch, count), dtype=torch.int64, device=device), torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty((rows, depth + 1), dtype=torch.int32, device=device), torch.empty(rows, dtype=torch.int64, device=device),
+    )  # fmt: skip
+    plant_kernel[(batch,)](
+        nodes.tokens, nodes.parents, nodes.chance, nodes.line, made.tokens, made.depth, made.paths, made.above,
+        FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=WIDTH * BRANCH, DEPTH=depth, PDL=pdl, num_warps=8,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return made
+
+
+@triton.jit(do_not_specialize_on_alignment=["start_of", "limit"])
+def walk_kernel(
+    chosen, ids, above, start_of, limit, to_accepted, to_tokens, to_rows,
+    SPACE: tl.constexpr, DEPTH: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SPACE)
+    start(PDL)
+    first, end = tl.load(start_of + b).to(tl.int64), tl.load(start_of + b + 1).to(tl.int64)
+    row = first + i
+    mine = row < end
+    parent, token = tl.load(above + row, mask=mine, other=-2), tl.load(ids + row, mask=mine, other=-1)
+    at, accepted, going = first, first * 0, first >= 0
+    choice = tl.load(chosen + at)
+    to = b * (DEPTH + 1)
+    tl.store(to_tokens + to, choice)
+    tl.store(to_rows + to, first * 0)
+    for depth in tl.static_range(DEPTH):
+        child = tl.min(tl.where(mine & (parent == at) & (token == choice), row, end), 0)
+        going = going & (child < end)
+        if LIMIT:
+            going = going & (tl.load(limit + b) > depth)
+        at = tl.where(going, child, at)
+        accepted += going.to(tl.int64)
+        choice = tl.load(chosen + at)
+        tl.store(to_tokens + to + 1 + depth, choice)
+        tl.store(to_rows + to + 1 + depth, at - first)
+    tl.store(to_accepted + b, accepted)
+
+
+def walk(
+    chosen: Tensor, ids: Tensor, above: Tensor, rows: int, start_of: Tensor, deepest: int, limit: Tensor | None, pdl: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """rows: most of one sequence."""
+    batch = start_of.shape[0] - 1
+    accepted = torch.empty(batch, dtype=torch.int64, device=chosen.device)
+    tokens, path = (torch.empty((batch, deepest + 1), dtype=torch.int64, device=chosen.device) for _ in range(2))
+    walk_kernel[(batch,)](
+        chosen, ids, above, start_of, start_of if limit is None else limit, accepted, tokens, path,
+        SPACE=triton.next_power_of_2(rows), DEPTH=deepest, LIMIT=limit is not None, PDL=pdl, num_warps=1,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return accepted, tokens, path
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "length", "accepted", "rows"])
+def keep_path_kernel(
+    caches, table, rows, accepted, length, table_stride, page_stride, like,
+    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr, SPACE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One head of the keys or values of one layer of one sequence a program: all that is moved is read before any of it is written."""
+    cache, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    depth, d = tl.arange(0, SPACE), tl.arange(0, DP)
+    start(PDL)
+    base, taken = tl.load(length + b), tl.load(accepted + b)
+    source = tl.load(rows + b * DEEP + depth, mask=depth < DEEP, other=0)
+    moves = (depth < DEEP) & (depth <= taken) & (source != depth)
+    if tl.sum(moves.to(tl.int32), 0) > 0:
+        to = tl.load(caches + cache).to(tl.pointer_type(like.dtype.element_ty))
+        pages = table + b * table_stride
+        old, new = base + source, base + depth
+        old = tl.load(pages + old // PAGE, mask=moves, other=0).to(tl.int64) * page_stride + (head * PAGE + old % PAGE) * D
+        new = tl.load(pages + new // PAGE, mask=moves, other=0).to(tl.int64) * page_stride + (head * PAGE + new % PAGE) * D
+        ok = moves[:, None] & (d < D)[None, :]
+        x = tl.load(to + old[:, None] + d[None, :], mask=ok, other=0.0)
+        tl.debug_barrier()
+        tl.store(to + new[:, None] + d[None, :], x, mask=ok)
+
+
+class Pointers:
+    """Where the caches of some layers lie, on the device. Made once for each list of them: a graph cannot be captured while one is."""
+
+    def __init__(self) -> None:
+        self.made: dict[tuple[int, ...], Tensor] = {}
+
+    def of(self, caches: Sequence[Tensor]) -> Tensor:
+        where = tuple(cache.data_ptr() for cache in caches)
+        if where not in self.made:
+            self.made[where] = torch.tensor(where, dtype=torch.int64).to(caches[0].device)
+        return self.made[where]
+
+
+def keep_path(
+    rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView, pointers: Pointers, pdl: bool
+) -> None:  # fmt: skip
+    """One launch for all layers of one shape."""
+    kinds: dict[tuple[str, int, int], list[Tensor]] = {}
+    for spec in specs:
+        keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+        assert keys is not None and values is not None
+        kinds.setdefault((spec.group, spec.kv_heads, spec.head_dim), []).extend((keys, values))
+    for (group, kv_heads, dim), caches in kinds.items():
+        table = kv.tables["full" if group == "full" else "sliding"]
+        keep_path_kernel[(len(caches), kv_heads, rows.shape[0])](
+            pointers.of(caches), table, rows, accepted, length, table.stride(0), caches[0].stride(0), caches[0],
+            KV_HEADS=kv_heads, D=dim, DP=triton.next_power_of_2(dim), PAGE=kv.page_size, DEEP=rows.shape[1],
+            SPACE=triton.next_power_of_2(rows.shape[1]), PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip

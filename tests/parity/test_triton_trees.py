@@ -1,0 +1,88 @@
+"""The kernels of captured trees against their plain twins: on the GPU where there is one, else through Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+pytest.importorskip("triton")
+
+from tests.engines import VARIANTS  # noqa: E402
+from tests.kv import build_kv  # noqa: E402
+
+from outrider.engine.tree import Tree  # noqa: E402
+from outrider.models.config import ModelConfig  # noqa: E402
+from outrider.ops.reference import ReferenceOps  # noqa: E402
+from outrider.ops.trees import WIDTH, Front, Nodes, Noise  # noqa: E402
+from outrider.ops.triton import TritonOps  # noqa: E402
+
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+REF = ReferenceOps()
+
+
+@pytest.fixture(scope="module")
+def ops() -> TritonOps:
+    return TritonOps(DEVICE, pdl=False)
+
+
+@pytest.mark.parametrize("hot,named", [(False, False), (True, True)])
+def test_grown_and_planted_alike(ops: TritonOps, hot: bool, named: bool) -> None:
+    """Several chunks of scores, noise of each sequence's own, columns that are not token ids, scores that are -inf or NaN; levels that
+    have fewer nodes than rows; as many tokens as there are, and fewer."""
+    batch, depth, n, g = 2, 3, 2500, torch.Generator().manual_seed(5)
+    ids = torch.stack([torch.randperm(9000, generator=g)[:n] for _ in range(batch * WIDTH)]).to(DEVICE) if named else None
+    found = [Nodes.of(batch, depth, DEVICE) for _ in range(2)]
+    fronts = [Front.root(torch.tensor([7, 8], device=DEVICE)) for _ in range(2)]
+    for level in range(depth):
+        logits = (3.0 * torch.randn((batch * WIDTH, n), generator=g)).to(DEVICE)
+        logits[1, ::3], logits[2] = float("-inf"), float("nan") if level == 1 else 0.5
+        logits[2, 40] = 1.0
+        noise = (
+            Noise(*(torch.tensor(t, device=DEVICE) for t in ([3, 4], [10 + level, 20 + level], [0.7, 1.0], [True, False]))) if hot else None
+        )
+        fronts = [x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, found)]
+        for name in ("tokens", "before", "node", "line"):
+            got, want = (getattr(f, name).view(batch, WIDTH)[fronts[1].chance > 0] for f in fronts)
+            assert torch.equal(got, want), (level, name)
+        assert torch.allclose(fronts[0].chance, fronts[1].chance, rtol=1e-4, atol=1e-9)
+    for count in (4, 9):
+        got, want = ops.plant(found[1], count, depth), REF.plant(found[1], count, depth)
+        for name in ("tokens", "depth", "paths", "above"):
+            assert torch.equal(getattr(got, name), getattr(want, name)), (count, name)
+
+
+def test_walked_alike(ops: TritonOps) -> None:
+    """Ragged trees; the same token twice behind one parent; a limit that ends a walk; a sequence without drafts."""
+    parents = [[0, 1, 1, 0, 4, 5], [0, 0, 0], [], [0, 1, 2]]
+    tree, g = Tree.of(parents, DEVICE), torch.Generator().manual_seed(1)
+    counts = torch.tensor([len(p) + 1 for p in parents])
+    start = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0))).to(DEVICE, torch.int32)
+    seq = torch.repeat_interleave(torch.arange(len(parents)), counts).to(DEVICE)
+    for limit in (None, torch.tensor([3, 1, 2, 2], device=DEVICE)):
+        for _ in range(12):
+            chosen, ids = (torch.randint(0, 2, (len(seq),), generator=g).to(DEVICE) for _ in range(2))
+            got, want = (x.walk(chosen, ids, tree.above, seq, start, tree.deepest, limit) for x in (ops, REF))
+            assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+def test_a_path_is_kept_alike(ops: TritonOps) -> None:
+    """A move onto a place that another one reads; paths that lie in line already; places on several pages; both kinds of layers."""
+    config = ModelConfig.from_hf(VARIANTS["edge"])
+    specs = [config.layers[i].attn for i in config.kv_layers]
+    caches = [build_kv(config, 2, 24, device=DEVICE) for _ in range(2)]
+    for mine, theirs in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values)):
+        if mine is not None and theirs is not None:
+            theirs.normal_()
+            mine.copy_(theirs)
+    rows = torch.tensor([[0, 2, 3, 5, 7], [0, 1, 2, 2, 2]], device=DEVICE)
+    for x, cache in zip((ops, REF), caches):
+        kv = cache.view([(9, 8), (3, 8)])
+        x.keep_path(rows, torch.tensor([4, 2], device=DEVICE), torch.tensor([9, 3], device=DEVICE), specs, kv)
+    for mine, theirs in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values)):
+        assert mine is None or theirs is None or torch.equal(mine, theirs)
