@@ -97,6 +97,16 @@ def test_one_product_quantised_and_the_other_dense() -> None:
         near(moe.experts(z, x, scale, a, b, TOP, "gelu_tanh", False), defined(z, x, scale, c, d), 1e-2)
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_logits_that_are_no_numbers_read_no_other_memory(rows: int) -> None:
+    """Ranks are then no order: the experts they would name lie far outside."""
+    held = hold_experts(experts("int4 g32", 64, 64))
+    assert held is not None
+    z, x, scale = inputs(rows, 64)
+    z[:] = torch.nan
+    assert moe.experts(z, x, scale, held, x.new_zeros(EXPERTS, 64, 32), TOP, "gelu_tanh", False).shape == x.shape
+
+
 @pytest.mark.parametrize("mode", ["int4", "int8", "fp8"])
 def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows at a time, as if all were rounded at once; 704 columns are no whole groups of 128, and then rows have one factor."""

@@ -22,20 +22,23 @@ from .linear import chain, gate_and_up, weight_rows
 from .norm import width_warps
 from .quant_moe import ExpertTile, QuantExperts, choose_tile, quant_product
 from .quant_tiles import shared_of
-from .routing import Pairs, list_pairs, pairs_of, tile_of
+from .routing import Pairs, list_pairs, pairs_of, tile_of, weigh
 
 
 @triton.jit
 def experts_kernel(
-    x, w, members, counts, out, N, K,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
+    x, w, members, counts, factor, weight, out, N, K,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
     PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile of pairs, counted
     through the experts; programs past the last tile leave at once."""
     pid_n, t = tl.program_id(0), tl.program_id(1)
     start(PDL)
+    if ALONE and not GATED:  # noqa: SIM102  the second product of a single row; one condition is the compiler's
+        if pid_n + t == 0:
+            weigh(members, factor, weight, EXPERTS, TOP, BLOCK_E, SLOTS)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
     if some:
         SIDES: tl.constexpr = 2 if GATED else 1
@@ -121,8 +124,9 @@ def grouped(
     float32, gated = source.dtype == torch.float32, act is not None
     bk, bn = 32 if float32 else 64, g.wide // 2 if gated else g.wide
     experts_kernel[(triton.cdiv(n, bn), pairs.tiles(g.pairs))](
-        source, plain(w), pairs.members, pairs.counts, to, n, k,
-        EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", BM=g.pairs, BN=bn, BK=bk,
+        source, plain(w), pairs.members, pairs.counts, pairs.scale, pairs.weight, to, n, k,
+        EXPERTS=pairs.experts, BLOCK_E=pairs.block, TOP=pairs.top, SLOTS=pairs.slots, SHARE=share, GATED=gated, ACT=act or "",
+        BM=g.pairs, BN=bn, BK=bk,
         EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32", PDL=pdl,
         num_warps=g.warps, num_stages=2 if float32 else g.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

@@ -21,7 +21,7 @@ from ..formats import Format, Weight
 from .common import activate, gdc_launch_dependents, gdc_wait, prefetch
 from .quant import _half, _pairs, group_sums
 from .repack import ROWS, SLICE, QuantWeight, repack
-from .routing import Pairs, pairs_of, tile_of
+from .routing import Pairs, pairs_of, tile_of, weigh
 from .unpack import planes_of
 
 
@@ -71,8 +71,9 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
 
 @triton.jit
 def quant_experts_kernel(
-    x, w, scale, lift, sums, factor, members, counts, out, N, K, chunks,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALONE: tl.constexpr,
+    x, w, scale, lift, sums, factor, members, counts, expert_scale, weight, out, N, K, chunks,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr,
+    ACT: tl.constexpr, ALONE: tl.constexpr,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
     STAGES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
@@ -100,8 +101,12 @@ def quant_experts_kernel(
     w_row = block * (64 * P) + (rows % 64) * P
     if PDL and EARLY:
         gdc_launch_dependents()
-        if some:
+        if some:  # weights are nobody's output
             prefetch(w + w_row[:, None] + (tl.minimum(tl.arange(0, AHEAD), chunks - 1) * (64 * P))[None, :])
+    if ALONE and not GATED:  # noqa: SIM102  the second product of a single row; one condition is the compiler's
+        if pid_n + t == 0:
+            weigh(members, expert_scale, weight, EXPERTS, TOP, BLOCK_E, SLOTS)
+    if PDL and EARLY:
         gdc_wait()
     if some:
         w_ptr = w + w_row[:, None] + tl.arange(0, P)[None, :]
@@ -187,8 +192,8 @@ def quant_product(
     quant_experts_kernel[(triton.cdiv(width, tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))](
         source, m.words, m.words if m.scale is None else m.scale, m.words if m.lift is None else m.lift,
         to if m.lift is None else group_sums(source, m, pdl), to if m.factor is None else m.factor,
-        pairs.members, pairs.counts, to, n, k, m.chunks,
-        EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
+        pairs.members, pairs.counts, pairs.scale, pairs.weight, to, n, k, m.chunks,
+        EXPERTS=count, BLOCK_E=pairs.block, TOP=pairs.top, SLOTS=pairs.slots, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
         CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, LIFT=m.lift is not None, FACTOR=m.factor is not None,
         BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps, AHEAD=tile.ahead,
