@@ -196,9 +196,7 @@ class Controller:
             expected = self._expected(seq, (name, 0), shared)
             k = max(range(1, len(expected)), key=lambda j: expected[j] / times[j])
             shared.worth = Yield(expected[k], k, k, YIELD_WEIGHT)
-        mine = seq.yields.get(name)
-        if mine is None:
-            mine = seq.yields[name] = Yield()
+        mine = seq.yields.get(name) or seq.yields.setdefault(name, Yield())
         made, verified, drafted = mine.beside(shared.worth, YIELD_WEIGHT)
         at = min(int(verified), MAX_DRAFT - 1)
         seconds = times[at] + (verified - at) * (times[at + 1] - times[at])
@@ -255,8 +253,6 @@ class Controller:
         """The longest draft whose total loss this request could still bear: so that even a prompt on which nothing is
         ever accepted stays within a few percent of plain decoding."""
         allowed = (seq.bank + RISK + RISK_RATE * seq.tokens) * plain
-        if times[cap] - plain <= allowed:
-            return cap
         k = cap
         while k > 0 and times[k] - plain > allowed:
             k -= 1
@@ -356,11 +352,9 @@ class Controller:
         size = len(seqs)
         if not any(c.k for c in choices):
             for i, (view, seq) in enumerate(zip(seqs, states, strict=True)):
-                for name in self.drafters:
-                    if self._offer(view, name)[0] > 0:
-                        loss = self.cost.curve(name, size, context)[1] - plain
-                        choices[i] = self._maybe_probe(seq, Choice(name, 1), loss)
-                        break
+                name = next((name for name in self.drafters if self._offer(view, name)[0] > 0), None)
+                if name is not None:
+                    choices[i] = self._maybe_probe(seq, Choice(name, 1), self.cost.curve(name, size, context)[1] - plain)
                 if choices[i].k:
                     break  # one probe a cycle, since the neighbours of a probe pay for it too
         seconds = self._seconds([(c.drafter, c.k, c.k) for c in choices], context)
@@ -380,10 +374,9 @@ class Controller:
 
     def _note(self, view: SeqView, seq: SeqState, choice: Choice, share: float, curve: Sequence[float], plain: float) -> None:
         """Keep the books of the cycle about to run: `curve` its seconds by K (or the one entry of a batch)."""
-        seconds = curve[min(choice.k, len(curve) - 1)]
         seq.curve, seq.plain, seq.step, seq.planned, seq.fixed = curve, share, plain, choice.k, False
         seq.key = (choice.drafter or "", _bucket(view.match_len) if choice.drafter == "ngram" else 0)
-        self._time += seconds / plain * share
+        self._time += curve[min(choice.k, len(curve) - 1)] / plain * share
 
     # ---- after a cycle -----------------------------------------------------------------------------------------------
     def observe(
@@ -443,7 +436,7 @@ class Controller:
             drafted, accepted, confidence = tree.line, tree.ahead, confidence[: tree.line]
         planned = max(1, seq.planned, drafted)  # a plan that was made before the last may have been run again: it drafted, if not a token
         shared.add(planned, drafted, accepted, confidence)
-        arm = seq.arms.setdefault(key, Arm())
+        arm = seq.arms.get(key) or seq.arms.setdefault(key, Arm())
         # A draft that ended itself emits no more than one that was refused at that place, so it counts as refused there.
         arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, REQUEST_KEEP)
         seq.expected.pop(key, None)
