@@ -61,11 +61,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Answer:
-    prompt: int
-    draw: int
-    temperature: float
-    seed: int
+class Answer(Task):
     tokens: list[int]
     done: bool
 
@@ -112,7 +108,7 @@ def read_answers(path: Path) -> dict[tuple[int, int], Answer]:
             if number == len(lines):  # no line feed after it: it was being written
                 continue
             raise OutriderError(f"{path}:{number}: not an answer ({error}): delete the line, or choose another --out") from None
-        found[answer.prompt, answer.draw] = answer
+        found[answer.key] = answer
     return found
 
 

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,7 +23,7 @@ Json = dict[str, Any]  # what a configuration file holds
 KINDS = {"sliding": "sliding_attention", "full": "full_attention"}
 
 
-def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> Json:
+def config_dict(config: DrafterConfig) -> Json:
     head = {
         "use_ordered_embeddings": bool(config.clusters), "num_centroids": config.clusters or 2048,
         "centroid_intermediate_top_k": config.cluster_top or 32,
@@ -49,7 +48,7 @@ def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> Json:
         return {
             "model_type": config.model_type, "style": config.style, "backbone_hidden_size": config.backbone_hidden,
             "hidden_size": config.hidden, "vocab_size": config.vocab_size, "rms_norm_eps": config.norm_eps,
-            "tied_to_target": config.tied_to_target, "taps": list(config.taps), "layers": layers, "dtype": dtype,
+            "tied_to_target": config.tied_to_target, "taps": list(config.taps), "layers": layers, "dtype": "bfloat16",
             "hidden_activation": "silu" if config.activation == "silu" else "gelu_pytorch_tanh", **head, **own,
         }  # fmt: skip
     by_kind = {l.kind: l for l in config.layers}
@@ -70,8 +69,14 @@ def config_dict(config: DrafterConfig, dtype: str = "bfloat16") -> Json:
     if "unified" in config.model_type:
         text = {k: v for k, v in text.items() if k not in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")}
     names = {"gemma4_assistant": "Gemma4AssistantForCausalLM", "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM"}
-    raw = {"model_type": config.model_type, "backbone_hidden_size": config.backbone_hidden, "text_config": text, "dtype": dtype, **head}
-    raw |= {"architectures": [names.get(config.model_type, "OutriderDrafter")], "tie_word_embeddings": True}
+    raw = {
+        "model_type": config.model_type,
+        "backbone_hidden_size": config.backbone_hidden,
+        "text_config": text,
+        "dtype": "bfloat16",
+        **head,
+    }
+    raw |= {"architectures": [names.get(config.model_type, "OutriderDrafter")], "tie_word_embeddings": True, "dtype": "bfloat16"}
     if config.model_type in ASSISTANT_TYPES:  # what transformers does not know stays out of its config
         raw |= {k: own[k] for k in ("target_hash",) if own[k] is not None}
         return raw
@@ -89,29 +94,27 @@ def rope_dict(rope: RopeSpec) -> Json:
 
 
 def save_drafter(
-    folder: Path, config: DrafterConfig, weights: Mapping[str, Tensor], *, dtype: torch.dtype = torch.bfloat16,
-    draft_tokens: int | None = None, provenance: Mapping[str, object] | None = None, card: str | None = None,
-) -> None:  # fmt: skip
+    folder: Path, config: DrafterConfig, weights: Mapping[str, Tensor], provenance: Mapping[str, object] | None = None, card: str = ""
+) -> None:
     """config.json, generation_config.json, model.safetensors (and provenance.json, README.md). The weights file is
     replaced last and whole, so that a full disk leaves what was there."""
     tensors: dict[str, Tensor] = {}
     for name, plan in tensor_plan(config).items():
         tensor = weights[name].detach().cpu()
-        tensor = tensor.long() if plan.role == "index" else tensor.to(dtype)
+        tensor = tensor.long() if plan.role == "index" else tensor.bfloat16()
         pieces = tensor.split(list(plan.parts)) if plan.parts else (tensor,)
         for source, piece in zip(plan.sources, pieces, strict=True):
             tensors[source] = piece.contiguous().clone()
-    short = str(dtype).removeprefix("torch.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         part = folder / "model.part"
         save_file(tensors, part, metadata={"format": "pt"})
-        write_json(folder / "config.json", config_dict(config, short))
-        generation = {"is_assistant": True, "num_assistant_tokens": draft_tokens or 4, "num_assistant_tokens_schedule": "constant"}
+        write_json(folder / "config.json", config_dict(config))
+        generation = {"is_assistant": True, "num_assistant_tokens": 4, "num_assistant_tokens_schedule": "constant"}
         write_json(folder / "generation_config.json", generation)
         if provenance is not None:
             write_json(folder / "provenance.json", dict(provenance))
-        if card is not None:
+        if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
         part.replace(folder / "model.safetensors")
     except OSError as error:

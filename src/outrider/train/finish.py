@@ -122,7 +122,7 @@ def finish(
 
 def write_drafter(folder: Path, net: DraftNet, result: Row, traces: list[Trace], story: Row, log: Path) -> None:
     card = model_card(net.config, result, [story])
-    save_drafter(folder, net.config, net.export(), provenance=story, card=card)
+    save_drafter(folder, net.config, net.export(), story, card)
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
     if traces:
         print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))

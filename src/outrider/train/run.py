@@ -18,11 +18,13 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
+from ..models.config import DrafterConfig, ModelConfig
 from ..models.pairing import fits
 from ..types import OutriderError
 from ..weights.load import load_drafter, plain_all
@@ -31,13 +33,13 @@ from .answers import Answering, answer_to_file, answering_engine, as_sequences, 
 from .clock import Budget, Stop, listening
 from .data import Sequences, file_hash, make_batch, plan_epoch, read_prompts
 from .export import write_json
-from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
+from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
 from .job import Say, TrainJob
 from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
 from .net import DraftNet, step_weights, target_weights
 from .parallel import Group, process_group
 from .target import Described, Target, describe, encode, open_target
-from .trainer import JsonLog, Row, Trainer
+from .trainer import Row, Trainer, append_row
 
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
 PROBE_TOKENS, PROBE_SHARE = 200, 0.1  # answered before the forecast, or this share of the time
@@ -182,11 +184,8 @@ class Run:
         job = self.job
         if job.device.startswith("cuda"):
             return
-        config = job.drafter_config(known.config, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
         tokens = tasks * job.answering.max_new
-        work = Work.of(config, known.config, job.settings.unroll, item(job.dtype))
-        rate = product_rate(job.device, job.dtype, known.config.hidden)
-        sizes = self.choose(work, known.config.vocab_size, rate, tokens + int(prompts.lengths.sum()))
+        config, work, rate, sizes = self.choose(known.config, tokens + int(prompts.lengths.sum()))
         forecast = Forecast.of(
             work, sizes, vocab=known.config.vocab_size, head=config.head_hidden, rate=rate, answer_rate=1.0 / each,
             load=load + target_weights(known.config) / LOAD_RATE, accumulate=job.settings.accumulate,
@@ -198,11 +197,17 @@ class Run:
             whole = forecast.whole(tokens, job.settings.steps, heldout)
             self.say(f"this will take about {whole / 60:.0f} minutes here; --minutes N ends it in time, Ctrl-C saves it at any moment")
 
-    def choose(self, work: Work, vocab: int, rate: float, tokens: int) -> Sizes:
-        job, cuda = self.job, self.job.device.startswith("cuda")
-        return choose_sizes(
-            work, vocab, cuda=cuda, free=free_bytes(job.device), rate=rate * 0.45, item=item(job.dtype), tokens=tokens, anchors=job.anchors
+    def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig, Work, float, Sizes]:
+        """For data of so many tokens: the drafter, what training it costs, how fast this machine multiplies, and the sizes."""
+        job, item = self.job, torch.empty((), dtype=self.job.dtype).element_size()
+        config = job.drafter_config(target, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
+        work = Work.of(config, target, job.settings.unroll, item)
+        rate = product_rate(job.device, job.dtype, target.hidden)
+        sizes = choose_sizes(
+            work, target.vocab_size, cuda=job.device.startswith("cuda"), free=free_bytes(job.device), rate=rate * EFFICIENCY, item=item,
+            tokens=tokens, anchors=job.anchors,
         )  # fmt: skip
+        return config, work, rate, sizes
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
     def drafter(self, target: Target, data: Sequences, aside: Sequences) -> Row:
@@ -223,7 +228,7 @@ class Run:
         aside, reserve = self.reserve(target, net, aside)
         log_path = job.out / "log.jsonl"
         scored = (lambda: finish.judge(target, net, aside.select(np.nonzero(aside.greedy)[0]))) if len(aside) else None
-        log = JsonLog(log_path) if group.first else None
+        log = partial(append_row, log_path) if group.first else None
         trainer = Trainer(
             target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop, everybody=job.shard_target,
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
@@ -255,12 +260,10 @@ class Run:
         """Chosen once a run: a run that continues must make the batches it made before."""
         path = self.job.out / "sizes.json"
         if self.group.first and not path.exists():
-            job = self.job
-            config = job.drafter_config(target.config, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
-            work = Work.of(config, target.config, job.settings.unroll, item(job.dtype))
-            rate = product_rate(job.device, job.dtype, target.config.hidden)
-            sizes = self.choose(work, target.config.vocab_size, rate, int(data.lengths.sum()))
-            write_json(path, asdict(replace(sizes, keep=sizes.keep and not job.shard_target)))  # everybody runs the target at every step
+            sizes = self.choose(target.config, int(data.lengths.sum()))[-1]
+            write_json(
+                path, asdict(replace(sizes, keep=sizes.keep and not self.job.shard_target))
+            )  # everybody runs the target at every step
         self.group.wait()
         try:
             return Sizes(**read_json(path))
@@ -309,10 +312,6 @@ class Run:
         count = max(1, int(np.searchsorted(total, allowed, side="right")))
         chosen = aside.select(np.arange(len(aside))[:: max(1, len(aside) // count)][:count])
         return chosen, 1.5 * finish.PASSES * each * chosen.answer_tokens + EXPORT_SECONDS
-
-
-def item(dtype: torch.dtype) -> int:
-    return torch.empty((), dtype=dtype).element_size()
 
 
 def carried(path: Path, job: TrainJob, held: np.ndarray) -> Sequences:

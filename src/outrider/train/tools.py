@@ -45,17 +45,18 @@ def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
 
 
-def check_fit(drafter: str, target: Described | Target) -> tuple[DrafterConfig, dict[str, Tensor]]:
+def check_fit(drafter: str, target: Described | Target | None) -> tuple[DrafterConfig, dict[str, Tensor]]:
     config, weights = load_drafter(drafter, "cpu", torch.float32)
-    reason = fits(config, target.config)
+    reason = None if target is None else fits(config, target.config)
     if reason is not None:
         raise OutriderError(f"{drafter} does not fit the target: {reason}")
     return config, plain_all(weights)
 
 
-def load_net(drafter: str, target: Target) -> DraftNet:
+def load_net(drafter: str, target: Target, clustered: bool = True) -> DraftNet:
+    """`clustered`: with the clusters of its head, where it has any."""
     config, weights = check_fit(drafter, target)
-    net = DraftNet(config, target.config)
+    net = DraftNet(config if clustered else replace(config, clusters=0), target.config)
     net.load(weights)
     return net.to(target.model.device)
 
@@ -89,19 +90,15 @@ def cluster_drafter(
 ) -> Row:  # fmt: skip
     """Balanced k-means of the head's rows. Without a target the centroids are the clusters' means; with a target and
     prompts they are tuned on the drafter's own states there, and `top` is the cheapest that finds the full head's token."""
-    config, loaded = load_drafter(drafter, "cpu", torch.float32)
-    weights = plain_all(loaded)
     if (target is None) != (prompts is None):
         raise OutriderError("--target and --prompts belong together")
+    known = None if target is None else describe(target)
+    config, weights = check_fit(drafter, known)
     if config.tied_to_target and target is None:
         raise OutriderError(f"{drafter} uses its target's head: give --target and --prompts")
     count = clusters or default_clusters(config.vocab_size)
     opened, data = None, None
-    if target is not None and prompts is not None:
-        known = describe(target)
-        reason = fits(config, known.config)
-        if reason is not None:
-            raise OutriderError(f"{drafter} does not fit the target: {reason}")
+    if known is not None and prompts is not None:
         data = answers(known, spread(read_prompts(prompts), limit), max_new=max_new, temperature=0.0, chat=True, device=device)
         opened = open_target(known, device, torch.float32)
     rows = plain(opened.model.head).float() if opened is not None and config.tied_to_target else weights["embed"].to(device)
@@ -109,7 +106,9 @@ def cluster_drafter(
     say(f"{config.vocab_size} tokens in {count} clusters")
     chosen, curve = top or max(1, count // 64), []
     if opened is not None and data is not None:
-        g, choices = _states(opened, replace(config, clusters=0), weights, data)
+        net = load_net(drafter, opened, clustered=False)
+        cast, full, _ = views(net, opened)
+        g, choices = states(opened.model, net, cast, full, data)  # where it drafts, and what the full head chooses there
         cut = max(1, g.shape[0] * 4 // 5)
         means = fit_centroids(g[:cut], cluster_of(order, count)[choices[:cut]], means, 300, 1e-2, seed=seed)
         curve = recall_curve(g[cut:], choices[cut:], means, order, tuple(t for t in TOPS if t <= count))
@@ -122,12 +121,3 @@ def cluster_drafter(
         "head_weights": (chosen * size + count) * config.head_hidden,
         "full_head_weights": config.vocab_size * config.head_hidden, "recall": [asdict(r) for r in curve],
     }  # fmt: skip
-
-
-def _states(target: Target, config: DrafterConfig, weights: dict[str, Tensor], data: Sequences) -> tuple[Tensor, Tensor]:
-    """The drafter's states on the target's answers, and the full head's choice at each."""
-    net = DraftNet(config, target.config)
-    net.load(weights)
-    net.to(target.model.device)
-    cast, full, _ = views(net, target)
-    return states(target.model, net, cast, full, data)

@@ -188,10 +188,6 @@ class Trainer:
         decay = 1.0 if done < s.hold else s.final + (1 - s.final) * max(0.0, 1 - (done - s.hold) / max(1 - s.hold, 1e-9))
         return min(1.0, (p.step + 1) / max(1, s.warmup)) * decay
 
-    def finished(self, passed: float) -> bool:
-        s = self.settings
-        return passed >= 60 * s.minutes if s.minutes is not None else self.progress.step >= s.steps
-
     # ---- the loop --------------------------------------------------------------------------------------------------
     def run(self, out: Path | None = None) -> None:
         """Until the steps or minutes are done, evaluation says so, or somebody asks to stop. Saves as it goes and at the end."""
@@ -202,7 +198,7 @@ class Trainer:
         slowest = 0.0  # seconds of a step: none is begun that would end too late
         for batch, epoch, taken in batches:
             passed = self.clock(began)
-            if self.finished(passed + (slowest if s.minutes is not None else 0.0)) or self.group.any(self.stop.asked):
+            if self.share(passed + slowest) >= 1.0 or self.group.any(self.stop.asked):
                 break
             lr = s.lr * self.rate(passed)
             self.bits = 4 if self.share(passed) >= s.four_bits_from else None
@@ -317,15 +313,6 @@ def write(path: Path, content: Row) -> None:
         ) from None
 
 
-class JsonLog:
-    """Rows appended to a JSON-lines file as they come."""
-
-    def __init__(self, path: Path, echo: Callable[[str], None] | None = None):
-        self.path, self.echo = path, echo
-
-    def __call__(self, row: Row) -> None:
-        line = json.dumps(row)
-        with open(self.path, "a") as file:
-            file.write(line + "\n")
-        if self.echo is not None:
-            self.echo(line)
+def append_row(path: Path, row: Row) -> None:
+    with open(path, "a") as file:
+        file.write(json.dumps(row) + "\n")
