@@ -15,14 +15,10 @@ MACHINE = st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 1e-2), st.floats(0, 1e-2
 
 
 @settings(max_examples=60, deadline=None)
-@given(
-    MACHINE,
-    st.booleans(),
-    st.lists(st.tuples(BATCH, st.integers(0, 16), st.floats(1e-5, 1.0)), max_size=40),
-)
-def test_choices_are_legal(machine, ragged, cycles):
+@given(MACHINE, st.lists(st.tuples(BATCH, st.integers(0, 16), st.floats(1e-5, 1.0)), max_size=40))
+def test_choices_are_legal(machine, cycles):
     base, row, token = machine
-    controller = Controller(CostTable.linear(base, row, {"mtp": token}, ragged=ragged), ("mtp", "ngram"))
+    controller = Controller(CostTable.linear(base, row, {"mtp": token}), ("mtp", "ngram"))
     for raw, luck, seconds in cycles:
         views = [SeqView(i, {"mtp": m, "ngram": n}, match, left, context) for i, m, n, match, left, context in raw]
         choices = controller.plan(views)

@@ -331,12 +331,12 @@ class Controller:
         rate, ks = 0.0, [0] * size
         worth = size / verify[0]
         for _ in range(2):
-            price = worth * (verify[-1] - verify[0]) / MAX_DRAFT / size if self.cost.ragged else 0.0
+            price = worth * (verify[-1] - verify[0]) / MAX_DRAFT / size
             net = np.where(tokens > 0.0, tokens - price * steps * fill, -1.0)
             top = np.maximum.accumulate(net, axis=1)
             chosen = np.maximum.accumulate(np.where(net >= top, steps, 0), axis=1)  # [B, 17]: K by widest K allowed
             made = np.take_along_axis(tokens, chosen, axis=1).sum(axis=0)  # [17]
-            width = (chosen * fill).mean(axis=0) if self.cost.ragged else chosen.max(axis=0)
+            width = (chosen * fill).mean(axis=0)
             depth = np.where(dear[:, None], chosen, 0).max(axis=0)
             rates = made / (np.interp(width, steps, verify) + drafting[depth] + PLANNING)
             at = int(rates.argmax())
@@ -364,8 +364,7 @@ class Controller:
 
     def _seconds(self, cycle: Sequence[tuple[str | None, int, float]], context: int) -> float:
         """Of one cycle: each sequence's drafter, tokens verified and tokens drafted."""
-        size, ks = len(cycle), [k for _, k, _ in cycle]
-        seconds = self.cost.verify(size, sum(ks) / size if self.cost.ragged else max(ks), context)
+        seconds = self.cost.verify(len(cycle), sum(k for _, k, _ in cycle) / len(cycle), context)
         for name in {name for name, _, steps in cycle if steps and name}:
             if not self.cost.free(name):
                 users = [steps for n, _, steps in cycle if n == name]
@@ -389,7 +388,7 @@ class Controller:
         self._untold.append(partial(self._learn, id, drafter, drafted, accepted, confidence, tree))
 
     def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
-        """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (mean, for a ragged batch)."""
+        """The wall time of a cycle without prompt rows. `k`: drafted tokens a sequence (their mean)."""
         self._untold.append(partial(self._time_step, batch, k, context, seconds, drafter))
         if len(self._untold) >= UNTOLD:
             self._digest()

@@ -61,13 +61,12 @@ def machine_name(accelerator: str | None = None, threads: int | None = None) -> 
 
 
 class CostTable:
-    """Seconds of a cycle. `ragged`: verify rows are packed (cost follows their sum); otherwise padded to the widest K."""
+    """Seconds of a cycle. Verify rows are packed: what they cost follows their sum."""
 
     def __init__(
         self,
         verify: Mapping[tuple[int, int], Sequence[float]] | None = None,
         draft: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
-        ragged: bool = True,
         key: CostKey | None = None,
     ) -> None:
         """Without figures: a careful guess (a row costs 15 % of a plain step, a drafted token 8 %), corrected by `observe`."""
@@ -81,7 +80,7 @@ class CostTable:
         for name, curve in curves:
             if len(curve) != WIDTH or any(not (t >= 0.0 and math.isfinite(t)) for t in curve):
                 raise OutriderError(f"cost table: {name} needs {WIDTH} finite times >= 0")
-        self.ragged, self.key = ragged, key
+        self.key = key
         self.drift = 0.0  # log of how much slower the machine is now than when the table was measured
         self.observed = 0
         self._verify = {knot: _monotone(curve) for knot, curve in verify.items()}
@@ -95,17 +94,14 @@ class CostTable:
         self._pending = 0
 
     @staticmethod
-    def linear(
-        base: float, per_row: float, draft: Mapping[str, float] | None = None, per_key: float = 0.0, ragged: bool = True
-    ) -> CostTable:
-        """A step of R rows takes base + per_row·R (+ per_key for each key read); a drafter its time a token. For tests and predictions."""
-        batches, contexts = (1, 2, 4, 8, 16, 32), (0, 8192)
-        verify = {(b, c): [base + per_row * b * (k + 1) + per_key * b * c for k in range(WIDTH)] for b in batches for c in contexts}
-        return CostTable(verify, {n: {1: [t * k for k in range(WIDTH)]} for n, t in (draft or {}).items()}, ragged)
+    def linear(base: float, per_row: float, draft: Mapping[str, float] | None = None) -> CostTable:
+        """A step of R rows takes base + per_row·R; a drafter its time a token. For tests and predictions."""
+        verify = {(b, c): [base + per_row * b * (k + 1) for k in range(WIDTH)] for b in (1, 2, 4, 8, 16, 32) for c in (0, 8192)}
+        return CostTable(verify, {n: {1: [t * k for k in range(WIDTH)]} for n, t in (draft or {}).items()})
 
     # ---- reading ---------------------------------------------------------------------------------------------------
     def verify(self, batch: int, k: float, context: int) -> float:
-        """Seconds of one target step over `batch` sequences with k drafted tokens each (a mean k for a ragged batch)."""
+        """Seconds of one target step over `batch` sequences with k drafted tokens each (on average)."""
         return _at(self.curve(None, batch, context), k)
 
     def draft(self, drafter: str, batch: int, k: int) -> float:
@@ -206,7 +202,6 @@ class CostTable:
     def to_json(self) -> dict[str, object]:
         return {
             "key": asdict(self.key) if self.key else None,
-            "ragged": self.ragged,
             "verify": [{"batch": b, "context": c, "seconds": t} for (b, c), t in sorted(self._verify.items())],
             "draft": {n: [{"batch": b, "seconds": t} for b, t in sorted(cs.items())] for n, cs in self._draft.items()},
             "factor": [{"drafter": n, "batch": b, "by_k": f} for (n, b), f in sorted(self._factor.items())],
@@ -218,7 +213,6 @@ class CostTable:
             table = CostTable(
                 {(int(e["batch"]), int(e["context"])): e["seconds"] for e in raw["verify"]},
                 {n: {int(e["batch"]): e["seconds"] for e in es} for n, es in raw["draft"].items()},
-                bool(raw["ragged"]),
                 CostKey(**raw["key"]) if raw["key"] else None,
             )
             for entry in raw["factor"]:
@@ -253,7 +247,6 @@ def measure(
     contexts: Sequence[int] = (256, 2048),
     ks: Sequence[int] = (0, 1, 2, 4, 8, 16),
     budget_s: float = 3.0,
-    ragged: bool = True,
     key: CostKey | None = None,
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
@@ -297,7 +290,7 @@ def measure(
             verify = {k: t for (part, batch, k, context), t in least.items() if part == "verify" and (batch, context) == (cell[1], cell[3])}
             if verify:
                 least[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
-    return _assemble(least, drafters, batches, ragged, key)
+    return _assemble(least, drafters, batches, key)
 
 
 def agrees(
@@ -346,7 +339,7 @@ def _guess(times: Mapping[tuple[str, int, int, int], Sequence[float]], part: str
 
 
 def _assemble(
-    times: Mapping[tuple[str, int, int, int], float], drafters: Sequence[str], batches: Sequence[int], ragged: bool, key: CostKey | None
+    times: Mapping[tuple[str, int, int, int], float], drafters: Sequence[str], batches: Sequence[int], key: CostKey | None
 ) -> CostTable:
     groups: dict[tuple[str, int, int], dict[int, float]] = {}
     for (part, batch, k, context), seconds in times.items():
@@ -372,7 +365,7 @@ def _assemble(
         for (part, batch, _), known in groups.items():
             if part == name:
                 draft.setdefault(name, {})[batch] = _spread({0: 0.0, **known})
-    return CostTable(verify, draft, ragged, key)
+    return CostTable(verify, draft, key)
 
 
 def _spread(known: Mapping[int, float]) -> Curve:

@@ -178,15 +178,11 @@ def _ended(choice: Choice, confidence: Sequence[float] | None, policy: Policy) -
     return choice, choice.k
 
 
-def cycle_cost(
-    choices: Sequence[Choice], cost: CostTable, context: int, steps: Sequence[int] | None = None
-) -> tuple[float, float, str | None]:
-    """Seconds of a cycle, its width (mean K of a ragged batch, widest of a padded one) and the drafter that took time in it.
-    `steps`: tokens drafted, where some were dropped before verification."""
-    size = len(choices)
-    steps = steps or [c.k for c in choices]
-    width = sum(c.k for c in choices) / size if cost.ragged else float(max(c.k for c in choices))
-    seconds, main = cost.verify(size, width, context), None
+def cycle_cost(choices: Sequence[Choice], cost: CostTable, context: int, steps: Sequence[int]) -> tuple[float, float, str | None]:
+    """Seconds of a cycle, its mean K and the drafter that took time in it. `steps`: tokens drafted; some were dropped before
+    verification."""
+    width = sum(c.k for c in choices) / len(choices)
+    seconds, main = cost.verify(len(choices), width, context), None
     for name in {c.drafter for c, n in zip(choices, steps, strict=True) if n and c.drafter}:
         if not cost.free(name):
             users = [n for c, n in zip(choices, steps, strict=True) if c.drafter == name]
