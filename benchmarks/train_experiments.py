@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from outrider.models.inspect import model_size
 from outrider.ops.reference import plain
 from outrider.train import design
 from outrider.train.answers import heldout_prompts
@@ -34,7 +35,7 @@ from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, 
 from outrider.train.data import Sequences, make_batch, plan_epoch, read_prompts
 from outrider.train.evaluate import Head, judge_drafts, states, summary
 from outrider.train.losses import LossMix
-from outrider.train.net import DraftNet, step_weights, target_weights
+from outrider.train.net import DraftNet, step_weights
 from outrider.train.run import split
 from outrider.train.target import Target, open_target
 from outrider.train.tools import answers, describe, load_net
@@ -168,7 +169,7 @@ def heads(args: argparse.Namespace) -> None:
     target, data, aside, note = open_run(args)
     net = load_net(args.drafter or str(Path(args.run) / "drafter"), target)
     weights = {k: v.detach() for k, v in net.cast(target.model.dtype).items()}
-    rows, whole = rows_of(target, net, weights), target_weights(target.config)
+    rows, whole = rows_of(target, net, weights), model_size(target.config).active
     full = score(target, net, aside)
     state = torch.randn(1, rows.shape[1], device=rows.device, dtype=rows.dtype)
     share = sum(step_weights(replace(net.config, clusters=0)).values()) / whole

@@ -23,6 +23,7 @@ from ..engine.decode import Inputs, Key, Output, State, decode_step
 from ..models import build
 from ..models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
 from ..models.gemma4_assistant import Gemma4Assistant
+from ..models.inspect import kv_bytes
 from ..models.known import KNOWN
 from ..ops.backend import Backend
 from ..ops.formats import Held
@@ -195,13 +196,8 @@ class Rig:
         return round(total)
 
     def kv_bytes(self, context: int) -> int:
-        total = 0
-        for layer in self.config.layers:
-            seen = context if layer.attn.window is None else min(context, layer.attn.window)
-            keys = self.store.keys[layer.attn.kv_layer]
-            assert keys is not None
-            total += 2 * seen * layer.attn.kv_heads * layer.attn.head_dim * keys.element_size()
-        return total
+        item = next(keys.element_size() for keys in self.store.keys if keys is not None)
+        return kv_bytes(self.config, context, item, read=True)
 
     # ---- sequences -----------------------------------------------------------------------------------------------------
     def open(self, batch: int, context: int, room: int) -> list[SeqCache]:

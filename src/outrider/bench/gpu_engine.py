@@ -69,7 +69,8 @@ def of_engine(engine: Engine, size: str, batch: int, k: int, context: int) -> Fi
             engine.step()
         if turn:
             engine.host_times.update(dict.fromkeys(engine.host_times, 0.0))
-            _sync(engine.device)
+            if engine.device.type == "cuda":
+                torch.cuda.synchronize(engine.device)
             began = time.perf_counter()
             for _ in range(STEPS):
                 engine.step()
@@ -92,8 +93,3 @@ def table(found: Sequence[Figures]) -> list[list[str]]:
             + [f"{f.hidden:.0%}"]
         )  # fmt: skip
     return rows
-
-
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

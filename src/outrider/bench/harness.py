@@ -217,7 +217,7 @@ def run(
                             continue
                         if contestant.name not in warm:
                             warm.add(contestant.name)
-                            contestant.answer([_warm_up(group[0])], temperature, settings.seed)
+                            contestant.answer([Prompt("warm-up", "warm-up", group[0].text[:200], 16)], temperature, settings.seed)
                         answers, whole = contestant.answer(group, temperature, settings.seed)
                         cell = _cell(contestant.name, temperature, batch, group[0].category, name, repeat, answers, whole)
                         store.add(cell)
@@ -227,10 +227,6 @@ def run(
 def total(settings: Settings, prompts: Sequence[Prompt]) -> int:
     per_batch = sum(len(groups(prompts, b)) for b in settings.batches)
     return per_batch * settings.repeats * len(settings.contestants) * len(settings.temperatures)
-
-
-def _warm_up(prompt: Prompt) -> Prompt:
-    return Prompt("warm-up", "warm-up", prompt.text[:200], 16)
 
 
 def _cell(

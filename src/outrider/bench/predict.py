@@ -207,12 +207,9 @@ def draft_seconds(setup: Setup, k: int) -> float:
         return 0.0
     on, config = setup.on, setup.drafter
     size = drafter_size(config)
-    read = 0
-    for layer in config.layers:
-        attn = layer.attn
-        read += 2 * attn.kv_heads * attn.head_dim * (setup.context if attn.window is None else min(setup.context, attn.window))
+    read = setup.batch * kv_bytes(config, setup.context, setup.kv_item, read=True)
     narrow = not config.clusters and on.overlaps  # on GPUs a drafter's large head and layers are held in 8 bits
-    moved = size.step * (min(1.0, setup.weight_bytes) if narrow else setup.weight_bytes) + setup.batch * read * setup.kv_item
+    moved = size.step * (min(1.0, setup.weight_bytes) if narrow else setup.weight_bytes) + read
     work = 2.0 * setup.batch * size.step
     launched = len(config.layers) * DRAFTER_KERNELS + DRAFTER_HEAD_KERNELS
     busy = _together(on, moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach))

@@ -10,11 +10,9 @@ COLOURS = ("#3b6ea8", "#d07b33", "#4a9a5b", "#a8496f", "#7a6cc0", "#8a8a8a")
 Series = tuple[str, Sequence[tuple[float, float]]]
 
 
-def bars(
-    title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]], line: float = 1.0
-) -> str:
-    """Horizontal bars, one group a row: (value, low, high) for each series; `line` is drawn through (1: as fast as plain)."""
-    high = max([e[2] for _, values in series for e in values if e] + [line]) * 1.08
+def bars(title: str, groups: Sequence[str], series: Sequence[tuple[str, Sequence[tuple[float, float, float] | None]]]) -> str:
+    """Horizontal bars, one group a row: (value, low, high) for each series; a line is drawn through 1: as fast as plain."""
+    high = max([e[2] for _, values in series for e in values if e] + [1.0]) * 1.08
     bar, gap, left, width = 13, 10, 150, 760
     row = bar * len(series) + gap
     height = 58 + row * len(groups) + 20 * ((len(series) + 3) // 4)
@@ -36,7 +34,7 @@ def bars(
             out.append(f'<rect x="{left}" y="{at:.1f}" width="{x(value) - left:.1f}" height="{bar - 2}" fill="{COLOURS[s % 6]}"/>')
             out.append(f'<line x1="{x(low):.1f}" y1="{at + 5:.1f}" x2="{x(up):.1f}" y2="{at + 5:.1f}" class="i"/>')
             out.append(f'<text x="{x(up) + 4:.1f}" y="{at + 9:.1f}" class="s">{value:.2f}</text>')
-    out.append(f'<line x1="{x(line):.1f}" y1="{top}" x2="{x(line):.1f}" y2="{top + row * len(groups)}" class="one"/>')
+    out.append(f'<line x1="{x(1.0):.1f}" y1="{top}" x2="{x(1.0):.1f}" y2="{top + row * len(groups)}" class="one"/>')
     out += _legend([name for name, _ in series], left, top + row * len(groups) + 34)
     return "\n".join([*out, "</svg>"])
 

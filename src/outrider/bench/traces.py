@@ -6,7 +6,7 @@ prompt is everything up to there, of which only the first cycle is looked at. Th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from unittest.mock import patch
 
@@ -17,7 +17,7 @@ from ..types import MAX_DRAFT, SamplingParams
 from .workloads import Prompt
 
 
-def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0, tick: Callable[[], None] = lambda: None) -> Trace | None:
+def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0) -> Trace | None:
     """None: the answer is too short to say anything. `llm` should have its prefix cache on, or this takes long."""
     ids = llm.asked(prompt.text)
     params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
@@ -37,7 +37,6 @@ def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0, ti
         )
         runs.append(run)
         sure.append(tuple(round(p, 3) for p in told or ()))
-        tick()
     known = tuple(sure) if any(sure) else ()
     return Trace(prompt.id, prompt.category, llm.drafter.name, tuple(runs), copies, matches, known, len(ids))
 

@@ -17,9 +17,9 @@ from .pages import Group, SeqPages
 ROOT = b""
 
 
-def page_key(parent: bytes, tokens: Sequence[int], salt: bytes = b"") -> bytes:
+def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
     """The chain hash of one page. 128 bits: a collision would be a wrong answer, so no short hashes."""
-    h = hashlib.blake2b(parent + salt, digest_size=16)
+    h = hashlib.blake2b(parent, digest_size=16)
     h.update(b",".join(str(t).encode() for t in tokens))
     return h.digest()
 

@@ -157,10 +157,10 @@ class Engine:
         self.metrics.requests += 1
         self.metrics.prompt_tokens += seq.prompt_len
 
-    def abort(self, request_id: str, reason: str = "abort") -> None:
+    def abort(self, request_id: str) -> None:
         seq = self._seqs.get(request_id)
         if seq is not None:
-            self._events.append(self._finish(seq, Event(request_id, [], [], []), reason))
+            self._events.append(self._finish(seq, Event(request_id, [], [], []), "abort"))
 
     def pause(self, request_id: str, on: bool) -> None:
         """A paused request keeps its place and what it has computed, and takes part in no step."""

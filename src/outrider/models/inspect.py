@@ -94,7 +94,7 @@ def kv_bytes_per_token(config: ModelConfig, kv_bytes: float = 2.0) -> int:
     return round(sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim for i in config.kv_layers) * kv_bytes)
 
 
-def kv_bytes(config: ModelConfig, context: int, item: float = 2.0, read: bool = False) -> int:
+def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.0, read: bool = False) -> int:
     """Held for a sequence of that length: sliding layers keep their window only. `read`: what a pass over it reads, where
     layers that share K/V count again."""
     total = 0
@@ -118,13 +118,10 @@ def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
     return total
 
 
-def intensity(
-    config: ModelConfig, rows: int, context: int, weight_bytes: float, kv_item: float = 2.0, head_rows: int | None = None
-) -> float:
+def intensity(config: ModelConfig, rows: int, context: int, weight_bytes: float, head_rows: int | None = None) -> float:
     """Floating-point operations for each byte moved: weights read once, K/V read and written."""
     size = model_size(config)
-    moved = size.streamed(rows) * weight_bytes
-    moved += kv_bytes(config, context, kv_item, read=True) + rows * kv_bytes_per_token(config, kv_item)
+    moved = size.streamed(rows) * weight_bytes + kv_bytes(config, context, read=True) + rows * kv_bytes_per_token(config)
     return flops(size, rows, context, rows if head_rows is None else head_rows) / moved
 
 

@@ -69,13 +69,7 @@ def config_dict(config: DrafterConfig) -> Json:
     if "unified" in config.model_type:
         text = {k: v for k, v in text.items() if k not in ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block")}
     names = {"gemma4_assistant": "Gemma4AssistantForCausalLM", "gemma4_unified_assistant": "Gemma4UnifiedAssistantForCausalLM"}
-    raw = {
-        "model_type": config.model_type,
-        "backbone_hidden_size": config.backbone_hidden,
-        "text_config": text,
-        "dtype": "bfloat16",
-        **head,
-    }
+    raw = {"model_type": config.model_type, "backbone_hidden_size": config.backbone_hidden, "text_config": text, **head}
     raw |= {"architectures": [names.get(config.model_type, "OutriderDrafter")], "tie_word_embeddings": True, "dtype": "bfloat16"}
     if config.model_type in ASSISTANT_TYPES:  # what transformers does not know stays out of its config
         raw |= {k: own[k] for k in ("target_hash",) if own[k] is not None}

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from ..models.config import DrafterConfig, ModelConfig
-from .net import step_weights, target_weights
+from ..models.inspect import model_size
+from .net import step_weights
 
 GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
 CPU_SCORED = 8192  # tokens of the vocabulary that a batch's loss looks at on a CPU
@@ -70,7 +71,7 @@ class Work:
         reads = {n for n in config.reads or ()} or set(target.kv_layers[-2:])
         kv = sum(2 * target.layers[r].attn.kv_heads * target.layers[r].attn.head_dim for r in reads)
         return Work(
-            6.0 * parts["body"] * unroll, (4.0 * unroll + 2.0) * config.head_hidden, 2.0 * target_weights(target),
+            6.0 * parts["body"] * unroll, (4.0 * unroll + 2.0) * config.head_hidden, 2.0 * model_size(target).active,
             float(item * unroll * (layer + 4 * wide)), float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
         )  # fmt: skip
 

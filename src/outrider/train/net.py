@@ -169,16 +169,3 @@ def step_weights(config: DrafterConfig) -> dict[str, int]:
     else:
         rows = config.vocab_size
     return {"body": body, "head": rows * config.head_hidden}
-
-
-def target_weights(config: ModelConfig) -> int:
-    """Weights streamed by one decoding step of the target (a MoE: the experts that are used)."""
-    total = 0
-    for name, plan in tensor_plan(config).items():
-        size = math.prod(plan.shape)
-        if name == "ple_embed" or (name == "embed" and not config.tied):
-            continue  # looked up, not streamed
-        if config.moe is not None and ".experts_" in name:
-            size = size * config.moe.top_k // config.moe.experts
-        total += size
-    return total

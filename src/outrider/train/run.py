@@ -25,6 +25,7 @@ import numpy as np
 import torch
 
 from ..models.config import DrafterConfig, ModelConfig
+from ..models.inspect import model_size
 from ..models.pairing import fits
 from ..types import OutriderError
 from ..weights.load import load_drafter, plain_all
@@ -36,7 +37,7 @@ from .export import write_json
 from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
 from .job import Say, TrainJob
 from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
-from .net import DraftNet, step_weights, target_weights
+from .net import DraftNet, step_weights
 from .parallel import Group, process_group
 from .target import Described, Target, describe, encode, open_target
 from .trainer import Row, Trainer, append_row
@@ -188,7 +189,7 @@ class Run:
         config, work, rate, sizes = self.choose(known.config, tokens + int(prompts.lengths.sum()))
         forecast = Forecast.of(
             work, sizes, vocab=known.config.vocab_size, head=config.head_hidden, rate=rate, answer_rate=1.0 / each,
-            load=load + target_weights(known.config) / LOAD_RATE, accumulate=job.settings.accumulate,
+            load=load + model_size(known.config).active / LOAD_RATE, accumulate=job.settings.accumulate,
         )  # fmt: skip
         heldout = min(job.heldout, len(prompts) // 5) * job.answering.max_new
         if job.minutes is not None:
@@ -220,7 +221,7 @@ class Run:
             net.config = replace(net.config, weight_bits=4)
         group.share_(net.state_dict().values())
         cost = step_weights(net.config)
-        share = sum(cost.values()) / target_weights(target.config)
+        share = sum(cost.values()) / model_size(target.config).active
         self.say(
             f"a draft step reads {sum(cost.values()) / 1e6:.2f} M weights ({share:.1%} of a target step), "
             f"{cost['head'] / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a batch"

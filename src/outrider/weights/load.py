@@ -245,7 +245,8 @@ def dense(
         elif piece.entry is not None and not piece.quantised:
             fill(rows.view(piece.entry.rows, piece.entry.columns), piece.entry)
         else:
-            unfold(rows, piece, where)
+            unpack(rows, piece.weight(where))
+            piece.release()
         at += piece.shape[0]
     if plan.plus_one and not plus_one_done:
         out += 1.0
@@ -264,13 +265,8 @@ def fill(out: Tensor, entry: Entry) -> None:
         entry.release(lo, hi)
 
 
-def unfold(out: Tensor, piece: Piece, where: str) -> None:
-    """Dequantise into rows [N, K] (experts [E, N, K]) in slices, and give the file's pages back."""
-    unpack(out, piece.weight(where))
-    piece.release()
-
-
 def unpack(out: Tensor, weight: Weight) -> None:
+    """Dequantise into rows [N, K] (experts [E, N, K]) in slices."""
     step = max(1, SLICE // max(1, weight.nbytes // weight.shape[0]))
     for lo in range(0, weight.shape[0], step):
         hi = min(weight.shape[0], lo + step)

@@ -13,13 +13,14 @@ from tests.kv import build_kv
 
 from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig
+from outrider.models.inspect import model_size
 from outrider.ops.reference import ReferenceOps
 from outrider.train import design
 from outrider.train.capture import DenseOps, Recorder, capture
 from outrider.train.data import Sequences, make_batch
 from outrider.train.evaluate import Head
 from outrider.train.export import config_dict
-from outrider.train.net import DraftNet, step_weights, target_weights
+from outrider.train.net import DraftNet, step_weights
 from outrider.weights.load import dummy_weights, load_target
 
 LENGTH = 20  # beyond the tiny sliding window
@@ -106,7 +107,7 @@ def test_config_survives_the_file(name: str, tmp_path: Path) -> None:
 
 def test_a_draft_step_is_counted(tmp_path: Path) -> None:
     config, weights, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
-    assert target_weights(config) == sum(w.numel() for w in weights.values())
+    assert model_size(config).active == sum(w.numel() for w in weights.values())
     drafter = design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4)
     own = dummy_weights(drafter, "cpu", torch.float32)
     cost = step_weights(drafter)
