@@ -92,7 +92,9 @@ def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: i
         )
         target = f"{root}/gemma-4-{size}-it"
         drafter = f"{target}-assistant" if k else "none"
+        torch.cuda.reset_peak_memory_stats()
         llm = LLM.load(target, drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
+    peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)  # while it was loaded; K/V included
     rng = random.Random(1)
     for batch in batches:
         prompts = [[rng.randrange(5, 200000) for _ in range(context)] for _ in range(batch)]
@@ -108,7 +110,15 @@ def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: i
         rate = (3.88 if k == 4 else 1.0) * batch / cycle
         held = round(torch.cuda.memory_allocated() / 2**30, 2)
         row = dict(
-            size=size, quantize=quantize, k=k, batch=batch, context=context, ms=round(cycle * 1e3, 3), tokens_s=round(rate), gib=held
+            size=size,
+            quantize=quantize,
+            k=k,
+            batch=batch,
+            context=context,
+            ms=round(cycle * 1e3, 3),
+            tokens_s=round(rate),
+            gib=held,
+            peak=peak,
         )
         print(json.dumps(row), flush=True)
 

@@ -176,10 +176,11 @@ def test_embed(ops: TritonOps) -> None:
     near(ops.embed(column, table, 1.0), REF.embed(column, table, 1.0), 1e-7)
 
 
-def test_pair_and_per_layer(ops: TritonOps) -> None:
+def test_three_norms_and_per_layer(ops: TritonOps) -> None:
     """Norms swapped; a layer's part of another row or layer; the token's part scaled twice."""
-    x, w, v = rand(3, 72), rand(72, seed=1), rand(72, seed=2)
-    for got, want in zip(ops.rms_norm_pair(x, w, v, 1e-6), REF.rms_norm_pair(x, w, v, 1e-6)):
+    x, y, post = rand(3, 72), rand(3, 72, seed=6), rand(72, seed=7)
+    norms = (rand(72, seed=1), rand(72, seed=2), rand(72, seed=8))
+    for got, want in zip(ops.residual_norms(x, y, post, norms, 1e-6), REF.residual_norms(x, y, post, norms, 1e-6), strict=True):
         near(got, want)
     ids, table = torch.tensor([5, 0, 9], device=DEVICE), rand(10, 4 * 24, seed=3)
     projected, gain = rand(3, 4 * 24, seed=4), rand(24, seed=5)

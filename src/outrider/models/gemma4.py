@@ -75,11 +75,15 @@ class Gemma4(TextModel):
             qkv = ops.linear(h, block.qkv)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
             y = total(ops.linear(ops.attend(q, block.spec, kv), block.out))
-            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
-
-            y = total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
-            if self.experts is not None and moe is not None:
-                y = mix_experts(ops, self.experts[i], x, y, moe.top_k, act, eps, self.together)
+            if self.experts is None or moe is None:
+                x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
+                y = total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
+            else:  # experts beside the dense MLP; they and their router read norms of their own
+                routed = self.experts[i]
+                norms = (block.mlp_norm, routed.router_norm, routed.norm)
+                x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
+                y = total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
+                y = mix_experts(ops, routed, router_in, expert_in, y, moe.top_k, act, eps, self.together)
 
             if ple is None:
                 x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)

@@ -44,9 +44,10 @@ def gather_experts(weights: Mapping[str, Held], config: ModelConfig) -> list[Exp
     ]
 
 
-def mix_experts(ops: Ops, experts: Experts, x: Tensor, dense: Tensor, top_k: int, act: str, eps: float, together: Together) -> Tensor:
-    """x [R, H] the residual stream (the router reads it un-normed but for its own norm); dense [R, H] the MLP's answer."""
-    router_in, expert_in = ops.rms_norm_pair(x, experts.router_norm, experts.norm, eps)
+def mix_experts(
+    ops: Ops, experts: Experts, router_in: Tensor, expert_in: Tensor, dense: Tensor, top_k: int, act: str, eps: float, together: Together
+) -> Tensor:  # fmt: skip
+    """router_in, expert_in [R, H]: norms of the residual stream by `router_norm` and `norm`; dense [R, H] the MLP's answer."""
     if together.share.world > 1:  # each process has a piece of every expert: the sum comes before the norm
         routed = together.total(
             ops.moe(router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import AttnSpec, KVPages, KVView, OutriderError
-from .backend import Capabilities, HostCycle, M
+from .backend import Capabilities, HostCycle, M, Norms
 from .formats import Held, Weight
 from .noise import gumbel
 from .trees import TreeOps
@@ -105,10 +105,6 @@ class ReferenceOps(TreeOps):
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
         return (h if w is None else h * w).to(x.dtype)
 
-    def rms_norm_pair(self, x: Tensor, w: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """Two norms of the same rows."""
-        return self.rms_norm(x, w, eps), self.rms_norm(x, v, eps)
-
     def per_layer_inputs(self, ids: Tensor, table: Held, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
         """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own part added."""
         shape = (ids.shape[0], -1, w.shape[0])
@@ -126,6 +122,11 @@ class ReferenceOps(TreeOps):
         if scale is not None:
             x = x * scale.to(x.dtype)
         return x, (x if next_w is None else self.rms_norm(x, next_w, eps))
+
+    def residual_norms(self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x' = x + post_norm(y), and three norms of it."""
+        x, h = self.residual_norm(x, y, post_w, None, w[0], eps)
+        return x, h, self.rms_norm(x, w[1], eps), self.rms_norm(x, w[2], eps)
 
     def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
         """w [2·I, H]: gate rows, then up rows -> act(gate) * up, [R, I]."""

@@ -42,30 +42,6 @@ def rms_norm(x: Tensor, w: Tensor | None, eps: float, pdl: bool) -> Tensor:
     return out.view(x.shape)
 
 
-@triton.jit
-def rms_norm_pair_kernel(x, w, v, out, other, n, eps, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.arange(0, BLOCK)
-    ok = i < n
-    first, second = tl.load(w + i, mask=ok, other=0.0), tl.load(v + i, mask=ok, other=0.0)
-    start(PDL)
-    h = tl.load(x + row * n + i, mask=ok, other=0.0).to(tl.float32)
-    h = h * tl.rsqrt(tl.sum(h * h, 0) / n + eps)
-    tl.store(out + row * n + i, (h * first).to(out.dtype.element_ty), mask=ok)
-    tl.store(other + row * n + i, (h * second).to(out.dtype.element_ty), mask=ok)
-
-
-def rms_norm_pair(x: Tensor, w: Tensor, v: Tensor, eps: float, pdl: bool) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
-    x = x.contiguous()
-    out, other = torch.empty_like(x), torch.empty_like(x)
-    block, warps = width_warps(width)
-    rms_norm_pair_kernel[(rows,)](
-        x, w, v, out, other, width, eps, BLOCK=block, PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {})
-    )
-    return out, other
-
-
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def per_layer_kernel(ids, table, projected, w, out, layers, scale, factor, eps, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """One layer's part of one row a program."""
@@ -97,9 +73,10 @@ def per_layer_inputs(ids: Tensor, table: Tensor, projected: Tensor, scale: float
 
 @triton.jit
 def residual_norm_kernel(
-    x, y, post_w, scale, next_w, x_out, h_out, n, eps,
-    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x, y, post_w, scale, next_w, second_w, third_w, x_out, h_out, second_out, third_out, n, eps,
+    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """MORE: three norms of the sum instead of one."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
@@ -108,6 +85,8 @@ def residual_norm_kernel(
         pw = tl.load(post_w + i, mask=ok, other=0.0)
     if NEXT:
         nw = tl.load(next_w + i, mask=ok, other=0.0)
+    if MORE:
+        w2, w3 = tl.load(second_w + i, mask=ok, other=0.0), tl.load(third_w + i, mask=ok, other=0.0)
     if SCALE:
         factor = tl.load(scale).to(kind).to(tl.float32)
     start(PDL)
@@ -121,25 +100,31 @@ def residual_norm_kernel(
     tl.store(x_out + row * n + i, a, mask=ok)
     if NEXT:
         h = a.to(tl.float32)
-        h = h * tl.rsqrt(tl.sum(h * h, 0) / n + eps) * nw
-        tl.store(h_out + row * n + i, h.to(kind), mask=ok)
+        h = h * tl.rsqrt(tl.sum(h * h, 0) / n + eps)
+        tl.store(h_out + row * n + i, (h * nw).to(kind), mask=ok)
+        if MORE:
+            tl.store(second_out + row * n + i, (h * w2).to(kind), mask=ok)
+            tl.store(third_out + row * n + i, (h * w3).to(kind), mask=ok)
 
 
 def residual_norm(
-    x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool,
+    more: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for)."""
     rows, width = x.shape
     x, y = x.contiguous(), y.contiguous()
     x_out = torch.empty_like(x)
     h_out = x_out if next_w is None else torch.empty_like(x)
+    second, third = (x_out, x_out) if more is None else (torch.empty_like(x), torch.empty_like(x))
     block, warps = width_warps(width)
     residual_norm_kernel[(rows,)](
-        x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w, x_out, h_out,
-        width, eps,
-        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, BLOCK=block, PDL=pdl,
+        x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w, *(more or (x, x)),
+        x_out, h_out, second, third, width, eps,
+        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block, PDL=pdl,
         num_warps=warps, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    return x_out, h_out
+    return x_out, h_out, second, third
 
 
 @triton.jit(do_not_specialize_on_alignment=["ids"])

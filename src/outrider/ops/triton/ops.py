@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, KVView
-from ..backend import Capabilities, M
+from ..backend import Capabilities, M, Norms
 from ..formats import Held
 from ..reference import ReferenceOps, plain
 from ..trees import Front, Nodes, Noise, Planted
@@ -51,16 +51,16 @@ class TritonOps(ReferenceOps):
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
 
-    def rms_norm_pair(self, x: Tensor, w: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return norm.rms_norm_pair(x, w, v, eps, self.pdl)
-
     def per_layer_inputs(self, ids: Tensor, table: Held, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
         return norm.per_layer_inputs(ids, plain(table), projected, scale, w, eps, self.pdl)
 
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]:
-        return norm.residual_norm(x, y, post_w, scale, next_w, eps, self.pdl)
+        return norm.residual_norm(x, y, post_w, scale, next_w, eps, self.pdl)[:2]
+
+    def residual_norms(self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return norm.residual_norm(x, y, post_w, None, w[0], eps, self.pdl, w[1:])
 
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return norm.act_mul(x, y, act, self.pdl)
