@@ -124,6 +124,25 @@ def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
     assert int(ops.seen.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("gated,splits", [(False, 1), (True, 1), (False, 3)])
+def test_tiles_that_the_copy_engine_fetches(ops: TritonOps, gated: bool, splits: int) -> None:
+    """Rows, columns and spans that end inside a tile; gate and up of one tile; programs that take several tiles."""
+    rows, n, k = 37, 40, 144
+    x, w, y = rand(rows, k), rand(n * (2 if gated else 1), k, seed=1), rand(rows, n, seed=2)
+    bias = rand(len(w), seed=3)
+    tile, fetched = Tile(32, 16, splits, 2), Rows(16, 16, 16, 2, turned=False, folded=splits > 1, fetched=True)
+    extra = dict(gated=True, act="silu") if gated else dict(mul=y, act="gelu_tanh")
+    for more in (extra, {**extra, "bias": bias}):
+        want = product(x, w, ops.seen, tile=tile, **more)
+        same(product(x, w, ops.seen, tile=tile, shape=fetched, **more), want)
+    strided = torch.cat((x, x), dim=1)[:, 1 : k + 1]  # rows that do not begin at whole 16 bytes take the plain loads
+    near(
+        product(strided, w, ops.seen, tile=tile, shape=fetched, **extra),
+        product(strided.contiguous(), w, ops.seen, tile=tile, **extra),
+        1e-6,
+    )
+
+
 @pytest.mark.parametrize(
     "n,k,gated",
     [(21504, 5376, True), (5376, 21504, False), (262144, 1536, False), (1536, 2048, False), (128, 2816, False), (576, 576, False)],

@@ -1,4 +1,4 @@
-"""What the kernels share: activations, and programmatic dependent launch (PDL).
+"""What the kernels share: activations, the end of a product, and programmatic dependent launch (PDL).
 
 PDL lets a kernel start while the one before it drains. Every kernel calls `start` first: it allows the next kernel in and
 waits until all earlier ones are complete and visible. Only weights, which nobody writes, may be touched before it.
@@ -39,3 +39,26 @@ def activate(x, ACT: tl.constexpr):
 @triton.jit
 def tanh(x):
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def finish(
+    acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
+    GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """What is done with the sums of a tile [rows, cols] before they are stored; GATED: acc is the gate's, and up's go with it.
+    Rounded where the plain twin rounds: after the product, after the activation."""
+    kind = out.dtype.element_ty
+    ok = (rows[:, None] < M) & (cols[None, :] < N)
+    if BIAS:
+        acc += tl.load(bias + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
+    if GATED:
+        if BIAS:
+            up += tl.load(bias + N + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
+        acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+    if MUL:
+        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
+        acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * other
+    if SOFTCAP:
+        acc = tanh(acc / softcap) * softcap
+    tl.store(out + rows[:, None].to(tl.int64) * N + cols[None, :], acc.to(kind), mask=ok)

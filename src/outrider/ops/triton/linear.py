@@ -4,22 +4,26 @@ What fixes a sum is the weight's own cut (tiles.py): the inner dimension falls i
 instructions of 16 columns each, and the spans are added in order. Everything else follows from the number of rows and changes
 no bit: how many rows and columns a program takes, which of the two operands is on the long side of the instruction, how many
 columns are fetched at a time, and whether the spans of a tile run in several programs (the last one to finish adds them up) or
-one after the other in a single program, which is what a pass of many rows does.
+one after the other in a single program, which is what a pass of many rows does. Passes of several hundred rows go to `wide`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .ahead import Ahead
-from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
-from .quant_tiles import shared_of
-from .tiles import COUNTERS, Shape, Tile, choose_tile, fitted, for_rows
+from .common import finish, gdc_launch_dependents, gdc_wait, prefetch
+from .quant_tiles import processors_of, shared_of
+from .tiles import COUNTERS, SHARED, Shape, Tile, choose_tile, fitted, for_rows
+from .wide import described, fetchable, wide_kernel
 
 LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 AHEAD_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
@@ -190,23 +194,10 @@ def _finish(
     BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Round where the plain twin rounds: after the product, after the activation."""
-    kind = out.dtype.element_ty
-    ok = (rows[:, None] < M) & (cols[None, :] < N)
+    up = acc
     if GATED:
         acc, up = gate_and_up(acc, BM, BN)
-        if BIAS:
-            acc += tl.load(bias + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
-            up += tl.load(bias + N + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
-        acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
-    elif BIAS:
-        acc += tl.load(bias + tl.minimum(cols, N - 1)).to(tl.float32)[None, :]
-    if MUL:
-        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-        acc = activate(acc.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * other
-    if SOFTCAP:
-        acc = tanh(acc / softcap) * softcap
-    tl.store(out + rows[:, None].to(tl.int64) * N + cols[None, :], acc.to(kind), mask=ok)
+    finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
 
 
 @dataclass(frozen=True)
@@ -237,14 +228,14 @@ def compile_for(kind: Kind, rows: int, pdl: bool, shared: int) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     sides = 2 if kind.gated else 1
-    grid, arguments, options, _ = _call(
+    launch = _call(
         shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype), shell(COUNTERS, dtype=torch.int32),
         bias=None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias),
         mul=None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n],
         act=kind.act, gated=kind.gated, softcap=1.0 if kind.softcap else None, out_dtype=kind.out_dtype, pdl=pdl, tile=None, shape=None,
         shared=shared,
     )  # fmt: skip
-    linear_kernel.warmup(*arguments, grid=grid, **options)
+    launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
 
 
 def product(
@@ -259,19 +250,27 @@ def product(
         beside = None if mul is None else (mul.dtype, mul.stride(0))
         biased = None if bias is None else bias.dtype
         ahead.before(Kind(n, w.shape[1], x.dtype, out_dtype or x.dtype, gated, act, biased, beside, softcap is not None), x.shape[0])
-    grid, arguments, options, out = _call(
+    launch = _call(
         x if x.stride(1) == 1 else x.contiguous(), w, seen, bias=bias, mul=mul, act=act, gated=gated, softcap=softcap,
         out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape, shared=shared or shared_of(x.device),
     )  # fmt: skip
-    linear_kernel[grid](*arguments, **options)
-    return out
+    launch.kernel[launch.grid](*launch.arguments, **launch.options)
+    return launch.out
+
+
+@dataclass(frozen=True)
+class Launch:
+    kernel: JITFunction[Any]
+    grid: tuple[int, ...]
+    arguments: tuple[Tensor | TensorDescriptor | int | float, ...]
+    options: dict[str, int | str | bool]
+    out: Tensor  # where the result will be
 
 
 def _call(
     x: Tensor, w: Tensor, seen: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool, softcap: float | None,
     out_dtype: torch.dtype, pdl: bool, tile: Tile | None, shape: Shape | None, shared: int,
-) -> tuple[tuple[int, int, int], tuple[Tensor | int | float, ...], dict[str, int | str | bool], Tensor]:  # fmt: skip
-    """The launch: its grid, arguments and options; and where the result will be."""
+) -> Launch:  # fmt: skip
     rows, k = x.shape
     n = w.shape[0] // 2 if gated else w.shape[0]
     tile = tile or choose_tile(n, k, gated, w.element_size())
@@ -281,6 +280,19 @@ def _call(
     folded = splits > 1 and shape.folded
     assert not shape.more or (shape.turned and not folded)
     out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
+    ends: dict[str, int | str | bool] = dict(
+        GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None, SPLITS=splits, PDL=pdl,
+        num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    if shape.fetched and shared >= SHARED and fetchable(x) and fetchable(w):
+        tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
+        fetches = (
+            described(x, shape.bm, shape.bk), described(w, shape.bn, shape.bk), bias if bias is not None else out,
+            mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+        )  # fmt: skip
+        several = splits == 1 and not gated  # two accumulators leave no registers for the next tile's
+        ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several)
+        return Launch(wide_kernel, (min(tiles, processors_of(x.device)) if several else tiles,), fetches, ends, out)
     grid = (triton.cdiv(rows, shape.bm + shape.more), triton.cdiv(n, shape.bn), 1 if folded else splits)
     wide = shape.bn * (2 if gated else 1)
     sums = grid[0] * grid[1] * splits * (shape.bm + shape.more) * wide
@@ -289,13 +301,9 @@ def _call(
         x, w, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
         rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
     )  # fmt: skip
-    options: dict[str, int | str | bool] = dict(
-        BM=shape.bm, MORE=shape.more, BN=shape.bn, BK=shape.bk, TURNED=shape.turned, GATED=gated, ACT=act, BIAS=bias is not None,
-        MUL=mul is not None, SOFTCAP=softcap is not None, EVEN=k % shape.bk == 0 and span % shape.bk == 0, SPLITS=splits, FOLDED=folded,
-        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", PDL=pdl,
+    ends |= dict(
+        BM=shape.bm, MORE=shape.more, BN=shape.bn, BK=shape.bk, TURNED=shape.turned,
+        EVEN=k % shape.bk == 0 and span % shape.bk == 0, FOLDED=folded, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
         AHEAD=AHEAD_LINES if pdl and w.element_size() == 2 else 0, LATE=pdl and w.numel() * w.element_size() >= LATE_BYTES,
-        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-    if pdl:
-        options["launch_pdl"] = True
-    return grid, arguments, options, out
+    return Launch(linear_kernel, grid, arguments, ends, out)

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, tanh
+from .common import finish, gdc_launch_dependents, gdc_wait, prefetch
 from .quant_tiles import QuantTile, choose_quant_tile, fit, shared_of
 from .repack import QuantWeight
 from .unpack import planes_of
@@ -160,26 +160,14 @@ def _finish(
     acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM: tl.constexpr, BN: tl.constexpr,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip
-    """Round where the plain twin rounds: after the product, after the activation."""
-    kind = out.dtype.element_ty
     y = tl.trans(acc)  # [BM, BN]
-    width = N
     if GATED:
-        gate, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
-        y = activate(gate.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
-        width = N // 2
+        y, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
         cols = pid_n * (BN // 2) + tl.arange(0, BN // 2)
+        finish(y, up, bias, mul, out, rows, cols, M, N // 2, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
     else:
         cols = pid_n * BN + tl.arange(0, BN)
-    ok = (rows[:, None] < M) & (cols[None, :] < width)
-    if BIAS:
-        y += tl.load(bias + tl.minimum(cols, width - 1)).to(tl.float32)[None, :]
-    if MUL:
-        other = tl.load(mul + rows[:, None].to(tl.int64) * mul_stride + cols[None, :], mask=ok, other=0.0).to(tl.float32)
-        y = activate(y.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * other
-    if SOFTCAP:
-        y = tanh(y / softcap) * softcap
-    tl.store(out + rows[:, None].to(tl.int64) * width + cols[None, :], y.to(kind), mask=ok)
+        finish(y, y, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
 
 
 @triton.jit

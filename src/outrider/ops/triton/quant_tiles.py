@@ -24,6 +24,12 @@ def shared_of(device: torch.device) -> int:
     return (KIB.get(10 * major + minor, 99) - 1) << 10
 
 
+@lru_cache
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors; Hopper's where there is no device to ask."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
 @dataclass(frozen=True)
 class QuantTile:
     bn: int  # rows of the weight a program takes: 16 a warp, or 32 where there are few tokens

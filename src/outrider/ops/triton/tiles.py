@@ -43,6 +43,7 @@ class Shape:
     turned: bool = True
     more: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
     folded: bool = False  # a program walks all spans of its tile; otherwise each has a program of its own
+    fetched: bool = False  # by the copy engine (`wide`): rows are on the long side, and a program walks all spans
 
 
 MEASURED = {  # (N, K, gated)
@@ -144,7 +145,8 @@ def for_rows(tile: Tile, n: int, k: int, rows: int, gated: bool, bytes_per: int 
         bn, bk, stages, warps = tile.many
         return Shape(32, bn, bk, stages, warps, tile.turned)
     if rows > 128:
-        return min(_many(tile, n, k, rows, sides), key=lambda option: option[0])[1]
+        options = [*_many(tile, n, k, rows, sides), *_fetched(tile, n, k, rows, sides)]
+        return min(options, key=lambda option: option[0])[1]
     tiles = triton.cdiv(n * sides, 128)
     wide = 128 if tiles >= 100 or tile.splits * tiles >= 120 else 64  # rows of weights a program
     bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
@@ -164,6 +166,8 @@ def fitted(shape: Shape, sides: int, bytes_per: int, shared: int) -> Shape:
     changes a bit."""
     if shared >= SHARED:
         return shape
+    if shape.fetched:  # a card before Hopper, or one with less room: the same tile by plain loads
+        shape = replace(shape, fetched=False, turned=True)
     each = (shape.bm + shape.more + shape.bn * sides) * shape.bk * bytes_per
     if 2 * each > shared or (shape.bm + shape.more) * shape.bn * sides * 4 > shared:
         shape = _turned(min(64, shape.bm), 0, min(128, shape.bn * sides), sides, shape.folded)
@@ -175,6 +179,25 @@ WIDE = {  # (rows, further rows, rows of weights): share of the matrix units' ra
     (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.8, (128, 0, 128): 0.79,
     (64, 0, 256): 0.68, (64, 0, 128): 0.6, (64, 0, 64): 0.45,
 }  # fmt: skip
+
+
+FETCHED = {  # the same of programs whose tiles the copy engine fetches: (rows, rows of weights): share of the rate, stages, warps
+    (128, 256): (0.95, 3, 8), (256, 128): (0.93, 3, 8), (128, 128): (0.87, 4, 4),
+}  # fmt: skip
+FETCHED_SPANS = (128, 128, 0.8, 5, 8)  # where there are several spans, a second accumulator needs room
+
+
+def _fetched(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
+    """As `_many`, for programs that the copy engine serves."""
+    spans = tile.splits > 1
+    if spans and sides == 2:
+        return
+    bm_, wide_, rate_, stages_, warps_ = FETCHED_SPANS
+    options = {(bm_, wide_): (rate_, stages_, warps_)} if spans else FETCHED
+    for (bm, wide), (rate, stages, warps) in options.items():
+        tiles = triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide)
+        each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0)
+        yield triton.cdiv(tiles, 132) * each, Shape(bm, wide // sides, 64, stages, warps, False, folded=spans, fetched=True)
 
 
 def _many(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:

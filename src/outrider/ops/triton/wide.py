@@ -1,0 +1,54 @@
+"""Products of several hundred rows, fetched by the copy engine of Hopper and later cards: the chains of sums of `linear`, so the same bits.
+
+The engine brings whole tiles of x and of the weights into shared memory, with zeros past their ends. Threads compute no addresses and
+hold no masks, which is what keeps `linear_kernel` from the rate of the matrix units.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .common import finish, start
+
+
+@triton.jit(do_not_specialize=["M"])
+def wide_kernel(
+    x, w, bias, mul, out, M, N, K, mul_stride, k_span, softcap,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr,
+    SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SEVERAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first), both as descriptors -> out [M, N]. SEVERAL: a program takes more than one
+    tile, and fetches for the next while it stores this one."""
+    start(PDL)
+    tiles_m = tl.cdiv(M, BM)
+    for tile in tl.range(tl.program_id(0), tiles_m * tl.cdiv(N, BN), tl.num_programs(0), flatten=SEVERAL):
+        row, col = (tile % tiles_m) * BM, (tile // tiles_m) * BN
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        up = tl.zeros((BM, BN), dtype=tl.float32)
+        if SPLITS == 1:
+            for k in range(0, K, BK):
+                a = x.load([row, k])
+                acc = tl.dot(a, w.load([col, k]).T, acc)
+                if GATED:
+                    up = tl.dot(a, w.load([N + col, k]).T, up)
+        else:  # spans in order, each a chain of its own
+            for s in range(SPLITS):
+                part = tl.zeros((BM, BN), dtype=tl.float32)
+                for k in range(s * k_span, tl.minimum(s * k_span + k_span, K), BK):
+                    part = tl.dot(x.load([row, k]), w.load([col, k]).T, part)
+                acc += part
+        rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
+        finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+
+
+def described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """A matrix whose tiles of this size the copy engine fetches."""
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [rows, columns])
+
+
+def fetchable(x: Tensor) -> bool:
+    """Whether the engine can: rows must begin at whole 16 bytes."""
+    return x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
