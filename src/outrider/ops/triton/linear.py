@@ -290,7 +290,8 @@ def _call(
             described(x, shape.bm, shape.bk), described(w, shape.bn, shape.bk), bias if bias is not None else out,
             mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
         )  # fmt: skip
-        several = splits == 1 and not gated  # two accumulators leave no registers for the next tile's
+        # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that its fetching needs.
+        several = splits == 1 and not gated and out_dtype.itemsize == 2
         ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several)
         return Launch(wide_kernel, (min(tiles, processors_of(x.device)) if several else tiles,), fetches, ends, out)
     grid = (triton.cdiv(rows, shape.bm + shape.more), triton.cdiv(n, shape.bn), 1 if folded else splits)
