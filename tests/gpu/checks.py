@@ -109,7 +109,7 @@ def parity(size: str, kind: str) -> str:
         rows = (got - expected).norm(dim=-1) / expected.norm(dim=-1)
         # a router that rounds otherwise picks another expert: single rows of the mixture may differ in bfloat16
         error = float(rows.median() if config.moe is not None and not wide else rows.max())
-        limit = 1e-3 if wide or not p.gpu else 2e-2
+        limit = 1e-3 if wide or not p.gpu else 2.5e-2  # two that round to bfloat16 at every op: 1.2e-2 to 2.1e-2 seen, float32 3e-6
         assert error <= limit, f"{size} {kind}: relative error {error:.2e} > {limit}"
         return f"relative error {error:.2e}, worst row {float(rows.max()):.2e}"
     finally:

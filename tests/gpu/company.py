@@ -35,11 +35,11 @@ def rows_alone(size: str) -> str:
             shapes.add((part == "gate_up", *plan.shape))
     bad: list[Any] = []
     for gated, n, k in sorted(shapes):
-        most = 2048 if p.gpu else 136
+        most = 8192 if p.gpu else 136
         x, w = rand(most, k), rand(n, k, scale=k**-0.5)
         run = (lambda a: ops.gated_linear(a, w, config.activation)) if gated else (lambda a: ops.linear(a, w))  # noqa: B023
         full = run(x)
-        rows = [m for m in (*range(1, 18), 32, 33, 40, 64, 65, 72, 100, 128, 160, 256, 272, 320, 640, 1024, 1280) if m < most]
+        rows = [m for m in (*range(1, 18), 32, 33, 40, 64, 65, 72, 100, 128, 160, 256, 272, 320, 640, 1024, 1280, 2048, 4096) if m < most]
         bad += [(n, k, gated, m) for m in rows if not torch.equal(run(x[most - m :]), full[most - m :])]
         full = None
     if config.moe is not None:
@@ -102,7 +102,7 @@ def _experts_alone(p: Place, ops: Any, config: ModelConfig, rand: Callable[..., 
     """The routed experts of one layer: which numbers of rows give other bits."""
     moe = config.moe
     assert moe is not None
-    most, hidden = 2048 if p.gpu else 64, config.hidden
+    most, hidden = 8192 if p.gpu else 64, config.hidden
     x, z = rand(most, hidden), rand(most, hidden)
     weights = (
         rand(moe.experts, hidden, scale=0.05), torch.rand(moe.experts, device=p.device) + 0.5,

@@ -28,7 +28,7 @@ from .graphs import GraphExecutor
 from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
-from .room import Room, free_bytes, gpu_budget, room
+from .room import Room, free_bytes, gpu_budget, prompt_rows, room
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
 from .text import Detokenizer, Tokenizer
@@ -89,7 +89,7 @@ class Engine:
         self.share_answers = exact
         self.scheduler = Scheduler(
             self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context, self.can.packed_rows, self.can.rows_beside,
+            self.max_context, prompt_rows(model.config, self.can.packed_rows), self.can.rows_beside,
         )  # fmt: skip
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)

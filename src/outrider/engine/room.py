@@ -14,13 +14,15 @@ import torch
 from ..cache.store import row_width
 from ..config import EngineConfig
 from ..models.config import ModelConfig
-from ..models.inspect import work_bytes
+from ..models.inspect import flops, model_size, work_bytes
 from ..types import MAX_DRAFT, OutriderError
 
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
 SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without being asked to
 USUAL = 4096  # tokens; no default is less, unless the model is
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
+PASS = 1.25e14  # operations of a pass over prompts, a quarter of a second on an H200: running streams wait for no more
+FEWEST = 2048  # rows that bring it close to the matrix units' rate, whatever it takes
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: 
     page = config.page_size
     held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
     chunk = config.prefill_chunk or 1024
-    spare = max(chunk, min(4 * chunk, budget // (8 * sliding))) if sliding else 0  # and what prompts write ahead of their window
+    spare = max(chunk, min(8 * chunk, budget // (8 * sliding))) if sliding else 0  # and what prompts write ahead of their window
     served = max(1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + held * sliding)))
     if full:  # one sequence must be able to have the whole context, however few others then fit
         served = max(1, min(served, (budget - spare * sliding - (asked + page) * full) // max(1, held * sliding))) if sliding else served
@@ -83,6 +85,15 @@ def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: 
             raise _too_long(asked, (asked + page) * full + window_tokens * sliding, budget)
         asked = tokens - page
     return Room(asked, tokens, window_tokens if sliding else None)
+
+
+def prompt_rows(model: ModelConfig, most: int) -> int:
+    """Prompt tokens of all sequences in one pass. A small model takes more of them: its passes are short, and one costs the host as much
+    as a pass of a large model."""
+    rows, size = most, model_size(model)
+    while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
+        rows //= 2
+    return rows
 
 
 def _too_long(context: int, need: int, free: int) -> OutriderError:

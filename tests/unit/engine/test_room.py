@@ -7,7 +7,7 @@ import torch
 from tests.engines import VARIANTS, request, tiny_engine
 
 from outrider.config import EngineConfig
-from outrider.engine.room import KV_BYTES, free_bytes, room
+from outrider.engine.room import KV_BYTES, free_bytes, prompt_rows, room
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
 from outrider.types import OutriderError
@@ -66,3 +66,10 @@ def test_a_long_prompt_runs_by_default_and_too_long_a_one_says_what_to_do() -> N
         engine.validate(request("a", [2] * 20_000))
     with pytest.raises(OutriderError, match=r"context holds 512: shorten it or raise --max-context \(the model knows up to 16384\)"):
         tiny_engine().validate(request("a", [2] * 600))
+
+
+def test_small_models_take_more_prompts_at_once() -> None:
+    """A pass of a large one would hold running streams up for longer than a quarter of a second."""
+    rows = {size: prompt_rows(ModelConfig.from_hf(KNOWN[f"google/gemma-4-{size}-it"]), 8192) for size in ("E2B", "12B", "26B-A4B", "31B")}
+    assert rows == {"E2B": 8192, "12B": 4096, "26B-A4B": 8192, "31B": 2048}
+    assert prompt_rows(ModelConfig.from_hf(KNOWN["google/gemma-4-31B-it"]), 0) == 0, "where prompts run one by one they still do"

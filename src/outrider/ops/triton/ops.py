@@ -23,7 +23,7 @@ from .tiles import COUNTERS
 class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = Capabilities(
-        independent_rows=2048, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=2048
+        independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=8192
     )
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):

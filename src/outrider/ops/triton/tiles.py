@@ -184,7 +184,7 @@ WIDE = {  # (rows, further rows, rows of weights): share of the matrix units' ra
 FETCHED = {  # the same of programs whose tiles the copy engine fetches: (rows, rows of weights): share of the rate, stages, warps
     (128, 256): (0.95, 3, 8), (256, 128): (0.93, 3, 8), (128, 128): (0.87, 4, 4),
 }  # fmt: skip
-FETCHED_SPANS = (128, 128, 0.8, 5, 8)  # where there are several spans, a second accumulator needs room
+FETCHED_SPANS = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # several spans: a second accumulator needs room
 
 
 def _fetched(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
@@ -192,9 +192,7 @@ def _fetched(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tupl
     spans = tile.splits > 1
     if spans and sides == 2:
         return
-    bm_, wide_, rate_, stages_, warps_ = FETCHED_SPANS
-    options = {(bm_, wide_): (rate_, stages_, warps_)} if spans else FETCHED
-    for (bm, wide), (rate, stages, warps) in options.items():
+    for (bm, wide), (rate, stages, warps) in (FETCHED_SPANS if spans else FETCHED).items():
         tiles = triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide)
         each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0)
         yield triton.cdiv(tiles, 132) * each, Shape(bm, wide // sides, 64, stages, warps, False, folded=spans, fetched=True)
