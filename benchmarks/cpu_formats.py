@@ -125,7 +125,7 @@ def main() -> None:
         config, weights, files = load_target(args.model, "cpu", torch.float32, exact)
         dense, held, count, all_of = plain_all(weights), {}, 0, 0
         del weights
-        ids = torch.tensor(Tokenizer.load(files).encode(SAMPLE, bos=True)[:MOST])
+        ids = torch.tensor(Tokenizer(files).encode(SAMPLE, bos=True)[:MOST])
         for name, w in dense.items():
             keep: Held = w
             if w.dim() == 2 and w.shape[1] % 32 == 0:

@@ -46,7 +46,7 @@ def tokenizer(gemma: bool = False) -> Tokenizer:
         return backend
 
     template = GEMMA_TEMPLATE if gemma else TEMPLATE
-    return Tokenizer.load(TextFiles("fake", build, template, {"bos_token": "<bos>", "eos_token": "<eos>"}, 2, (1, 4), False))
+    return Tokenizer(TextFiles("fake", build, template, {"bos_token": "<bos>", "eos_token": "<eos>"}, 2, (1, 4), False))
 
 
 @dataclass

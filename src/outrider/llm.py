@@ -282,7 +282,7 @@ def _assemble(
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = build(config, weights, chosen, together)
-    tokenizer = Tokenizer.load(text) if load_format != "dummy" else None
+    tokenizer = Tokenizer(text) if load_format != "dummy" else None
     guesser, names, note = pick_drafter(model, options.drafter, target, chosen, place, kind, load_format, seed)
     say(note)
     size = sum(w.nbytes for w in weights.values())

@@ -43,7 +43,7 @@ def tokenizer() -> Tokenizer:
         backend.decoder = decoders.ByteLevel()
         return backend
 
-    return Tokenizer.load(TextFiles("tiny", build, None, {}, None, (1,), False))
+    return Tokenizer(TextFiles("tiny", build, None, {}, None, (1,), False))
 
 
 TOKENIZER = tokenizer()

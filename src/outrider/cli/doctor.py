@@ -131,9 +131,9 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _storage() -> Iterator[Finding]:
-    from ..weights.hub import cache_dir
+    from ..ops.cpu.build import cache_root
 
-    folder = cache_dir()
+    folder = cache_root()
     at = folder
     while not at.exists():
         at = at.parent

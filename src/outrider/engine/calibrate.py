@@ -6,6 +6,7 @@ ones check it in passing, and measure again where it is off.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from ..spec.cost import CostKey, CostTable, agrees, measure
@@ -44,9 +45,6 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
     finally:
         engine.machine.close_scratch()
     if path is not None:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(OSError):  # a cache that cannot be written is measured again next time
             table.save(path)
-        except OSError:
-            pass  # a cache that cannot be written is measured again next time
     return table

@@ -65,12 +65,11 @@ class Engine:
         drafter: Drafter | None,
         controller: Controller,
         kv_dtype: torch.dtype | None = None,
-        clock: Callable[[], float] = time.perf_counter,
         agree: Callable[[Room], Room] = lambda room: room,
     ):
         """agree: several processes that share a model must have the same room."""
         self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
-        self.drafter, self.controller, self.clock, self.device = drafter, controller, clock, model.device
+        self.drafter, self.controller, self.clock, self.device = drafter, controller, time.perf_counter, model.device
         self.can = model.ops.capabilities
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
@@ -95,7 +94,7 @@ class Engine:
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
-        self.machine = Machine(model, self.store, drafter, features, tuple(sorted(self.eos)), clock)
+        self.machine = Machine(model, self.store, drafter, features, tuple(sorted(self.eos)), self.clock)
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
         self._flight: Flight | None = None  # the step that was launched and not yet read

