@@ -36,6 +36,7 @@ from outrider.ops.triton import TritonOps, attention, linear, moe, quant
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
+from outrider.ops.triton.routing import list_pairs
 from outrider.types import KVView
 from outrider.weights.names import tensor_plan
 
@@ -108,7 +109,7 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         count, hidden, inner, format = 128, 2816, 704, kind.removeprefix(EXPERTS)
         each = [QuantExperts((count, n, k), weight(format, count * n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
         z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
-        moe.experts(z, shell(rows, hidden), scale, each[0], each[1], 8, "gelu_tanh", pdl)
+        moe.experts(list_pairs(z, scale, 8, pdl), shell(rows, hidden), each[0], each[1], "gelu_tanh", pdl)
     elif kind == ATTENTION:  # heads of 512: what takes most shared memory
         config = ModelConfig.from_hf(KNOWN["google/gemma-4-31B-it"])
         spec = next(layer.attn for layer in config.layers if layer.attn.window is None)

@@ -1,10 +1,11 @@
 """Quantised experts of 26B-A4B on a GPU: bits and errors, tiles, and whole plain steps.
 
-    python benchmarks/gpu_experts.py [--parts bits tiles steps] [--modes int8 int4 fp8] [--rows 1 8 40 64]
+    python benchmarks/gpu_experts.py [--parts bits tiles steps] [--modes bf16 int8 int4 fp8] [--rows 1 8 40 64] [--ahead 1 8]
 
 bits: one layer's experts for 1 to 320 rows against the rows of a larger batch, and against the dequantised weights in float32. tiles:
 microseconds of a layer (routing, both products, the sum) in a CUDA graph, one product's tile at a time beside the rule's; every call has
-other experts, so little comes from the L2 cache. steps: `gpu_quant.steps` for bf16 and every mode. Without a GPU: a tiny layer.
+other experts, so little comes from the L2 cache. steps: `gpu_quant.steps` for every mode (--ahead: also
+with so many chunks asked for before the kernel ahead is done). Without a GPU: a tiny layer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
 
 import torch
@@ -62,7 +63,7 @@ class Layer:
 
     def run(self, rows: int, at: int = 0, cut: tuple[moe.Cut, moe.Cut] | None = None) -> torch.Tensor:
         z, x = self.z[at * rows : (at + 1) * rows], self.x[at * rows : (at + 1) * rows]
-        return moe.experts(z, x, self.scale, self.gate_up, self.down, TOP, "gelu_tanh", CUDA, cut=cut)
+        return moe.experts(list_pairs(z, self.scale, TOP, CUDA), x, self.gate_up, self.down, "gelu_tanh", CUDA, cut=cut)
 
     def meant(self, rows: int) -> torch.Tensor:
         """The dequantised weights, in float32, expert by expert."""
@@ -144,11 +145,13 @@ def tiles(layer: Layer, rows: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=["bits", "tiles", "steps"])
-    parser.add_argument("--modes", nargs="+", default=["int8", "int4"])
+    parser.add_argument("--modes", nargs="+", default=["bf16", "int8", "int4"])
+    parser.add_argument("--ahead", type=int, nargs="+", default=[])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 40, 64] if CUDA else [1, 3])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
-    for mode in args.modes if {"bits", "tiles"} & set(args.parts) else ():
+    modes = [m for m in args.modes if m != "bf16"]
+    for mode in modes if {"bits", "tiles"} & set(args.parts) else ():
         layer = Layer(mode, 1024 if CUDA else 24)
         say(mode=mode, bytes=layer.gate_up.nbytes + layer.down.nbytes)
         if "bits" in args.parts:
@@ -158,10 +161,14 @@ def main() -> None:
         del layer
         if CUDA:
             torch.cuda.empty_cache()
-    for mode in [None, *args.modes] if "steps" in args.parts and CUDA else ():
-        steps("26B-A4B", mode, 0, args.batch, 64, 1024)
-        torch.cuda.empty_cache()
-        say(done=mode)
+    for mode in args.modes if "steps" in args.parts and CUDA else ():
+        for ahead in [None, *args.ahead]:
+            if ahead is not None:
+                moe.choose_tile = lambda *a, ahead=ahead: replace(choose_tile(*a), ahead=ahead)  # type: ignore[assignment,misc]
+            steps("26B-A4B", None if mode == "bf16" else mode, 0, args.batch if ahead is None else [1], 64, 1024)
+            moe.choose_tile = choose_tile
+            torch.cuda.empty_cache()
+            say(done=mode, ahead=ahead)
 
 
 if __name__ == "__main__":

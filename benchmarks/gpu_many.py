@@ -23,6 +23,7 @@ from outrider.bench.gpu import H200_BYTES_PER_S, Rig, time_ms
 from outrider.engine.capture import Graph
 from outrider.ops.triton import TritonOps, attention, moe
 from outrider.ops.triton.linear import product
+from outrider.ops.triton.routing import list_pairs
 from outrider.ops.triton.tiles import SHARED, Shape, Tile, choose_tile, for_rows
 from outrider.types import AttnSpec
 
@@ -382,11 +383,14 @@ def experts() -> None:
         for r, sizes in of.items()
     }
     z, x = torch.randn((2048, E), device="cuda"), rand(2048, H)
-    run = lambda rows, cut, i: moe.experts(z[:rows], x[:rows], scale, *sets[i % 2], TOP, "gelu_tanh", True, cut=cut)  # noqa: E731
+
+    def run(rows: int, cut: Any, i: int) -> torch.Tensor:
+        return moe.experts(list_pairs(z[:rows], scale, TOP, True), x[:rows], *sets[i % 2], "gelu_tanh", True, cut=cut)
+
     wanted = {(cut, rows == 1): (rows, cut) for rows, cuts in tries.items() for cut in cuts}
     say(f"compiling {len(wanted)} groupings")
     pooled([lambda j=j: run(*j, 0) for j in wanted.values()])
-    alone = torch.cat([moe.experts(z[i : i + 1], x[i : i + 1], scale, *sets[0], TOP, "gelu_tanh", True) for i in range(1)])
+    alone = moe.experts(list_pairs(z[:1], scale, TOP, True), x[:1], *sets[0], "gelu_tanh", True)
     for rows, cuts in tries.items():
         busy = int(z[:rows].topk(TOP, -1).indices.unique().numel())
         floor = max(busy * 3 * H * I * 2 / H200_BYTES_PER_S * 1e6, rows * TOP * 6 * H * I / 800e6)

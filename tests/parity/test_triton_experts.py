@@ -72,7 +72,10 @@ def test_a_mixture_is_its_definition_and_rows_stand_alone(name: str) -> None:
     first, second = hold_experts(gate_up), hold_experts(down)
     assert first is not None and second is not None
     z, x, scale = inputs(300 if CUDA else 24, hidden)
-    run = lambda rows, cut=None: moe.experts(z[:rows], x[:rows], scale, first, second, TOP, "gelu_tanh", False, cut=cut)  # noqa: E731
+
+    def run(rows: int, cut: tuple[moe.Cut, moe.Cut] | None = None) -> torch.Tensor:
+        return moe.experts(list_pairs(z[:rows], scale, TOP, False), x[:rows], first, second, "gelu_tanh", False, cut=cut)
+
     whole = run(len(x))
     near(whole, defined(z, x, scale, gate_up.dense(), down.dense()), 1e-2 if CUDA else 5e-4)
     small, wide = ExpertTile(16, 32, 2, 2), ExpertTile(32, 64, 2, 4)
@@ -94,7 +97,7 @@ def test_one_product_quantised_and_the_other_dense() -> None:
     meant = [(weights[0].dense(), down), (gate_up, weights[1].dense())]
     for (a, b), (c, d) in zip(both, meant, strict=True):
         assert a is not None and b is not None
-        near(moe.experts(z, x, scale, a, b, TOP, "gelu_tanh", False), defined(z, x, scale, c, d), 1e-2)
+        near(moe.experts(list_pairs(z, scale, TOP, False), x, a, b, "gelu_tanh", False), defined(z, x, scale, c, d), 1e-2)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -104,7 +107,7 @@ def test_logits_that_are_no_numbers_read_no_other_memory(rows: int) -> None:
     assert held is not None
     z, x, scale = inputs(rows, 64)
     z[:] = torch.nan
-    assert moe.experts(z, x, scale, held, x.new_zeros(EXPERTS, 64, 32), TOP, "gelu_tanh", False).shape == x.shape
+    assert moe.experts(list_pairs(z, scale, TOP, False), x, held, x.new_zeros(EXPERTS, 64, 32), "gelu_tanh", False).shape == x.shape
 
 
 @pytest.mark.parametrize("mode", ["int4", "int8", "fp8"])

@@ -23,6 +23,7 @@ from outrider.ops.triton import TritonOps, choose, moe  # noqa: E402
 from outrider.ops.triton.ahead import Ahead  # noqa: E402
 from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
 from outrider.ops.triton.linear import product  # noqa: E402
+from outrider.ops.triton.routing import list_pairs  # noqa: E402
 from outrider.ops.triton.tiles import Shape as Rows  # noqa: E402
 from outrider.ops.triton.tiles import Tile, choose_tile, for_rows  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
@@ -384,7 +385,7 @@ def test_moe(ops: TritonOps, rows: int) -> None:
     whole = ops.moe(z, x, *args)
     near(whole, REF.moe(z, x, *args))
     same(ops.moe(z[:1], x[:1], *args), whole[:1])
-    rest = (rand(z.shape[0], x.shape[1], seed=9), rand(x.shape[1], seed=10), rand(x.shape[1], seed=11), 1e-6)
+    rest = (rand(*x.shape, seed=9), rand(64, 48, seed=12), rand(48, 32, seed=13), rand(48, seed=10), rand(48, seed=11), 1e-6)
     both = ops.moe_beside(z, x, *args, *rest)
     near(both, REF.moe_beside(z, x, *args, *rest))
     same(ops.moe_beside(z[:1], x[:1], *args, rest[0][:1], *rest[1:]), both[:1])
@@ -398,10 +399,11 @@ def test_moe_tiles(ops: TritonOps, pairs: int, wide: int) -> None:
     z = ops.logits(rand(90, 48, seed=1).abs(), router, None)
     scale, gate_up, down = rand(6, seed=3).abs() + 0.5, rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
     cut = moe.Grouping(pairs, wide, 2, 4)
-    got = moe.experts(z, x, scale, gate_up, down, 2, "gelu_tanh", False, cut=(cut, cut))
-    same(got, moe.experts(z, x, scale, gate_up, down, 2, "gelu_tanh", False))
-    alone = torch.cat([moe.experts(z[r : r + 1], x[r : r + 1], scale, gate_up, down, 2, "gelu_tanh", False) for r in range(0, 90, 9)])
-    same(alone, got[::9])
+    got = moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False, cut=(cut, cut))
+    same(got, moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False))
+    for r in range(0, 90, 9):
+        alone = moe.experts(list_pairs(z[r : r + 1], scale, 2, False), x[r : r + 1], gate_up, down, "gelu_tanh", False)
+        same(alone, got[r : r + 1])
 
 
 # ---- choosing ---------------------------------------------------------------------------------------------------------------

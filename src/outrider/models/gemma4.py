@@ -82,8 +82,7 @@ class Gemma4(TextModel):
                 routed = self.experts[i]
                 norms = (block.mlp_norm, routed.router_norm, routed.norm)
                 x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
-                y = total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
-                y = mix_experts(ops, routed, router_in, expert_in, y, moe.top_k, act, eps, self.together)
+                y = mix_experts(ops, routed, block.gate_up, block.down, h, router_in, expert_in, moe.top_k, act, eps, self.together)
 
             if ple is None:
                 x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)

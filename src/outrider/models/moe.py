@@ -45,15 +45,13 @@ def gather_experts(weights: Mapping[str, Held], config: ModelConfig) -> list[Exp
 
 
 def mix_experts(
-    ops: Ops, experts: Experts, router_in: Tensor, expert_in: Tensor, dense: Tensor, top_k: int, act: str, eps: float, together: Together
+    ops: Ops, experts: Experts, gate_up: Held, down: Held, h: Tensor, router_in: Tensor, expert_in: Tensor,
+    top_k: int, act: str, eps: float, together: Together,
 ) -> Tensor:  # fmt: skip
-    """router_in, expert_in [R, H]: norms of the residual stream by `router_norm` and `norm`; dense [R, H] the MLP's answer."""
-    if together.share.world > 1:  # each process has a piece of every expert: the sum comes before the norm
-        routed = together.total(
-            ops.moe(router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act)
-        )
-        return ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)[0]
-    return ops.moe_beside(
-        router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act,
-        dense, experts.post_dense_norm, experts.post_norm, eps,
-    )  # fmt: skip
+    """gate_up, down: the dense MLP. h, router_in, expert_in [R, H]: norms of the residual stream that it, router and experts read."""
+    routing = (router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, top_k, act)
+    if together.share.world == 1:
+        return ops.moe_beside(*routing, h, gate_up, down, experts.post_dense_norm, experts.post_norm, eps)
+    # Each process has a piece of every expert: the sum comes before the norm.
+    dense, routed = together.total(ops.linear(ops.gated_linear(h, gate_up, act), down)), together.total(ops.moe(*routing))
+    return ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)[0]

@@ -174,7 +174,7 @@ class Backend(Protocol):
     ) -> Tensor: ...
     def moe_beside(
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
-        dense: Tensor, dense_w: Tensor, post_w: Tensor, eps: float,
+        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor, eps: float,
     ) -> Tensor: ...  # fmt: skip
 
     # ---- drafting and choosing

@@ -22,7 +22,7 @@ from .linear import chain, gate_and_up, weight_rows
 from .norm import width_warps
 from .quant_moe import ExpertTile, QuantExperts, choose_tile, quant_product
 from .quant_tiles import shared_of
-from .routing import Pairs, list_pairs, pairs_of, tile_of, weigh
+from .routing import Pairs, pairs_of, tile_of, weigh
 
 
 @triton.jit
@@ -143,28 +143,27 @@ class Beside:
 
 
 def experts(
-    z: Tensor, x: Tensor, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str, pdl: bool,
+    pairs: Pairs, x: Tensor, gate_up: Held, down: Held, act: str, pdl: bool,
     beside: Beside | None = None, cut: tuple[Cut, Cut] | None = None,
 ) -> Tensor:  # fmt: skip
-    """z [R, E] float32 router logits; x [R, H] -> [R, H]. cut: other tiles than the rule's, for measuring."""
+    """x [R, H] -> [R, H]; pairs: of these rows. cut: other tiles than the rule's, for measuring."""
     rows, hidden = x.shape
     launch = {"launch_pdl": True} if pdl else {}
-    pairs = list_pairs(z, expert_scale, top_k, pdl)
     inner_out = torch.empty((pairs.count, down.shape[2]), dtype=x.dtype, device=x.device)
     pair_out = torch.empty((pairs.count, hidden), dtype=x.dtype, device=x.device)
     out = torch.empty_like(x)
     first, second = cut or (None, None)
     early = isinstance(gate_up, QuantExperts)
-    grouped(x, gate_up, inner_out, pairs, top_k, act, pdl, False, first)
+    grouped(x, gate_up, inner_out, pairs, pairs.top, act, pdl, False, first)
     grouped(inner_out, down, pair_out, pairs, 1, None, pdl, early, second)
     if beside is not None:
         block, warps = width_warps(hidden)
         mix_beside_kernel[(rows,)](
             pair_out, pairs.weight, beside.dense.contiguous(), beside.dense_w, beside.post_w, out, hidden, beside.eps,
-            TOP=top_k, BLOCK=block, PDL=pdl, num_warps=warps, **launch,
+            TOP=pairs.top, BLOCK=block, PDL=pdl, num_warps=warps, **launch,
         )  # fmt: skip
         return out
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](
-        pair_out, pairs.weight, out, hidden, TOP=top_k, BLOCK=1024, PDL=pdl, num_warps=4, **launch
+        pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4, **launch
     )
     return out

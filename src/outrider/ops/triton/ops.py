@@ -17,6 +17,7 @@ from . import attention, choose, moe, norm, rope, trees
 from .ahead import Ahead
 from .linear import Kind, compile_for, product, variant
 from .quant_tiles import shared_of
+from .routing import list_pairs
 from .tiles import COUNTERS
 
 
@@ -100,14 +101,16 @@ class TritonOps(ReferenceOps):
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
     ) -> Tensor:
         z = self.logits(router_in, router, None)  # float32: a choice between experts should not hang on bf16 rounding
-        return moe.experts(z, x, expert_scale, gate_up, down, top_k, act, self.pdl)
+        return moe.experts(list_pairs(z, expert_scale, top_k, self.pdl), x, gate_up, down, act, self.pdl)
 
     def moe_beside(
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
-        dense: Tensor, dense_w: Tensor, post_w: Tensor, eps: float,
+        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor, eps: float,
     ) -> Tensor:  # fmt: skip
-        z = self.logits(router_in, router, None)
-        return moe.experts(z, x, expert_scale, gate_up, down, top_k, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))
+        # Routed first: while the MLP's products run, the experts' can ask for their weights.
+        pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
+        dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
+        return moe.experts(pairs, x, gate_up, down, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(

@@ -5,7 +5,8 @@ expert and up to BM of its pairs, the weights on the long side of the matrix ins
 a pair, whatever the tile: a pair's answer depends on that pair alone.
 
 **Early** (programmatic dependent launch): the first product lets the second in only once it has itself waited for the routing. So the
-second knows its experts before it waits for the first, and asks for their weights while the first still runs.
+second knows its experts before it waits for the first, and asks for their weights while the first still runs. A single row's first product
+does the like on trust: its logits are older than the kernel ahead (the dense MLP's), though nothing promises that they are complete.
 """
 
 from __future__ import annotations
@@ -85,10 +86,6 @@ def quant_experts_kernel(
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
     COLUMNS: tl.constexpr = PLANES * P
     DIRECT: tl.constexpr = WARPS * 16 < BN and not PLAIN
-    if PDL and not EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
-    e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
     local = tl.arange(0, BN)
     width = N
     if GATED:  # gate and up rows alternate in the tile, and so do the sums
@@ -96,13 +93,22 @@ def quant_experts_kernel(
         row = tl.minimum(pid_n * (BN // 2) + local // 2, width - 1) + (local % 2) * width
     else:
         row = tl.minimum(pid_n * BN + local, N - 1)  # rows past the end repeat the last one and are never stored
+    ahead = tl.minimum(tl.arange(0, AHEAD), chunks - 1) * (64 * P)
+    if PDL and not EARLY:
+        if ALONE:  # the routing is most likely there; if not, some other expert's rows are asked for, and nothing is lost but time
+            guess, _, _, _ = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
+            at = guess * N + row
+            prefetch(w + ((at // 64).to(tl.int64) * (chunks * 64 * P) + (at % 64) * P)[:, None] + ahead[None, :])
+        gdc_wait()
+        gdc_launch_dependents()
+    e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
     rows = e * N + row
     block = (rows // 64).to(tl.int64) * chunks
     w_row = block * (64 * P) + (rows % 64) * P
     if PDL and EARLY:
         gdc_launch_dependents()
         if some:  # weights are nobody's output
-            prefetch(w + w_row[:, None] + (tl.minimum(tl.arange(0, AHEAD), chunks - 1) * (64 * P))[None, :])
+            prefetch(w + w_row[:, None] + ahead[None, :])
     if ALONE and not GATED:  # noqa: SIM102  the second product of a single row; one condition is the compiler's
         if pid_n + t == 0:
             weigh(members, expert_scale, weight, EXPERTS, TOP, BLOCK_E, SLOTS)
@@ -168,7 +174,7 @@ class ExpertTile:
     stages: int
     warps: int
     registers: int | None = None  # most a thread may take; None: the compiler's choice
-    ahead: int = 4  # chunks that the second product asks for before the first is done: a power of two
+    ahead: int = 4  # chunks asked for before the kernel ahead is done: a power of two
 
 
 def choose_tile(pairs: Pairs, w: QuantWeight, shared: int) -> ExpertTile:
