@@ -45,7 +45,6 @@ class Answer:
 
 class Contestant(Protocol):
     name: str
-    lossless: bool  # must give plain decoding's very tokens
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         """All answers, and the seconds of the whole batch without its prompts' processing."""
@@ -55,8 +54,8 @@ class Contestant(Protocol):
 class Ours:
     """A loaded LLM with one way of drafting: `draft_tokens` None is auto; `drafting` False is plain decoding."""
 
-    def __init__(self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True, lossless: bool = True) -> None:
-        self.name, self.llm, self.draft_tokens, self.drafting, self.lossless = name, llm, draft_tokens, drafting, lossless
+    def __init__(self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True) -> None:
+        self.name, self.llm, self.draft_tokens, self.drafting = name, llm, draft_tokens, drafting
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         llm = self.llm
@@ -144,7 +143,7 @@ class Store:
     """The folder of one run."""
 
     def __init__(self, folder: Path, settings: Settings, resume: bool) -> None:
-        self.folder, self.path = folder, folder / "cells.jsonl"
+        self.path = folder / "cells.jsonl"
         wanted = json.loads(json.dumps(asdict(settings)))
         if (folder / "run.json").exists():
             if not resume:

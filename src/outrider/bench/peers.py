@@ -63,8 +63,6 @@ def build(
 class Transformers:
     """`generate()` of Hugging Face transformers, one request at a time or a left-padded batch."""
 
-    lossless = False
-
     def __init__(
         self, name: str, path: Path, encode: Encode, eos: frozenset[int], threads: int | None, device: str, dtype: str, lookup: bool
     ):
@@ -130,8 +128,6 @@ class Transformers:
 
 class LlamaCpp:
     """llama-cpp-python over the same GGUF file, one request at a time."""
-
-    lossless = False
 
     def __init__(self, name: str, path: Path, encode: Encode, eos: frozenset[int], threads: int | None, device: str, lookup: bool) -> None:
         if path.suffix != ".gguf":

@@ -101,10 +101,6 @@ class Acceptance:
         """Expected tokens a cycle."""
         return 1.0 + sum(self.survive[:k])
 
-    def share(self, k: int) -> float:
-        """Of drafted tokens accepted, at a fixed K."""
-        return sum(self.survive[:k]) / k
-
     @staticmethod
     def parse(text: str) -> Acceptance:
         """'0.72' or '0.72@4': the share of drafted tokens accepted at K = 4 (what engines report), from which one chance a

@@ -159,8 +159,7 @@ def _contestants(
         llm = common.load_llm(model, **chosen)
         if 0 in ks and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
-        lossless = options["verify"] == "coupled"
-        found += [harness.Ours(_name(drafter, k), llm, k, lossless=lossless) for k in ks if k != 0]
+        found += [harness.Ours(_name(drafter, k), llm, k) for k in ks if k != 0]
     if peers:
         from ..weights import hub
 

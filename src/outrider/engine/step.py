@@ -68,10 +68,6 @@ class Seq:
         return self.cache
 
     @property
-    def outputs(self) -> int:
-        return len(self.tokens) - self.prompt_len
-
-    @property
     def remaining(self) -> int:
         """Tokens that the answer may still have by max_tokens."""
         return self.longest - len(self.tokens)

@@ -50,9 +50,7 @@ class Capabilities:
     packed_rows: int = 0
     # Tokens of one prompt in a step beside sequences that decode, which wait for them. 0: a chunk.
     rows_beside: int = 0
-    # Formats of stored weights that are multiplied as they are (`Format.family`), and what `quantize` can make of dense ones.
-    formats: frozenset[str] = frozenset()
-    quantizes: tuple[str, ...] = ()
+    quantizes: tuple[str, ...] = ()  # what `quantize` can make of dense weights
     # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in float32 would give.
     holds_halves: bool = False
     quantizes_tables: bool = False  # embeddings and head too; otherwise these stay dense, as GPU checkpoints keep them

@@ -63,8 +63,8 @@ def test_the_published_table():
 
 
 def test_acceptance_as_people_write_it():
-    assert Acceptance.parse("0.72").share(4) == pytest.approx(0.72)
-    assert Acceptance.parse("0.58@8").share(8) == pytest.approx(0.58)
+    assert Acceptance.parse("0.72").tokens(4) == pytest.approx(1 + 4 * 0.72)
+    assert Acceptance.parse("0.58@8").tokens(8) == pytest.approx(1 + 8 * 0.58)
     by_position = Acceptance.parse("0.8,0.6,0.3")
     assert by_position.tokens(3) == pytest.approx(2.7) and by_position.survive[3] == pytest.approx(0.15)
     for bad in ("x", "1.2", "0.5@40", "0.3,0.6"):

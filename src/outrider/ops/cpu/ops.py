@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
 from ..backend import EVERY_ROW, Capabilities, HostCycle, M
-from ..formats import BLOCKS, Block, Dense, Held, QuantPart, Weight
+from ..formats import Block, Dense, Held, QuantPart, Weight
 from ..formats.blocks import blocks_of
 from ..reference import ReferenceOps, plain
 from . import packing
@@ -58,7 +58,7 @@ def at(x: Tensor | None) -> int | None:
 class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
-        independent_rows=EVERY_ROW, prompts_independent=True, formats=frozenset(BLOCKS),
+        independent_rows=EVERY_ROW, prompts_independent=True,
         quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True, rows_beside=32,
     )  # fmt: skip
 

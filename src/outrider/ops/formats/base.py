@@ -64,11 +64,6 @@ class Format(ABC):
         """Short and unique, for messages and tables: `Q4_0`, `int4 g32`, `fp8`."""
 
     @property
-    def family(self) -> str:
-        """What a backend's `Capabilities.formats` names: the formats that one kernel multiplies share it."""
-        return self.name
-
-    @property
     @abstractmethod
     def units(self) -> Mapping[str, Unit]:
         """The format's tensors."""

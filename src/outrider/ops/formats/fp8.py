@@ -26,10 +26,6 @@ class Float8(Format):
         return f"fp8 g{self.group}" if self.group else "fp8"
 
     @property
-    def family(self) -> str:
-        return "fp8"
-
-    @property
     def units(self) -> Mapping[str, Unit]:
         return {"q": Unit(1), "scale": Unit(self.group, bytes=4)}
 

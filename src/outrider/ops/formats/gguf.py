@@ -56,11 +56,8 @@ class QuantPart:
     def weight(self) -> Weight:
         return Weight(Block(self.kind), self.shape, {"blocks": torch.from_numpy(self.data)})
 
-    def rows(self, lo: int, hi: int) -> np.ndarray:
-        """float32 [hi - lo, K]"""
-        return dequantize(self.kind, self.data[lo:hi])
-
     def dense(self) -> np.ndarray:
+        """float32 [N, K]"""
         return dequantize(self.kind, self.data)
 
 

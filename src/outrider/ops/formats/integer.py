@@ -31,10 +31,6 @@ class Integer(Format):
         return f"int{self.bits} {group}{' asymmetric' if self.lifted else ''}{' ordered' if self.ordered else ''}"
 
     @property
-    def family(self) -> str:
-        return f"int{self.bits}"
-
-    @property
     def units(self) -> Mapping[str, Unit]:
         units = {"q": Unit(8 // self.bits), "scale": Unit(self.group, bytes=self.scale.itemsize)}
         if self.lifted:

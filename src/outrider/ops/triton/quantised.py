@@ -19,7 +19,6 @@ from .quant import Extras, quant_linear
 from .quant_moe import hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
 
-FAMILIES = ("int4", "int8", "fp8", "nvfp4", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 MODES: dict[str, tuple[Format, ...]] = {  # the first whose groups divide the rows
     "int4": (Integer(4, 32), Integer(4, 16)),
     "int8": (Integer(8, 128), Integer(8, 0)),
@@ -28,7 +27,7 @@ MODES: dict[str, tuple[Format, ...]] = {  # the first whose groups divide the ro
 
 
 class QuantTritonOps(TritonOps):
-    capabilities = replace(TritonOps.capabilities, formats=frozenset(FAMILIES), quantizes=tuple(MODES))
+    capabilities = replace(TritonOps.capabilities, quantizes=tuple(MODES))
 
     def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
         here = [p.to(device) for p in parts]
