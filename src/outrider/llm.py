@@ -290,9 +290,10 @@ def _assemble(
         say(f"tensor parallel: {team.share.world} processes, {size / 2**30:.2f} GiB of weights in the first")
     runner = chosen.compile(target) if team is None else target  # whole models in one call know nothing of other processes
     card = guesser.card if isinstance(guesser, MTPDrafter) else None
-    prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
-    controller = Controller(CostTable(), names, prior, trust=trust)
     settings = options.engine or EngineConfig()
+    prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
+    captured = chosen.capabilities.graphs if settings.graphs is None else settings.graphs  # then no draft ends by its confidence
+    controller = Controller(CostTable(), names, prior, trust=None if captured else trust)
     made = Engine(runner, tokenizer, settings, spec, guesser, controller, chosen.kv_dtype(kind, settings.kv_dtype), agree=agree)
     if place.type == "cuda":
         gib = made.store.bytes() / 2**30

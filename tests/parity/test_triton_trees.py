@@ -33,19 +33,19 @@ def ops() -> TritonOps:
 
 @pytest.mark.parametrize("hot,named", [(False, False), (True, True)])
 def test_grown_and_planted_alike(ops: TritonOps, hot: bool, named: bool) -> None:
-    """Several chunks of scores, noise of each sequence's own, columns that are not token ids, scores that are -inf or NaN; levels that
-    have fewer nodes than rows; as many tokens as there are, and fewer."""
+    """Several chunks of scores, noise of each sequence's own, columns that are not token ids, scores that are -inf or NaN; trees of
+    a few tokens and of more."""
     batch, depth, n, g = 2, 3, 2500, torch.Generator().manual_seed(5)
     ids = torch.stack([torch.randperm(9000, generator=g)[:n] for _ in range(batch * WIDTH)]).to(DEVICE) if named else None
     found = [Nodes.of(batch, depth, DEVICE) for _ in range(2)]
     fronts = [Front.root(torch.tensor([7, 8], device=DEVICE)) for _ in range(2)]
     for level in range(depth):
         logits = (3.0 * torch.randn((batch * WIDTH, n), generator=g)).to(DEVICE)
-        logits[1, ::3], logits[2] = float("-inf"), float("nan") if level == 1 else 0.5
-        logits[2, 40] = 1.0
-        noise = (
-            Noise(*(torch.tensor(t, device=DEVICE) for t in ([3, 4], [10 + level, 20 + level], [0.7, 1.0], [True, False]))) if hot else None
-        )
+        logits[1, ::3] = float("-inf")
+        if level == 1:
+            logits[2] = float("nan")
+        drawn = ([3, 4], [10 + level, 20 + level], [0.7, 1.0], [True, False])
+        noise = Noise(*(torch.tensor(t, device=DEVICE) for t in drawn)) if hot else None
         fronts = [x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, found)]
         for name in ("tokens", "before", "node", "line"):
             got, want = (getattr(f, name).view(batch, WIDTH)[fronts[1].chance > 0] for f in fronts)

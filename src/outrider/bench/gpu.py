@@ -20,6 +20,7 @@ from torch import Tensor
 from ..cache.store import CacheSpec, KVStore, SeqCache
 from ..engine.capture import Graph, Pool
 from ..engine.decode import Inputs, Key, Output, State, decode_step
+from ..engine.tree import Tree
 from ..models import build
 from ..models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
 from ..models.gemma4_assistant import Gemma4Assistant
@@ -27,6 +28,7 @@ from ..models.inspect import kv_bytes
 from ..models.known import KNOWN
 from ..ops.backend import Backend
 from ..ops.formats import Held
+from ..ops.trees import Planted
 from ..spec.mtp import MTPDrafter
 from ..types import Draft, OutriderError, Verdict
 from ..weights.load import dummy_weights, plain_all
@@ -43,13 +45,19 @@ class Captured:
     graph: Graph
     state: State
     slots: Tensor  # int64 [B]
-    out: Tensor  # int64 [B, K + 2]
+    out: Tensor  # as engine.decode.Output.tokens
+    k: int
     capture_s: float
 
     @property
     def tokens(self) -> Tensor:
         """int64 [B, K + 1]"""
-        return self.out[:, :-1]
+        return self.out[:, : self.k + 1]
+
+    @property
+    def rows(self) -> Tensor:
+        """int64 [B, K + 1]: of a tree, which of a sequence's rows chose each token."""
+        return self.out[:, self.k + 1 : 2 * self.k + 2]
 
     @property
     def counts(self) -> Tensor:
@@ -236,11 +244,13 @@ class Rig:
     @torch.inference_mode()
     def graph(
         self, seqs: list[SeqCache], k: int, context: int, bound: int, *, advance: bool = False,
-        propose: Callable[[Tensor, Tensor], Draft] | None = None, assumed: Synthetic | None = None, eager: bool = False,
+        propose: Callable[[Tensor, Tensor], Draft | Planted] | None = None, assumed: Synthetic | None = None, eager: bool = False,
+        nodes: int = 0,
     ) -> Captured:  # fmt: skip
         """Capture the engine's own decode step. advance: the committed length and the newest token move with every replay;
         otherwise every replay does the same work at the same length. propose(last, length) replaces the MTP drafter; assumed:
-        synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay is a call."""
+        synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay is a call. nodes: tokens of a tree,
+        k deep."""
         batch, idle = len(seqs), self.store.spec.slots
         slots = torch.tensor([s.slot for s in seqs], device=self.device)
         rng = torch.Generator(device=self.device).manual_seed(2)
@@ -250,8 +260,8 @@ class Rig:
         state.length[slots] = context
         inputs.slots[:batch] = slots
         inputs.limit.fill_(k)
-        inputs.cap.fill_(bound - k - 1)  # a sequence that is done waits there for the others
-        key = Key(batch, k, bound, "greedy", "drafter" if k else None)
+        inputs.cap.fill_(bound - max(k, nodes) - 1)  # a sequence that is done waits there for the others
+        key = Key(batch, k, bound, "greedy", "drafter" if k else None, nodes=nodes)
         out = Output.of(key, self.device)
         once = decode_step(self.model, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
         began = time.perf_counter()
@@ -259,7 +269,7 @@ class Rig:
         graph = Graph(once, torch.device("cpu") if eager else self.device, self.pool)
         for tensor, value in zip((state.last, state.length, state.features), keep):
             tensor.copy_(value)
-        return Captured(graph, state, slots, out.tokens, time.perf_counter() - began)
+        return Captured(graph, state, slots, out.tokens, k, time.perf_counter() - began)
 
 
 def collect() -> None:
@@ -355,3 +365,38 @@ def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens
         k, batch, steps, cycles, int(taken) / max(1, int(made)), not int(bad_tokens), not int(bad_logits),
         wrong_at if wrong_at < steps else None,
     )  # fmt: skip
+
+
+@torch.inference_mode()
+def tree_run(rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], tokens: Tensor, logits: Tensor) -> Equality:
+    """The same with a tree a cycle, always of one shape (engine.tree.Tree.of). The path to its last deepest node knows the answer and is
+    wrong about every fourth time; all others are. Compared are the rows on the accepted paths."""
+    (batch, steps), device, vocab = tokens.shape, rig.device, rig.config.vocab_size
+    tree, nodes = Tree.of([parents] * batch, device), len(parents)
+    k, depth = tree.deepest, tree.depth[1 : nodes + 1]
+    leaf = int((tree.depth[: nodes + 1] == k).nonzero()[-1])
+    known = torch.isin(torch.arange(1, nodes + 1, device=device), tree.paths[leaf])
+    padded = torch.cat((tokens, tokens.new_zeros((batch, k + 2))), 1)
+    each, offset = torch.arange(batch, device=device)[:, None], torch.arange(k + 1, device=device)
+    other = 1 + torch.arange(nodes, device=device)
+
+    def propose(last: Tensor, length: Tensor) -> Planted:
+        at = (length[:, None] - context + depth - 1).clamp(max=steps + k)  # a node of depth 1 guesses what the newest token's row chooses
+        right = padded.gather(1, at)
+        wrong = ~known | ((at * 2654435761 + each * 40503) % 4 == 0)
+        return Planted(torch.where(wrong, (right + other) % vocab, right), tree.depth, tree.paths, tree.above)
+
+    run = rig.graph(seqs, k, context, context + steps + 64, advance=True, propose=propose, nodes=nodes)
+    bad_tokens, bad_logits, taken, cycles, first = 0, 0, 0, 0, steps
+    while int(run.length.min()) < context + steps:
+        at = run.length[:, None] - context + offset  # [B, K + 1]
+        run.graph.replay()
+        cycles += 1
+        seen = (offset < run.counts[:, None]) & (at < steps)
+        at = at.clamp(max=steps - 1)
+        other_token = seen & (run.tokens != tokens.gather(1, at))
+        other_logit = seen & (run.logits.view(batch, nodes + 1, -1)[each, run.rows] != logits[each, at]).any(-1)
+        bad_tokens, bad_logits = bad_tokens + int(other_token.sum()), bad_logits + int(other_logit.sum())
+        first = min(first, int(torch.where(other_token | other_logit, at, steps).min()))
+        taken += int((run.counts - 1).sum())
+    return Equality(k, batch, steps, cycles, taken / cycles / batch, not bad_tokens, not bad_logits, first if first < steps else None)

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..spec.cost import CostKey, CostTable, agrees, measure
+from ..spec.plan import branching
 from .engine import Engine
 
 BUDGET_S = 3.0
@@ -41,6 +42,7 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
             budget_s=CAPTURING_S if fastest.behind else BUDGET_S,
             key=key,
             whole=whole,
+            trees=(branching(name),) if name is not None and fastest.behind and fastest.trees else (),
         )
     finally:
         engine.machine.close_scratch()

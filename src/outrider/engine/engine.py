@@ -20,7 +20,7 @@ from ..spec.drafter import Drafter
 from ..spec.mtp import MTPDrafter
 from ..spec.nets import Target
 from ..spec.ngram import NgramIndex
-from ..spec.plan import AUTO_NODES, PLAIN, Choice, SeqView
+from ..spec.plan import AUTO_NODES, PLAIN, Choice, SeqView, branching
 from ..types import COLD, MAX_DRAFT, OutriderError, RequestStats
 from .answer import Answer
 from .eager import EagerExecutor
@@ -250,6 +250,7 @@ class Engine:
             seconds, known = self.clock() - flight.began, before == self._timed
         if known:
             drafter = next((lane.drafter for lane in lanes if lane.drafter), None)
+            drafter = branching(drafter) if flight.tree and drafter is not None else drafter
             self.controller.observe_step(len(lanes), flight.width, flight.context, seconds, drafter)
 
     def _measure(self, began: float) -> None:
@@ -311,7 +312,7 @@ class Engine:
         if not self.can.trees or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
             return 0
         if asked is None:
-            pays = seq.tempered and params.temperature >= COLD and not self.graphs
+            pays = not params.processed if self.graphs else seq.tempered and params.temperature >= COLD
             asked = AUTO_NODES if self.executors[0].trees and pays else 0
         return max(0, min(asked, self.max_context - len(seq.tokens) - seq.ahead - 1, widest))
 

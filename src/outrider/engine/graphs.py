@@ -27,7 +27,7 @@ from ..ops.backend import Capabilities
 from ..ops.trees import most_nodes
 from ..spec.choose import SamplingBatch
 from ..spec.mtp import MTPDrafter
-from ..spec.plan import Branches
+from ..spec.plan import DEEPEST, Branches, branching
 from ..types import COLD, MAX_DRAFT, SamplingParams
 from .capture import Graph, Pool
 from .cycle import logprobs
@@ -136,11 +136,11 @@ class GraphExecutor:
         return Key(self.can.bucket(len(lanes)), k, bound_of(bound), choosing, source, "cycle", asks, nodes)
 
     def _nodes(self, lanes: Sequence[Lane], depth: int) -> int:
-        """Tokens of each sequence's tree in this step; 0: drafts are lines, as nobody asked for more or there would be too many rows.
+        """Tokens of each sequence's tree in this step; 0: drafts are lines, as nobody asked for more, or it would be too deep or too wide.
         Where histories, masks, logprobs or guesses of the host take part they are too: what is drafted changes no answer."""
         asked, room = max(lane.nodes for lane in lanes), self.can.graph_rows // self.can.bucket(len(lanes)) - 1
         nodes = min(next((n for n in NODES if n >= asked), NODES[-1]), most_nodes(depth))
-        return nodes if self.trees and asked > depth and depth < nodes <= room else 0
+        return nodes if self.trees and asked > depth and depth <= DEEPEST and depth < nodes <= room else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, Asks]:
         """How these sequences choose. Looked at again only when the batch changes."""
@@ -223,7 +223,7 @@ class GraphExecutor:
         if key.asks.grammar:
             self._mask(batch.decode, key)
         flight.payload = self._replay(self._graphs[key])
-        flight.width, flight.context = key.k, key.context
+        flight.width, flight.context, flight.tree = key.k, key.context, key.nodes > 0
         flight.ahead = [lane.k + 1 for lane in batch.decode]
         return flight
 
@@ -329,12 +329,14 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        """One verify pass of drafts from the host, or one draft, to its end, on the scratch page."""
+        """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the scratch page."""
         width = next(w for w in self.can.graph_widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
-        what: Literal["cycle", "draft"] = "cycle" if part == "verify" else "draft"
-        source: Source | None = "drafter" if what == "draft" else "host" if width else None
-        key = Key(rows, width, bound_of(context + width + 1), "greedy", source, what)
+        tree = self.drafter is not None and part == branching(self.drafter.name)
+        nodes = min(NODES[-1], most_nodes(width)) if tree else 0
+        what: Literal["cycle", "draft"] = "cycle" if part == "verify" or tree else "draft"
+        source: Source | None = "drafter" if what == "draft" or tree else "host" if width else None
+        key = Key(rows, width, bound_of(context + max(width, nodes) + 1), "greedy", source, what, nodes=nodes)
         if not self.ready(key):
             return
         self._put("slots", self.inputs.slots, [self.idle] * rows)

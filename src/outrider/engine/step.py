@@ -127,6 +127,7 @@ class Flight:
     began: float  # when its decode rows were started: prompt chunks come before
     width: float = 0.0  # drafted tokens a sequence, as the cost table counts them
     context: int = 0  # positions, likewise
+    tree: bool = False  # its drafts are trees of a fixed size, `width` deep
     ahead: list[int] = field(default_factory=list)
     payload: object = None  # the executor's own
 

@@ -16,11 +16,11 @@ from ..types import AttnSpec, KVView
 from .noise import gumbel
 
 WIDTH = 4  # nodes of a level that are scored further
-BRANCH = 2  # tokens behind each
+BRANCH = 4  # tokens behind each
 
 
 def most_nodes(depth: int) -> int:
-    """Nodes that growing so deep finds: two behind the newest token, two behind each of these, then of the WIDTH likeliest."""
+    """Nodes that growing so deep finds: BRANCH behind the newest token, then behind each of the WIDTH likeliest."""
     found, front = 0, 1
     for _ in range(depth):
         found, front = found + BRANCH * front, min(WIDTH, BRANCH * front)
@@ -87,7 +87,7 @@ class TreeOps:
     """The definitions."""
 
     def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front:
-        """The two best tokens behind each row of the front, by logits [B·WIDTH, N] of the tokens `ids` (None: 0..N-1), into `nodes`; the
+        """The BRANCH best tokens behind each row of the front, by logits [B·WIDTH, N] of the tokens `ids` (None: 0..N-1), into `nodes`; the
         likeliest of them are the next front. A child's chance is its parent's times its own probability under the (noisy) logits."""
         batch, wide, first = front.node.shape[0], WIDTH * BRANCH, level * WIDTH * BRANCH
         z = logits.float()
@@ -97,11 +97,11 @@ class TreeOps:
             )
             tokens = torch.arange(z.shape[1], device=z.device) if ids is None else ids
             z = torch.where(hot, z / heat + gumbel(seed, position, tokens), z)
-        best = z.topk(BRANCH, dim=-1).indices  # [B·W, 2]
+        best = z.topk(BRANCH, dim=-1).indices  # [B·W, BRANCH]
         sure = z.softmax(-1).gather(1, best).nan_to_num(0.0).view(batch, WIDTH, BRANCH)
         tokens = (best if ids is None else ids.gather(1, best)).view(batch, wide)
         chance = (front.chance[:, :, None] * sure).view(batch, wide)
-        line = torch.stack((front.line, torch.zeros_like(front.line)), 2).view(batch, wide)
+        line = (front.line[:, :, None] * (torch.arange(BRANCH, device=z.device) == 0)).view(batch, wide)
         here = slice(first, first + wide)
         nodes.tokens[:, here], nodes.chance[:, here], nodes.line[:, here] = tokens, chance, line
         nodes.parents[:, here] = front.node.repeat_interleave(BRANCH, 1)

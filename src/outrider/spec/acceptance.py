@@ -16,6 +16,7 @@ BINS = 16  # of drafter confidence
 SURE_AFTER = 16  # judged confidences before a draft may end by them, where no card says how they are to be taken
 MOST = 0.99  # no estimate above: a certain success would hide the cost of being wrong
 CARD_WEIGHT = 24.0  # judged tokens a bin of the card's trust is worth
+LIFT, LIFT_WEIGHT = 1.2, 16.0  # what trees bring before any was seen, and how many tokens of a line that guess is worth
 KEEP_CYCLES = 0.995  # forgetting, per cycle that drafted
 
 
@@ -84,7 +85,10 @@ class Arm:
 class Source:
     """What all requests taught about one source of drafts: a drafter, or the n-gram drafter at one range of match lengths."""
 
-    __slots__ = ("a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "judged", "prior", "stale", "sure", "trust", "worth")
+    __slots__ = (
+        "a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "in_lines", "in_trees", "judged", "prior", "stale", "sure", "trust",
+        "worth",
+    )  # fmt: skip
 
     def __init__(self, prior: Sequence[float], trust: Sequence[float] | None = None) -> None:
         """`trust`: the card's acceptance by confidence, in 16 equal bins."""
@@ -102,6 +106,8 @@ class Source:
             self.bins = [[CARD_WEIGHT * t, CARD_WEIGHT] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the tokens asked for that are verified: less where drafts end themselves
+        # Drafted tokens that trees of a fixed size brought, and that their main lines alone would have: at first a guess.
+        self.in_trees, self.in_lines = LIFT * LIFT_WEIGHT, LIFT_WEIGHT
         self.worth: Yield | None = None  # what drafts that end themselves bring; None until the first is considered
 
     def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
@@ -123,6 +129,16 @@ class Source:
         cell[0] = cell[0] * GLOBAL_KEEP + right
         cell[1] = cell[1] * GLOBAL_KEEP + 1.0
         self.sure += 1
+
+    @property
+    def lift(self) -> float:
+        """How many drafted tokens a tree of a fixed size brings for one that a line as deep would bring."""
+        return self.in_trees / self.in_lines
+
+    def branched(self, accepted: int, ahead: int) -> None:
+        """Such a tree brought so many tokens, and its main line so many of them."""
+        self.in_trees = self.in_trees * KEEP_CYCLES + accepted
+        self.in_lines = self.in_lines * KEEP_CYCLES + ahead
 
     def refresh(self) -> None:
         self.stale = 0

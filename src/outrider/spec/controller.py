@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..types import MAX_DRAFT, OutriderError
 from .acceptance import BINS, KEEP_CYCLES, Arm, Source, Yield
 from .cost import CostTable
-from .plan import PLAIN, Branches, Choice, SeqState, SeqView
+from .plan import DEEPEST, PLAIN, Branches, Choice, SeqState, SeqView, branching
+from .widths import widths
 
 DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no drafter's card says better; later positions take the last value
 # The same for copies of earlier text, by the length of the match (see _bucket), a little below what answers of a 135M model show:
@@ -40,7 +40,6 @@ REST, HOLD = 15, 2  # how many steps a batch's plan is kept at most: while it de
 HOLD_MANY = 16  # sequences that make a drafting batch's plan last a step longer: planning takes time by the sequence
 HOLD_ONE = 3  # the same for a single sequence whose drafts end themselves
 UNTOLD = 16  # observations that may pile up before they are learnt from
-PLANNING = 2e-4  # seconds a step that planning a batch takes while it drafts
 HYSTERESIS = 0.01  # predicted gain below which the last choice is kept
 EXPLORE = 0.008  # share of all time that probing may cost
 PROBE_FIRST, PROBE_LAST = 8, 512  # cycles between probes: doubles while they fail
@@ -48,9 +47,6 @@ BROKEN_AFTER, BROKEN_BELOW = 12, 0.02  # first positions judged, and the accepta
 YIELD_WEIGHT = 10.0  # how many cycles of this request the yield over all requests is worth
 NEXT = 0.7  # chance of a token that is not drafted yet, given that all before it are right
 SURE = 0.96  # chance of each token in a stretch that the drafter is sure of: says how far a draft that ends itself may reach
-
-
-Array = NDArray[np.float64]
 
 
 class Controller:
@@ -152,14 +148,18 @@ class Controller:
             else:
                 limit, expected = self._risk(seq, times, plain, cap), self._expected(seq, key, shared)
                 top, top_rate = 0, 0.0
-                for k in range(1, cap + 1):
-                    rate = expected[k] / times[k]
-                    if rate > top_rate:
-                        top, top_rate = k, rate
-                        if k <= limit and rate > best_rate:
-                            best, best_rate = Choice(name, k), rate
-                if name == seq.last.drafter and seq.last.k <= limit:
-                    kept_rate = expected[seq.last.k] / times[seq.last.k]
+                kinds = [(0, cap, 1.0, times)]
+                if view.nodes > DEEPEST and not self.cost.free(branching(name)):
+                    kinds.append((view.nodes, min(cap, DEEPEST), shared.lift, self.cost.curve(branching(name), 1, view.context)))
+                for nodes, deepest, lift, times in kinds:
+                    for k in range(1, deepest + 1):
+                        rate = (1.0 + lift * (expected[k] - 1.0)) / times[k]
+                        if k <= limit and (name, k, nodes) == (seq.last.drafter, seq.last.k, seq.last.nodes):
+                            kept_rate = rate
+                        if rate > top_rate:
+                            top, top_rate = k, rate
+                            if k <= limit and rate > best_rate:
+                                best, best_rate = Choice(name, k, nodes=nodes), rate
             if top_rate > least_rate:
                 least, least_rate = Choice(name, 1 if top_rate < base else max(1, top)), top_rate
         if kept_rate >= best_rate * (1.0 - HYSTERESIS) and (kept.k == 0 or kept_rate > base):
@@ -170,7 +170,8 @@ class Controller:
             best = self._ending(best, view.context, 1, best_rate)
         elif least is not None:  # a probe's draft goes to its end: tokens left out of it would teach nothing
             best = self._maybe_probe(seq, least, self.cost.curve(least.drafter, 1, view.context)[least.k] - plain)
-        self._note(view, seq, best, plain, self.cost.curve(best.drafter, 1, view.context), plain)
+        runs = branching(best.drafter) if best.drafter and best.nodes and not self.cost.free(branching(best.drafter)) else best.drafter
+        self._note(view, seq, best, plain, self.cost.curve(runs, 1, view.context), plain)
         seq.choice, seq.match = best, _bucket(view.match_len)
         seq.hold = HOLD_ONE if best.stop and seq.bank > RISK else 0  # a request near its limit of losses is planned every cycle
         return best
@@ -315,35 +316,15 @@ class Controller:
                 owners.append(owner)
             if (runs is not None and runs not in owners) or not any(owners):
                 continue
-            rate, ks = self._widths(np.asarray(rows), np.asarray([o == runs for o in owners]), verify, runs)
+            paid, drafting = np.asarray([o == runs for o in owners]), np.zeros(MAX_DRAFT + 1)
+            if runs is not None:
+                drafting = np.asarray(self.cost.draft_curve(runs, max(1, int(paid.sum()))))
+            fill = self._shared[runs, 0].fill if runs is not None else 1.0
+            rate, ks = widths(np.asarray(rows), paid, verify, drafting, fill)
             if rate > best[0]:
                 best = (rate, [Choice(o, k) if k and o else PLAIN for o, k in zip(owners, ks, strict=True)])
         choices = [self._ending(choice, context, size, best[0]) for choice in best[1]]
         return self._settle(seqs, states, choices, context, float(verify[0]))
-
-    def _widths(self, tokens: Array, dear: Array, verify: Array, runs: str | None) -> tuple[float, list[int]]:
-        """`tokens` [B, 17]: E by K. Returns the best rate and its K for each sequence."""
-        size, steps = len(tokens), np.arange(MAX_DRAFT + 1)
-        drafting, fill = np.zeros(MAX_DRAFT + 1), np.ones((size, 1))
-        if runs is not None:
-            fill[dear] = self._shared[runs, 0].fill
-            drafting = np.asarray(self.cost.draft_curve(runs, max(1, int(dear.sum()))))
-        rate, ks = 0.0, [0] * size
-        worth = size / verify[0]
-        for _ in range(2):
-            price = worth * (verify[-1] - verify[0]) / MAX_DRAFT / size
-            net = np.where(tokens > 0.0, tokens - price * steps * fill, -1.0)
-            top = np.maximum.accumulate(net, axis=1)
-            chosen = np.maximum.accumulate(np.where(net >= top, steps, 0), axis=1)  # [B, 17]: K by widest K allowed
-            made = np.take_along_axis(tokens, chosen, axis=1).sum(axis=0)  # [17]
-            width = (chosen * fill).mean(axis=0)
-            depth = np.where(dear[:, None], chosen, 0).max(axis=0)
-            rates = made / (np.interp(width, steps, verify) + drafting[depth] + PLANNING)
-            at = int(rates.argmax())
-            if rates[at] > rate:
-                rate, ks = float(rates[at]), [int(k) for k in chosen[:, at]]
-            worth = rate
-        return rate, ks
 
     def _settle(
         self, seqs: Sequence[SeqView], states: Sequence[SeqState], choices: list[Choice], context: int, plain: float
@@ -412,7 +393,8 @@ class Controller:
         seq.tokens += accepted + 1
         if drafter is None or seq.fixed or (drafted == 0 and confidence is None):
             return
-        seconds = seq.curve[min(drafted, len(seq.curve) - 1)]
+        fixed = tree is not None and confidence is None  # its size, and so its cost: by depth, not by tokens
+        seconds = seq.curve[min(seq.planned if fixed else drafted, len(seq.curve) - 1)]
         if confidence is not None and steps != drafted and len(seq.curve) > 1:  # a token that was left out took time as well
             seconds += (steps - drafted) * self._further(drafter)
         gain = accepted + 1 - seconds / seq.step
@@ -433,6 +415,9 @@ class Controller:
             for j, right in tree.judged():
                 shared.judge(confidence[j], right)
             drafted, accepted, confidence = tree.line, tree.ahead, confidence[: tree.line]
+        elif tree is not None:  # a main line that was left out for other branches was not believed in: it counts as refused
+            shared.branched(accepted, tree.ahead)
+            drafted, accepted = max(tree.line, seq.planned), tree.ahead
         planned = max(1, seq.planned, drafted)  # a plan that was made before the last may have been run again: it drafted, if not a token
         shared.add(planned, drafted, accepted, confidence)
         arm = seq.arms.get(key) or seq.arms.setdefault(key, Arm())
@@ -455,7 +440,7 @@ class Controller:
         cycle, self._cycle, mixed = self._cycle[-batch:], [], None
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
             mixed = self._seconds(cycle, context)
-        elif batch == 1 and drafter is not None and cycle and cycle[0][2] != cycle[0][1]:  # a token was drafted and left out
+        elif batch == 1 and drafter is not None and cycle and cycle[0][2] != cycle[0][1] and cycle[0][0] == drafter:  # some were left out
             seconds -= (cycle[0][2] - cycle[0][1]) * self._further(drafter)
         self.cost.observe(batch, k, context, seconds, drafter, mixed)
 

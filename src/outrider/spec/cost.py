@@ -30,7 +30,7 @@ WIDTH = MAX_DRAFT + 1  # K = 0..16
 Curve = list[float]  # seconds by K, WIDTH entries
 Probe = Callable[[str, int, int, int], object]  # (part: "verify" or a drafter's name, batch, k, context): runs that part once, to its end
 
-FORMAT = 2  # of stored tables: raised when what is timed changes
+FORMAT = 3  # of stored tables: raised when what is timed changes
 DRIFT_GAIN = 0.1  # share of a surprise that is put down to the machine
 CELL_GAIN = 0.15  # share that is put down to the cell, where the step before was of another kind
 CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
@@ -250,15 +250,17 @@ def measure(
     key: CostKey | None = None,
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
+    trees: Sequence[str] = (),
 ) -> CostTable:
     """Time the most telling cells first and stop within the budget; what is left over is read off what was measured.
 
     `drafters` are those whose drafting takes time (an n-gram match does not). `contexts` must fit the engine's cache.
-    `whole`: a drafter's probe runs a cycle with it, not the draft alone."""
+    `whole`: a drafter's probe runs a cycle with it, not the draft alone. `trees`: drafters' trees of a fixed size by depth, of a single
+    sequence (plan.branching); their probes always run a cycle."""
     start = clock()
     first = sorted(contexts)[0]
     order = [("verify", batches[0], k, first) for k in ks]
-    order += [(d, batches[0], k, first) for d in drafters for k in (1, 4, 8)]
+    order += [(d, batches[0], k, first) for d in (*drafters, *trees) for k in (1, 4, 8)]
     order += [("verify", batches[0], k, c) for c in sorted(contexts)[1:] for k in (0, 8)]
     more = [*batches[:0:-2], *batches[1::2]] if len(batches) > 5 else list(batches[1:])  # the largest early: between batches is read off
     more = list(dict.fromkeys(more))
@@ -284,13 +286,13 @@ def measure(
             probe(*cell)
             times.setdefault(cell, []).append(clock() - began)
     least = {cell: min(found) for cell, found in times.items()}  # whatever else the machine does can only make a sample longer
-    if whole:
-        for cell in [cell for cell in least if cell[0] != "verify"]:
+    if whole or trees:
+        for cell in [cell for cell in least if cell[0] in (trees if not whole else (*drafters, *trees))]:
             seconds = least.pop(cell)
             verify = {k: t for (part, batch, k, context), t in least.items() if part == "verify" and (batch, context) == (cell[1], cell[3])}
             if verify:
                 least[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
-    return _assemble(least, drafters, batches, key)
+    return _assemble(least, (*drafters, *trees), batches, key)
 
 
 def agrees(

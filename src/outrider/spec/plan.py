@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..types import MAX_DRAFT
 from .acceptance import Arm, Yield
 
+DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 AUTO_NODES = MAX_DRAFT  # most tokens of a tree where nobody said how many (Engine._nodes says where there are trees at all)
 
 
@@ -39,6 +40,11 @@ class Choice(NamedTuple):
 
 
 PLAIN = Choice(None, 0)
+
+
+def branching(drafter: str) -> str:
+    """The name under which the cost table has a drafter's cycles with trees of a fixed size: their seconds by depth."""
+    return f"{drafter} tree"
 
 
 class Branches(NamedTuple):

@@ -21,10 +21,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.trees import BRANCH, WIDTH, Front, Nodes, Noise, Planted
+from ..ops.trees import WIDTH, Front, Nodes, Noise, Planted
 from ..types import Draft, KVView
 from .acceptance import BINS
 from .drafter import DraftBatch
+
+BRANCH = 2  # tokens behind each node that `grow` scores
 
 
 @dataclass(frozen=True)

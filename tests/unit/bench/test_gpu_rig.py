@@ -13,7 +13,7 @@ import torch
 from tests.engines import mtp_drafter, tiny_engine, tiny_model
 
 from outrider.bench import gpu_engine, gpu_table
-from outrider.bench.gpu import PUBLISHED, Rig, Synthetic, plain_run, shallow, speculative_run
+from outrider.bench.gpu import PUBLISHED, Rig, Synthetic, plain_run, shallow, speculative_run, tree_run
 from outrider.bench.predict import chance
 from outrider.models.known import KNOWN
 from outrider.ops.reference import ReferenceOps
@@ -44,6 +44,16 @@ def test_speculative_equals_plain(rig: Rig, k: int, batch: int) -> None:
         tokens, logits = plain_run(rig, seqs, 40, 24)
         result = speculative_run(rig, seqs, 40, k, tokens, logits)
         assert result.equal_tokens and 0.4 * k < result.accepted < k
+    finally:
+        rig.close(seqs)
+
+
+def test_a_tree_equals_plain(rig: Rig) -> None:
+    seqs = rig.open(2, 40, 100)
+    try:
+        tokens, logits = plain_run(rig, seqs, 40, 24)
+        result = tree_run(rig, seqs, 40, [0, 1, 0, 3, 4, 1], tokens, logits)
+        assert result.k == 3 and result.equal_tokens and 1.0 < result.accepted < 3.0
     finally:
         rig.close(seqs)
 

@@ -6,7 +6,7 @@ import pytest
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import PLAIN, SeqView
+from outrider.spec.plan import PLAIN, Branches, SeqView, branching
 from outrider.types import OutriderError
 
 CHEAP = CostTable.linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next to nothing
@@ -147,6 +147,20 @@ def test_confidence_ends_drafts_once_it_is_calibrated():
     choice = controller.plan([view()])[0]
     trust = controller.trust("mtp")
     assert 0.0 < choice.drop < choice.stop < 1.0 and trust[15] > 0.8 > 0.2 > trust[1]
+
+
+@pytest.mark.parametrize("extra,path,taken", [(1e-5, [5, 6, 7], True), (8e-3, [5, 6, 7], False), (2e-3, [1, 2, 3], False)])
+def test_trees_of_a_fixed_size_are_taken_where_they_pay(extra, path, taken):
+    """extra: what a tree costs beside a line as deep, of a plain step of 10 ms. path: where the right tokens stood in the trees that were
+    run. Cheap and useful; dear; fairly cheap, but their main line alone would have brought as much."""
+    drafting = [2e-4 * k for k in range(17)]
+    cost = CostTable({(1, 0): [0.01] * 17}, {"mtp": {1: drafting}, branching("mtp"): {1: [t + extra * (t > 0) for t in drafting]}})
+    c, parents = Controller(cost, ("mtp",), {"mtp": [0.6] * 4}), [0, 1, 2, 3, 0, 5, 6, *[0] * 9]
+    for _ in range(400):
+        (choice,) = c.plan([SeqView("a", {"mtp": 16}, 0, 200, 300, None, 16)])
+        tree = Branches.of(parents, path) if choice.nodes else None
+        c.observe("a", choice.drafter, 16 if tree else choice.k, 3 if tree else min(1, choice.k), None, tree)
+    assert (choice.nodes == 16) == taken and 1 <= choice.k <= 16 - 8 * taken
 
 
 def test_impossible_counts_are_refused():

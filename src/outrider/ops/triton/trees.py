@@ -22,11 +22,11 @@ CHUNK = 2048  # columns of scores a program
 
 
 @triton.jit(do_not_specialize_on_alignment=["seed", "position", "hot", "temperature"])
-def best_two_kernel(
+def best_kernel(
     logits, ids, seed, position, temperature, hot, best, where, mass, n, chunks,
-    WIDTH: tl.constexpr, NOISE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, BRANCH: tl.constexpr, NOISE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The two best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the best."""
+    """The best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the very best."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = i < n
@@ -39,92 +39,86 @@ def best_two_kernel(
                 token = tl.load(ids + row * n + i, mask=ok, other=0)
             z = z / tl.load(temperature + row // WIDTH) + gumbel(token, tl.load(seed + row // WIDTH), tl.load(position + row // WIDTH))
     z = tl.where(ok & (z == z), z, float("-inf"))
-    top, at = tl.max(z, 0, return_indices=True, return_indices_tie_break_left=True)
-    second, then = tl.max(tl.where(i == chunk * CHUNK + at, float("-inf"), z), 0, return_indices=True, return_indices_tie_break_left=True)
-    to = (row * chunks + chunk) * 2
-    tl.store(best + to, top)
-    tl.store(best + to + 1, second)
-    tl.store(where + to, chunk * CHUNK + at)
-    tl.store(where + to + 1, chunk * CHUNK + then)
-    tl.store(mass + row * chunks + chunk, tl.sum(tl.where(z > float("-inf"), tl.exp(z - top), 0.0), 0))
+    most = tl.max(z, 0)
+    tl.store(mass + row * chunks + chunk, tl.sum(tl.where(z > float("-inf"), tl.exp(z - most), 0.0), 0))
+    to = (row * chunks + chunk) * BRANCH
+    for rank in tl.static_range(BRANCH):
+        top, at = tl.max(z, 0, return_indices=True, return_indices_tie_break_left=True)
+        tl.store(best + to + rank, top)
+        tl.store(where + to + rank, chunk * CHUNK + at)
+        z = tl.where(i == chunk * CHUNK + at, float("-inf"), z)
 
 
 @triton.jit
-def _likelier(a, i, b, j):
-    """[W, W]: whether (b, j) comes before (a, i): a larger chance, or the same and the lower number."""
-    return ((b[None, :] > a[:, None]) | ((b[None, :] == a[:, None]) & (j[None, :] < i[:, None]))).to(tl.int32)
+def _before(a, i):
+    """[N, N]: whether the second comes before the first: it has a larger chance, or the same and a lower number."""
+    return ((a[None, :] > a[:, None]) | ((a[None, :] == a[:, None]) & (i[None, :] < i[:, None]))).to(tl.int32)
 
 
 @triton.jit
 def branch_kernel(
     ids, best, where, mass, of_node, of_chance, of_line, tokens, parents, chance, line, to_tokens, to_before, to_node, to_chance, to_line,
-    n, chunks, found, first, WIDTH: tl.constexpr, IDS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
+    n, chunks, found, first,
+    WIDTH: tl.constexpr, BRANCH: tl.constexpr, IDS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The two children of each of WIDTH rows of a sequence, and the WIDTH likeliest of all of them."""
+    """The children of the WIDTH rows of a sequence, and the WIDTH likeliest of all of them."""
     b = tl.program_id(0).to(tl.int64)
-    w, c = tl.arange(0, WIDTH), tl.arange(0, SPACE)
+    w, c, r, i = tl.arange(0, WIDTH), tl.arange(0, SPACE), tl.arange(0, BRANCH), tl.arange(0, WIDTH * BRANCH)
     start(PDL)
     row = b * WIDTH + w
-    at = row[:, None] * (2 * chunks) + c[None, :]
-    ok = (c < 2 * chunks)[None, :] & (w >= 0)[:, None]
-    z = tl.load(best + at, mask=ok, other=float("-inf"))  # [W, chunks of two]
-    top, one = tl.max(z, 1, return_indices=True, return_indices_tie_break_left=True)
-    second, two = tl.max(tl.where(c[None, :] == one[:, None], float("-inf"), z), 1, return_indices=True, return_indices_tie_break_left=True)
-    sums = tl.load(mass + row[:, None] * chunks + c[None, :] // 2, mask=ok & (c % 2 == 0)[None, :], other=0.0)
-    known = tl.where(top == float("-inf"), 0.0, top)  # nothing was scored: no child has a chance
-    total = tl.sum(tl.where(z > float("-inf"), sums * tl.exp(z - known[:, None]), 0.0), 1)
-    given = tl.load(of_chance + row)
-    share = tl.where(total > 0.0, given / tl.maximum(total, 1.0), 0.0)
-    chance_0 = tl.where(top > float("-inf"), share, 0.0)
-    chance_1 = tl.where(second > float("-inf"), share * tl.exp(second - known), 0.0)
-    token_0 = tl.load(where + row * (2 * chunks) + one).to(tl.int64)
-    token_1 = tl.load(where + row * (2 * chunks) + two).to(tl.int64)
-    token_0, token_1 = tl.minimum(token_0, n - 1), tl.minimum(token_1, n - 1)
+    ok = (c < BRANCH * chunks)[None, :] & (w >= 0)[:, None]
+    z = tl.load(best + row[:, None] * (BRANCH * chunks) + c[None, :], mask=ok, other=float("-inf"))  # [W, chunks of BRANCH]
+    sums = tl.load(mass + row[:, None] * chunks + c[None, :] // BRANCH, mask=ok & (c % BRANCH == 0)[None, :], other=0.0)
+    most = tl.max(z, 1)
+    most = tl.where(most == float("-inf"), 0.0, most)  # nothing was scored: no child has a chance
+    total = tl.sum(tl.where(z > float("-inf"), sums * tl.exp(z - most[:, None]), 0.0), 1)
+    values = tl.zeros((WIDTH, BRANCH), dtype=tl.float32)
+    columns = tl.zeros((WIDTH, BRANCH), dtype=tl.int32)
+    for rank in tl.static_range(BRANCH):
+        top, at = tl.max(z, 1, return_indices=True, return_indices_tie_break_left=True)
+        values = tl.where(r[None, :] == rank, top[:, None], values)
+        columns = tl.where(r[None, :] == rank, at[:, None], columns)
+        z = tl.where(c[None, :] == at[:, None], float("-inf"), z)
+    share = tl.load(of_chance + row) / tl.maximum(total, 1.0)
+    likely = tl.reshape(tl.where(values > float("-inf"), share[:, None] * tl.exp(values - most[:, None]), 0.0), (WIDTH * BRANCH,))
+    of = b * WIDTH + i // BRANCH
+    column = tl.load(where + of * (BRANCH * chunks) + tl.reshape(columns, (WIDTH * BRANCH,)))
+    token = tl.minimum(column, n - 1).to(tl.int64)
     if IDS:
-        token_0, token_1 = tl.load(ids + row * n + token_0), tl.load(ids + row * n + token_1)
-    above, line_0 = tl.load(of_node + row), tl.load(of_line + row)
-    to = b * found + first + 2 * w
-    tl.store(tokens + to, token_0)
-    tl.store(tokens + to + 1, token_1)
-    tl.store(parents + to, above)
-    tl.store(parents + to + 1, above)
-    tl.store(chance + to, chance_0)
-    tl.store(chance + to + 1, chance_1)
-    tl.store(line + to, line_0)
-    tl.store(line + to + 1, line_0 * 0)
-    place_0 = tl.sum(_likelier(chance_0, 2 * w, chance_0, 2 * w) + _likelier(chance_0, 2 * w, chance_1, 2 * w + 1), 1)
-    place_1 = tl.sum(_likelier(chance_1, 2 * w + 1, chance_0, 2 * w) + _likelier(chance_1, 2 * w + 1, chance_1, 2 * w + 1), 1)
-    for rank in tl.static_range(2):
-        if rank == 0:
-            place, token, likely = place_0, token_0, chance_0
-        else:
-            place, token, likely = place_1, token_1, chance_1
-        on, ok = b * WIDTH + place, place < WIDTH
-        tl.store(to_tokens + on, token, mask=ok)
-        tl.store(to_before + on, row, mask=ok)
-        tl.store(to_node + on, (first + 2 * w + rank).to(tl.int64), mask=ok)
-        tl.store(to_chance + on, likely, mask=ok)
-        tl.store(to_line + on, line_0 * (1 - rank), mask=ok)
+        token = tl.load(ids + of * n + token)
+    on_line = tl.where(i % BRANCH == 0, tl.load(of_line + of), 0)
+    to = b * found + first + i
+    tl.store(tokens + to, token)
+    tl.store(parents + to, tl.load(of_node + of))
+    tl.store(chance + to, likely)
+    tl.store(line + to, on_line)
+    place = tl.sum(_before(likely, i), 1)
+    on, goes = b * WIDTH + place, place < WIDTH
+    tl.store(to_tokens + on, token, mask=goes)
+    tl.store(to_before + on, of, mask=goes)
+    tl.store(to_node + on, (first + i).to(tl.int64), mask=goes)
+    tl.store(to_chance + on, likely, mask=goes)
+    tl.store(to_line + on, on_line, mask=goes)
 
 
 def branch(logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int, pdl: bool) -> Front:
     (rows, n), device = logits.shape, logits.device
     chunks = triton.cdiv(n, CHUNK)
-    best = torch.empty((rows, chunks, 2), dtype=torch.float32, device=device)
-    where = torch.empty((rows, chunks, 2), dtype=torch.int32, device=device)
+    best = torch.empty((rows, chunks, BRANCH), dtype=torch.float32, device=device)
+    where = torch.empty((rows, chunks, BRANCH), dtype=torch.int32, device=device)
     mass = torch.empty((rows, chunks), dtype=torch.float32, device=device)
     logits, named = logits.contiguous(), logits if ids is None else ids.contiguous()
     drawn = (mass,) * 4 if noise is None else (noise.seed, noise.position, noise.temperature, noise.hot.view(torch.uint8))
     launch = {"launch_pdl": True} if pdl else {}
-    same = dict(WIDTH=WIDTH, IDS=ids is not None, PDL=pdl, **launch)
-    best_two_kernel[(rows, chunks)](
+    same = dict(WIDTH=WIDTH, BRANCH=BRANCH, IDS=ids is not None, PDL=pdl, **launch)
+    best_kernel[(rows, chunks)](
         logits, named, *drawn, best, where, mass, n, chunks, NOISE=noise is not None, CHUNK=CHUNK, num_warps=4, **same
     )
     nxt = Front(*(torch.empty_like(t) for t in (front.tokens, front.before, front.node, front.chance, front.line)))
     branch_kernel[(rows // WIDTH,)](
         named, best, where, mass, front.node, front.chance, front.line, nodes.tokens, nodes.parents, nodes.chance, nodes.line,
         nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.line, n, chunks, nodes.tokens.shape[1], level * WIDTH * BRANCH,
-        SPACE=triton.next_power_of_2(2 * chunks), num_warps=1, **same,
+        SPACE=triton.next_power_of_2(BRANCH * chunks), num_warps=1, **same,
     )  # fmt: skip
     return nxt
 
@@ -143,7 +137,7 @@ def plant_kernel(
     if PDL:
         gdc_wait()
     likely = tl.load(chance + at, mask=real, other=-1.0)
-    kept = real & (tl.sum(_likelier(likely, i, likely, i), 1) < COUNT)
+    kept = real & (tl.sum(_before(likely, i), 1) < COUNT)
     order = tl.where(tl.load(line + at, mask=real, other=0) > 0, i, i + SPACE)
     number = 1 + tl.sum(((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1)  # of the row, where it is kept
     tl.store(to_tokens + b * COUNT + number - 1, tl.load(tokens + at, mask=real, other=0), mask=kept)
