@@ -210,23 +210,29 @@ class SamplingParams:
 
 
 @dataclass
-class RequestStats:
-    """Counted by the engine, reported with every answer."""
+class Counts:
+    """What is counted of a request, and of all together."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache
     new_tokens: int = 0
-    first_emitted: int = 0  # tokens of the first cycle: they belong to the time to first token
-    prefill_s: float = 0.0
-    ttft_s: float = 0.0
-    decode_s: float = 0.0  # from the first token to the last
-    cycles: int = 0
+    cycles: int = 0  # decode rows: one a sequence and step
     drafted: int = 0
     accepted: int = 0
     drafted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     accepted_by_position: list[int] = field(default_factory=lambda: [0] * MAX_DRAFT)
     trees: int = 0  # cycles whose draft branched
     branched: int = 0  # accepted tokens that a draft without branches would not have brought
+
+
+@dataclass
+class RequestStats(Counts):
+    """Counted by the engine, reported with every answer."""
+
+    first_emitted: int = 0  # tokens of the first cycle: they belong to the time to first token
+    prefill_s: float = 0.0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0  # from the first token to the last
     drafter_off: str | None = None  # why the drafter was switched off for this request, if it was
 
     @property

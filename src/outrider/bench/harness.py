@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
-from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams
+from ..types import OutriderError, RequestStats, SamplingParams
 from .workloads import Prompt
 
 if TYPE_CHECKING:
@@ -36,11 +36,7 @@ class Answer:
     ttft_s: float
     decode_s: float
     decode_tokens: int
-    cycles: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    drafted_by_position: list[int] = field(default_factory=list)
-    accepted_by_position: list[int] = field(default_factory=list)
+    stats: RequestStats = field(default_factory=RequestStats)  # of ours
 
 
 class Contestant(Protocol):
@@ -85,11 +81,8 @@ class Ours:
 
 
 def _fill(answer: Answer, stats: RequestStats) -> None:
-    last = max((i + 1 for i, n in enumerate(stats.drafted_by_position) if n), default=0)
-    answer.ttft_s, answer.decode_s = stats.ttft_s, stats.decode_s
+    answer.ttft_s, answer.decode_s, answer.stats = stats.ttft_s, stats.decode_s, stats
     answer.decode_tokens = max(0, stats.new_tokens - max(1, stats.first_emitted))
-    answer.cycles, answer.drafted, answer.accepted = stats.cycles, stats.drafted, stats.accepted
-    answer.drafted_by_position, answer.accepted_by_position = stats.drafted_by_position[:last], stats.accepted_by_position[:last]
 
 
 @dataclass(frozen=True)
@@ -235,16 +228,13 @@ def _cell(
     first = sorted(a.ttft_s for a in answers)[len(answers) // 2]
     digest = hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16]
     texts = {a.id: a.text for a in answers} if repeat == 0 else {}
+    found = [a.stats for a in answers]
     stats: Counts = {
-        "cycles": sum(a.cycles for a in answers),
-        "drafted": sum(a.drafted for a in answers),
-        "accepted": sum(a.accepted for a in answers),
-        "drafted_by_position": _by_position([a.drafted_by_position for a in answers]),
-        "accepted_by_position": _by_position([a.accepted_by_position for a in answers]),
+        "cycles": sum(s.cycles for s in found),
+        "drafted": sum(s.drafted for s in found),
+        "accepted": sum(s.accepted for s in found),
+        "drafted_by_position": [sum(each) for each in zip(*(s.drafted_by_position for s in found), strict=True)],
+        "accepted_by_position": [sum(each) for each in zip(*(s.accepted_by_position for s in found), strict=True)],
         "new_tokens": sum(len(a.token_ids) for a in answers),
     }
     return Cell(contestant, temperature, batch, category, group, repeat, seconds, tokens, first, digest, stats, texts)
-
-
-def _by_position(counts: Sequence[list[int]]) -> list[int]:
-    return [sum(each[j] for each in counts if j < len(each)) for j in range(MAX_DRAFT)]

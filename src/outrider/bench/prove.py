@@ -100,12 +100,7 @@ def block_logits(llm: LLM, sequences: Sequence[list[int]], starts: Sequence[int]
 
 
 def _rows(
-    model: Target,
-    store: KVStore,
-    caches: Sequence[SeqCache],
-    sequences: Sequence[list[int]],
-    begins: Sequence[int],
-    count: int,
+    model: Target, store: KVStore, caches: Sequence[SeqCache], sequences: Sequence[list[int]], begins: Sequence[int], count: int,
     device: torch.device,
 ) -> Tensor:  # fmt: skip
     ids = torch.tensor([t for tokens, b in zip(sequences, begins) for t in tokens[b : b + count]], device=device)
