@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ..models.config import Foreign
+from ..ops.cpu.build import processor
 from ..types import MAX_DRAFT, OutriderError
 
 WIDTH = MAX_DRAFT + 1  # K = 0..16
@@ -50,13 +50,7 @@ class CostKey:
 
 def machine_name(accelerator: str | None = None, threads: int | None = None) -> str:
     """Processor, threads and accelerator: what a measured time depends on besides the model."""
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            name = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), name)
-    except OSError:
-        pass
-    parts = [name, f"{threads or os.cpu_count()} threads"]
+    parts = [processor(), f"{threads or os.cpu_count()} threads"]
     return " / ".join(parts + ([accelerator] if accelerator else []))
 
 

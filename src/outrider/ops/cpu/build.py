@@ -63,26 +63,23 @@ class Refused(BuildError):
     """The compiler ran and would not: it may still know a lesser processor."""
 
 
-def cpu_flags() -> set[str]:
-    """What the processor can do; empty where nobody tells."""
+def _told(*keys: str) -> str:
+    """What the system says of the processor; nothing where nobody tells."""
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):  # x86, ARM
-                return set(line.partition(":")[2].split())
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        pass
-    return set()
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(keys)), "")
+
+
+def cpu_flags() -> set[str]:
+    """What the processor can do."""
+    return set(_told("flags", "Features").split())  # x86, ARM
 
 
 def processor() -> str:
     """Its name."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    return _told("model name") or platform.processor() or platform.machine()
 
 
 def runnable() -> tuple[str, ...]:
