@@ -164,6 +164,13 @@ def test_experts_stored_one_by_one(tmp_path: Path) -> None:
     for i in range(6):
         torch.testing.assert_close(plain(got[f"layers.{i}.experts_gate_up"]), meant[f"model.layers.{i}.experts.gate_up_proj"])
         torch.testing.assert_close(plain(got[f"layers.{i}.experts_down"]), meant[f"model.layers.{i}.experts.down_proj"])
+    pytest.importorskip("triton")
+    from outrider.ops.triton import TritonOps
+    from outrider.ops.triton.quant_moe import QuantExperts
+
+    _, held, _ = load_target(folder, ops=TritonOps("cpu", pdl=False))
+    for name in ("layers.0.experts_gate_up", "layers.5.experts_down"):
+        assert isinstance(held[name], QuantExperts) and held[name].shape == plain(got[name]).shape
 
 
 def test_the_compressed_tensors_package_packs_the_same_words() -> None:

@@ -57,7 +57,7 @@ def test_product_is_its_definition(name: str) -> None:
     z, x, scale = inputs(rows, k)
     pairs = list_pairs(z, scale, TOP, False)
     out = torch.full((rows * TOP, n), torch.nan, dtype=DTYPE, device=DEVICE)
-    moe.grouped(x, held, out, pairs, TOP, None, False, False, None)
+    moe.grouped(x, held, out, pairs, TOP, None, False, None)
     chosen = z.topk(TOP, -1).indices.flatten()
     want = torch.einsum("pnk,pk->pn", weight.dense()[chosen], x.float().repeat_interleave(TOP, 0))
     rounded = name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name  # factors or offsets rounded to float16

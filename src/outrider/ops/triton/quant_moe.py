@@ -2,11 +2,7 @@
 
 Experts [E, N, K] are one matrix of E·N rows in the layout of `quant`; expert e has the rows from e·N on. A program takes BN rows of one
 expert and up to BM of its pairs, the weights on the long side of the matrix instruction. **Order of sums**: planes, then chunks, one chain
-a pair, whatever the tile: a pair's answer depends on that pair alone.
-
-**Early** (programmatic dependent launch): the first product lets the second in only once it has itself waited for the routing. So the
-second knows its experts before it waits for the first, and asks for their weights while the first still runs. A single row's first product
-does the like on trust: its logits are older than the kernel ahead (the dense MLP's), though nothing promises that they are complete.
+a pair, whatever the tile: a pair's answer depends on that pair alone. Weights are asked for early as there.
 """
 
 from __future__ import annotations
@@ -77,7 +73,7 @@ def quant_experts_kernel(
     ACT: tl.constexpr, ALONE: tl.constexpr,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    STAGES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N / 2]).
     Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at once."""
@@ -94,8 +90,8 @@ def quant_experts_kernel(
     else:
         row = tl.minimum(pid_n * BN + local, N - 1)  # rows past the end repeat the last one and are never stored
     ahead = tl.minimum(tl.arange(0, AHEAD), chunks - 1) * (64 * P)
-    if PDL and not EARLY:
-        if ALONE:  # the routing is most likely there; if not, some other expert's rows are asked for, and nothing is lost but time
+    if PDL and GATED:
+        if ALONE:
             guess, _, _, _ = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
             at = guess * N + row
             prefetch(w + ((at // 64).to(tl.int64) * (chunks * 64 * P) + (at % 64) * P)[:, None] + ahead[None, :])
@@ -105,14 +101,14 @@ def quant_experts_kernel(
     rows = e * N + row
     block = (rows // 64).to(tl.int64) * chunks
     w_row = block * (64 * P) + (rows % 64) * P
-    if PDL and EARLY:
+    if PDL and not GATED:
         gdc_launch_dependents()
-        if some:  # weights are nobody's output
+        if some:
             prefetch(w + w_row[:, None] + ahead[None, :])
     if ALONE and not GATED:  # noqa: SIM102  the second product of a single row; one condition is the compiler's
         if pid_n + t == 0:
             weigh(members, expert_scale, weight, EXPERTS, TOP, BLOCK_E, SLOTS)
-    if PDL and EARLY:
+    if PDL and not GATED:
         gdc_wait()
     if some:
         w_ptr = w + w_row[:, None] + tl.arange(0, P)[None, :]
@@ -188,9 +184,9 @@ def choose_tile(pairs: Pairs, w: QuantWeight, shared: int) -> ExpertTile:
 
 
 def quant_product(
-    source: Tensor, w: QuantExperts, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, early: bool, tile: ExpertTile
+    source: Tensor, w: QuantExperts, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, tile: ExpertTile
 ) -> None:
-    """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up. early: the first product was quantised too."""
+    """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up; None: the second product."""
     m, (count, n, k) = w.matrix, w.shape
     width = to.shape[1]
     plain = source.dtype != torch.bfloat16 or source.device.type == "cpu"
@@ -203,6 +199,6 @@ def quant_product(
         CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, LIFT=m.lift is not None, FACTOR=m.factor is not None,
         BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps, AHEAD=tile.ahead,
-        EARLY=early, PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
