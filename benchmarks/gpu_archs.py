@@ -133,6 +133,7 @@ def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int =
     noise = Noise(at, at, shell(1, dtype=torch.float32), shell(1, dtype=torch.bool))
     front = ops.branch(shell(WIDTH, vocab, dtype=torch.float32), None, noise, front, found, 0)
     ops.branch(shell(WIDTH, 4096, dtype=torch.float32), shell(WIDTH, 4096, dtype=torch.int64), None, front, found, 1)
+    ops.plant(ops.comb(shell(1, depth, 528, dtype=torch.float32), shell(1, depth, 528, dtype=torch.int32)), nodes, depth)
     planted, kv = ops.plant(found, nodes, depth), view(config, count)
     kv.places, kv.paths = kv.positions, planted.paths
     for spec in {(s.group, s.heads, s.kv_heads, s.head_dim): s for s in (layer.attn for layer in config.layers)}.values():

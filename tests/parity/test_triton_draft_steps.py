@@ -14,11 +14,13 @@ triton = pytest.importorskip("triton")
 from tests.draft_rig import DEVICE, HIDDEN, draft_rig  # noqa: E402
 
 from outrider.bench.rounds import batch_of  # noqa: E402
+from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.draft_steps import Cuts, SteppedDrafter, rounded, unsupported  # noqa: E402
 from outrider.spec.mtp import MTPDrafter  # noqa: E402
 from outrider.types import SamplingParams  # noqa: E402
 
+REF = ReferenceOps()
 # Both kinds of product over many columns leave their sums in parts; the head has more tiles than programs.
 SMALL = Cuts(q=(32, 4), out=(512, 2, 4), down=(512, 2, 4), pre=(32, 4), head=(32, 4, 1), attend=(8, 4, 32), chunk=32)
 
@@ -34,11 +36,14 @@ def test_round() -> None:
     assert isinstance(TritonOps(DEVICE, pdl=True).compile_drafter(rig.drafter.model), SteppedDrafter)
     seen: set[int] = set()
     for params, length, apart in ((SamplingParams(), 61, True), (hot, 9, False)):
-        stepped = SteppedDrafter(rig.drafter.model, False, replace(SMALL, ready_q=apart, ready_gate=apart), processors=3)
+        stepped = SteppedDrafter(rig.drafter.model, False, replace(SMALL, ready_q=apart, ready_gate=apart), processors=4)
         batch = batch_of(rig, seqs, length, [params])
         want = rig.drafter.propose(batch, 3).tokens
         seen |= set(want.flatten().tolist())
         assert torch.equal(MTPDrafter(stepped, rig.model).propose(batch, 3).tokens, want)
+        nodes = REF.comb(*stepped.rivals(3))
+        assert torch.equal(nodes.tokens[:, ::4], want), "the line, and beside each of its tokens others"
+        assert bool((nodes.chance.view(3, 4).diff(dim=1) <= 0).all()) and len(set(nodes.tokens[0, :4].tolist())) > 1
     assert len(seen) > 3
     pair = batch_of(rig, seqs, [40, 30], [SamplingParams(), hot])
     assert torch.equal(MTPDrafter(stepped, rig.model).propose(pair, 2).tokens, rig.drafter.propose(pair, 2).tokens), "step by step"

@@ -57,6 +57,21 @@ def test_grown_and_planted_alike(ops: TritonOps, hot: bool, named: bool) -> None
             assert torch.equal(getattr(got, name), getattr(want, name)), (count, name)
 
 
+def test_combed_alike(ops: TritonOps) -> None:
+    """Steps that lie further apart than they are long; fewer parts that found something than there are rivals."""
+    g = torch.Generator().manual_seed(2)
+    scores, ids = torch.randn((2, 3, 40), generator=g).to(DEVICE), torch.randint(0, 999, (2, 3, 40), generator=g).to(DEVICE, torch.int32)
+    scores[1, 1, 2:] = float("-inf")
+    got, want = (x.comb(scores[:, :, :37], ids[:, :, :37]) for x in (ops, REF))
+    there = want.chance > 0
+    assert int((~there).sum()) == 2 and torch.equal(got.chance > 0, there)
+    for name in ("tokens", "parents", "line"):
+        assert torch.equal(getattr(got, name)[there], getattr(want, name)[there]), name
+    assert torch.allclose(got.chance, want.chance, rtol=1e-4)
+    planted = ops.plant(want, 6, 3)
+    assert torch.equal(planted.paths, REF.plant(want, 6, 3).paths) and int(planted.depth.max()) <= 3
+
+
 def test_walked_alike(ops: TritonOps) -> None:
     """Ragged trees; the same token twice behind one parent; a limit that ends a walk; a sequence without drafts."""
     parents = [[0, 1, 1, 0, 4, 5], [0, 0, 0], [], [0, 1, 2]]

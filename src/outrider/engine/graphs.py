@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..cache.store import SeqCache, upload
 from ..ops.backend import Capabilities
-from ..ops.trees import most_nodes
 from ..spec.choose import SamplingBatch
 from ..spec.mtp import MTPDrafter
 from ..spec.plan import DEEPEST, Branches, branching
@@ -139,7 +138,7 @@ class GraphExecutor:
         """Tokens of each sequence's tree in this step; 0: drafts are lines, as nobody asked for more, or it would be too deep or too wide.
         Where histories, masks, logprobs or guesses of the host take part they are too: what is drafted changes no answer."""
         asked, room = max(lane.nodes for lane in lanes), self.can.graph_rows // self.can.bucket(len(lanes)) - 1
-        nodes = min(next((n for n in NODES if n >= asked), NODES[-1]), most_nodes(depth))
+        nodes = min(next((n for n in NODES if n >= asked), NODES[-1]), self.drafter.most_nodes(depth)) if self.drafter is not None else 0
         return nodes if self.trees and asked > depth and depth <= DEEPEST and depth < nodes <= room else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, Asks]:
@@ -333,7 +332,7 @@ class GraphExecutor:
         width = next(w for w in self.can.graph_widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = self.drafter is not None and part == branching(self.drafter.name)
-        nodes = min(NODES[-1], most_nodes(width)) if tree else 0
+        nodes = min(NODES[-1], self.drafter.most_nodes(width)) if tree and self.drafter is not None else 0
         what: Literal["cycle", "draft"] = "cycle" if part == "verify" or tree else "draft"
         source: Source | None = "drafter" if what == "draft" or tree else "host" if width else None
         key = Key(rows, width, bound_of(context + max(width, nodes) + 1), "greedy", source, what, nodes=nodes)

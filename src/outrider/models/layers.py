@@ -164,6 +164,7 @@ class DraftHead:
     centroids: Held | None  # [C, h]
     cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
     most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
+    combs = False
 
     def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
@@ -177,6 +178,9 @@ class DraftHead:
         self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        raise NotImplementedError("this drafter goes step by step")
+
+    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("this drafter goes step by step")
 
     def full_logits(self, g: Tensor) -> Tensor:

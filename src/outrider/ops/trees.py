@@ -39,7 +39,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class Nodes:
-    """What was found so far: M = depth · WIDTH · BRANCH tokens of each sequence, level by level; children of a node side by side."""
+    """What was found so far: M tokens of each sequence, as many on every level, level by level; children of a node side by side."""
 
     tokens: Tensor  # int64 [B, M]
     parents: Tensor  # int64 [B, M] the node each follows; -1: the newest token
@@ -47,8 +47,8 @@ class Nodes:
     line: Tensor  # int32 [B, M] 1: the best guess behind the best guess ... behind the newest token
 
     @staticmethod
-    def of(batch: int, depth: int, device: torch.device) -> Nodes:
-        shape = (batch, depth * WIDTH * BRANCH)
+    def of(batch: int, depth: int, device: torch.device, width: int = WIDTH) -> Nodes:
+        shape = (batch, depth * width * BRANCH)
         tokens, parents = (torch.empty(shape, dtype=torch.int64, device=device) for _ in range(2))
         return Nodes(tokens, parents, torch.empty(shape, device=device), torch.empty(shape, dtype=torch.int32, device=device))
 
@@ -109,6 +109,20 @@ class TreeOps:
         rows = torch.arange(batch, device=z.device)[:, None] * WIDTH + pick // BRANCH
         return Front(tokens.gather(1, pick).flatten(), rows.flatten(), first + pick, chance.gather(1, pick), line.gather(1, pick))
 
+    def comb(self, scores: Tensor, ids: Tensor) -> Nodes:
+        """The nodes of a line that was drafted in one call, and the rivals of each of its tokens, which nothing follows. scores, ids
+        [B, depth, P]: the best that each part of the head found at each step, and which token it is. The line is the best of all."""
+        (batch, depth, _), device = scores.shape, scores.device
+        best = scores.topk(BRANCH, dim=-1).indices  # [B, D, BRANCH]
+        sure = scores.softmax(-1).gather(2, best).nan_to_num(0.0)
+        path = sure[:, :, 0].cumprod(1)
+        given = torch.cat((torch.ones_like(path[:, :1]), path[:, :-1]), 1)
+        levels = torch.arange(depth, device=device)[:, None].expand(depth, BRANCH).reshape(1, -1)
+        first = (torch.arange(depth * BRANCH, device=device) % BRANCH == 0).to(torch.int32)
+        parents = torch.where(levels > 0, (levels - 1) * BRANCH, -1)
+        tokens, chance = ids.gather(2, best).to(torch.int64).flatten(1), (given[:, :, None] * sure).flatten(1)
+        return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
+
     def plant(self, nodes: Nodes, count: int, depth: int) -> Planted:
         """The `count` likeliest nodes: a parent is never less likely than its child, and stands before it, so it is among them."""
         batch, found = nodes.tokens.shape
@@ -119,7 +133,7 @@ class TreeOps:
         follows = nodes.parents.gather(1, kept)
         number = (follows[:, :, None] == kept[:, None, :]).to(torch.int64).argmax(-1) + 1
         above = torch.cat((torch.zeros_like(kept[:, :1]), torch.where(follows < 0, 0, number)), 1)  # [B, N + 1] within the sequence
-        deep = torch.cat((torch.zeros_like(kept[:, :1]), kept // (WIDTH * BRANCH) + 1), 1)
+        deep = torch.cat((torch.zeros_like(kept[:, :1]), kept // (found // depth) + 1), 1)
         up = [torch.arange(rows, device=device).expand(batch, rows)]
         for _ in range(depth):
             up.append(above.gather(1, up[-1]))

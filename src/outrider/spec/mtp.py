@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..ops.trees import WIDTH, Front, Planted
+from ..ops.trees import BRANCH, WIDTH, Front, Planted, most_nodes
 from ..types import Draft
 from .card import Card
 from .drafter import DraftBatch, Score, draft_round
@@ -73,15 +73,23 @@ class MTPDrafter:
 
         return step
 
+    def most_nodes(self, depth: int) -> int:
+        """Tokens that a tree so deep can have."""
+        return BRANCH * depth if self.model.combs else most_nodes(depth)
+
     def plant(self, batch: DraftBatch, depth: int, nodes: int) -> Planted:
-        """A tree inside a captured step: of `nodes` tokens, `depth` deep."""
-        model, clusters = self.model, self.model.cluster_ids
+        """A tree inside a captured step: of `nodes` tokens, `depth` deep. Where whole rounds leave rivals, a line with those beside it:
+        they cost no step more; else nodes are scored step by step, several at once."""
+        model, clusters, sampling = self.model, self.model.cluster_ids, batch.sampling
+        if model.combs and batch.last.shape[0] <= model.most and not sampling.any_filter:
+            self.propose(batch, depth)
+            return batch.ops.plant(batch.ops.comb(*model.rivals(depth)), nodes, depth)
         features = batch.features.repeat_interleave(WIDTH, 0)
         state, hidden = model.start(widened(batch.kv), features), features[:, : self.target.config.hidden]
 
         def score(level: int, front: Front) -> tuple[Tensor | None, Tensor]:
             nonlocal hidden
-            lean = batch.sampling.lean(clusters, batch.length + 1 + level, batch.ops)
+            lean = sampling.lean(clusters, batch.length + 1 + level, batch.ops)
             before = hidden if level == 0 else hidden.index_select(0, front.before)
             g, hidden = model.step(self.target.embed(front.tokens).to(hidden.dtype), before, state)
             return model.candidates(g, None if lean is None else lean.repeat_interleave(WIDTH, 0))

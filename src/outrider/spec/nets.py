@@ -35,6 +35,7 @@ class DraftNet(Protocol):
     config: DrafterConfig
     cluster_ids: Tensor | None  # int64 [C, S]: the token ids of a clustered head
     most: int  # sequences that `draft` takes at once; 0: it has none, and every round goes step by step
+    combs: bool  # its rounds leave the rivals of their guesses
 
     def start(self, kv: KVView, features: Tensor) -> DraftRound: ...
 
@@ -51,4 +52,8 @@ class DraftNet(Protocol):
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         """A whole round in one call: tokens [B, steps], confidences or None, lengths [B]."""
+        ...
+
+    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Of the last round (`combs`): the best scores that parts of the head found at each step [B, steps, P], and their tokens."""
         ...

@@ -221,6 +221,8 @@ def unsupported(drafter: Any) -> str | None:
 class FusedDrafter:
     """Gemma4Assistant's own methods, and `draft` for a whole round."""
 
+    combs = False
+
     def __init__(
         self, drafter: Any, most: int = 1, programs: int | None = None, warps: int = 8, splits: tuple[int, int] = (32, 32),
         pdl: bool = False, probe: int = 0,
@@ -311,6 +313,9 @@ class FusedDrafter:
             line[4 * h : 4 * h + 1] = b.scalar
             line[4 * h + 16 : 4 * h + 16 + b.spec.head_dim] = b.q_norm
         self.norms = norms
+
+    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("the best of one step are written over by the next")
 
     @property
     def states(self) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ...types import AttnSpec, KVView
+from ...types import MAX_DRAFT, AttnSpec, KVView
 from . import draft_steps_kernel as kernels
 from .draft import power
 
@@ -81,6 +81,7 @@ def rounded(dense: Tensor) -> tuple[Tensor, Tensor]:
 class SteppedDrafter:
     """Gemma4Assistant's own methods, and `draft` for a whole round."""
 
+    combs = True
     most = 1  # sequences in a round: more of them are sooner step by step, where products share the weights among rows
 
     def __init__(
@@ -153,7 +154,8 @@ class SteppedDrafter:
         self.part = floats(max(s.heads * self._splits(s)[0] * s.head_dim for s in specs))
         self.ml = floats(max(s.heads * self._splits(s)[0] for s in specs), 2)
         self.mixed, self.act, self.kept = (self._words(floats(size)) for size in (wide, inter, h))
-        self.best, self.ids = floats(self.programs), torch.zeros(self.programs, dtype=torch.int32, device=drafter.device)
+        wide = -(-self.programs // 64) * 64  # every step begins at a line of its own
+        self.best, self.ids = floats(MAX_DRAFT, wide), torch.zeros((MAX_DRAFT, wide), dtype=torch.int32, device=drafter.device)
 
     def _words(self, x: Tensor) -> Tensor:
         return x.view(torch.int32) if self.narrow else x
@@ -172,13 +174,19 @@ class SteppedDrafter:
                 self._layer(i, state, step == 0)
             self._head(noise, step)
         space = triton.next_power_of_2(self.programs)
-        kernels.finish_kernel[(1,)](self.best, self.ids, out, steps - 1, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch)
+        found = (self.best[steps - 1], self.ids[steps - 1])
+        kernels.finish_kernel[(1,)](*found, out, steps - 1, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch)
         return out, None, torch.full_like(last, steps)
+
+    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Tokens that one program of the head scored hide each other: of several hundred programs, two of the best rarely share one."""
+        return self.best[None, :steps, : self.programs], self.ids[None, :steps, : self.programs]
 
     def _pre(self, last: Tensor, features: Tensor, out: Tensor, step: int) -> None:
         h, (rows, warps) = self.config.hidden, self.cuts.pre
         kernels.pre_kernel[(h // rows, 2 * self.chunks if step == 0 else self.chunks + 1)](
-            *self.pre, self.target.table, features, self.g, last, self.best, self.ids, out, self.inputs, self.table_scale, step,
+            *self.pre, self.target.table, features, self.g, last, self.best[max(0, step - 1)], self.ids[max(0, step - 1)], out, self.inputs,
+            self.table_scale, step,
             H=h, HB=self.config.backbone_hidden, KC=self.cuts.chunk, CHUNKS=self.chunks, BN=rows, FIRST=step == 0,
             PROGRAMS=self.programs, SPACE=triton.next_power_of_2(self.programs), num_warps=warps, **self.how, **self.launch,
         )  # fmt: skip
@@ -238,6 +246,6 @@ class SteppedDrafter:
         stream = (self.between, self.y, block.post_mlp_norm, block.scalar, block.next_norm)
         self._ready(stream, self.g, True, CHUNKS=0, PARTS=self.down_parts, SCALED=True)
         kernels.head_kernel[(self.programs,)](
-            *self.head, self.kept, self.best, self.ids, *noise, step, H=self.config.hidden, V=self.config.vocab_size, BN=rows,
+            *self.head, self.kept, self.best[step], self.ids[step], *noise, step, H=self.config.hidden, V=self.config.vocab_size, BN=rows,
             PROGRAMS=self.programs, num_warps=warps, **self.how, **self.launch,
         )  # fmt: skip

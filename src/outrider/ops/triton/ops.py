@@ -85,6 +85,9 @@ class TritonOps(ReferenceOps):
     def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front:
         return trees.branch(logits, ids, noise, front, nodes, level, self.pdl)
 
+    def comb(self, scores: Tensor, ids: Tensor) -> Nodes:
+        return trees.comb(scores, ids, self.pdl)
+
     def plant(self, nodes: Nodes, count: int, depth: int) -> Planted:
         return trees.plant(nodes, count, depth, self.pdl)
 

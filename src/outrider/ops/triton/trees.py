@@ -123,6 +123,48 @@ def branch(logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front
     return nxt
 
 
+@triton.jit(do_not_specialize_on_alignment=["scores", "ids"])
+def comb_kernel(
+    scores, ids, tokens, parents, chance, line, parts, of_batch, of_level,
+    DEPTH: tl.constexpr, BRANCH: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The best of a step's scores and its rivals, level by level; the best one is what the next level follows."""
+    b = tl.program_id(0).to(tl.int64)
+    c = tl.arange(0, SPACE)
+    start(PDL)
+    given = tl.full((), 1.0, tl.float32)
+    for level in tl.static_range(DEPTH):
+        at = b * of_batch + level * of_level
+        z = tl.load(scores + at + c, mask=c < parts, other=float("-inf"))
+        z = tl.where(z == z, z, float("-inf"))
+        most = tl.max(z, 0)
+        most = tl.where(most == float("-inf"), 0.0, most)
+        total = tl.sum(tl.where(z > float("-inf"), tl.exp(z - most), 0.0), 0)
+        share = given / tl.maximum(total, 1.0)
+        for rank in tl.static_range(BRANCH):
+            top, part = tl.max(z, 0, return_indices=True, return_indices_tie_break_left=True)
+            likely = tl.where(top > float("-inf"), share * tl.exp(top - most), 0.0)
+            to = b * (DEPTH * BRANCH) + level * BRANCH + rank
+            tl.store(tokens + to, tl.load(ids + at + tl.minimum(part, parts - 1)).to(tl.int64))
+            tl.store(parents + to, b * 0 + ((level - 1) * BRANCH if level > 0 else -1))
+            tl.store(chance + to, likely)
+            tl.store(line + to, 1 if rank == 0 else 0)
+            if rank == 0:
+                given = likely
+            z = tl.where(c == part, float("-inf"), z)
+
+
+def comb(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
+    batch, depth, parts = scores.shape
+    assert scores.stride(2) == 1 and scores.stride() == ids.stride()
+    nodes = Nodes.of(batch, depth, scores.device, 1)
+    comb_kernel[(batch,)](
+        scores, ids, nodes.tokens, nodes.parents, nodes.chance, nodes.line, parts, scores.stride(0), scores.stride(1),
+        DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return nodes
+
+
 @triton.jit
 def plant_kernel(
     tokens, parents, chance, line, to_tokens, to_depth, to_paths, to_above,
@@ -168,7 +210,7 @@ def plant(nodes: Nodes, count: int, depth: int, pdl: bool) -> Planted:
     )  # fmt: skip
     plant_kernel[(batch,)](
         nodes.tokens, nodes.parents, nodes.chance, nodes.line, made.tokens, made.depth, made.paths, made.above,
-        FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=WIDTH * BRANCH, DEPTH=depth, PDL=pdl, num_warps=8,
+        FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=pdl, num_warps=8,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return made
