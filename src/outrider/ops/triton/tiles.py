@@ -150,6 +150,8 @@ def for_rows(tile: Tile, n: int, k: int, rows: int, gated: bool, bytes_per: int 
     tiles = triton.cdiv(n * sides, 128)
     wide = 128 if tiles >= 100 or tile.splits * tiles >= 120 else 64  # rows of weights a program
     bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
+    if rows > 64 and wide == 64 and tile.splits * tiles >= 36:  # two programs for the rows would read each weight twice in 64s
+        wide, bm = 128, 128 if gated and tiles >= 90 else 64
     if bm >= 64 and gated and k <= 2048 and tiles >= 180:
         wide = 256
     folded = tile.splits > 1 and triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide) >= 100
@@ -195,7 +197,8 @@ def _fetched(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tupl
     for (bm, wide), (rate, stages, warps) in (FETCHED_SPANS if spans else FETCHED).items():
         tiles = triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide)
         each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0)
-        yield triton.cdiv(tiles, 132) * each, Shape(bm, wide // sides, 64, stages, warps, False, folded=spans, fetched=True)
+        shape = Shape(bm, wide // sides, 64, stages, warps, False, folded=spans, fetched=True)
+        yield triton.cdiv(tiles, 132) * each + 8, shape  # the first fetches are late
 
 
 def _many(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
