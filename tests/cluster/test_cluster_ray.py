@@ -41,6 +41,14 @@ def test_a_kill_an_update_and_prefix_routing() -> None:
 
 
 @pytest.mark.timeout(900)
+def test_two_nodes_keys_and_a_replica_over_two_processes() -> None:
+    """One of two nodes killed under load, and the second process of a tensor-parallel replica: every answer right or a clean error."""
+    done = python("benchmarks/cluster_nodes.py", "--requests", "120", seconds=800)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert "14 of 14 verdicts ok" in done.stdout and "FAIL" not in done.stdout
+
+
+@pytest.mark.timeout(900)
 def test_a_batch_file_on_ray_equals_one_on_this_machine(tmp_path: Path) -> None:
     source = tmp_path / "in.jsonl"
     lines = [
@@ -60,6 +68,19 @@ def test_a_batch_file_on_ray_equals_one_on_this_machine(tmp_path: Path) -> None:
         assert len(rows) == 25
         texts.append({id: r["response"]["body"]["choices"][0]["text"] if r["response"] else r["error"] for id, r in rows.items()})
     assert texts[0] == texts[1]
+
+
+def test_a_model_that_does_not_load_is_tried_once_and_a_divided_one_stays_on_one_machine() -> None:
+    from outrider.cluster.app import application
+    from outrider.cluster.config import ClusterConfig
+
+    config = ClusterConfig.of({"model": "smollm2", "tensor_parallel": 2, "cpus_per_replica": 4}).placed(8)
+    (engines, *_) = application(config)._bound_deployment.init_args
+    made = engines._bound_deployment
+    assert made._deployment_config.max_constructor_retry_count == 1
+    assert made._replica_config.placement_group_bundles == [{"CPU": 4.0, "GPU": 2.0}]
+    assert made._replica_config.placement_group_strategy == "STRICT_PACK"
+    assert made.ray_actor_options["num_gpus"] == 2  # it starts the second process itself, which finds its GPU among these
 
 
 @pytest.mark.timeout(400)

@@ -55,15 +55,13 @@ def batch(
     settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)
     if replicas is not None and not ray:
         raise OutriderError("--replicas is for --ray: one machine without Ray has one engine")
-    if ray and tensor_parallel > 1:
-        raise OutriderError("--tensor-parallel and --ray do not go together yet: leave out one of them")
     options = common.LoadOptions(
         drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-        quantize=quantize, load_format=load_format,
+        quantize=quantize, load_format=load_format, tensor_parallel=tensor_parallel,
     )  # fmt: skip
     if not ray:
         engine = EngineConfig(max_batch=max_concurrent, max_context=max_context)
-        here: common.LoadOptions = {**options, "tensor_parallel": tensor_parallel, "engine": engine}
+        here: common.LoadOptions = {**options, "engine": engine}
         llm = common.load_llm(chosen, **here)
     columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()]
     began = time.monotonic()

@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import os
 from collections.abc import AsyncIterator
+from typing import TypedDict
 
 import ray
 from ray import serve
@@ -125,6 +126,20 @@ FRONT_FIELDS = (
 )  # fmt: skip
 
 
+class Group(TypedDict, total=False):
+    placement_group_bundles: list[dict[str, float]]
+    placement_group_strategy: str
+
+
+def grouped(config: ClusterConfig) -> Group:
+    """A tensor-parallel replica is a placement group: what all its processes take, in one bundle and so on one machine. The replica is the
+    first process and starts the others itself, as `outrider serve` does: so it must see all their GPUs."""
+    if config.tensor_parallel == 1:
+        return {}
+    takes = {"CPU": config.cpus_per_replica, **({"GPU": config.gpus_per_replica} if config.gpus_per_replica else {})}
+    return {"placement_group_bundles": [takes], "placement_group_strategy": "STRICT_PACK"}
+
+
 def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Application:
     """`config` has to be placed. What has changed since the last deployment is rolled out, a replica at a time. `keys`: besides its own."""
     assert config.max_concurrent is not None and config.threads is not None, "not placed"
@@ -139,6 +154,7 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         Engine,
         name="Engine",
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica or 0},
+        max_constructor_retry_count=1,  # a model that does not load once will not load the next time
         max_ongoing_requests=config.max_concurrent + config.max_queued,
         max_queued_requests=max(1, config.max_queued) * bounds.high,
         graceful_shutdown_timeout_s=config.drain,
@@ -151,6 +167,7 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
             request_router_kwargs={"slack": max(2, config.max_concurrent // 2), "by_prefix": config.routing == "prefix"},
         ),
         **scale,
+        **grouped(config),
     ).bind(engine_fields)
     front = serve.deployment(
         Front, name="Ingress", num_replicas=config.ingresses, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MOST_RELAYED,

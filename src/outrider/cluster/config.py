@@ -67,10 +67,10 @@ class ClusterConfig:
     max_concurrent: Annotated[int | None, _whole(1)] = None  # default: 254 on a GPU, else 8
     max_context: Annotated[int | None, _whole(1)] = None
     gpu_memory: Annotated[float, _number(0, 1, over=True)] = 0.9
-    tensor_parallel: Annotated[int, _whole(1)] = 1
+    tensor_parallel: Annotated[int, _whole(1)] = 1  # processes of a replica, on one machine
     # what a replica takes of its machine
     cpus_per_replica: Annotated[float, _number(0, over=True)] = 1.0
-    gpus_per_replica: Annotated[float | None, _number(0)] = None  # default: one where the cluster has GPUs and device is not cpu
+    gpus_per_replica: Annotated[float | None, _number(0)] = None  # default: one a process where the cluster has GPUs
     # the API
     max_queued: Annotated[int, _whole(0)] = 64  # a replica's
     timeout: Annotated[float, _number(0, over=True)] = 600.0
@@ -105,10 +105,7 @@ class ClusterConfig:
                 raise OutriderError(f"{where}{raw}: {json.dumps(value, default=str)} is not allowed; it must be {rule.allowed}") from None
         if "model" not in known:
             raise OutriderError(f"{where}model is missing: say what to load, e.g. model: smollm2")
-        config = cls(**known)  # type: ignore[arg-type]  # each was read by its rule
-        if config.tensor_parallel != 1:
-            raise OutriderError(f"{where}tensor_parallel: {config.tensor_parallel} is not possible in a cluster yet; leave it at 1")
-        return config
+        return cls(**known)  # type: ignore[arg-type]  # each was read by its rule
 
     @classmethod
     def read(cls, path: Path, over: Mapping[str, object] | None = None) -> ClusterConfig:
@@ -146,13 +143,17 @@ class ClusterConfig:
     def placed(self, gpus: float) -> ClusterConfig:
         """With what hangs on the machines filled in; `gpus`: of the whole cluster."""
         wanted = self.device is None or self.device.startswith("cuda")
-        per_replica = self.gpus_per_replica if self.gpus_per_replica is not None else float(bool(gpus and wanted))
+        per_replica = self.gpus_per_replica if self.gpus_per_replica is not None else float(bool(gpus and wanted)) * self.tensor_parallel
+        if per_replica and self.tensor_parallel > 1 and per_replica != self.tensor_parallel:
+            raise OutriderError(
+                f"gpus_per_replica: {per_replica:g} with tensor_parallel {self.tensor_parallel}: a GPU a process; leave the first out"
+            )
         if per_replica > gpus:
             raise OutriderError(f"gpus_per_replica: {per_replica:g}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines")
         concurrent = self.max_concurrent or (254 if per_replica else 8)
         return dataclasses.replace(
             self, gpus_per_replica=per_replica, max_concurrent=concurrent, target_queue=self.target_queue or float(concurrent),
-            threads=self.threads or max(1, int(self.cpus_per_replica)),
+            threads=self.threads or max(1, int(self.cpus_per_replica / self.tensor_parallel)),
         )  # fmt: skip
 
     def front(self) -> ServerSettings:

@@ -31,8 +31,11 @@ def load(config: ClusterConfig) -> Backend:
         config.model, drafter=config.drafter, draft_tokens=config.draft_tokens, verify=config.verify,  # type: ignore[arg-type]
         device=config.device, dtype=config.dtype, ops=config.ops, threads=config.threads, quantize=config.quantize,
         load_format=config.load_format,  # type: ignore[arg-type]
+        tensor_parallel=config.tensor_parallel,
         engine=EngineConfig(config.max_concurrent + SPARE, config.max_context, gpu_memory=config.gpu_memory),
     )  # fmt: skip
+    if llm.team is not None:
+        llm.team.watch.grace = 0.0  # the ingress sends what was running here to another replica: an error of ours would end it
     return Backend.of(llm)
 
 

@@ -95,13 +95,13 @@ def deploy(config: ClusterConfig, ours: bool) -> ClusterConfig:
 
 def need_room(config: ClusterConfig) -> None:
     """On a cluster that cannot grow, replicas that do not fit would be waited for in vain."""
-    have = ray.cluster_resources().get("CPU", 0.0)
-    need = config.replicas.low * config.cpus_per_replica
-    if need > have:
-        raise OutriderError(
-            f"{config.replicas.low} replicas with cpus_per_replica {config.cpus_per_replica:g} need {need:g} CPUs and Ray has {have:g}; "
-            f"lower one of them, or start Ray with more: ray start --head --num-cpus {need:g}"
-        )
+    for what, each in (("cpu", config.cpus_per_replica), ("gpu", config.gpus_per_replica or 0.0)):
+        have, need = ray.cluster_resources().get(what.upper(), 0.0), config.replicas.low * each
+        if need > have:
+            raise OutriderError(
+                f"{config.replicas.low} replicas with {what}s_per_replica {each:g} need {need:g} {what.upper()}s and Ray has {have:g}; "
+                f"lower one of them, or start Ray with more: ray start --head --num-{what}s {need:g}"
+            )
 
 
 def stay() -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..models.split import Share
 
 LOOK, SIGN, SILENCE = 0.25, 1.0, 30.0  # seconds
-GRACE = 2.0  # seconds for the requests that were running to be told
+GRACE = 2.0  # seconds for the requests that were running to be told; 0: they are not to hear of it
 
 
 class Watch:
@@ -29,6 +29,7 @@ class Watch:
         self.share, self.children = share, children
         self.ending = False  # everybody leaves: that is no accident
         self.gone: str | None = None  # who died, once it is known
+        self.grace = GRACE
         self._stopped = threading.Event()
         self._where = (host, port)
         self._thread = threading.Thread(target=self._run, name="outrider-watch", daemon=True)
@@ -47,7 +48,7 @@ class Watch:
                 self.gone = self.gone or self._ended()
                 time.sleep(LOOK / 10)
             self.gone = self.gone or f"the processes of --tensor-parallel {self.share.world} lost one another ({why.splitlines()[0][:120]})"
-        if threading.current_thread() is threading.main_thread():
+        if threading.current_thread() is threading.main_thread() or not self.grace:
             time.sleep(3600)  # the thread ends the process; nobody else shall speak
 
     def _run(self) -> None:
@@ -91,7 +92,7 @@ class Watch:
 
     def _end(self, why: str) -> None:
         if self.share.rank == 0:
-            time.sleep(GRACE)
+            time.sleep(self.grace)
             for child in self.children:
                 if child.poll() is None:
                     child.kill()

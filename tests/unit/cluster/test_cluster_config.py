@@ -34,7 +34,7 @@ def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None
         ({"wait": 0}, "a number, more than 0"),
         ({"gpu_memory": 1.5}, "at most 1"),
         ({"colour": "red"}, "unknown field 'colour'; known: model, replicas,"),
-        ({"tensor_parallel": 2}, "tensor_parallel: 2 is not possible in a cluster yet"),
+        ({"tensor_parallel": 0}, "tensor_parallel: 0 is not allowed; it must be a whole number, 1 or more"),
         ({"model": ""}, 'model: "" is not allowed'),
         ({"host": ["a"]}, 'host: ["a"] '),
     ],
@@ -53,6 +53,10 @@ def test_what_it_says_of_itself_reads_back() -> None:
     assert (placed.gpus_per_replica, placed.max_concurrent, placed.threads, placed.target_queue) == (0.0, 4, 1, 4.0)
     assert ClusterConfig.of({"model": "m"}).placed(2).max_concurrent == 254  # as `outrider serve` on a GPU
     assert ClusterConfig.of({"model": "m", "device": "cpu"}).placed(2).gpus_per_replica == 0
+    divided = ClusterConfig.of({"model": "m", "tensor_parallel": 2, "cpus_per_replica": 4})
+    assert (divided.placed(0).threads, divided.placed(0).gpus_per_replica, divided.placed(4).gpus_per_replica) == (2, 0.0, 2.0)
+    with pytest.raises(OutriderError, match="a GPU a process"):
+        ClusterConfig.of({"model": "m", "tensor_parallel": 2, "gpus_per_replica": 1}).placed(4)
     with pytest.raises(OutriderError, match="the cluster has 0 GPUs"):
         ClusterConfig.of({"model": "m", "gpus_per_replica": 1}).placed(0)
 
