@@ -1,6 +1,6 @@
 """Quantised weights on a GPU: products against their definition and the bandwidth, and whole steps through the engine on dummy weights.
 
-    python benchmarks/gpu_quant.py products [--formats int4 fp8 Q4_0]        # 31B's four shapes, 1 to 40 rows
+    python benchmarks/gpu_quant.py products [--formats int4 fp8 Q4_0]        # 31B's four shapes, 1 to 320 rows
     python benchmarks/gpu_quant.py steps 31B --quantize int4 [--k 4] [--batch 1 8]
 
 Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s; every row must have the same bits
@@ -69,14 +69,14 @@ def products(formats: list[str]) -> None:
             weight = made(name, n, k)
             held = repack(weight)
             assert held is not None
-            x = torch.randn((40, k), device="cuda", dtype=torch.bfloat16)
+            x = torch.randn((320, k), device="cuda", dtype=torch.bfloat16)
             want = (x.float() @ weight.dense().T)[:, : n // 2] if extras.gated else x.float() @ weight.dense().T
             got = quant_linear(x, held, seen, Extras(), True)[:, : want.shape[1]]
             error = float((got.float() - want).norm() / want.norm())
             together = quant_linear(x, held, seen, extras, True)
-            alone = all(torch.equal(quant_linear(x[:r], held, seen, extras, True), together[:r]) for r in (1, 5, 8, 16, 17, 33))
+            alone = all(torch.equal(quant_linear(x[:r], held, seen, extras, True), together[:r]) for r in (1, 5, 8, 16, 17, 33, 64, 65))
             many = [held] + [dataclasses.replace(held, words=held.words.clone()) for _ in range(max(3, int(5e8 / held.nbytes)))]
-            times = {rows: round(timed(x[:rows], many, seen, extras), 1) for rows in (1, 5, 8, 16, 40)}
+            times = {rows: round(timed(x[:rows], many, seen, extras), 1) for rows in (1, 8, 16, 40, 64, 320)}
             floor = round(held.nbytes / BANDWIDTH * 1e6, 1)
             print(json.dumps(dict(shape=shape, format=name, floor_us=floor, us=times, error=round(error, 5), rows_alone=alone)), flush=True)
 

@@ -209,7 +209,8 @@ def quant_linear(
     tile = tile or choose_quant_tile(w.padded, w.columns, w.bits)
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
-    bm, tile = (bm, tile) if bm is not None else fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, shared or shared_of(x.device))
+    if bm is None:
+        bm, tile = fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, shared or shared_of(x.device), w.lift is not None)
     out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
     part = torch.empty((grid[0] * grid[1] * splits, bm * tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
