@@ -362,6 +362,7 @@ def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None
     q = rand(len(first), heads * 16, seed=4)
     together = attend(q, spec, kv, False, cut)
     near(together, REF.attend(q, spec, kv))
+    assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 8, run=2)), together)
     for row in (3, 5, 8):
         b, base, depth = (int(t[row]) for t in (kv.row_seq, first, tree.depth))
         keys, values = (side[0].clone() for side in (kv.keys, kv.values) if side[0] is not None)

@@ -36,7 +36,8 @@ from .machine import Machine
 from .step import Emitted, Flight, Lane, Seq, StepBatch
 
 log = logging.getLogger("outrider")
-NODES = (8, 16)  # tokens of the trees that are captured
+NODES = (7, 15)  # tokens of the trees that are captured: with the newest one 8 or 16 rows, as the products' tiles have
+TOGETHER, APART = 8, 1 << 18  # sequences with trees in a step, and positions of all: attention leaves sums of every split for every row
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
@@ -130,16 +131,18 @@ class GraphExecutor:
             source = "drafted"
         elif k:
             source = self._source(lanes)
-        nodes = self._nodes(lanes, k) if source == "drafter" and asks == NOTHING else 0
-        bound = max(lane.start + 1 + lane.seq.ahead for lane in lanes) + max(k, nodes)
-        return Key(self.can.bucket(len(lanes)), k, bound_of(bound), choosing, source, "cycle", asks, nodes)
+        furthest = max(lane.start + 1 + lane.seq.ahead for lane in lanes)
+        nodes = self._nodes(lanes, k, furthest) if source == "drafter" and asks == NOTHING else 0
+        return Key(self.can.bucket(len(lanes)), k, bound_of(furthest + max(k, nodes)), choosing, source, "cycle", asks, nodes)
 
-    def _nodes(self, lanes: Sequence[Lane], depth: int) -> int:
+    def _nodes(self, lanes: Sequence[Lane], depth: int, furthest: int) -> int:
         """Tokens of each sequence's tree in this step; 0: drafts are lines, as nobody asked for more, or it would be too deep or too wide.
         Where histories, masks, logprobs or guesses of the host take part they are too: what is drafted changes no answer."""
-        asked, room = max(lane.nodes for lane in lanes), self.can.graph_rows // self.can.bucket(len(lanes)) - 1
-        nodes = min(next((n for n in NODES if n >= asked), NODES[-1]), self.drafter.most_nodes(depth)) if self.drafter is not None else 0
-        return nodes if self.trees and asked > depth and depth <= DEEPEST and depth < nodes <= room else 0
+        asked = max(lane.nodes for lane in lanes)
+        if self.drafter is None or not self.trees or not depth < asked or depth > DEEPEST or len(lanes) * furthest > APART:
+            return 0
+        nodes = min(next((n for n in NODES if n >= asked), NODES[-1]), self.drafter.most_nodes(depth))
+        return nodes if nodes > depth and len(lanes) <= TOGETHER else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, Asks]:
         """How these sequences choose. Looked at again only when the batch changes."""

@@ -82,22 +82,20 @@ def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.
     packed, slots = kv.max_rows * (spec.heads // spec.kv_heads), split_count(spec, kv, cut)
     programs = batch * spec.kv_heads * triton.cdiv(packed, 16)  # if one takes 16 queries and all their keys
     sliding, large = spec.window is not None, spec.head_dim > 256
-    if kv.paths is not None:
-        return Shape(True, 16, 8 if dtype == torch.float32 or (cut.bn == 64 and large) or batch == 1 else 4)
     if dtype == torch.float32:
-        return Shape(slots > 1 and programs < 396, 16, 8)
-    if packed > 200:  # prompt chunks
+        return Shape(kv.paths is not None or (slots > 1 and programs < 396), 16, 8)
+    if packed > 200 and kv.paths is None:  # prompt chunks
         return Shape(False, 32 if large and cut.bn == 64 else 64, 8)
     if sliding:
         enough = 128 if cut.bn == 64 or packed <= 16 else 64
     else:
         enough = 264 if slots > 64 else 96 if packed > 16 or cut.bn == 64 else 1024
     apart = batch * kv.max_rows * spec.heads * slots * spec.head_dim * 4  # bytes of partial sums
-    if slots == 1 or programs >= enough or apart > MOST_APART:
+    if kv.paths is None and (slots == 1 or programs >= enough or apart > MOST_APART):
         if sliding:
             return Shape(False, 16, 4, 3 if programs <= 132 or cut.bn == 32 else 2)
         return Shape(False, 32 if cut.bn == 64 and programs >= 264 and packed > 16 else 16, 4 if cut.bn == 32 else 8)
-    if packed <= 16 or sliding or batch == 1:
+    if packed <= 16 or sliding or batch == 1 or kv.paths is not None:
         few = Shape(True, 16, 8 if (cut.bn == 64 and large) or batch == 1 else 4)
     else:
         few = Shape(True, 64 if cut.bn == 32 else 32, 8)
@@ -207,12 +205,13 @@ def attend_kernel(
     q, keys, values, table, positions, row_start, paths, out, part, part_ml,
     table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr, WALKS: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     LONE: tl.constexpr, DEEP: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself. LONE: a split is a single block. DEEP: entries of a
-    row's path in a tree (0: lines); then slots beyond `slots` are the TAIL splits with the tree's positions, EACH rows of them a tile."""
+    """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself (WALKS: there may be several). LONE: a split is a
+    single block. DEEP: entries of a row's path in a tree (0: lines); then programs beyond the last slot walk the TAIL splits that hold
+    positions of the tree, each for one row: EACH of them beside every tile."""
     slot, b = tl.program_id(0) * RUN, tl.program_id(2)
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
@@ -228,11 +227,11 @@ def attend_kernel(
         tail = _split_of(base, FINE, MID, COARSE, NEAR, FAR)
         if WINDOW > 0:
             tail = base // FINE - tl.maximum(base - WINDOW + 1, 0) // FINE
-        own, unit = slot >= slots, tile * EACH + (slot - slots) // TAIL
+        own, unit = slot >= slots, tile * EACH + tl.program_id(0) - tl.cdiv(slots, RUN)
         number = unit // PIECES  # of the row
         begin = tl.where(own, number * GROUP + unit % PIECES * BQ, begin)
         count = tl.where(own, tl.where(first + number < end, (number + 1) * GROUP, 0), tl.where(slot < tail, count, 0))
-        slot = tl.where(own, tail + (slot - slots) % TAIL, slot)
+        slot, last = tl.where(own, tail, slot), tl.where(own, tail + TAIL, tl.minimum(slot + RUN, tail)) - 1
     m = begin + tl.arange(0, BQ)
     ok = m < count
     row = (first + tl.maximum(tl.minimum(m, count - 1), 0) // GROUP).to(tl.int64)
@@ -245,12 +244,14 @@ def attend_kernel(
         key_from = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
     if SPLIT:
         split_from, split_to = _range(slot, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
-        if RUN > 1:
-            _, split_to = _range(slot + RUN - 1, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
+        if WALKS:
+            if DEEP == 0:
+                last = slot + RUN - 1
+            _, split_to = _range(last, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
             slot += tl.maximum(key_from - split_from, 0) // FINE  # of the first block; only a window skips splits
         key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
     key_to = tl.where(alive, key_to, 0)
-    if SPLIT and RUN == 1:  # noqa: SIM102
+    if SPLIT and not WALKS:  # noqa: SIM102
         if PDL:  # noqa: SIM102
             # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
             if (tile == 0) & (key_from < key_to):
@@ -278,13 +279,14 @@ def attend_kernel(
         acc = tl.zeros((BQ, DP), dtype=tl.float32)
         ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
         to = (row * HEADS + head) * slots + slot
-        if SPLIT and RUN > 1:
+        if SPLIT and WALKS:
             none_acc, none_total, none_top = acc, total, top
             for k in range(key_from, key_to, BN):
                 key = k + tl.arange(0, BN)
-                here = page
-                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE)
+                here, lies = page, place  # those of the next block are asked for ahead of time
+                place = _place(key + BN, key + BN < key_to, paths, mine, base, DEEP)
+                page = tl.load(table + b * table_stride + place // PAGE, mask=key + BN < key_to, other=0)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, lies, key < key_to, d, D, PAGE)
                 acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
                 if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
                     _leave(part, part_ml, to, acc, total, top, d, ok, D)
@@ -292,15 +294,14 @@ def attend_kernel(
                     acc, total, top = none_acc, none_total, none_top
         elif SPLIT and LONE:
             live = key_from + tl.arange(0, BN) < key_to
-            kt, vt = _keys(keys, values, page, page_stride, kv_head, place, live, d, D, PAGE)
+            kt, vt = _keys(keys, values, page, page_stride, kv_head, next_key, live, d, D, PAGE)
             acc, total, top = _block(query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         elif SPLIT:
             for k in range(key_from, key_to, BN):
                 key = k + tl.arange(0, BN)
-                here, lies = page, place  # those of the next block are asked for ahead of time
-                place = _place(key + BN, key + BN < key_to, paths, mine, base, DEEP)
-                page = tl.load(table + b * table_stride + place // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, lies, key < key_to, d, D, PAGE)
+                here = page
+                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE)
                 acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         else:
             all_acc, all_total, all_top = acc, total, top
@@ -324,7 +325,7 @@ def attend_kernel(
                 acc, total = all_acc, all_total
             else:
                 acc, total, top = _add(all_acc, all_total, all_top, acc, total, top)
-        if SPLIT and RUN == 1:
+        if SPLIT and not WALKS:
             _leave(part, part_ml, to, acc, total, top, d, ok, D)
         if not SPLIT:
             mass = tl.max(total, 1)  # all columns are equal
@@ -412,16 +413,16 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     tiles = triton.cdiv(kv.max_rows * group, shape.bq)
     programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else 1, 0, 1, 1
     if kv.paths is not None:
-        assert shape.split and shape.run == 1, "rows of a tree are walked split by split"
+        assert shape.split, "rows of a tree are walked split by split"
         deep = kv.paths.shape[1]
         tail, each = 1 + triton.cdiv(deep - 1, cut.fine), triton.cdiv(kv.max_rows * triton.cdiv(group, shape.bq), tiles)
-        programs = slots + tail * each
+        programs += each
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.paths is None else kv.paths, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
         PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=spec.window is not None and cut.fine == cut.bn,
-        DEEP=deep, TAIL=tail, EACH=each, num_warps=shape.warps, num_stages=shape.stages, **same,
+        WALKS=shape.run > 1 or deep > 0, DEEP=deep, TAIL=tail, EACH=each, num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:
         block = min(32, triton.cdiv(slots, 4) * 4)
