@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,3 +122,6 @@ def test_trees_in_one_call(shape: str, taps: tuple[int, ...], params: dict[str, 
     assert got == run(many, plain)
     assert run(many, asked) == got and many.metrics.trees > 0
     assert one.metrics.trees > 0 and (one.metrics.branched > 0 or not shape.startswith("few"))
+    settings, controller = replace(one.config, graphs=True), Controller(CostTable(), ("mtp", "ngram"))
+    captured = Engine(one.model, None, settings, SpecConfig(None), one.drafter, controller, torch.float16)
+    assert run(captured, [job for job in asked if job.id in "ac"]) == {"a": got["a"], "c": got["c"]} and captured.metrics.trees > 0
