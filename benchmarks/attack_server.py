@@ -37,6 +37,40 @@ Json = dict[str, object]
 # ---- the server
 
 
+def family(pid: int) -> list[int]:
+    """A process and all that it has started."""
+    found, todo = [], [pid]
+    while todo:
+        found.append(todo.pop())
+        for children in Path(f"/proc/{found[-1]}/task").glob("*/children"):
+            with contextlib.suppress(OSError):
+                todo += [int(c) for c in children.read_text().split()]
+    return found
+
+
+def spent(pid: int) -> float:
+    """Seconds of processor time of a process and of those of its children that have ended."""
+    try:
+        return sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
+    except OSError:
+        return 0.0
+
+
+class Busy:
+    """Processors that were kept busy by others than the server, its client and its attackers: a factor measured beside them says little."""
+
+    def __init__(self, target: Target) -> None:
+        self._target, self._began, self._was = target, time.monotonic(), self._others(target)
+
+    def others(self) -> float:
+        return round((self._others(self._target) - self._was) / (time.monotonic() - self._began), 2)
+
+    def _others(self, target: Target) -> float:
+        fields = [int(f) for f in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]]
+        busy = (sum(fields[:3]) + sum(fields[5:7])) / os.sysconf("SC_CLK_TCK")
+        return busy - sum(map(spent, {*family(os.getpid()), *family(target.process.pid)}))
+
+
 class Target:
     """`outrider serve` in a process of its own; its log is counted; what it says of the engine's failures is passed on."""
 
@@ -67,12 +101,10 @@ class Target:
 
     def memory(self) -> int:
         """Resident bytes of the server and of what it has started."""
-        total, todo = 0, [self.process.pid]
-        while todo:
-            pid = todo.pop()
+        total = 0
+        for pid in family(self.process.pid):
             with contextlib.suppress(OSError):
                 total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096
-                todo += [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         return total
 
     def pool(self) -> int:
@@ -325,7 +357,9 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     say(f"serving on port {target.port}; warming up")
     await good.run(0)
     say("alone")
+    busy = Busy(target)
     alone = await good.run(min(60.0, minutes * 60 / 4))
+    others_alone, busy = busy.others(), Busy(target)
     alone_parts = good.parts
     before, pool = target.memory(), target.pool()
     say(f"attack for {minutes:g} minutes, after {len(alone)} requests alone, p99 {percentile(alone, 0.99):.2f} s")
@@ -336,6 +370,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     attackers = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)  # their work must not delay the measuring
     attacked = await good.run(minutes * 60, least=1)
     attacked_parts = good.parts
+    others = busy.others()
     peak, lines = target.memory(), target.lines
     say(f"the attack ends after {len(attacked)} requests, p99 {percentile(attacked, 0.99):.2f} s")
     counts = json.loads((await attackers.communicate())[0] or b"{}")
@@ -361,6 +396,7 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
         "health_max_ms": round(1e3 * max(health, default=0), 1),
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
         "kv_filled_mb": filled >> 20,
+        "others_alone_cores": others_alone, "others_attacked_cores": others,
         "log_lines": lines, "attacks": counts, "wrong": good.wrong[:10],
         "passed": {
             "p99": factor <= P99_FACTOR, "answers": not good.wrong, "health": max(health, default=0) < HEALTH_LIMIT,
@@ -375,7 +411,8 @@ def verdict(result: Json) -> str:
     assert isinstance(passed, dict)
     r = result
     lines = {
-        "p99": f"{r['p99_attacked_s']} s beside the attack, {r['p99_alone_s']} s alone: {r['p99_factor']} times (at most {P99_FACTOR:g})",
+        "p99": f"{r['p99_attacked_s']} s beside the attack, {r['p99_alone_s']} s alone: {r['p99_factor']} times (at most {P99_FACTOR:g}); "
+        f"others kept {r['others_alone_cores']} and {r['others_attacked_cores']} cores busy meanwhile",
         "answers": f"{r['requests_attacked']} requests, {r['wrong'] or 'none'} wrong or refused",
         "health": f"/health {r['health_max_ms']} ms at the longest, p99 {r['health_p99_ms']} ms (under {1e3 * HEALTH_LIMIT:g})",
         "memory": f"{r['memory_before_mb']} MB before, {r['memory_after_mb']} MB after; {r['kv_filled_mb']} MB of these are reserved K/V "

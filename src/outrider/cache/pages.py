@@ -23,6 +23,7 @@ class PagePool:
     def __init__(self, count: int):
         self.count = count
         self.refs = [0] * count
+        self.highest = 0  # page that was ever handed out: lower ones come first
         self._free = list(range(count - 1, 0, -1))
 
     @property
@@ -34,6 +35,7 @@ class PagePool:
             raise OutOfPages
         page = self._free.pop()
         self.refs[page] = 1
+        self.highest = max(self.highest, page)
         return page
 
     def retain(self, page: int) -> None:

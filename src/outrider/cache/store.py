@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..models.config import ModelConfig
-from ..ops.cpu.memory import Arena
+from ..ops.cpu.memory import Ahead, Arena
 from ..types import GroupName, KVPages, KVView
 from .pages import Group, OutOfPages, SeqPages
 from .prefix import PrefixCache
@@ -79,6 +79,8 @@ class KVStore:
             attn = config.layers[i].attn
             shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, row_width(attn.head_dim, dtype))
             self.keys[i], self.values[i] = zeros(shape, dtype), zeros(shape, dtype)
+        self._group_of: dict[int, GroupName] = {i: config.layers[i].attn.group for i in config.kv_layers}
+        self._ahead: dict[GroupName, Ahead] = {}
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
         # One row more than slots: it stays on the scratch page, for rows that fill up a batch.
         self.tables: dict[GroupName, Tensor] = {
@@ -89,6 +91,12 @@ class KVStore:
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
+
+    def take_ahead(self) -> None:
+        """From now on memory is taken before sequences need it: for servers, where one sequence's step is everybody's."""
+        for name in self.groups if self.device.type == "cpu" else ():
+            layers = [i for i, group in self._group_of.items() if group == name]
+            self._ahead[name] = Ahead([t for side in (self.keys, self.values) for i in layers if (t := side[i]) is not None])
 
     def _bound(self, window: int) -> int:
         """Pages that a sequence can hold at once in a sliding group."""
@@ -155,6 +163,8 @@ class KVStore:
                 return False
             at = seq.slot * self._width
             self._changed[name] += [(at + i, pages.pages[i]) for i in added]
+            if name in self._ahead:
+                self._ahead[name].need(group.pool.highest)
         seq.room = -(-positions // self.spec.page_size) * self.spec.page_size
         return True
 

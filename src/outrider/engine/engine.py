@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -271,18 +271,18 @@ class Engine:
         """Drafter and K of each decoding sequence: the K that was asked for, else the controller's."""
         widest = self.can.widest(len(ready), self.graphs)
         asked = [self._asked(seq) for seq in ready]
-        undecided = [seq for seq, k in zip(ready, asked) if k is None]
-        planned: Iterator[Choice] = iter(())
-        if undecided:
-            again = self.controller.again([seq.id for seq in undecided])
-            if again is not None:
-                planned = (c if c.k <= self._room(s, widest) else PLAIN for c, s in zip(again, undecided))
-            else:
-                views = [
-                    SeqView(s.id, *self._offers(s, widest), s.remaining, len(s.tokens), nodes=self._nodes(s, widest)) for s in undecided
-                ]
-                planned = iter(self.controller.plan(views))
-        return [next(planned) if k is None else self._fixed(seq, k, widest) for seq, k in zip(ready, asked)]
+        if None not in asked:
+            return [self._fixed(seq, k or 0, widest) for seq, k in zip(ready, asked)]
+        planned = self.controller.again([seq.id for seq in ready])
+        if planned is not None:
+            planned = [c if c.k <= self._room(s, widest) else PLAIN for c, s in zip(planned, ready)]
+        else:
+            views = []
+            for s, k in zip(ready, asked):
+                offers = self._offers(s, widest) if k is None else ({}, 0)
+                views.append(SeqView(s.id, *offers, s.remaining, len(s.tokens), k, self._nodes(s, widest) if k is None else 0))
+            planned = self.controller.plan(views)
+        return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
 
     def _asked(self, seq: Seq) -> int | None:
         """The K this request shall have; None: whatever is fastest."""

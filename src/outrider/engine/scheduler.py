@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..cache.store import SeqCache
 
 __all__ = ["Cache", "Request", "Scheduler", "Seq"]
+LEAST = 8  # tokens of each prompt in a step beside sequences that decode, however many prompts there are
 
 
 class Cache(Protocol):
@@ -39,8 +40,8 @@ class Scheduler:
     ):  # fmt: skip
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
         pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where
-        most sequences wait for their prompt (0: never more than a chunk and a quarter). `beside`: tokens of each prompt that a step may
-        have beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk)."""
+        most sequences wait for their prompt (0: never more than a chunk and a quarter). `beside`: prompt tokens that a step may have
+        beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk); prompts that wait have equal parts of it."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
         self.replay_rows, self.prefix_cache, self.max_context, self.pack = replay_rows, prefix_cache, max_context, pack
         self.beside = beside
@@ -76,8 +77,11 @@ class Scheduler:
                 nodes, start = nodes if guess is None and k else 0, len(seq.tokens) - 1
                 drafter = drafter if k else None
                 batch.decode.append(Lane(seq, seq.held.slot, start, 1, True, k, drafter, guess, stop, drop, nodes, prices))
-        budget = self._budget(len(ready))
-        each = self.beside if ready and self.beside else self.chunk
+        budget, each = self._budget(len(ready)), self.chunk
+        if ready and self.beside:
+            waiting = sum(s.computed < len(s.tokens) - 1 for s in self.running)
+            each = max(LEAST, self.beside // max(1, waiting))
+            budget = each * waiting
         for seq in list(self.running) if len(ready) < len(self.running) else ():
             if seq.cache is None:
                 continue
@@ -101,8 +105,6 @@ class Scheduler:
         instead of waiting for all of it; the larger the share of sequences that wait for their prompt, the more it is, up to `pack` where
         a fifth of them wait."""
         waiting = len(self.running) - decoding
-        if decoding and self.beside:
-            return self.beside * waiting
         return max(self.chunk + self.chunk // 4, min(self.pack, 4 * self.pack * waiting // max(1, decoding)))
 
     def _may_be_over(self, seq: Seq) -> bool:

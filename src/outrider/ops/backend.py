@@ -48,7 +48,7 @@ class Capabilities:
     # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while most wait for theirs.
     prompt_chunk: int = 512
     packed_rows: int = 0
-    # Tokens of one prompt in a step beside sequences that decode, which wait for them. 0: a chunk.
+    # Prompt tokens in a step beside sequences that decode, which wait for them. 0: a chunk.
     rows_beside: int = 0
     quantizes: tuple[str, ...] = ()  # what `quantize` can make of dense weights
     # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in float32 would give.

@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import uuid
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -38,6 +39,12 @@ class _Kept:
     client: str  # who brought it
 
 
+def stand_back() -> None:
+    """This thread leaves most of the processor to others; on Linux threads have priorities of their own."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
 class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer, self._vocab = tokenizer, vocab_size
@@ -46,7 +53,8 @@ class Grammars:
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # why
         self._nursery: _Nursery | None = None
         self._compiler: GrammarCompiler | None = None
-        self._thread = ThreadPoolExecutor(1, "outrider-grammar")  # the compiler lets go of the interpreter while it works
+        # The compiler lets go of the interpreter while it works, and leaves most of the processor to those who decode.
+        self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=stand_back)
         self._starting = asyncio.Lock()
 
     async def get(self, source: Source, client: str) -> Grammar:

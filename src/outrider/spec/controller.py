@@ -101,9 +101,11 @@ class Controller:
         if len(seqs) == 1 and self.fixed is None and seqs[0].fixed is None:
             return [self._single(seqs[0])]
         self._digest()
-        ours = [view for view in seqs if view.fixed is None and self.fixed is None]
-        planned = iter(self._joint_or_rest(ours) if ours else ())
-        return [next(planned) if view.fixed is None and self.fixed is None else self._fixed(view) for view in seqs]
+        if self.fixed is not None or all(view.fixed is not None for view in seqs):
+            return [self._fixed(view) for view in seqs]
+        # Those whose K was asked for are company all the same: rows cost what they cost in a batch of so many, and all wait for them.
+        planned = self._joint_or_rest([view if view.fixed is None else view._replace(drafter_available={}) for view in seqs])
+        return [choice if view.fixed is None else self._fixed(view) for view, choice in zip(seqs, planned, strict=True)]
 
     def _fixed(self, view: SeqView) -> Choice:
         asked = view.fixed if view.fixed is not None else self.fixed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -215,7 +215,7 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
     engine.machine._pass = lambda lanes: (rows.append([lane.count for lane in lanes]), whole(lanes))[1]  # type: ignore[method-assign]
     jobs = [request(str(i), [(7 * i + j) % 90 for j in range(n)], max_tokens=12) for i, n in enumerate((5, 9, 70, 3, 33, 130))]
     got = run(engine, jobs)
-    assert rows[0] == [4, 8, 64, 2] and max(max(r) for r in rows[1:]) == 32 and len(rows) < 10, rows
+    assert rows[0] == [4, 8, 64, 2] and max(map(sum, rows[1:])) == 21 and max(map(max, rows[1:])) == 16 and len(rows) < 20, rows
     assert sum(map(sum, rows)) == sum(len(r.prompt) - 1 for r in jobs)
     for job in jobs:
         assert got[job.id] == run(engine_of(), [job])[job.id]
@@ -293,8 +293,17 @@ def test_beside_streams_prompts_come_in_small_pieces() -> None:
         counts.append([lane.count for lane in batch.prompts])
         for lane in batch.prompts:
             lane.seq.computed += lane.count
-    assert counts == [[16, 9]]
+    assert counts == [[8, 8], [8, 1]]  # sixteen in all, in equal parts
     assert [lane.count for lane in scheduler.plan(choose).prompts] == [16]
+
+
+def test_the_controller_knows_of_those_whose_k_was_asked_for() -> None:
+    engine = tiny_engine(k=None)
+    seen: list[list[int | None]] = []
+    plan = engine.controller.plan
+    engine.controller.plan = lambda views: seen.append([v.fixed for v in views]) or plan(views)  # type: ignore[method-assign, func-returns-value]
+    run(engine, [request("free", [3, 5, 7]), replace(request("asked", [4, 5, 7]), draft_tokens=0)])
+    assert [None, 0] in seen
 
 
 def test_who_waits_behind_paused_ones_keeps_nobody_busy() -> None:

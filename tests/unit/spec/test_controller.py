@@ -111,6 +111,19 @@ def test_fixed_k_is_obeyed_within_bounds_and_teaches_nothing():
     assert auto.plan([view("b"), view("c", fixed=5)])[1].k == 5
 
 
+def test_those_whose_k_was_asked_for_are_company():
+    """Rows cost what they cost in a batch of so many: who drafts as if alone holds up the one beside it."""
+    table, sizes = copy(DEAR), []
+    curve = table.curve
+    table.curve = lambda name, batch, context: sizes.append(batch) or curve(name, batch, context)
+    controller = Controller(table, ("mtp",))
+    run(controller, 20, 2)
+    sizes.clear()
+    assert controller.plan([view("b", fixed=3), view()])[0].k == 3
+    assert set(sizes) == {2}
+    assert controller.again(["a"]) is None and controller.again(["b", "a"]) is not None
+
+
 def test_zero_fixed_is_plain_decoding():
     assert {c.k for c in run(Controller(copy(CHEAP), ("mtp", "ngram"), fixed=0), 10, 16, ngram=16, match=16)} == {0}
 

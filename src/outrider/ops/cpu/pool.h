@@ -5,7 +5,7 @@
  * team of its own.
  *
  * Where there are fewer free cores than members, two of them may share one, for as long as others keep the rest busy. Who waits there for
- * the other stands in its way, so members note where they run: one that waits for a member on its own core gives the core up at once.
+ * the other stands in its way, so members note where they run: one that waits for a member on its own core gives way at once.
  *
  * Even work is handed out by `team_claim`: every member has a share of its own, takes pieces of it in order and, when it is done, pieces
  * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core is helped out and does not set the pace.
@@ -16,7 +16,12 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
 
 #include "vec.h"
 
@@ -39,6 +44,7 @@ struct Team {
     _Alignas(64) atomic_int task;   /* the next unclaimed task of the phase */
     _Alignas(64) atomic_int arrived;
     _Alignas(64) atomic_int phase;
+    atomic_int asleep;              /* members that sleep at a barrier, or are about to */
     _Alignas(64) atomic_int round;  /* counts regions: a change starts one */
     _Alignas(64) atomic_int sleepers;
     Region region;
@@ -60,6 +66,7 @@ INLINE void cpu_relax(void) {
 }
 
 static _Thread_local int team_me; /* a caller is member 0, of whichever team */
+static _Thread_local int team_wary; /* so often this member does not yield to another on its core */
 
 INLINE int core_now(void) {
 #ifdef __linux__
@@ -76,25 +83,60 @@ static int team_crowded(const Team *t, int core) {
     return 0;
 }
 
-#define GLANCE 64   /* spins before somebody who waits looks whether the other is here */
-#define PATIENT 4000 /* spins after which another member must have lost its core */
+/* Until the phase is another; returns now and then without reason. */
+static void barrier_sleep(Team *t, int phase) {
+#ifdef __linux__
+    atomic_fetch_add(&t->asleep, 1);
+    syscall(SYS_futex, &t->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
+    atomic_fetch_sub(&t->asleep, 1);
+#else
+    sched_yield();
+#endif
+}
+static void barrier_wake(Team *t) {
+#ifdef __linux__
+    atomic_thread_fence(memory_order_seq_cst); /* the new phase is seen by who is about to sleep, or that one is seen here */
+    if (atomic_load(&t->asleep)) syscall(SYS_futex, &t->phase, FUTEX_WAKE_PRIVATE, t->size, NULL, NULL, 0);
+#endif
+}
+
+#define GLANCE 64     /* spins before somebody who waits looks whether the other is here */
+#define PATIENT 20000 /* spins, a third of a millisecond, after which another member must have lost its core */
+#define WARY 256      /* waits */
+
+INLINE double clock_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Let a member on our own core run. By yielding: so the system sees that both want to run, and moves one to a core that has come free. But
+ * a third one on this core is let run, too, and for milliseconds: where that happened we go to sleep instead, for a while. */
+static void barrier_give_way(Team *t, int phase) {
+    if (team_wary) { team_wary--; barrier_sleep(t, phase); return; }
+    const double began = clock_now();
+    sched_yield();
+    if (clock_now() - began > 5e-4) team_wary = WARY;
+}
 
 /* All members meet. The last to arrive resets the task counter. */
 static void team_barrier(Team *t) {
     if (t->size == 1) { atomic_store_explicit(&t->task, 0, memory_order_relaxed); return; }
-    int phase = atomic_load_explicit(&t->phase, memory_order_relaxed), core = core_now(), spins = 0;
+    int phase = atomic_load_explicit(&t->phase, memory_order_relaxed), core = core_now(), spins = 0, crowded = 0;
     if (atomic_load_explicit(&t->claims[team_me].core, memory_order_relaxed) != core)
         atomic_store_explicit(&t->claims[team_me].core, core, memory_order_relaxed);
     if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&t->task, 0, memory_order_relaxed);
         atomic_store_explicit(&t->phase, phase + 1, memory_order_release);
+        barrier_wake(t);
         return;
     }
     while (atomic_load_explicit(&t->phase, memory_order_acquire) == phase) {
-        if (++spins == GLANCE && team_crowded(t, core)) spins = PATIENT;
-        if (spins < PATIENT) cpu_relax();
-        else sched_yield();
+        if (++spins == GLANCE) crowded = team_crowded(t, core);
+        if (crowded) barrier_give_way(t, phase);
+        else if (spins < PATIENT) cpu_relax();
+        else barrier_sleep(t, phase);
     }
 }
 
@@ -155,7 +197,7 @@ static void *team_member(void *arg) {
 static void team_start(Team *t) {
     t->owner = getpid();
     atomic_store(&t->task, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
-    atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0);
+    atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0); atomic_store(&t->asleep, 0);
     for (int i = 0; i < t->size; i++) { atomic_store(&t->claims[i].taken, ~0ull); atomic_store(&t->claims[i].core, -1); }
     t->stop = 0;
     pthread_mutex_init(&t->use, NULL); pthread_mutex_init(&t->lock, NULL); pthread_cond_init(&t->wake, NULL);
