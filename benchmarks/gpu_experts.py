@@ -1,11 +1,11 @@
 """Quantised experts of 26B-A4B on a GPU: bits and errors, tiles, and whole plain steps.
 
-    python benchmarks/gpu_experts.py [--parts bits tiles steps] [--modes bf16 int8 int4 fp8] [--rows 1 8 40 64] [--ahead 1 8]
+    python benchmarks/gpu_experts.py [--parts bits tiles steps] [--modes bf16 int8 experts-int8 int4] [--rows 1 8 40 64]
 
 bits: one layer's experts for 1 to 320 rows against the rows of a larger batch, and against the dequantised weights in float32. tiles:
 microseconds of a layer (routing, both products, the sum) in a CUDA graph, one product's tile at a time beside the rule's; every call has
-other experts, so little comes from the L2 cache. steps: `gpu_quant.steps` for every mode (--ahead: also
-with so many chunks asked for before the kernel ahead is done). Without a GPU: a tiny layer.
+other experts, so little comes from the L2 cache. steps: `gpu_quant.steps` for every
+mode (experts-int8: everything but the experts in bf16). Without a GPU: a tiny layer.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__fil
 
 from gpu_quant import steps  # noqa: E402
 
+from outrider.ops.formats import Held  # noqa: E402
 from outrider.ops.triton import TritonOps, moe  # noqa: E402
 from outrider.ops.triton.quant_moe import ExpertTile, QuantExperts, choose_tile  # noqa: E402
 from outrider.ops.triton.quantised import MODES  # noqa: E402
@@ -122,20 +123,19 @@ def tiles(layer: Layer, rows: int) -> None:
         return
     pairs = list_pairs(layer.z[:rows], layer.scale, TOP, False)
     room = moe.shared_of(layer.x.device)
-    one, two = choose_tile(pairs, gate_up.matrix, room), choose_tile(pairs, down.matrix, room)
-    options = [ExpertTile(*t) for t in FEW[gate_up.matrix.bits] if rows > 1 or t[0] == 8]  # type: ignore[arg-type]
-    cuts: list[tuple[moe.Cut, moe.Cut]] = [(t, two) for t in options] + [(one, t) for t in options]
-    cuts += [(one, ExpertTile(*astuple(two)[:5], ahead=a)) for a in (1, 8)]
-    cuts = list(dict.fromkeys([(one, two), *cuts]))[: None if CUDA else 3]
+    one, two = choose_tile(pairs, gate_up.matrix, True, room), choose_tile(pairs, down.matrix, False, room)
+    options = [ExpertTile(*t, apart=rows <= 2) for t in FEW[gate_up.matrix.bits] if rows > 1 or t[0] == 8]  # type: ignore[misc,arg-type]
+    cuts: list[tuple[moe.Cut, moe.Cut]] = [(one, two), (replace(one, apart=not one.apart), two)]
+    cuts = list(dict.fromkeys([*cuts, *((t, two) for t in options), *((one, t) for t in options)]))[: None if CUDA else 3]
     with ThreadPoolExecutor(16 if CUDA else 1) as pool:  # compile side by side
         jobs = [(cut, pool.submit(layer.run, rows, 0, cut)) for cut in cuts]
         failed = {cut: job.exception() for cut, job in jobs}
     busy = int(layer.z[:rows].topk(TOP, -1).indices.unique().numel())
     floor = busy / E * (gate_up.nbytes + down.nbytes) / BANDWIDTH * 1e6
     times = {cut: timed(layer, rows, cut) for cut in cuts if failed[cut] is None}
-    name = lambda t: "-".join(str(v) for v in astuple(t)[:5] if v is not None)  # noqa: E731
+    name = lambda t: "-".join(str(v) for v in astuple(t) if v is not None)  # noqa: E731
     firsts = sorted((round(us, 1), name(cut[0])) for cut, us in times.items() if cut[1] == two)
-    seconds = sorted((round(us, 1), f"{name(cut[1])} ahead {astuple(cut[1])[5]}") for cut, us in times.items() if cut[0] == one)
+    seconds = sorted((round(us, 1), name(cut[1])) for cut, us in times.items() if cut[0] == one)
     say(
         rows=rows, mode=layer.mode, busy=busy, floor_us=round(floor, 1), rule=round(times[one, two], 1), rules=[name(one), name(two)],
         first=firsts, second=seconds, failed=[f"{name(c[0])} {name(c[1])}: {str(e)[:60]}" for c, e in failed.items() if e is not None],
@@ -146,11 +146,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=["bits", "tiles", "steps"])
     parser.add_argument("--modes", nargs="+", default=["bf16", "int8", "int4"])
-    parser.add_argument("--ahead", type=int, nargs="+", default=[])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 40, 64] if CUDA else [1, 3])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     args = parser.parse_args()
-    modes = [m for m in args.modes if m != "bf16"]
+    modes = [m for m in args.modes if m in MODES]
     for mode in modes if {"bits", "tiles"} & set(args.parts) else ():
         layer = Layer(mode, 1024 if CUDA else 24)
         say(mode=mode, bytes=layer.gate_up.nbytes + layer.down.nbytes)
@@ -161,14 +160,16 @@ def main() -> None:
         del layer
         if CUDA:
             torch.cuda.empty_cache()
+    whole = TritonOps.quantize
+
+    def experts_only(ops: TritonOps, dense: torch.Tensor, mode: str) -> Held:
+        return whole(ops, dense, mode) if dense.dim() == 3 else ops.prepare(dense)
+
     for mode in args.modes if "steps" in args.parts and CUDA else ():
-        for ahead in [None, *args.ahead]:
-            if ahead is not None:
-                moe.choose_tile = lambda *a, ahead=ahead: replace(choose_tile(*a), ahead=ahead)  # type: ignore[assignment,misc]
-            steps("26B-A4B", None if mode == "bf16" else mode, 0, args.batch if ahead is None else [1], 64, 1024)
-            moe.choose_tile = choose_tile
-            torch.cuda.empty_cache()
-            say(done=mode, ahead=ahead)
+        TritonOps.quantize = experts_only if mode.startswith("experts-") else whole  # type: ignore[method-assign]
+        print(mode)
+        steps("26B-A4B", None if mode == "bf16" else mode.removeprefix("experts-"), 0, args.batch, 64, 1024)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

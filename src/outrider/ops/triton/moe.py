@@ -4,11 +4,6 @@ A pair is (row, slot): one of a row's chosen experts. `routing` picks the expert
 grouped products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their order. How many pairs a tile
 takes follows from their number; a pair's sums are one chain over the inner dimension whatever the tile (linear.chain). Quantised
 experts have a product of their own (`quant_moe`).
-
-**Early** (programmatic dependent launch): the first product lets the second in only once it has itself waited for the routing. So the
-second knows its experts before it waits for the first, and asks for their weights while the first still runs. A single row's first product
-does the like on trust: its logits are older than the kernel ahead (the dense MLP's), though nothing promises that they are complete. If
-they are not, some other expert's rows are asked for, and nothing is lost but time: what counts is read again after the wait.
 """
 
 from __future__ import annotations
@@ -22,45 +17,29 @@ from torch import Tensor
 
 from ..formats import Held
 from ..reference import plain
-from .common import activate, gdc_launch_dependents, gdc_wait, prefetch, start
+from .common import activate, start
 from .linear import chain, gate_and_up, weight_rows
 from .norm import width_warps
 from .quant_moe import ExpertTile, QuantExperts, choose_tile, quant_product
 from .quant_tiles import shared_of
-from .routing import Pairs, pairs_of, tile_of, weigh
+from .routing import Pairs, pairs_of, tile_of
 
 
 @triton.jit
 def experts_kernel(
-    x, w, members, counts, factor, weight, out, N, K,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
-    PREC: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    x, w, members, counts, out, N, K,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, ALONE: tl.constexpr,
+    PREC: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile of pairs, counted
     through the experts; programs past the last tile leave at once."""
     pid_n, t = tl.program_id(0), tl.program_id(1)
-    SIDES: tl.constexpr = 2 if GATED else 1
-    rows = weight_rows(pid_n * BN, N, BN, GATED)
-    ahead = tl.minimum(tl.arange(0, AHEAD) * 64, K - 1)
-    if PDL and GATED:
-        if ALONE:
-            guess, _, _, _ = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
-            prefetch(w + ((guess.to(tl.int64) * SIDES * N + rows) * K)[:, None] + ahead[None, :])
-        gdc_wait()
-        gdc_launch_dependents()
+    start(PDL)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
-    w_row = w + (e.to(tl.int64) * SIDES * N + rows) * K
-    if PDL and not GATED:
-        gdc_launch_dependents()
-        if some:
-            prefetch(w_row[:, None] + ahead[None, :])
-    if ALONE and not GATED:  # noqa: SIM102  the second product of a single row; one condition is the compiler's
-        if pid_n + t == 0:
-            weigh(members, factor, weight, EXPERTS, TOP, BLOCK_E, SLOTS)
-    if PDL and not GATED:
-        gdc_wait()
     if some:
+        SIDES: tl.constexpr = 2 if GATED else 1
+        w_row = w + (e.to(tl.int64) * SIDES * N + weight_rows(pid_n * BN, N, BN, GATED)) * K
         cols = pid_n * BN + tl.arange(0, BN)
         kind = out.dtype.element_ty
         i = tl.arange(0, BM)
@@ -114,7 +93,6 @@ class Grouping:
     wide: int
     stages: int
     warps: int
-    ahead: int = 8  # lines of 128 bytes of each row that are asked for before the kernel ahead is done: a power of two
 
 
 def grouping(pairs: int, experts: int) -> Grouping:
@@ -131,9 +109,9 @@ Cut = Grouping | ExpertTile
 
 
 def grouped(source: Tensor, w: Held, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, cut: Cut | None) -> None:
-    """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up. None: the second product."""
+    """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     if isinstance(w, QuantExperts):
-        tile = cut if isinstance(cut, ExpertTile) else choose_tile(pairs, w.matrix, shared_of(source.device))
+        tile = cut if isinstance(cut, ExpertTile) else choose_tile(pairs, w.matrix, act is not None, shared_of(source.device))
         quant_product(source, w, to, pairs, share, act, pdl, tile)
         return
     g = cut if isinstance(cut, Grouping) else grouping(pairs.count, pairs.experts)
@@ -141,9 +119,9 @@ def grouped(source: Tensor, w: Held, to: Tensor, pairs: Pairs, share: int, act: 
     float32, gated = source.dtype == torch.float32, act is not None
     bk, bn = 32 if float32 else 64, g.wide // 2 if gated else g.wide
     experts_kernel[(triton.cdiv(n, bn), pairs.tiles(g.pairs))](
-        source, plain(w), pairs.members, pairs.counts, pairs.scale, pairs.weight, to, n, k,
-        EXPERTS=pairs.experts, BLOCK_E=pairs.block, TOP=pairs.top, SLOTS=pairs.slots, SHARE=share, GATED=gated, ACT=act or "",
-        BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32", AHEAD=g.ahead, PDL=pdl,
+        source, plain(w), pairs.members, pairs.counts, to, n, k,
+        EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "",
+        BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32", PDL=pdl,
         num_warps=g.warps, num_stages=2 if float32 else g.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
 

@@ -110,7 +110,6 @@ class TritonOps(ReferenceOps):
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
         h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor, eps: float,
     ) -> Tensor:  # fmt: skip
-        # Routed first: while the MLP's products run, the experts' can ask for their weights.
         pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
         dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
         return moe.experts(pairs, x, gate_up, down, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))

@@ -1,8 +1,11 @@
 """Experts that stay in 4 or 8 bits: the grouped products of `moe` with weights that are dequantised in registers, as `quant` does it.
 
 Experts [E, N, K] are one matrix of E·N rows in the layout of `quant`; expert e has the rows from e·N on. A program takes BN rows of one
-expert and up to BM of its pairs, the weights on the long side of the matrix instruction. **Order of sums**: planes, then chunks, one chain
-a pair, whatever the tile: a pair's answer depends on that pair alone. Weights are asked for early as there.
+expert and up to BM of its pairs, the weights on the long side of the matrix instruction.
+
+**Order of sums**: planes in order, chunks in order, and spans of 768 columns in order, whatever the tile: a pair's answer depends on that
+pair alone. Where there are few pairs every span has a program of its own, so that there are enough of them, and the last one done adds
+them up; where there are many, one program walks all spans.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format, Weight
-from .common import activate, gdc_launch_dependents, gdc_wait, prefetch
+from .common import activate, start
 from .quant import _half, _pairs, group_sums
 from .repack import ROWS, SLICE, QuantWeight, repack
-from .routing import Pairs, pairs_of, tile_of, weigh
+from .routing import Pairs, pairs_of, tile_of
 from .unpack import planes_of
+
+SPAN_COLUMNS = 768  # of a span: part of the order of sums
+COUNTERS = 4096  # tiles of a product whose spans are apart
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,7 @@ class QuantExperts:
 
     shape: tuple[int, int, int]
     matrix: QuantWeight
+    seen: Tensor  # int32 [COUNTERS]: spans that are done, by tile; every product leaves them at 0
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +50,7 @@ def hold_experts(weight: Weight) -> QuantExperts | None:
     if any(unit.shared for unit in weight.format.units.values()):
         return None
     made = repack(Weight(weight.format, (count * n, k), {name: t.reshape(count * n, -1) for name, t in weight.tensors.items()}))
-    return None if made is None else QuantExperts((count, n, k), made)
+    return None if made is None else with_counters((count, n, k), made)
 
 
 def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
@@ -63,69 +70,58 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
     held = replace(
         part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), lift=whole.get("lift"), factor=whole.get("factor")
     )
-    return QuantExperts((count, n, k), held)
+    return with_counters((count, n, k), held)
+
+
+def with_counters(shape: tuple[int, int, int], matrix: QuantWeight) -> QuantExperts:
+    return QuantExperts(shape, matrix, torch.zeros(COUNTERS, dtype=torch.int32, device=matrix.words.device))
 
 
 @triton.jit
 def quant_experts_kernel(
-    x, w, scale, lift, sums, factor, members, counts, expert_scale, weight, out, N, K, chunks,
-    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, TOP: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr,
-    ACT: tl.constexpr, ALONE: tl.constexpr,
+    x, w, scale, lift, sums, factor, members, counts, out, part, seen, N, K, chunks,
+    EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALONE: tl.constexpr,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
-    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr,
+    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
+    APART: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N / 2]).
-    Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at once."""
-    pid_n, t = tl.program_id(0), tl.program_id(1)
+    Program (n, t, s): BN rows of the expert of the t-th tile of pairs, and APART span s of its columns; programs past the last tile leave
+    at once. SPAN: chunks of a span."""
+    pid_n, t, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
     COLUMNS: tl.constexpr = PLANES * P
     DIRECT: tl.constexpr = WARPS * 16 < BN and not PLAIN
-    local = tl.arange(0, BN)
-    width = N
-    if GATED:  # gate and up rows alternate in the tile, and so do the sums
-        width = N // 2
-        row = tl.minimum(pid_n * (BN // 2) + local // 2, width - 1) + (local % 2) * width
-    else:
-        row = tl.minimum(pid_n * BN + local, N - 1)  # rows past the end repeat the last one and are never stored
-    ahead = tl.minimum(tl.arange(0, AHEAD), chunks - 1) * (64 * P)
-    if PDL and GATED:
-        if ALONE:
-            guess, _, _, _ = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
-            at = guess * N + row
-            prefetch(w + ((at // 64).to(tl.int64) * (chunks * 64 * P) + (at % 64) * P)[:, None] + ahead[None, :])
-        gdc_wait()
-        gdc_launch_dependents()
+    start(PDL)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
-    rows = e * N + row
-    block = (rows // 64).to(tl.int64) * chunks
-    w_row = block * (64 * P) + (rows % 64) * P
-    if PDL and not GATED:
-        gdc_launch_dependents()
-        if some:
-            prefetch(w + w_row[:, None] + ahead[None, :])
-    if ALONE and not GATED:  # noqa: SIM102  the second product of a single row; one condition is the compiler's
-        if pid_n + t == 0:
-            weigh(members, expert_scale, weight, EXPERTS, TOP, BLOCK_E, SLOTS)
-    if PDL and not GATED:
-        gdc_wait()
     if some:
-        w_ptr = w + w_row[:, None] + tl.arange(0, P)[None, :]
+        local = tl.arange(0, BN)
+        if GATED:  # gate and up rows alternate in the tile, and so do the sums
+            rows = e * N + tl.minimum(pid_n * (BN // 2) + local // 2, N // 2 - 1) + (local % 2) * (N // 2)
+        else:
+            rows = e * N + tl.minimum(pid_n * BN + local, N - 1)  # rows past the end repeat the last one and are never stored
+        block = (rows // 64).to(tl.int64) * chunks
+        w_ptr = w + (block * (64 * P) + (rows % 64) * P)[:, None] + tl.arange(0, P)[None, :]
         s_ptr = scale + block * (64 * PAIRS) + rows % 64
         l_ptr = lift + block * (64 * PAIRS) + rows % 64
         live = tl.arange(0, BM) < count
         pair = pairs_of(members, first, count, BM, ALONE)
         source = pair // SHARE
         x_ptr = x + source[:, None] * K + tl.arange(0, P)[None, :]
+        low, high = 0, chunks
+        if APART:
+            low = span * SPAN
+            high = tl.minimum(low + SPAN, chunks)
         acc = tl.zeros((BN, BM), dtype=tl.float32)
+        done = tl.zeros((BN, BM), dtype=tl.float32)  # the spans before this one
         if PER > 0:
-            s_a, s_b, s_c, s_d = _pairs(s_ptr, PAIRS, DIRECT)
-        for chunk in tl.range(0, chunks, num_stages=STAGES):
+            s_a, s_b, s_c, s_d = _pairs(s_ptr + low * (64 * PAIRS), PAIRS, DIRECT)
+        for chunk in tl.range(low, high, num_stages=STAGES):
             words = tl.load(w_ptr + chunk * (64 * P))
             if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
                 scales = (s_a, s_b, s_c, s_d)
-                s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, chunks - 1) * (64 * PAIRS), PAIRS, DIRECT)
+                s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, high - 1) * (64 * PAIRS), PAIRS, DIRECT)
             if LIFT:
                 lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, DIRECT)
             values = planes_of(words, CODES, P, BN, x.dtype.element_ty, PLAIN)
@@ -148,17 +144,46 @@ def quant_experts_kernel(
                         if LIFT:
                             total = tl.load(sums + source * (chunks * GROUPS) + chunk * GROUPS + i // PER, mask=live, other=0.0)
                             acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
-        if FACTOR:
-            acc *= tl.load(factor + rows)[:, None]
-        kind = out.dtype.element_ty
-        y = tl.trans(acc)  # [BM, BN]
-        if GATED:
-            gate, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
-            y = activate(gate.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
-            cols = pid_n * (BN // 2) + tl.arange(0, BN // 2)
+            if SPANS > 1 and not APART:
+                end = chunk % SPAN == SPAN - 1
+                done = tl.where(end, done + acc, done)
+                acc = tl.where(end, 0.0, acc)
+        if SPANS > 1 and APART:
+            # The last program of a tile adds the spans in order and resets the counter.
+            place = t * tl.num_programs(0) + pid_n
+            at = part + place.to(tl.int64) * SPANS * (BM * BN) + local[:, None] * BM + tl.arange(0, BM)[None, :]
+            tl.store(at + span * (BM * BN), acc)
+            tl.debug_barrier()
+            arrived = tl.atomic_add(seen + place, 1, sem="acq_rel")
+            if arrived == SPANS - 1:
+                tl.debug_barrier()
+                for s in tl.static_range(SPANS):
+                    done += tl.load(at + s * (BM * BN), cache_modifier=".cg")
+                tl.store(seen + place, 0)
+                _finish(done, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
         else:
-            cols = pid_n * BN + tl.arange(0, BN)
-        tl.store(out + pair[:, None] * width + cols[None, :], y.to(kind), mask=live[:, None] & (cols[None, :] < width))
+            _finish(done + acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
+
+
+@triton.jit
+def _finish(
+    acc, factor, out, rows, pair, live, pid_n, N, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    FACTOR: tl.constexpr,
+):  # fmt: skip
+    """Round where the plain twin rounds: after the product, after the activation."""
+    if FACTOR:
+        acc *= tl.load(factor + rows)[:, None]
+    kind = out.dtype.element_ty
+    y = tl.trans(acc)  # [BM, BN]
+    width = N
+    if GATED:
+        width = N // 2
+        gate, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
+        y = activate(gate.to(kind).to(tl.float32), ACT).to(kind).to(tl.float32) * up.to(kind).to(tl.float32)
+        cols = pid_n * (BN // 2) + tl.arange(0, BN // 2)
+    else:
+        cols = pid_n * BN + tl.arange(0, BN)
+    tl.store(out + pair[:, None] * width + cols[None, :], y.to(kind), mask=live[:, None] & (cols[None, :] < width))
 
 
 @dataclass(frozen=True)
@@ -170,35 +195,41 @@ class ExpertTile:
     stages: int
     warps: int
     registers: int | None = None  # most a thread may take; None: the compiler's choice
-    ahead: int = 4  # chunks asked for before the kernel ahead is done: a power of two
+    apart: bool = False  # every span of the columns has a program of its own
 
 
-def choose_tile(pairs: Pairs, w: QuantWeight, shared: int) -> ExpertTile:
-    """By how many pairs an expert has on average."""
+def choose_tile(pairs: Pairs, w: QuantWeight, gated: bool, shared: int) -> ExpertTile:
+    """By how many pairs an expert has on average (measured on an H200: docs/gpu.md)."""
     mean = pairs.count / pairs.experts
-    if (pairs.alone or mean <= 2) and w.plane == 32:
-        return ExpertTile(8, 64, 3, 2, 160) if w.bits == 4 else ExpertTile(8, 64, 4, 4)
+    if mean <= 6 and w.plane == 32:
+        if pairs.count <= 16:
+            return ExpertTile(8, 64, 4, 4, apart=True)
+        return ExpertTile(8, 64, 4, 4) if gated else ExpertTile(8, 64, 3, 2, 160) if w.bits == 4 else ExpertTile(8, 64, 4, 2)
     bm = 16 if mean <= 8 else 32 if mean <= 24 or shared < 100 << 10 else 64
     each = 64 * w.plane * 4 + bm * w.columns_of_chunk * 2
-    return ExpertTile(bm, 64, max(2, min(4, shared // each + 1)), 4)
+    return ExpertTile(bm, 64, max(2, min(4, shared // each + 1)), 4, apart=pairs.count <= 16)
 
 
 def quant_product(
     source: Tensor, w: QuantExperts, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, tile: ExpertTile
 ) -> None:
-    """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up; None: the second product."""
+    """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     m, (count, n, k) = w.matrix, w.shape
-    width = to.shape[1]
     plain = source.dtype != torch.bfloat16 or source.device.type == "cpu"
     gated = act is not None
-    quant_experts_kernel[(triton.cdiv(width, tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))](
+    span = max(1, SPAN_COLUMNS // m.columns_of_chunk)
+    spans = triton.cdiv(m.chunks, span)
+    apart = tile.apart and spans > 1
+    grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm), spans if apart else 1)
+    part = torch.empty((grid[0] * grid[1] * spans, tile.bm * tile.bn), dtype=torch.float32, device=to.device) if apart else to
+    assert not apart or grid[0] * grid[1] <= len(w.seen)
+    quant_experts_kernel[grid](
         source, m.words, m.words if m.scale is None else m.scale, m.words if m.lift is None else m.lift,
         to if m.lift is None else group_sums(source, m, pdl), to if m.factor is None else m.factor,
-        pairs.members, pairs.counts, pairs.scale, pairs.weight, to, n, k, m.chunks,
-        EXPERTS=count, BLOCK_E=pairs.block, TOP=pairs.top, SLOTS=pairs.slots, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
+        pairs.members, pairs.counts, to, part, w.seen, n, k, m.chunks,
+        EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
         CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, LIFT=m.lift is not None, FACTOR=m.factor is not None,
-        BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
-        PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps, AHEAD=tile.ahead,
-        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        **({"launch_pdl": True} if pdl else {}),
+        BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, SPAN=span, SPANS=spans, APART=apart, PLAIN=plain,
+        PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

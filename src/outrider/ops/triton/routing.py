@@ -17,51 +17,29 @@ from .common import start
 
 
 @triton.jit
-def ranks_of(z, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """One row's router logits, and how many experts stand before each: those with a larger logit, or an equal one and a lower id.
-    Read past the first-level cache: a product may read them before it waits for the kernel ahead."""
-    ids = tl.arange(0, BLOCK)
-    logit = tl.load(z + ids, mask=ids < EXPERTS, other=float("-inf"), cache_modifier=".cg")
-    before = (logit[:, None] > logit[None, :]) | ((logit[:, None] == logit[None, :]) & (ids[:, None] < ids[None, :]))
-    return logit, tl.sum(before.to(tl.int32), 0)
-
-
-@triton.jit
-def expert_at(rank, place, EXPERTS: tl.constexpr, BLOCK: tl.constexpr):
-    """The expert with that many before it; some expert where logits are no numbers."""
-    return tl.minimum(tl.sum(tl.where(rank == place, tl.arange(0, BLOCK), 0), 0), EXPERTS - 1)
-
-
-@triton.jit
-def weigh(z, scale, weight, EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
-    """weight [TOP] of one row: softmax over its best experts, in order, times their scale. Every sum has one order: the same bits in
-    whichever kernel. Returns the ids [SLOTS] of those experts."""
-    logit, rank = ranks_of(z, EXPERTS, BLOCK)
-    slot = tl.arange(0, SLOTS)
-    p = tl.exp(logit - tl.max(logit, 0))
-    total = 0.0
-    ids = tl.zeros((SLOTS,), dtype=tl.int32)
-    ps = tl.zeros((SLOTS,), dtype=tl.float32)
-    for i in tl.static_range(TOP):
-        one = tl.sum(tl.where(rank == i, p, 0.0), 0)
-        total += one
-        ids = tl.where(slot == i, expert_at(rank, i, EXPERTS, BLOCK), ids)
-        ps = tl.where(slot == i, one, ps)
-    ok = slot < TOP
-    tl.store(weight + slot, ps / total * tl.load(scale + ids, mask=ok, other=0.0), mask=ok)
-    return ids
-
-
-@triton.jit
 def route_kernel(
     z, scale, chosen, weight, EXPERTS: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """z [R, E] float32 router logits -> the TOP best experts in order (ties: the lower id), weights summing to 1 before scale."""
     row = tl.program_id(0)
+    ids, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
     start(PDL)
-    ids = weigh(z + row * EXPERTS, scale, weight + row * TOP, EXPERTS, TOP, BLOCK, SLOTS)
-    slot = tl.arange(0, SLOTS)
-    tl.store(chosen + row * TOP + slot, ids, mask=slot < TOP)
+    logit = tl.load(z + row * EXPERTS + ids, mask=ids < EXPERTS, other=float("-inf"))
+    before = (logit[:, None] > logit[None, :]) | ((logit[:, None] == logit[None, :]) & (ids[:, None] < ids[None, :]))
+    rank = tl.sum(before.to(tl.int32), 0)  # how many stand before each
+    p = tl.exp(logit - tl.max(logit, 0))
+    total = 0.0
+    best = tl.zeros((SLOTS,), dtype=tl.int32)
+    ps = tl.zeros((SLOTS,), dtype=tl.float32)
+    for i in tl.static_range(TOP):
+        one = tl.sum(tl.where(rank == i, p, 0.0), 0)
+        total += one
+        ps = tl.where(slot == i, one, ps)
+        at = tl.sum(tl.where(rank == i, ids, 0), 0)
+        best = tl.where(slot == i, tl.minimum(at, EXPERTS - 1), best)  # logits that are no numbers have no order: some expert
+    ok = slot < TOP
+    tl.store(chosen + row * TOP + slot, best, mask=ok)
+    tl.store(weight + row * TOP + slot, ps / total * tl.load(scale + best, mask=ok, other=0.0), mask=ok)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -84,14 +62,12 @@ def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.co
 
 @triton.jit
 def tile_of(members, counts, t, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BM: tl.constexpr, ALONE: tl.constexpr):
-    """The t-th tile: its expert, the first of its pairs in the list, how many there are from there on, and whether there is such a tile.
-    Read past the first-level cache, as `ranks_of` does."""
-    if ALONE:  # a single row: its experts differ, and pair i is its i-th (members: the row's router logits)
-        _, rank = ranks_of(members, EXPERTS, BLOCK_E)
-        return expert_at(rank, t, EXPERTS, BLOCK_E), t, t * 0 + 1, t >= 0
+    """The t-th tile: its expert, the first of its pairs in the list, how many there are from there on, and whether there is such a tile."""
+    if ALONE:  # a single row: its experts differ, and pair i is its i-th (members: the chosen experts)
+        return tl.load(members + t), t, t * 0 + 1, t >= 0
     else:
         ids = tl.arange(0, BLOCK_E)
-        each = tl.load(counts + ids, mask=ids < EXPERTS, other=0, cache_modifier=".cg")
+        each = tl.load(counts + ids, mask=ids < EXPERTS, other=0)
         tiles = (each + BM - 1) // BM
         upto = tl.cumsum(tiles, 0)
         e = tl.minimum(tl.sum((upto <= t).to(tl.int32), 0), EXPERTS - 1)
@@ -107,20 +83,18 @@ def pairs_of(members, first, count, BM: tl.constexpr, ALONE: tl.constexpr):
     if ALONE:
         return (first + i * 0).to(tl.int64)
     else:
-        return tl.load(members + first + i, mask=i < count, other=0, cache_modifier=".cg").to(tl.int64)
+        return tl.load(members + first + i, mask=i < count, other=0).to(tl.int64)
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """Every row's chosen experts. alone: there is one row, whose pairs are one an expert already; the products find them by its logits,
-    and the second one fills in the weights (`weigh`), so that routing takes no launch of its own."""
+    """Every row's chosen experts. alone: there is one row, whose pairs are one an expert already."""
 
     experts: int
     top: int
     alone: bool
-    scale: Tensor  # float32 [E]
     weight: Tensor  # float32 [pairs], by row and slot
-    members: Tensor  # int32 [pairs], listed by expert; alone: the router logits
+    members: Tensor  # int32 [pairs], listed by expert; alone: the experts of the pairs
     counts: Tensor  # int32 [E]: pairs of each expert; alone: not filled
 
     @property
@@ -130,10 +104,6 @@ class Pairs:
     @property
     def block(self) -> int:
         return triton.next_power_of_2(self.experts)
-
-    @property
-    def slots(self) -> int:
-        return triton.next_power_of_2(self.top)
 
     def tiles(self, size: int) -> int:
         """No fewer than there can be, of so many pairs each."""
@@ -145,15 +115,16 @@ def list_pairs(z: Tensor, expert_scale: Tensor, top_k: int, pdl: bool) -> Pairs:
     rows, count = z.shape
     pairs = rows * top_k
     launch = {"launch_pdl": True} if pdl else {}
+    chosen, counts = (torch.empty((n,), dtype=torch.int32, device=z.device) for n in (pairs, count))
     weight = torch.empty((pairs,), dtype=torch.float32, device=z.device)
-    if rows == 1:
-        return Pairs(count, top_k, True, expert_scale, weight, z, z)
-    chosen, members, counts = (torch.empty((n,), dtype=torch.int32, device=z.device) for n in (pairs, pairs, count))
-    made = Pairs(count, top_k, False, expert_scale, weight, members, counts)
+    block, slots = triton.next_power_of_2(count), triton.next_power_of_2(top_k)
     route_kernel[(rows,)](
-        z, expert_scale, chosen, weight, EXPERTS=count, TOP=top_k, BLOCK=made.block, SLOTS=made.slots, PDL=pdl, num_warps=4, **launch
+        z, expert_scale, chosen, weight, EXPERTS=count, TOP=top_k, BLOCK=block, SLOTS=slots, PDL=pdl, num_warps=4, **launch
     )
+    if rows == 1:
+        return Pairs(count, top_k, True, weight, chosen, counts)
+    members = torch.empty((pairs,), dtype=torch.int32, device=z.device)
     group_kernel[(count,)](
         chosen, members, counts, pairs, BLOCK=256 if pairs <= 1024 else 2048, PDL=pdl, num_warps=1 if pairs <= 1024 else 8, **launch
     )
-    return made
+    return Pairs(count, top_k, False, weight, members, counts)
