@@ -6,6 +6,6 @@ url=$1 model=$2
 cd "$(dirname "$0")/../.."
 export HF_HUB_OFFLINE=1 OPENAI_API_KEY=${OUTRIDER_API_KEY:-none}
 lm_eval --model local-completions --model_args "model=$model,base_url=$url/v1/completions,num_concurrent=4,max_retries=1" \
-  --include_path benchmarks/lm_eval --tasks capitals,capitals_text,capitals_said
+  --include_path benchmarks/lm_eval --tasks capitals,capitals_text,capitals_said,capitals_continued
 lm_eval --model local-chat-completions --model_args "model=$model,base_url=$url/v1/chat/completions,num_concurrent=4,max_retries=1" \
   --include_path benchmarks/lm_eval --tasks capitals_said --apply_chat_template
