@@ -34,7 +34,7 @@ from outrider.models.known import KNOWN
 from outrider.ops.trees import WIDTH, Front, Nodes, Noise
 from outrider.ops.triton import TritonOps, attention, linear, moe, quant
 from outrider.ops.triton.quant import Extras, quant_linear
-from outrider.ops.triton.quant_moe import with_counters
+from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
 from outrider.ops.triton.routing import list_pairs
 from outrider.types import KVView
@@ -107,7 +107,7 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         quant_linear(shell(rows, 5376), weight(kind, 21504, 5376), seen, gated, pdl=pdl)
     elif kind.startswith(EXPERTS):
         count, hidden, inner, format = 128, 2816, 704, kind.removeprefix(EXPERTS)
-        each = [with_counters((count, n, k), weight(format, count * n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
+        each = [QuantExperts((count, n, k), weight(format, count * n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
         z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
         moe.experts(list_pairs(z, scale, 8, pdl), shell(rows, hidden), each[0], each[1], "gelu_tanh", pdl)
     elif kind == ATTENTION:  # heads of 512: what takes most shared memory

@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -124,8 +124,8 @@ def tiles(layer: Layer, rows: int) -> None:
     pairs = list_pairs(layer.z[:rows], layer.scale, TOP, False)
     room = moe.shared_of(layer.x.device)
     one, two = choose_tile(pairs, gate_up.matrix, True, room), choose_tile(pairs, down.matrix, False, room)
-    options = [ExpertTile(*t, apart=rows <= 2) for t in FEW[gate_up.matrix.bits] if rows > 1 or t[0] == 8]  # type: ignore[misc,arg-type]
-    cuts: list[tuple[moe.Cut, moe.Cut]] = [(one, two), (replace(one, apart=not one.apart), two)]
+    options = [ExpertTile(*t) for t in FEW[gate_up.matrix.bits] if rows > 1 or t[0] == 8]  # type: ignore[misc,arg-type]
+    cuts: list[tuple[moe.Cut, moe.Cut]] = [(one, two)]
     cuts = list(dict.fromkeys([*cuts, *((t, two) for t in options), *((one, t) for t in options)]))[: None if CUDA else 3]
     with ThreadPoolExecutor(16 if CUDA else 1) as pool:  # compile side by side
         jobs = [(cut, pool.submit(layer.run, rows, 0, cut)) for cut in cuts]

@@ -87,24 +87,6 @@ def test_a_mixture_is_its_definition_and_rows_stand_alone(name: str) -> None:
             near(got, same, 1e-6)
 
 
-@pytest.mark.parametrize("name", ["int4 g32", "int8 channel"])
-def test_spans_are_added_in_order_by_one_program_or_several(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A span too few or twice, the last one short; counters that are not left at 0."""
-    from outrider.ops.triton import quant_moe
-
-    monkeypatch.setattr(quant_moe, "SPAN_COLUMNS", 256)
-    weight = experts(name, 64, 640)
-    held = hold_experts(weight)
-    assert held is not None
-    z, x, scale = inputs(1, 640)
-    pairs, chosen = list_pairs(z, scale, TOP, False), z.topk(TOP, -1).indices.flatten()
-    outs = [torch.full((TOP, 64), torch.nan, dtype=DTYPE, device=DEVICE) for _ in range(2)]
-    for out, apart in zip(outs, (True, False), strict=True):
-        moe.grouped(x, held, out, pairs, TOP, None, False, ExpertTile(8, 64, 2, 4, apart=apart))
-    assert torch.equal(*outs) and int(held.seen.abs().sum()) == 0
-    near(outs[0], torch.einsum("pnk,pk->pn", weight.dense()[chosen], x.float().expand(TOP, -1)), 1e-2 if CUDA else 1e-5)
-
-
 def test_one_product_quantised_and_the_other_dense() -> None:
     hidden, inner = 64, 32
     dense = rand(EXPERTS, 2 * inner, hidden, seed=4, scale=0.1), rand(EXPERTS, hidden, inner, seed=5, scale=0.1)

@@ -17,7 +17,7 @@ triton = pytest.importorskip("triton")
 from tests import quantised, tiny  # noqa: E402
 from tests.unit.ops.test_cpu_packing import part  # noqa: E402
 
-from outrider.ops.formats import Float8, Integer, NvFp4, Weight  # noqa: E402
+from outrider.ops.formats import Float8, Integer, NvFp4, Weight, base  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.quant import Extras, quant_linear  # noqa: E402
@@ -28,6 +28,11 @@ from outrider.weights import load_target  # noqa: E402
 DEVICE = "cuda" if CUDA else "cpu"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
 REF = ReferenceOps()
+
+
+@pytest.fixture(autouse=True)
+def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base, "SMALL", 0)  # matrices of a test are all so small that a GPU would keep them dense
 
 
 def asymmetric(n: int, k: int, bits: int, group: int, kind: torch.dtype) -> Weight:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..ops.formats import Float8, Format, Integer, NvFp4
+from ..ops.formats import Float8, Format, Integer, NvFp4, stays_dense
 from .files import Files, open_source
 from .names import Config, TensorPlan, tensor_plan
 from .recipe import recipe
@@ -92,9 +92,9 @@ def stored_size(files: Files, config: Config) -> StoredSize:
             formats[kind] = formats.get(kind, 0.0) + size
             token += size * share(name, plan, config)
             layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
-            if layout is not None and plan.role == "matrix":
+            if layout is not None and plan.role == "matrix" and not stays_dense(plan.shape):
                 gpu += layout.nbytes(prod(shape[:-1]), shape[-1])
-            else:  # tables and what was never quantised
+            else:  # tables, small matrices and what was never quantised
                 gpu += prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
     return StoredSize(total, token, parameters, gpu, formats)
 

@@ -57,6 +57,14 @@ def test_a_machine_too_slow_for_the_budget_still_gets_a_table():
     assert table.verify(1, 0, 256) < table.verify(1, 16, 256)
 
 
+def test_what_compiling_took_is_never_a_time():
+    """Kernels that compile for longer than there is to measure: a draft costs what the run after that took, or it would never be tried."""
+    machine = Machine(compile_s=2.0)
+    table = measure(machine.probe, ("mtp",), clock=machine.clock)
+    assert table.draft("mtp", 1, 4) == pytest.approx(4 * 4e-4, rel=0.1)
+    assert table.verify(1, 0, 256) < 0.01 and table.verify(1, 16, 256) < 0.1
+
+
 def test_times_never_fall_with_k():
     machine = Machine(noise=0.3)
     table = measure(machine.probe, ("mtp",), clock=machine.clock)

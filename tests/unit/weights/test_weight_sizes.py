@@ -12,7 +12,7 @@ from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
 
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.formats import BLOCKS, Block, Float8, Format, Integer, NvFp4, Weight
+from outrider.ops.formats import BLOCKS, Block, Float8, Format, Integer, NvFp4, Weight, base
 from outrider.ops.triton.quantised import QuantTritonOps
 from outrider.ops.triton.repack import repack
 from outrider.weights import hub, load_target
@@ -47,13 +47,19 @@ def test_a_format_in_a_gpus_memory(format: Format) -> None:
 
 @pytest.mark.parametrize("fmt", ["q4_0", "q4_k_m", "q5_1"])
 @pytest.mark.parametrize("raw", [QWEN, EDGE, MOE], ids=["qwen2", "edge", "moe"])
-def test_the_account_is_what_the_loader_allocates(tmp_path: Path, raw: dict[str, Any], fmt: str) -> None:
-    """On a GPU to the last percent: tables are dense there. On a CPU what is stored, but for tables that stay in the file."""
+@pytest.mark.parametrize("small", [0, 1 << 16])
+def test_the_account_is_what_the_loader_allocates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raw: dict[str, Any], fmt: str, small: int
+) -> None:
+    """On a GPU to the last percent: tables are dense there, and so are matrices too small to gain by their bits. On a CPU what is stored,
+    but for tables that stay in the file."""
+    monkeypatch.setattr(base, "SMALL", small)
     path = tmp_path / "m.gguf"
     write_gguf(path, ModelConfig.from_hf(raw), fmt)
     config, weights, _ = load_target(path, "cpu", torch.bfloat16, QuantTritonOps("cpu"))
     said = stored_size(hub.resolve(path), config)
     assert abs(said.gpu / sum(w.nbytes for w in weights.values()) - 1) < 0.01
     assert said.gpu > 1.05 * said.total  # the size of the file alone would promise too much
+    assert isinstance(weights["layers.0.out"], torch.Tensor) == (small > 0)
     _, packed, _ = load_target(path, "cpu", torch.float32, CpuOps(threads=1))
     assert sum(w.nbytes for w in packed.values()) < 1.1 * said.total

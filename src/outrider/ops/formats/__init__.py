@@ -1,6 +1,6 @@
 """Formats of weights, one a file. The seam is in `base`: `Weight`, `Format`, and what a backend makes of them, `Held`."""
 
-from .base import Format, Held, Packed, Unit, Weight, join, stack
+from .base import Format, Held, Packed, Unit, Weight, join, stack, stays_dense
 from .dense import Dense, dense
 from .fp8 import Float8
 from .gguf import BLOCKS, Block, QuantPart
@@ -9,5 +9,5 @@ from .nvfp4 import NvFp4
 
 __all__ = [
     "BLOCKS", "Block", "Dense", "Float8", "Format", "Held", "Integer", "NvFp4", "Packed", "QuantPart", "Unit", "Weight", "dense", "join",
-    "stack",
+    "stack", "stays_dense",
 ]  # fmt: skip

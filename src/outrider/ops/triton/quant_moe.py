@@ -3,9 +3,7 @@
 Experts [E, N, K] are one matrix of E·N rows in the layout of `quant`; expert e has the rows from e·N on. A program takes BN rows of one
 expert and up to BM of its pairs, the weights on the long side of the matrix instruction.
 
-**Order of sums**: planes in order, chunks in order, and spans of 768 columns in order, whatever the tile: a pair's answer depends on that
-pair alone. Where there are few pairs every span has a program of its own, so that there are enough of them, and the last one done adds
-them up; where there are many, one program walks all spans.
+**Order of sums**: planes in order, chunks in order, one chain for a pair whatever the tile: its answer depends on that pair alone.
 """
 
 from __future__ import annotations
@@ -24,9 +22,6 @@ from .repack import ROWS, SLICE, QuantWeight, repack
 from .routing import Pairs, pairs_of, tile_of
 from .unpack import planes_of
 
-SPAN_COLUMNS = 768  # of a span: part of the order of sums
-COUNTERS = 4096  # tiles of a product whose spans are apart
-
 
 @dataclass(frozen=True)
 class QuantExperts:
@@ -34,7 +29,6 @@ class QuantExperts:
 
     shape: tuple[int, int, int]
     matrix: QuantWeight
-    seen: Tensor  # int32 [COUNTERS]: spans that are done, by tile; every product leaves them at 0
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +44,7 @@ def hold_experts(weight: Weight) -> QuantExperts | None:
     if any(unit.shared for unit in weight.format.units.values()):
         return None
     made = repack(Weight(weight.format, (count * n, k), {name: t.reshape(count * n, -1) for name, t in weight.tensors.items()}))
-    return None if made is None else with_counters((count, n, k), made)
+    return None if made is None else QuantExperts((count, n, k), made)
 
 
 def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
@@ -70,25 +64,20 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
     held = replace(
         part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), lift=whole.get("lift"), factor=whole.get("factor")
     )
-    return with_counters((count, n, k), held)
-
-
-def with_counters(shape: tuple[int, int, int], matrix: QuantWeight) -> QuantExperts:
-    return QuantExperts(shape, matrix, torch.zeros(COUNTERS, dtype=torch.int32, device=matrix.words.device))
+    return QuantExperts((count, n, k), held)
 
 
 @triton.jit
 def quant_experts_kernel(
-    x, w, scale, lift, sums, factor, members, counts, out, part, seen, N, K, chunks,
+    x, w, scale, lift, sums, factor, members, counts, out, N, K, chunks,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALONE: tl.constexpr,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
-    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, SPAN: tl.constexpr, SPANS: tl.constexpr,
-    APART: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
+    PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N / 2]).
-    Program (n, t, s): BN rows of the expert of the t-th tile of pairs, and APART span s of its columns; programs past the last tile leave
-    at once. SPAN: chunks of a span."""
-    pid_n, t, span = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at once."""
+    pid_n, t = tl.program_id(0), tl.program_id(1)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
     COLUMNS: tl.constexpr = PLANES * P
@@ -109,19 +98,14 @@ def quant_experts_kernel(
         pair = pairs_of(members, first, count, BM, ALONE)
         source = pair // SHARE
         x_ptr = x + source[:, None] * K + tl.arange(0, P)[None, :]
-        low, high = 0, chunks
-        if APART:
-            low = span * SPAN
-            high = tl.minimum(low + SPAN, chunks)
         acc = tl.zeros((BN, BM), dtype=tl.float32)
-        done = tl.zeros((BN, BM), dtype=tl.float32)  # the spans before this one
         if PER > 0:
-            s_a, s_b, s_c, s_d = _pairs(s_ptr + low * (64 * PAIRS), PAIRS, DIRECT)
-        for chunk in tl.range(low, high, num_stages=STAGES):
+            s_a, s_b, s_c, s_d = _pairs(s_ptr, PAIRS, DIRECT)
+        for chunk in tl.range(0, chunks, num_stages=STAGES):
             words = tl.load(w_ptr + chunk * (64 * P))
             if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
                 scales = (s_a, s_b, s_c, s_d)
-                s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, high - 1) * (64 * PAIRS), PAIRS, DIRECT)
+                s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, chunks - 1) * (64 * PAIRS), PAIRS, DIRECT)
             if LIFT:
                 lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, DIRECT)
             values = planes_of(words, CODES, P, BN, x.dtype.element_ty, PLAIN)
@@ -144,25 +128,7 @@ def quant_experts_kernel(
                         if LIFT:
                             total = tl.load(sums + source * (chunks * GROUPS) + chunk * GROUPS + i // PER, mask=live, other=0.0)
                             acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
-            if SPANS > 1 and not APART:
-                end = chunk % SPAN == SPAN - 1
-                done = tl.where(end, done + acc, done)
-                acc = tl.where(end, 0.0, acc)
-        if SPANS > 1 and APART:
-            # The last program of a tile adds the spans in order and resets the counter.
-            place = t * tl.num_programs(0) + pid_n
-            at = part + place.to(tl.int64) * SPANS * (BM * BN) + local[:, None] * BM + tl.arange(0, BM)[None, :]
-            tl.store(at + span * (BM * BN), acc)
-            tl.debug_barrier()
-            arrived = tl.atomic_add(seen + place, 1, sem="acq_rel")
-            if arrived == SPANS - 1:
-                tl.debug_barrier()
-                for s in tl.static_range(SPANS):
-                    done += tl.load(at + s * (BM * BN), cache_modifier=".cg")
-                tl.store(seen + place, 0)
-                _finish(done, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
-        else:
-            _finish(done + acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
+        _finish(acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
 
 
 @triton.jit
@@ -195,19 +161,18 @@ class ExpertTile:
     stages: int
     warps: int
     registers: int | None = None  # most a thread may take; None: the compiler's choice
-    apart: bool = False  # every span of the columns has a program of its own
 
 
 def choose_tile(pairs: Pairs, w: QuantWeight, gated: bool, shared: int) -> ExpertTile:
     """By how many pairs an expert has on average (measured on an H200: docs/gpu.md)."""
     mean = pairs.count / pairs.experts
     if mean <= 6 and w.plane == 32:
-        if pairs.count <= 16:
-            return ExpertTile(8, 64, 4, 4, apart=True)
-        return ExpertTile(8, 64, 4, 4) if gated else ExpertTile(8, 64, 3, 2, 160) if w.bits == 4 else ExpertTile(8, 64, 4, 2)
+        if gated or pairs.count <= 16:
+            return ExpertTile(8, 64, 4, 4)
+        return ExpertTile(8, 64, 3, 2, 160) if w.bits == 4 else ExpertTile(8, 64, 4, 2)
     bm = 16 if mean <= 8 else 32 if mean <= 24 or shared < 100 << 10 else 64
     each = 64 * w.plane * 4 + bm * w.columns_of_chunk * 2
-    return ExpertTile(bm, 64, max(2, min(4, shared // each + 1)), 4, apart=pairs.count <= 16)
+    return ExpertTile(bm, 64, max(2, min(4, shared // each + 1)), 4)
 
 
 def quant_product(
@@ -217,19 +182,14 @@ def quant_product(
     m, (count, n, k) = w.matrix, w.shape
     plain = source.dtype != torch.bfloat16 or source.device.type == "cpu"
     gated = act is not None
-    span = max(1, SPAN_COLUMNS // m.columns_of_chunk)
-    spans = triton.cdiv(m.chunks, span)
-    apart = tile.apart and spans > 1
-    grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm), spans if apart else 1)
-    part = torch.empty((grid[0] * grid[1] * spans, tile.bm * tile.bn), dtype=torch.float32, device=to.device) if apart else to
-    assert not apart or grid[0] * grid[1] <= len(w.seen)
+    grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))
     quant_experts_kernel[grid](
         source, m.words, m.words if m.scale is None else m.scale, m.words if m.lift is None else m.lift,
         to if m.lift is None else group_sums(source, m, pdl), to if m.factor is None else m.factor,
-        pairs.members, pairs.counts, to, part, w.seen, n, k, m.chunks,
+        pairs.members, pairs.counts, to, n, k, m.chunks,
         EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
         CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, LIFT=m.lift is not None, FACTOR=m.factor is not None,
-        BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, SPAN=span, SPANS=spans, APART=apart, PLAIN=plain,
+        BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

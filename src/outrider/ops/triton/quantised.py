@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...types import OutriderError
-from ..formats import Float8, Format, Held, Integer, Weight, join
+from ..formats import Float8, Format, Held, Integer, Weight, join, stays_dense
 from .ops import TritonOps
 from .quant import Extras, quant_linear
 from .quant_moe import hold_experts, round_experts
@@ -30,6 +30,8 @@ class QuantTritonOps(TritonOps):
     capabilities = replace(TritonOps.capabilities, quantizes=tuple(MODES))
 
     def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
+        if stays_dense((sum(p.shape[0] for p in parts), *parts[0].shape[1:])):
+            return None
         here = [p.to(device) for p in parts]
         whole = join(here)
         if whole is not None:
