@@ -300,7 +300,7 @@ def engine_tokens(size: str = "E2B") -> str:
                 executor = engine.executors[0]
                 assert isinstance(executor, GraphExecutor) and executor.broken is None, f"no graphs: {executor}"
                 made = len(executor._graphs)
-                executor.release()
+                executor.drop()
             del engine
         return f"{len(jobs)} requests; eager {seconds['eager']:.1f} s, graphs {seconds['graphs']:.1f} s with {made} captures"
     finally:

@@ -101,7 +101,7 @@ def test_joining_and_leaving(graphs: bool) -> None:
     for i in range(10):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 24))]
         params = {**kinds[i % len(kinds)], "seed": i, "max_tokens": rng.randrange(2, 16)}
-        jobs.append((rng.randrange(5), tree_request(str(i), prompt, rng.choice([1, 2, 4]), rng.choice([0, 5, 16]), **params)))
+        jobs.append((rng.randrange(5), tree_request(str(i), prompt, rng.choice([1, 2, 4]), rng.choice([0, 8, 12, 16, 16, 16]), **params)))
     got = run_joining(engine, jobs, 400)
     assert engine.metrics.trees > 0
     for _, r in jobs:

@@ -1,7 +1,7 @@
 """What a cycle costs here: times the executors' own parts on scratch sequences, for the controller's cost table.
 
 The table is kept beside the model cache, keyed by machine, model and version, so that only a first start measures; later
-ones check it in passing, and measure again where it is off.
+ones check it in passing and measure again where it is off, but for captured steps, where checking would capture.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
-    """The stored table of this key if it is still true, or a fresh one (at most three seconds), stored for the next start."""
+    """The stored table of this key if it is still true, or a fresh one (about three seconds, twelve where steps are captured), stored for
+    the next start."""
     found = CostTable.load(path, key) if path is not None else None
     fastest = engine.executors[0]
     if found is not None and fastest.behind:

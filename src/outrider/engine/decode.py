@@ -129,7 +129,9 @@ class Pages:
 class Output:
     """Where a step leaves what the host reads."""
 
-    tokens: Tensor  # int64 [B, K + 2] emitted tokens and, last, their number; of a tree between them the rows that chose them and parents
+    # int64 [B, K + 2]: emitted tokens, their number last. Of a tree [B, 2·(K + 1) + nodes + 2]: tokens, the row that chose each, every
+    # row's parent, the number.
+    tokens: Tensor
     logprobs: Tensor | None = None  # float32 [R, 1 + 2·n]: of the chosen token, then the n likeliest: values, ids
 
     @staticmethod

@@ -248,7 +248,7 @@ class Engine:
         else:
             before, self._timed = self._timed, [lane.seq for lane in lanes]
             seconds, known = self.clock() - flight.began, before == self._timed
-        if known:
+        if known and not (flight.tree and len(lanes) > 1):  # trees are timed for one sequence: the table has no price for several
             drafter = next((lane.drafter for lane in lanes if lane.drafter), None)
             drafter = branching(drafter) if flight.tree and drafter is not None else drafter
             self.controller.observe_step(len(lanes), flight.width, flight.context, seconds, drafter)

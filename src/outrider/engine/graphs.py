@@ -26,7 +26,7 @@ from ..cache.store import SeqCache, upload
 from ..ops.backend import Capabilities
 from ..spec.choose import SamplingBatch
 from ..spec.mtp import MTPDrafter
-from ..spec.plan import DEEPEST, Branches, branching
+from ..spec.plan import DEEPEST, TIMED, Branches, branching
 from ..types import COLD, MAX_DRAFT, SamplingParams
 from .capture import Graph, Pool
 from .cycle import logprobs
@@ -36,7 +36,7 @@ from .machine import Machine
 from .step import Emitted, Flight, Lane, Seq, StepBatch
 
 log = logging.getLogger("outrider")
-NODES = (7, 15)  # tokens of the trees that are captured: with the newest one 8 or 16 rows, as the products' tiles have
+NODES = (7, TIMED)  # tokens of the trees that are captured: with the newest one 8 or 16 rows, as the products' tiles have
 TOGETHER, APART = 8, 1 << 18  # sequences with trees in a step, and positions of all: attention leaves sums of every split for every row
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
@@ -138,10 +138,10 @@ class GraphExecutor:
     def _nodes(self, lanes: Sequence[Lane], depth: int, furthest: int) -> int:
         """Tokens of each sequence's tree in this step; 0: drafts are lines, as nobody asked for more, or it would be too deep or too wide.
         Where histories, masks, logprobs or guesses of the host take part they are too: what is drafted changes no answer."""
-        asked = max(lane.nodes for lane in lanes)
+        asked = min(lane.nodes for lane in lanes if lane.k)  # pages are reserved for so many rows of each; who drafts none keeps its root
         if self.drafter is None or not self.trees or not depth < asked or depth > DEEPEST or len(lanes) * furthest > APART:
             return 0
-        nodes = min(next((n for n in NODES if n >= asked), NODES[-1]), self.drafter.most_nodes(depth))
+        nodes = min(max((n for n in NODES if n <= asked), default=0), self.drafter.most_nodes(depth))
         return nodes if nodes > depth and len(lanes) <= TOGETHER else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, Asks]:
@@ -335,7 +335,7 @@ class GraphExecutor:
         width = next(w for w in self.can.graph_widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = self.drafter is not None and part == branching(self.drafter.name)
-        nodes = min(NODES[-1], self.drafter.most_nodes(width)) if tree and self.drafter is not None else 0
+        nodes = min(TIMED, self.drafter.most_nodes(width)) if tree and self.drafter is not None else 0
         what: Literal["cycle", "draft"] = "cycle" if part == "verify" or tree else "draft"
         source: Source | None = "drafter" if what == "draft" or tree else "host" if width else None
         key = Key(rows, width, bound_of(context + max(width, nodes) + 1), "greedy", source, what, nodes=nodes)
@@ -348,7 +348,3 @@ class GraphExecutor:
         captured.graph.replay()
         captured.hosts[0].tokens.copy_(captured.out.tokens)
         self.state.length[self.idle].fill_(1)
-
-    def release(self) -> None:
-        """Drop the graphs and their memory."""
-        self._graphs.clear()

@@ -23,7 +23,7 @@ import numpy as np
 from ..types import MAX_DRAFT, OutriderError
 from .acceptance import BINS, KEEP_CYCLES, Arm, Source, Yield
 from .cost import CostTable
-from .plan import DEEPEST, PLAIN, Branches, Choice, SeqState, SeqView, branching
+from .plan import DEEPEST, PLAIN, TIMED, Branches, Choice, SeqState, SeqView, branching
 from .widths import widths
 
 DEFAULT_PRIOR = (0.65, 0.70, 0.72, 0.74, 0.76)  # a_j where no drafter's card says better; later positions take the last value
@@ -125,8 +125,7 @@ class Controller:
                 seq.hold -= 1
                 return seq.choice
         self._digest()
-        curve = self.cost.curve(None, 1, view.context)
-        plain = curve[0]
+        plain = self.cost.curve(None, 1, view.context)[0]
         base = 1.0 / plain
         best, best_rate = PLAIN, base * (1.0 + MARGIN)
         kept, kept_rate = seq.last, base if seq.last.k == 0 else 0.0
@@ -148,14 +147,15 @@ class Controller:
                 if top > 0 and name == seq.last.drafter:
                     kept, kept_rate = offer, top_rate
             else:
-                limit, expected = self._risk(seq, times, plain, cap), self._expected(seq, key, shared)
+                expected = self._expected(seq, key, shared)
                 top, top_rate = 0, 0.0
                 kinds = [(0, cap, 1.0, times)]
-                if view.nodes > DEEPEST and not self.cost.free(branching(name)):
+                if view.nodes >= TIMED and not self.cost.free(branching(name)):
                     kinds.append((view.nodes, min(cap, DEEPEST), shared.lift, self.cost.curve(branching(name), 1, view.context)))
-                for nodes, deepest, lift, times in kinds:
+                for nodes, deepest, lift, curve in kinds:
+                    limit = self._risk(seq, curve, plain, deepest)
                     for k in range(1, deepest + 1):
-                        rate = (1.0 + lift * (expected[k] - 1.0)) / times[k]
+                        rate = (1.0 + lift * (expected[k] - 1.0)) / curve[k]
                         if k <= limit and (name, k, nodes) == (seq.last.drafter, seq.last.k, seq.last.nodes):
                             kept_rate = rate
                         if rate > top_rate:

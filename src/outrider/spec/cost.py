@@ -30,7 +30,7 @@ WIDTH = MAX_DRAFT + 1  # K = 0..16
 Curve = list[float]  # seconds by K, WIDTH entries
 Probe = Callable[[str, int, int, int], object]  # (part: "verify" or a drafter's name, batch, k, context): runs that part once, to its end
 
-FORMAT = 3  # of stored tables: raised when what is timed changes
+FORMAT = 4  # of stored tables: raised when what is timed changes, or how
 DRIFT_GAIN = 0.1  # share of a surprise that is put down to the machine
 CELL_GAIN = 0.15  # share that is put down to the cell, where the step before was of another kind
 CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table

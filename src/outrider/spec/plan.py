@@ -9,6 +9,7 @@ from ..types import MAX_DRAFT
 from .acceptance import Arm, Yield
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
+TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (branching)
 AUTO_NODES = MAX_DRAFT  # most tokens of a tree where nobody said how many (Engine._nodes says where there are trees at all)
 
 

@@ -6,6 +6,7 @@ leaves, is pre-empted or stops in between.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from outrider.engine.decode import Key
 from outrider.engine.engine import Engine, Request
 from outrider.engine.graphs import GraphExecutor, choosing_of
 from outrider.engine.history import NOTHING, Asks
+from outrider.engine.step import Lane
 from outrider.ops.backend import Capabilities
 from outrider.types import MAX_DRAFT, SamplingParams
 
@@ -300,3 +302,14 @@ def test_a_graph_without_a_gpu_is_the_function() -> None:
     graph.replay()
     graph.replay()
     assert graph.result == 2 and len(seen) == 2
+
+
+@pytest.mark.parametrize("asked, nodes", [((16,), 15), ((8,), 7), ((5,), 0), ((16, 8), 7), ((16, 0), 0)])
+def test_a_captured_tree_has_no_more_rows_than_each_sequence_has_pages_for(asked: tuple[int, ...], nodes: int) -> None:
+    """Rows beyond what was reserved would lie on the scratch page, which neighbours write too."""
+    executor = object.__new__(GraphExecutor)
+    executor.drafter, executor.trees = SimpleNamespace(most_nodes=lambda depth: 99), True  # type: ignore[assignment]
+    lanes = [Lane(None, i, 10, k=3, nodes=n) for i, n in enumerate(asked)]  # type: ignore[arg-type]
+    assert executor._nodes(lanes, 3, 20) == nodes
+    plain = Lane(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it
+    assert executor._nodes([*lanes, plain], 3, 20) == nodes

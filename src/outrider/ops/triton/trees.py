@@ -264,7 +264,7 @@ def walk(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "length", "accepted", "rows"])
 def keep_path_kernel(
     caches, table, rows, accepted, length, table_stride, page_stride, like,
-    KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr, SPACE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of the keys or values of one layer of one sequence a program: all that is moved is read before any of it is written."""
@@ -312,6 +312,6 @@ def keep_path(
         table = kv.tables["full" if group == "full" else "sliding"]
         keep_path_kernel[(len(caches), kv_heads, rows.shape[0])](
             pointers.of(caches), table, rows, accepted, length, table.stride(0), caches[0].stride(0), caches[0],
-            KV_HEADS=kv_heads, D=dim, DP=triton.next_power_of_2(dim), PAGE=kv.page_size, DEEP=rows.shape[1],
+            D=dim, DP=triton.next_power_of_2(dim), PAGE=kv.page_size, DEEP=rows.shape[1],
             SPACE=triton.next_power_of_2(rows.shape[1]), PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
