@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -62,6 +63,8 @@ class _Running:
 
 
 class FakeEngine:
+    store = SimpleNamespace(take_ahead=lambda: None)  # it has no cache
+
     def __init__(
         self, tok: Tokenizer, say: Callable[[Request], str] | None = None, draft: int = 3, delay: float = 0.0, batch: int = 8
     ) -> None:
