@@ -332,6 +332,7 @@ def worker(device: str | None = None) -> NoReturn:
         pass  # rank 0 says it
     except Parted:
         time.sleep(60)  # rank 0 looks who is gone, says it and ends this process too: who ends first would be blamed
+        log.exception("process %s failed", os.environ.get("RANK"))  # nobody ended us, so nobody else was gone
     except Exception:
         if team is None or not team.watch.ending:
             log.exception("process %s failed", os.environ.get("RANK"))

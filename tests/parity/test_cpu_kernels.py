@@ -139,10 +139,13 @@ def test_members_that_share_a_core_do_not_wait_against_each_other() -> None:
             ops = CpuOps(threads=threads)
             w = ops.quantize(dense, "int4")
             ops.linear(x, w)
-            began = time.process_time()
-            for _ in range(200):
-                ops.linear(x, w)
-            used.append((time.process_time() - began) / 200)
+            each = []
+            for _ in range(5):
+                began = time.process_time()
+                for _ in range(40):
+                    ops.linear(x, w)
+                each.append((time.process_time() - began) / 40)
+            used.append(min(each))
     finally:
         os.sched_setaffinity(0, cores)
     assert used[1] < used[0] + 120e-6, f"{1e6 * used[1]:.0f} µs for a product by two members on one core, {1e6 * used[0]:.0f} by one"

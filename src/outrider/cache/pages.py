@@ -23,7 +23,7 @@ class PagePool:
     def __init__(self, count: int):
         self.count = count
         self.refs = [0] * count
-        self.highest = 0  # page that was ever handed out: lower ones come first
+        self.highest = 0  # the highest page ever handed out; fresh ones come in ascending order
         self._free = list(range(count - 1, 0, -1))
 
     @property

@@ -44,7 +44,6 @@ class Capabilities:
     graph_widths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # the K of its sequences; one that drafts less has a limit
     graph_rows: int = 2048
     sequences: int = 8  # at once, where the configuration leaves it open
-    # Whole decode cycles of a compiled model run in one call (`Backend.host_cycle`).
     # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while most wait for theirs.
     prompt_chunk: int = 512
     packed_rows: int = 0

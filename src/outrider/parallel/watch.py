@@ -48,7 +48,7 @@ class Watch:
                 self.gone = self.gone or self._ended()
                 time.sleep(LOOK / 10)
             self.gone = self.gone or f"the processes of --tensor-parallel {self.share.world} lost one another ({why.splitlines()[0][:120]})"
-        if threading.current_thread() is threading.main_thread() or not self.grace:
+        if threading.current_thread() is threading.main_thread() or not (self.grace or self.ending):
             time.sleep(3600)  # the thread ends the process; nobody else shall speak
 
     def _run(self) -> None:

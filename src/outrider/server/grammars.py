@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import uuid
 from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
@@ -42,7 +41,7 @@ class _Kept:
 def stand_back() -> None:
     """This thread leaves most of the processor to others; on Linux threads have priorities of their own."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        os.nice(10)  # of this thread
 
 
 class Grammars:
@@ -139,7 +138,7 @@ class _Nursery:
         root = str(Path(__file__).parents[2])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "outrider.server.nursery", env=environment, limit=64 << 20, process_group=0,
+            sys.executable, "-m", "outrider.server.nursery", env=environment, limit=64 << 20,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         made = cls(process)
@@ -167,6 +166,8 @@ class _Nursery:
         if self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)  # its trials too: they hold its pipes, and nobody else would end them
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()  # where it has no group of its own yet
         await self._process.wait()
 
     def _send(self, message: dict[str, object]) -> None:

@@ -162,6 +162,8 @@ class Nursery:
 
 
 def main() -> None:
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setpgid(0, 0)  # a terminal's signals are not for us; done here, because not every event loop can start a group
     line, pending = _first_line()
     setup = json.loads(line)
     compiler = GrammarCompiler(setup["tokenizer"], setup["vocab"], setup["eos"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import struct
 import sys
 import threading
@@ -24,7 +25,7 @@ def present(tensor: Tensor, row: int) -> bool:
     """Is there memory behind the row?"""
     address = tensor[row].data_ptr()
     with Path("/proc/self/pagemap").open("rb") as file:
-        file.seek(address // 4096 * 8)
+        file.seek(address // mmap.PAGESIZE * 8)
         return bool(struct.unpack("<Q", file.read(8))[0] >> 63)
 
 
@@ -52,6 +53,7 @@ def test_what_lies_ahead_is_there_before_it_is_needed(monkeypatch: pytest.Monkey
 
 
 def test_small_ones_are_left_alone() -> None:
+    settle()
     ahead = Ahead([Arena().empty((100, 64), torch.uint8)])
     ahead.need(99)
     assert not any(thread.name == "outrider-ahead" for thread in threading.enumerate())

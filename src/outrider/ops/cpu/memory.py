@@ -4,6 +4,7 @@ walk of the page table every 4 KiB, which a virtual machine pays twice over.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import sys
@@ -67,7 +68,8 @@ class Ahead:
         """This row is in use now: those behind it shall be there soon."""
         if row + self._rows // 4 > self._taken and self._taken < self._end and sys.platform == "linux":
             first, self._taken = self._taken, min(self._end, max(self._taken, row) + self._rows)
-            threading.Thread(target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True).start()
+            with contextlib.suppress(RuntimeError):  # no thread to be had: memory comes when it is needed
+                threading.Thread(target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True).start()
 
     def _take(self, first: int, end: int) -> None:
         for tensor in self._tensors:

@@ -177,7 +177,7 @@ static void *team_member(void *arg) {
     team_me = m.me;
     for (;;) {
         for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < SPIN; spins++) {
-            if (spins == GLANCE && team_crowded(t, core_now())) break;
+            if (spins == GLANCE && seen && team_crowded(t, core_now())) break; /* before the first round the team is being made */
             cpu_relax();
         }
         if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
