@@ -124,6 +124,7 @@ def serve(models: Backend | Shelf, settings: ServerSettings, listener: socket.so
     # A step lets go of the interpreter with every operation, and has to wait this long for it where another thread computes.
     sys.setswitchinterval(0.0002)
     server = HttpServer(models, settings)
+    gc.set_threshold(700, 10, 10)  # a command goes through its objects seldom (cli); here what failed may hold bodies of megabytes
     gc.collect()
     gc.freeze()  # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
     for model in server.app.state.server.shelf.loaded:
