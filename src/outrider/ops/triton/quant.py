@@ -64,6 +64,36 @@ def _pairs(ptr, PAIRS: tl.constexpr, DIRECT: tl.constexpr):
     return a, b, c, d
 
 
+@triton.jit
+def add_chunk(
+    acc, words, scales, lifts, x_ptr, live, sums, left,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """acc [BN, BM] and the products of one chunk: words [BN, P] with their factors and offsets, x at x_ptr [BM, P] and on, of which `left`
+    columns are there; live [BM]: tokens that are; sums [BM]: where those of x over the chunk's groups lie."""
+    values = planes_of(words, CODES, P, BN, x_ptr.dtype.element_ty, PLAIN)
+    d = tl.zeros((BN, BM), dtype=tl.float32)
+    for i in tl.static_range(PLANES):
+        if EVEN:
+            a = tl.load(x_ptr + i * P, mask=live[:, None], other=0.0)
+        else:
+            a = tl.load(x_ptr + i * P, mask=live[:, None] & (tl.arange(0, P)[None, :] < left - i * P), other=0.0)
+        if PER == 0:
+            acc = tl.dot(values[i], tl.trans(a), acc, input_precision=PREC)
+        else:
+            if i % PER == 0:
+                d = tl.dot(values[i], tl.trans(a), input_precision=PREC)
+            else:
+                d = tl.dot(values[i], tl.trans(a), d, input_precision=PREC)
+            if i % PER == PER - 1:
+                acc += d * _half(scales[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None]
+                if LIFT:
+                    total = tl.load(sums + i // PER, mask=live, other=0.0)
+                    acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
+    return acc
+
+
 @triton.jit(do_not_specialize=["M"])
 def quant_kernel(
     x, w, scale, lift, sums, factor, bias, mul, out, part, seen,
@@ -78,6 +108,7 @@ def quant_kernel(
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     COLUMNS: tl.constexpr = PLANES * P
+    GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
     DIRECT: tl.constexpr = WARPS * 16 < BN and not PLAIN
     rows = pid_m * BM + tl.arange(0, BM)
     local = tl.arange(0, BN)
@@ -99,38 +130,23 @@ def quant_kernel(
             prefetch(w + w_row[:, None] + (tl.minimum(first + tl.arange(0, AHEAD), last - 1) * (64 * P))[None, :])
         gdc_wait()
     x_ptr = x + rows[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
-    row_ok = rows[:, None] < M
     acc = tl.zeros((BN, BM), dtype=tl.float32)
     if PER > 0:
         s_a, s_b, s_c, s_d = _pairs(s_ptr + first * (64 * PAIRS), PAIRS, DIRECT)
     for chunk in tl.range(first, last, num_stages=STAGES):
         words = tl.load(w_ptr + chunk * (64 * P))
+        scales = (words, words, words, words)  # not read where there are none
         if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
             scales = (s_a, s_b, s_c, s_d)
             s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, last - 1) * (64 * PAIRS), PAIRS, DIRECT)
+        lifts = scales
         if LIFT:
             lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, DIRECT)
-        values = planes_of(words, CODES, P, BN, x.dtype.element_ty, PLAIN)
-        d = tl.zeros((BN, BM), dtype=tl.float32)
-        for i in tl.static_range(PLANES):
-            k = chunk * COLUMNS + i * P
-            if EVEN:
-                a = tl.load(x_ptr + k, mask=row_ok, other=0.0)
-            else:
-                a = tl.load(x_ptr + k, mask=row_ok & (tl.arange(0, P)[None, :] < K - k), other=0.0)
-            if PER == 0:
-                acc = tl.dot(values[i], tl.trans(a), acc, input_precision=PREC)
-            else:
-                if i % PER == 0:
-                    d = tl.dot(values[i], tl.trans(a), input_precision=PREC)
-                else:
-                    d = tl.dot(values[i], tl.trans(a), d, input_precision=PREC)
-                if i % PER == PER - 1:
-                    acc += d * _half(scales[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None]
-                    if LIFT:
-                        at_sum = rows * (chunks * (PLANES // PER)) + chunk * (PLANES // PER) + i // PER
-                        total = tl.load(sums + at_sum, mask=rows < M, other=0.0)
-                        acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
+        at_sums = sums + (rows * chunks + chunk) * GROUPS
+        acc = add_chunk(
+            acc, words, scales, lifts, x_ptr + chunk * COLUMNS, rows < M, at_sums, K - chunk * COLUMNS,
+            CODES, PLANES, P, PER, FP16, LIFT, BM, BN, EVEN, PLAIN, PREC,
+        )  # fmt: skip
     if FACTOR:
         acc *= tl.load(factor + cols)[:, None]
     if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's

@@ -17,10 +17,9 @@ from torch import Tensor
 
 from ..formats import Format, Weight
 from .common import activate, start
-from .quant import _half, _pairs, group_sums
+from .quant import _pairs, add_chunk, group_sums
 from .repack import ROWS, SLICE, QuantWeight, repack
 from .routing import Pairs, pairs_of, tile_of
-from .unpack import planes_of
 
 
 @dataclass(frozen=True)
@@ -103,31 +102,18 @@ def quant_experts_kernel(
             s_a, s_b, s_c, s_d = _pairs(s_ptr, PAIRS, DIRECT)
         for chunk in tl.range(0, chunks, num_stages=STAGES):
             words = tl.load(w_ptr + chunk * (64 * P))
+            scales = (words, words, words, words)  # not read where there are none
             if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
                 scales = (s_a, s_b, s_c, s_d)
                 s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, chunks - 1) * (64 * PAIRS), PAIRS, DIRECT)
+            lifts = scales
             if LIFT:
                 lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, DIRECT)
-            values = planes_of(words, CODES, P, BN, x.dtype.element_ty, PLAIN)
-            d = tl.zeros((BN, BM), dtype=tl.float32)
-            for i in tl.static_range(PLANES):
-                k = chunk * COLUMNS + i * P
-                if EVEN:
-                    a = tl.load(x_ptr + k, mask=live[:, None], other=0.0)
-                else:
-                    a = tl.load(x_ptr + k, mask=live[:, None] & (tl.arange(0, P)[None, :] < K - k), other=0.0)
-                if PER == 0:
-                    acc = tl.dot(values[i], tl.trans(a), acc, input_precision=PREC)
-                else:
-                    if i % PER == 0:
-                        d = tl.dot(values[i], tl.trans(a), input_precision=PREC)
-                    else:
-                        d = tl.dot(values[i], tl.trans(a), d, input_precision=PREC)
-                    if i % PER == PER - 1:
-                        acc += d * _half(scales[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None]
-                        if LIFT:
-                            total = tl.load(sums + source * (chunks * GROUPS) + chunk * GROUPS + i // PER, mask=live, other=0.0)
-                            acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
+            at_sums = sums + (source * chunks + chunk) * GROUPS
+            acc = add_chunk(
+                acc, words, scales, lifts, x_ptr + chunk * COLUMNS, live, at_sums, K - chunk * COLUMNS,
+                CODES, PLANES, P, PER, FP16, LIFT, BM, BN, EVEN, PLAIN, PREC,
+            )  # fmt: skip
         _finish(acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
 
 
