@@ -167,7 +167,9 @@ def view(spec: AttnSpec, spans: list[tuple[int, int]], page: int = 16, bound: in
 
 
 def graph_us(fn: Any, count: int, replays: int = 5) -> float:
-    """Microseconds a call, `count` calls in one graph (fn takes the call's index)."""
+    """Microseconds a call, `count` calls in one graph (fn takes the call's index). Without a GPU, to try a script: of one call."""
+    if not torch.cuda.is_available():
+        return time_ms(lambda: fn(0), 1, 0) * 1000
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -26,6 +26,7 @@ if not CUDA:
     os.environ["TRITON_INTERPRET"] = "1"
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src"), str(Path(__file__).resolve().parent)]
 
+from gpu_common import graph_us  # noqa: E402
 from gpu_quant import steps  # noqa: E402
 
 from outrider.ops.formats import Held  # noqa: E402
@@ -96,24 +97,7 @@ def bits(layer: Layer) -> None:
 
 def timed(layer: Layer, rows: int, cut: tuple[moe.Cut, moe.Cut] | None) -> float:
     """Microseconds a layer."""
-    if not CUDA:
-        began = time.perf_counter()
-        layer.run(rows, 0, cut)
-        return (time.perf_counter() - began) * 1e6
-    layer.run(rows, 0, cut)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for at in range(8):
-            layer.run(rows, at, cut)
-    best = float("inf")
-    for _ in range(6):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        b.synchronize()
-        best = min(best, a.elapsed_time(b) / 8 * 1e3)
-    return best
+    return graph_us(lambda at: layer.run(rows, at, cut), 8, 6)
 
 
 def tiles(layer: Layer, rows: int) -> None:

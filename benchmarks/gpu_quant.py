@@ -21,13 +21,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from gpu_common import graph_us
 
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.models.known import KNOWN
 from outrider.ops.formats import Block, Float8, Integer, NvFp4, Weight
 from outrider.ops.triton.quant import Extras, quant_linear
-from outrider.ops.triton.repack import QuantWeight, repack
+from outrider.ops.triton.repack import repack
 
 BANDWIDTH = 4.39e12
 SHAPES = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376), "out": (5376, 8192)}
@@ -41,24 +42,6 @@ def made(name: str, n: int, k: int) -> Weight:
     blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8, device="cuda")
     blocks[:, :, :scales] = torch.full((scales // 2,), 5e-4, dtype=torch.float16, device="cuda").view(torch.uint8)
     return Weight(Block(name), (n, k), {"blocks": blocks.view(n, -1)})
-
-
-def timed(x: torch.Tensor, weights: list[QuantWeight], seen: torch.Tensor, extras: Extras) -> float:
-    """Microseconds a product."""
-    quant_linear(x, weights[0], seen, extras, True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for weight in weights:
-            quant_linear(x, weight, seen, extras, True)
-    best = float("inf")
-    for _ in range(6):
-        a, b = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        a.record()
-        graph.replay()
-        b.record()
-        b.synchronize()
-        best = min(best, a.elapsed_time(b) / len(weights) * 1e3)
-    return best
 
 
 def products(formats: list[str]) -> None:
@@ -76,7 +59,10 @@ def products(formats: list[str]) -> None:
             together = quant_linear(x, held, seen, extras, True)
             alone = all(torch.equal(quant_linear(x[:r], held, seen, extras, True), together[:r]) for r in (1, 5, 8, 16, 17, 33, 64, 65))
             many = [held] + [dataclasses.replace(held, words=held.words.clone()) for _ in range(max(3, int(5e8 / held.nbytes)))]
-            times = {rows: round(timed(x[:rows], many, seen, extras), 1) for rows in (1, 8, 16, 40, 64, 320)}
+            times = {}
+            for rows in (1, 8, 16, 40, 64, 320):
+                call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)  # noqa: E731
+                times[rows] = round(graph_us(call, len(many), 6), 1)
             floor = round(held.nbytes / BANDWIDTH * 1e6, 1)
             print(json.dumps(dict(shape=shape, format=name, floor_us=floor, us=times, error=round(error, 5), rows_alone=alone)), flush=True)
 

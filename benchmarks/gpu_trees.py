@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from gpu_common import RESULTS, Rig, attempt, collect, finish, say, verdict
-from trees import prompts
+from trees import answer, prompts
 
 from outrider import LLM, SamplingParams
 from outrider.bench.gpu import plain_run, tree_run
@@ -100,7 +100,7 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
     graphs = EngineConfig(max_batch=1, max_context=2048, prefix_cache=False, graphs=True)
     drafter = str(Path(__file__).resolve().parents[1] / "src/outrider/assets/drafters/smollm2")
     llm = LLM.load(file, drafter, engine=graphs, say=say)
-    engine, start = llm.engine, llm.engine.controller
+    start = llm.engine.controller
     say("costs, us by K:", {n or "verify": [round(1e6 * t) for t in start.cost.curve(n, 1, 300)[:9]] for n in (None, "mtp", "mtp tree")})
     card = json.loads((Path(drafter) / "acceptance.json").read_text())
     copy = lambda: CostTable.from_json(start.cost.to_json())  # noqa: E731
@@ -117,22 +117,8 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
                 break
             answers, order = {}, list(WAYS)[turn % len(WAYS) :] + list(WAYS)[: turn % len(WAYS)]
             for way in order:
-                k, tree = WAYS[way]
-                engine.controller = controllers[way]
                 params = SamplingParams(temperature=temperature, seed=turn, max_tokens=length)
-                (request,) = llm.requests(ids, params, k, tree=tree)
-                engine.submit(request)
-                answers[way], stats = [], None
-                while engine.busy:
-                    for event in engine.step():
-                        answers[way] += event.tokens
-                        stats = event.stats or stats
-                assert stats is not None
-                s = sums[way]
-                s["made"] += stats.new_tokens - stats.first_emitted
-                s["seconds"] += stats.decode_s
-                for name in ("cycles", "drafted", "accepted", "trees", "branched"):
-                    s[name] += getattr(stats, name)
+                answers[way] = answer(llm, controllers[way], ids, params, *WAYS[way], sums[way])
             equal += all(a == answers["plain"] for a in answers.values())
         verdict(f"T {temperature}: the same text whichever way", equal == turn + 1 or equal == turn, f"{equal} of {turn} prompts and more")
         speed = {way: s["made"] / max(1e-9, s["seconds"]) for way, s in sums.items()}
@@ -145,7 +131,7 @@ def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
         RESULTS[f"tokens T {temperature}"] = {way: {**s, "speed": speed[way]} for way, s in sums.items()}
         by_k = {way: [(k, n) for k, n in enumerate(c.snapshot()["by_k"]) if n] for way, c in controllers.items() if "auto" in way}  # type: ignore[arg-type]
         say("  drafted tokens a cycle, how often:", by_k)
-    del llm, engine
+    del llm
     collect()
 
 

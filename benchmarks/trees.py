@@ -22,6 +22,7 @@ from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine.cycle import forward
 from outrider.spec.choose import SamplingBatch
+from outrider.spec.controller import Controller
 from outrider.spec.mtp import MTPDrafter
 
 WAYS: dict[str, tuple[int | None, int | None]] = {"plain": (0, 0), "lines": (None, 0), "trees": (None, 16)}  # draft tokens, tree
@@ -35,6 +36,27 @@ def prompts(per: int) -> list[tuple[str, str]]:
         found[row["category"]].append(str(row["turns"][0]))
     spread = {name: texts[:: max(1, len(texts) // per)][:per] for name, texts in found.items()}
     return [(name, texts[i]) for i in range(per) for name, texts in spread.items() if i < len(texts)]
+
+
+def answer(
+    llm: LLM, controller: Controller, ids: list[int], params: SamplingParams, k: int | None, tree: int | None, *to: Sums
+) -> list[int]:
+    """One request, alone, with a controller of its own: its tokens. What it took is added to each of `to`."""
+    engine, tokens, stats = llm.engine, list[int](), None
+    engine.controller = controller
+    (request,) = llm.requests(ids, params, k, tree=tree)
+    engine.submit(request)
+    while engine.busy:
+        for event in engine.step():
+            tokens += event.tokens
+            stats = event.stats or stats
+    assert stats is not None
+    for sums in to:
+        sums["made"] += stats.new_tokens - stats.first_emitted
+        sums["seconds"] += stats.decode_s
+        for name in ("cycles", "drafted", "accepted", "trees", "branched"):
+            sums[name] += getattr(stats, name)
+    return tokens
 
 
 @torch.inference_mode()
@@ -88,22 +110,9 @@ def main() -> None:
             order = order[turn % 3 :] + order[: turn % 3]
             turn += 1
             for way in order:
-                engine.controller = controllers[temperature, way]
                 params = SamplingParams(temperature=temperature, seed=turn, max_tokens=args.tokens)
-                (request,) = llm.requests(ids, params, WAYS[way][0], tree=WAYS[way][1])
-                engine.submit(request)
-                texts[way], stats = [], None
-                while engine.busy:
-                    for event in engine.step():
-                        texts[way] += event.tokens
-                        stats = event.stats or stats
-                assert stats is not None
-                for where in (category, "all"):
-                    to = sums[temperature, where, way]
-                    to["made"] += stats.new_tokens - stats.first_emitted
-                    to["seconds"] += stats.decode_s
-                    for name in ("cycles", "drafted", "accepted", "trees", "branched"):
-                        to[name] += getattr(stats, name)
+                to = [sums[temperature, where, way] for where in (category, "all")]
+                texts[way] = answer(llm, controllers[temperature, way], ids, params, *WAYS[way], *to)
             now = {way: s["made"] / s["seconds"] for way in WAYS if (s := sums[temperature, "all", way])["seconds"]}
             print(f"{category}, T {temperature}: so far " + ", ".join(f"{w} {v:.1f}" for w, v in now.items()), file=sys.stderr, flush=True)
             assert texts["plain"] == texts["lines"] == texts["trees"], "the texts differ"

@@ -96,6 +96,7 @@ def run_joining(engine: Engine, jobs: list[tuple[int, Request]], steps: int = 20
         if step > max(at for at, _ in jobs) and not engine.busy:
             break
         for event in engine.step():
+            assert event.error is None, event.error
             got[event.id] += event.tokens
         engine.check()
     assert not engine.busy

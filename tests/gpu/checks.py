@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.engines import run_joining
 from tests.gpu.company import crowd, rows_alone
 from tests.gpu.place import GIB, HERE, KS, LAYERS
 
@@ -261,22 +262,6 @@ def requests(vocab: int) -> list[tuple[int, Request]]:
     return out
 
 
-def drive(engine: Engine, jobs: list[tuple[int, Request]]) -> dict[str, list[int]]:
-    got: dict[str, list[int]] = {r.id: [] for _, r in jobs}
-    for step in range(2000):
-        for at, r in jobs:
-            if at == step:
-                engine.submit(r)
-        if step > max(at for at, _ in jobs) and not engine.busy:
-            break
-        for event in engine.step():
-            assert event.error is None, event.error
-            got[event.id] += event.tokens
-    assert not engine.busy
-    engine.check()
-    return got
-
-
 def engine_tokens(size: str = "E2B") -> str:
     """Graphs one cycle behind, eager cycles, and plain decoding alone: the same tokens, whoever joins and leaves."""
     p = HERE
@@ -286,13 +271,13 @@ def engine_tokens(size: str = "E2B") -> str:
         plain: dict[str, list[int]] = {}
         for _, r in jobs:
             alone = engine_of(size, False, rig, ())
-            plain |= drive(alone, [(0, Request(r.id, r.prompt, r.params, 0, False))])
+            plain |= run_joining(alone, [(0, Request(r.id, r.prompt, r.params, 0, False))])
             del alone
         seconds = {}
         for label, graphs in (("eager", False), ("graphs", True)):
             engine = engine_of(size, graphs, rig)
             began = time.perf_counter()
-            got = drive(engine, jobs)
+            got = run_joining(engine, jobs)
             seconds[label] = time.perf_counter() - began
             for _, r in jobs:
                 assert got[r.id] == plain[r.id], f"{label}: request {r.id} ({r.params}) differs from plain decoding alone"

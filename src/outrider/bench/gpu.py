@@ -327,8 +327,7 @@ def plain_run(rig: Rig, seqs: list[SeqCache], context: int, steps: int) -> tuple
 
 @torch.inference_mode()
 def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens: Tensor, logits: Tensor) -> Equality:
-    """The same with k drafted tokens a cycle, by a drafter that knows the answer and is wrong about every fourth time.
-    Compared on the device: the host looks every 16 cycles whether all are done."""
+    """The same with k drafted tokens a cycle, by a drafter that knows the answer and is wrong about every fourth time."""
     batch, steps = tokens.shape
     device = rig.device
     padded = torch.cat((tokens, tokens.new_zeros((batch, k + 2))), 1)
@@ -341,30 +340,7 @@ def speculative_run(rig: Rig, seqs: list[SeqCache], context: int, k: int, tokens
         return Draft(torch.where(wrong, (right + 1) % rig.config.vocab_size, right), torch.full_like(length, k))
 
     run = rig.graph(seqs, k, context, context + steps + 64, advance=True, propose=propose)
-    bad_tokens, bad_logits, taken, made = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
-    first = torch.full((), steps, dtype=torch.int64, device=device)
-    cycles = 0
-    while cycles < steps and (cycles % 16 or int(run.length.min()) < context + steps):  # every cycle emits at least one token
-        at = run.length[:, None] - context + offset  # [B, K + 1]
-        run.graph.replay()
-        cycles += 1
-        seen = (offset < run.counts[:, None]) & (at < steps)
-        at = at.clamp(max=steps - 1)
-        other_token = seen & (run.tokens != tokens.gather(1, at))
-        other_logit = seen & (run.logits.view(batch, k + 1, -1) != logits[each, at]).any(-1)
-        bad_tokens += other_token.sum()
-        bad_logits += other_logit.sum()
-        first = torch.minimum(first, torch.where(other_token | other_logit, at, steps).min())
-        taken += torch.where(seen[:, 0], run.counts - 1, 0).sum()
-        made += seen[:, 0].sum()
-    done = int(run.length.min()) >= context + steps
-    if not done:
-        raise OutriderError(f"K={k}: {steps} cycles did not give {steps} tokens")
-    wrong_at = int(first)
-    return Equality(
-        k, batch, steps, cycles, int(taken) / max(1, int(made)), not int(bad_tokens), not int(bad_logits),
-        wrong_at if wrong_at < steps else None,
-    )  # fmt: skip
+    return compared(run, context, tokens, logits, offset.expand(batch, k + 1))
 
 
 @torch.inference_mode()
@@ -377,7 +353,7 @@ def tree_run(rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], t
     leaf = int((tree.depth[: nodes + 1] == k).nonzero()[-1])
     known = torch.isin(torch.arange(1, nodes + 1, device=device), tree.paths[leaf])
     padded = torch.cat((tokens, tokens.new_zeros((batch, k + 2))), 1)
-    each, offset = torch.arange(batch, device=device)[:, None], torch.arange(k + 1, device=device)
+    each = torch.arange(batch, device=device)[:, None]
     other = 1 + torch.arange(nodes, device=device)
 
     def propose(last: Tensor, length: Tensor) -> Planted:
@@ -387,16 +363,34 @@ def tree_run(rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], t
         return Planted(torch.where(wrong, (right + other) % vocab, right), tree.depth, tree.paths, tree.above)
 
     run = rig.graph(seqs, k, context, context + steps + 64, advance=True, propose=propose, nodes=nodes)
-    bad_tokens, bad_logits, taken, cycles, first = 0, 0, 0, 0, steps
-    while int(run.length.min()) < context + steps:
+    return compared(run, context, tokens, logits, run.rows)
+
+
+def compared(run: Captured, context: int, tokens: Tensor, logits: Tensor, rows: Tensor) -> Equality:
+    """Cycles until every sequence has its tokens [B, steps], each held against them and their logits [B, steps, V]. rows [B, K + 1]: which
+    of a sequence's rows chose each token. Compared on the device: the host looks every 16 cycles whether all are done."""
+    (batch, steps), device, k = tokens.shape, tokens.device, run.k
+    offset, each = torch.arange(k + 1, device=device), torch.arange(batch, device=device)[:, None]
+    bad_tokens, bad_logits, taken, made = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(4))
+    first = torch.full((), steps, dtype=torch.int64, device=device)
+    cycles = 0
+    while cycles < steps and (cycles % 16 or int(run.length.min()) < context + steps):  # every cycle emits at least one token
         at = run.length[:, None] - context + offset  # [B, K + 1]
         run.graph.replay()
         cycles += 1
         seen = (offset < run.counts[:, None]) & (at < steps)
         at = at.clamp(max=steps - 1)
         other_token = seen & (run.tokens != tokens.gather(1, at))
-        other_logit = seen & (run.logits.view(batch, nodes + 1, -1)[each, run.rows] != logits[each, at]).any(-1)
-        bad_tokens, bad_logits = bad_tokens + int(other_token.sum()), bad_logits + int(other_logit.sum())
-        first = min(first, int(torch.where(other_token | other_logit, at, steps).min()))
-        taken += int((run.counts - 1).sum())
-    return Equality(k, batch, steps, cycles, taken / cycles / batch, not bad_tokens, not bad_logits, first if first < steps else None)
+        other_logit = seen & (run.logits.view(batch, -1, logits.shape[2])[each, rows] != logits[each, at]).any(-1)
+        bad_tokens += other_token.sum()
+        bad_logits += other_logit.sum()
+        first = torch.minimum(first, torch.where(other_token | other_logit, at, steps).min())
+        taken += torch.where(seen[:, 0], run.counts - 1, 0).sum()
+        made += seen[:, 0].sum()
+    if int(run.length.min()) < context + steps:
+        raise OutriderError(f"K={k}: {steps} cycles did not give {steps} tokens")
+    wrong_at = int(first)
+    return Equality(
+        k, batch, steps, cycles, int(taken) / max(1, int(made)), not int(bad_tokens), not int(bad_logits),
+        wrong_at if wrong_at < steps else None,
+    )  # fmt: skip
