@@ -171,18 +171,23 @@ class SamplingParams:
     keep_special: bool = False  # text keeps control tokens other than EOS (the server parses tool calls and thoughts from them)
 
     @property
-    def processed(self) -> bool:
-        """The logits are changed before a token is chosen, by its history or by a mask, or are wanted themselves."""
+    def altered(self) -> bool:
+        """The logits are changed before a token is chosen, by its history or by a mask."""
         return bool(
             self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias or self.bad_words
-            or self.min_tokens or self.logprobs is not None or self.grammar is not None
+            or self.min_tokens or self.grammar is not None
         )  # fmt: skip
 
     @property
+    def processed(self) -> bool:
+        """The logits are changed before a token is chosen, or are wanted themselves."""
+        return self.altered or self.logprobs is not None
+
+    @property
     def tempered(self) -> bool:
-        """Temperature and seed alone say how a token is chosen: no filter, history, mask or logprobs."""
+        """Temperature and seed alone say how a token is chosen: no filter, history or mask."""
         filtered = self.temperature >= COLD and (self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
-        return not filtered and not self.processed
+        return not filtered and not self.altered
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
         def need(ok: bool, what: str) -> None:

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from outrider.engine.cycle import logprob_rows
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.choose import SamplingBatch, accept
 from outrider.spec.rejection import randomness, verify_block, verify_rejection
@@ -54,7 +53,7 @@ def test_nothing_waits_for_the_device():
         for verify in (verify_rejection, verify_block):
             verify(p, draft, *randomness(batch.seed, off[:B], K, V))
         batch.draw(logits[:B], off[:B], off[:B], OPS, V)
-        logprob_rows(logits, seq, 3)
+        OPS.logprob_rows(logits, seq, 3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

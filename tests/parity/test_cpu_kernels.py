@@ -191,6 +191,22 @@ def test_choose(ops: CpuOps) -> None:
     assert torch.equal(ops.gumbel_argmax(z, seed, position, None, ~hot)[hot], z[hot].argmax(-1))
 
 
+def test_logprobs(ops: CpuOps) -> None:
+    """Those of the definition, a row's the same bits beside any others; catches: a tail that is no whole vector, equals out of order."""
+    gen = torch.Generator().manual_seed(5)
+    z = torch.randn(5, 5003, generator=gen) * 4
+    z[1, 40] = z[1, 4999] = z[1].max() + 1.0
+    z[2] -= 200.0
+    tokens = torch.tensor([0, 5002, 17, 4096, 31])
+    got, want = ops.logprob_rows(z, tokens, 20), REF.logprob_rows(z, tokens, 20)
+    assert torch.allclose(got[:, :21], want[:, :21], atol=3e-6, rtol=1e-6) and got[1, 21:23].tolist() == [40.0, 4999.0]
+    assert torch.equal(got[[0, 2, 3, 4], 21:], want[[0, 2, 3, 4], 21:])
+    for i in range(5):
+        alone = ops.logprob_rows(z[i : i + 1], tokens[i : i + 1], 3)[0]
+        assert torch.equal(alone, torch.cat((got[i, :4], got[i, 21:24])))
+    assert torch.equal(ops.logprob_rows(z, tokens, 0), got[:, :1])
+
+
 # ---- attention ----------------------------------------------------------------------------------------------------
 SPECS = {
     "gqa": AttnSpec(6, 2, 64, 0, True, scale=0.125),

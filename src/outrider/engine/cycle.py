@@ -171,16 +171,8 @@ def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
 
 
 # ---- what only some requests ask for; these wait for the device ------------------------------------------------------------
-def logprob_rows(logits: Tensor, tokens: Tensor, top: int) -> Tensor:
-    """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest ones' logprobs and ids
-    (a float32 holds ids up to 2^24)."""
-    logp = torch.log_softmax(logits.float(), -1)
-    best = logp.topk(top, dim=-1)
-    return torch.cat((logp.gather(1, tokens[:, None]), best.values, best.indices.to(torch.float32)), 1)
-
-
-def logprobs(rows: list[list[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:
-    """For each emitted token {id: logprob}, the chosen one first; `rows` as `logprob_rows` gives them, `top` of their likeliest."""
+def logprobs(rows: Sequence[Sequence[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:
+    """For each emitted token {id: logprob}, the chosen one first; `rows` as `Backend.logprob_rows` gives them, `top` of their likeliest."""
     out = []
     for row, token in zip(rows, tokens):
         width = len(row) // 2

@@ -20,7 +20,7 @@ from ..spec.drafter import DraftBatch
 from ..spec.mtp import MTPDrafter
 from ..spec.nets import Target
 from ..types import MAX_DRAFT, Draft, GroupName, KVView, Verdict
-from .cycle import CycleInput, Rows, cycle, logprob_rows, verify_coupled
+from .cycle import CycleInput, Rows, cycle, verify_coupled
 from .history import NOTHING, Asks, History
 from .tree import Tree
 
@@ -201,7 +201,7 @@ def decode_step(
             told += [verdict.rows, x.tree.above.view(b, -1)]
         torch.cat((*told, verdict.counts[:, None]), 1, out=out.tokens)
         if out.logprobs is not None:
-            out.logprobs.copy_(logprob_rows(done.logits, rows.flat(verdict.tokens), key.asks.logprobs))
+            out.logprobs.copy_(model.ops.logprob_rows(done.logits, rows.flat(verdict.tokens), key.asks.logprobs))
         if advance:
             newest = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0] if k else verdict.tokens[:, 0]
             state.last.index_copy_(0, slots, newest)

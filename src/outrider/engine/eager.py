@@ -19,7 +19,7 @@ from ..spec.draft_model import DraftModel
 from ..spec.drafter import DraftBatch
 from ..spec.plan import Branches
 from ..types import Draft, SamplingParams, Verdict
-from .cycle import CycleInput, Rows, cut, cycle, logprob_rows, logprobs, verify_coupled
+from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled
 from .machine import Machine
 from .metrics import Metrics
 from .step import Emitted, Flight, Lane, Seq, StepBatch
@@ -101,12 +101,13 @@ class EagerExecutor:
         if most is None:
             return [None] * len(seqs)
         start: Sequence[int]
+        told = self.machine.model.ops.logprob_rows
         if verdict.rows is not None:  # of a tree, the rows of the path
             width = verdict.rows.shape[1]
             which = (rows.start[:-1, None] + verdict.rows).reshape(-1)
-            table, start = logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist(), range(0, len(seqs) * width, width)
+            table, start = told(logits[which], verdict.tokens.reshape(-1), most).tolist(), range(0, len(seqs) * width, width)
         else:
-            table, start = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
+            table, start = told(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
 
     def _input(self, lanes: Sequence[Lane], sampling: SamplingBatch) -> CycleInput:

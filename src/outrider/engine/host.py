@@ -1,4 +1,5 @@
-"""The step as one call of a C library (`Backend.host_cycle`), for requests that ask for nothing but greedy or tempered choosing.
+"""The step as one call of a C library (`Backend.host_cycle`), for requests whose tokens are chosen greedily or by a temperature alone,
+with or without logprobs.
 
 Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept short: no tensor
 operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`.
@@ -10,6 +11,7 @@ from ..ops.backend import Asked, HostCycle
 from ..spec.choose import SamplingBatch
 from ..spec.plan import Branches
 from ..types import SamplingParams
+from .cycle import logprobs
 from .machine import Machine
 from .step import Emitted, Flight, StepBatch
 
@@ -38,15 +40,17 @@ class HostExecutor:
             asked = []
             for x in batch.decode:
                 guess = x.guess if x.k else None
-                asked.append(Asked(x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices))
+                likely = x.seq.request.params.logprobs
+                asked.append(Asked(x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices, likely))
             flight.payload = self.cycle.run(asked, machine.sampling([lane.seq for lane in batch.decode]), batch.trust)
         return flight
 
     def read(self, flight: Flight) -> list[Emitted]:
         lanes, out = flight.batch.decode, []
-        for lane, (k, tokens, confidence, tree) in zip(lanes, flight.payload or ()):  # type: ignore[call-overload]
+        for lane, (k, tokens, confidence, tree, rows) in zip(lanes, flight.payload or ()):  # type: ignore[call-overload]
             lane.k = k
-            out.append(Emitted(tokens, None, confidence, Branches.of(*tree) if tree is not None else None))
+            top = logprobs(rows, tokens, lane.seq.request.params.logprobs or 0) if rows is not None else None
+            out.append(Emitted(tokens, top, confidence, Branches.of(*tree) if tree is not None else None))
         if lanes:
             flight.width, flight.context = sum(lane.k for lane in lanes) / len(lanes), sum(len(x.seq.tokens) for x in lanes) // len(lanes)
         return out

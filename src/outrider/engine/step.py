@@ -47,7 +47,7 @@ class Seq:
     drafter_off: bool = False
     paused: bool = False  # nobody reads its answer just now
     ahead: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
-    tempered: bool = True  # its tokens are chosen by temperature and seed alone: no filter, history, mask or logprobs
+    tempered: bool = True  # its tokens are chosen by temperature and seed alone: no filter, history or mask
     answer: Answer = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
     prompt_len: int = field(init=False)

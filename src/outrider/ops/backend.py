@@ -81,6 +81,7 @@ class Asked(NamedTuple):
     drop: float = 0.0
     nodes: int = 0  # most tokens of a tree k deep; 0: a line
     prices: Sequence[float] | None = None  # [17] of a tree's rows, in tokens
+    likely: int | None = None  # logprobs: of the chosen tokens and of so many likeliest ones; None: none are wanted
 
 
 class Told(NamedTuple):
@@ -90,6 +91,7 @@ class Told(NamedTuple):
     tokens: list[int]  # emitted: those accepted and the target's next
     confidence: list[float] | None  # of the drafter's tokens
     tree: tuple[list[int], list[int], float] | None = None  # the row each token follows, the rows accepted, the drafter's steps
+    logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
 
 
 class Tempered(Protocol):
@@ -101,7 +103,7 @@ class Tempered(Protocol):
 
 
 class HostCycle(Protocol):
-    """Draft, verify, choose and accept in one call, for requests that ask for nothing but greedy or tempered choosing."""
+    """Draft, verify, choose and accept in one call, for requests whose tokens are chosen greedily or by a temperature alone."""
 
     drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
 
@@ -180,3 +182,4 @@ class Backend(Protocol):
     def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor: ...
     def argmax(self, z: Tensor) -> Tensor: ...
     def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor: ...
+    def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor: ...

@@ -290,3 +290,10 @@ class ReferenceOps(TreeOps):
         are the token ids of the columns (None: 0..N-1)."""
         noise = gumbel(seed[:, None], position[:, None], torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens)
         return torch.where(hot[:, None], z + noise, z).argmax(-1)
+
+    def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
+        """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest ones' logprobs and ids
+        (a float32 holds ids up to 2^24)."""
+        logp = torch.log_softmax(logits.float(), -1)
+        best = logp.topk(top, dim=-1)
+        return torch.cat((logp.gather(1, tokens[:, None]), best.values, best.indices.to(torch.float32)), 1)

@@ -225,11 +225,13 @@ def test_logprobs_of_a_graph_are_those_of_the_eager_cycle(k: int) -> None:
 def test_what_a_batch_asks_for() -> None:
     plain = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(4,))
     assert not plain.processed and not plain.tempered and Asks.of([plain], 1) == NOTHING
+    for n, likely in ((0, 0), (3, 5), (20, 20)):
+        told = SamplingParams(logprobs=n)
+        assert told.processed and told.tempered and Asks.of([plain, told], 1) == Asks(logprobs=likely)
     for p, want in (
         (SamplingParams(repetition_penalty=1.1), Asks(penalties=True)), (SamplingParams(presence_penalty=0.1), Asks(penalties=True)),
         (SamplingParams(frequency_penalty=0.1), Asks(penalties=True)), (SamplingParams(logit_bias={1: 1.0, 2: 1.0, 3: 0.5}), Asks(bias=4)),
         (SamplingParams(bad_words=((1,), (1, 2, 3))), Asks(words=2, reach=2)), (SamplingParams(min_tokens=1), Asks(stops=1)),
-        (SamplingParams(logprobs=0), Asks(logprobs=0)), (SamplingParams(logprobs=3), Asks(logprobs=5)),
         (SamplingParams(grammar=Thirds()), Asks(grammar=True)),
     ):  # fmt: skip
         assert p.processed and not p.tempered and Asks.of([plain, p], 1) == want

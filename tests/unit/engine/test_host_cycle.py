@@ -10,7 +10,7 @@ import torch
 from tests.engines import request, run
 
 from outrider.config import EngineConfig, SpecConfig
-from outrider.engine.engine import Engine
+from outrider.engine.engine import Engine, Request
 from outrider.engine.host import HostExecutor
 from outrider.models import build, build_drafter
 from outrider.models.config import ModelConfig
@@ -81,8 +81,42 @@ def test_one_call_is_the_single_operations(shape: str, taps: tuple[int, ...], pa
     assert torch.equal(one.machine.features, many.machine.features)
 
 
+@pytest.mark.parametrize("shape", ["llama", "ties", "few sliding"])
+def test_logprobs_in_one_call(shape: str) -> None:
+    """Beside others who want none, drafted for by lines, trees and copies: the bits of the single operations and of plain decoding."""
+    one, many = engines(shape)
+    prompt = [token % SHAPES[shape]["vocab_size"] for token in PROMPT]
+    asked = [
+        request("a", prompt, k=3, drafter="mtp", logprobs=5),
+        request("b", prompt[2:], k=5, drafter="ngram", logprobs=0, temperature=0.8, seed=3),
+        request("c", prompt[4:], k=4, drafter="mtp", temperature=1.3, seed=7),
+        request("d", prompt[1:], k=4, drafter="mtp", logprobs=8, temperature=1.3, seed=9, max_tokens=30),
+    ]
+    asked[3].tree = 12
+
+    def told(engine: Engine, jobs: list[Request]) -> dict[str, list[tuple[int, dict[int, float]]]]:
+        out: dict[str, list[tuple[int, dict[int, float]]]] = {job.id: [] for job in jobs}
+        for job in jobs:
+            engine.submit(job)
+        while engine.busy:
+            for event in engine.step():
+                assert (event.logprobs is None) == (event.id == "c")
+                out[event.id] += zip(event.tokens, event.logprobs or [{}] * len(event.tokens))
+        return out
+
+    rows = []
+    host_run = cycle_of(one).run
+    cycle_of(one).run = lambda *args: (rows.append(len(args[0])), host_run(*args))[1]
+    got = told(one, asked)
+    assert max(rows) == 4 and one.metrics.accepted > 0, "nobody was sent the long way"
+    assert got == told(many, asked)
+    plain = [Request(job.id, job.prompt, job.params, 0, False) for job in asked]
+    assert got == {name: line for job in plain for name, line in told(many, [job]).items()}
+    assert all(next(iter(top)) == token and len(top) in (5, 6) for token, top in got["a"])
+
+
 def test_what_the_call_cannot_do_goes_the_other_way() -> None:
-    """Filters, penalties, logprobs: beside and after plain requests, with the same tokens as ever."""
+    """Filters, penalties: beside and after plain requests, with the same tokens as ever."""
     one, many = engines("llama")
     ran = []
     host_run = cycle_of(one).run

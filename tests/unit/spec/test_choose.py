@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.engine.cycle import logprob_rows
 from outrider.ops.noise import gumbel
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.choose import SamplingBatch, accept
@@ -205,7 +204,7 @@ def test_draft_noise_differs_from_block_to_block():
 
 def test_logprobs_are_those_of_the_raw_logits():
     logits, tokens = torch.randn(3, V), torch.tensor([1, 5, 9])
-    chosen, values, ids = logprob_rows(logits, tokens, 3).split((1, 3, 3), 1)
+    chosen, values, ids = OPS.logprob_rows(logits, tokens, 3).split((1, 3, 3), 1)
     chosen, ids, want = chosen[:, 0], ids.long(), logits.log_softmax(-1)
     torch.testing.assert_close(chosen, want[torch.arange(3), tokens])
     torch.testing.assert_close(values, want.topk(3).values)

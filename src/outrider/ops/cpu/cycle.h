@@ -18,6 +18,7 @@ typedef struct {          /* one sequence */
     int32_t accepted;      /* out */
     int32_t nodes;         /* most tokens of a tree; 0: a line */
     int32_t priced;        /* prices[b] says what its rows cost */
+    int32_t likely;        /* logprobs of the chosen tokens are wanted and, of the cycle's `likely` best, so many; -1: none are */
 } Asked;
 
 typedef struct {
@@ -38,22 +39,25 @@ typedef struct {
     const int64_t *seed;           /* [B] */
     const double *trust;           /* as in Draft */
     int64_t *chosen;               /* [rows] the target's own tokens */
+    float *logprobs;               /* [rows, 1 + 2·likely] out, of the rows of those who want them: as logprob_row */
     int32_t seqs, most, streams, shift; /* shift: of the drafter's constant position */
     float cap;                     /* of the logits; 0: none */
+    int32_t likely;                /* the most that anybody wants; -1: nobody wants logprobs */
 } Cycle;
 
-typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; } VerdictJob;
+typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; float *warm; } VerdictJob; /* warm: [members, V] */
 static void verdict_region(Team *team, int me, void *job) {
-    (void)me;
     const VerdictJob *j = job;
     const Cycle *c = j->c;
     const int n = c->head.n;
     int lo, hi;
     while (team_next(team, j->rows, 1, &lo, &hi)) {
         const int64_t b = j->row_seq[lo];
-        float *z = c->z + (long)lo * n;
-        if (c->hot[b]) for (int i = 0; i < n; i++) z[i] /= c->temperature[b];
-        c->chosen[lo] = choose_row(z, n, c->hot[b], c->seed[b], j->position[lo] + 1, NULL);
+        const int told = c->asked[b].likely >= 0;
+        float *z = c->z + (long)lo * n, *warm = told ? j->warm + (long)me * n : z; /* logprobs are those of the raw logits */
+        if (c->hot[b]) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
+        c->chosen[lo] = choose_row(c->hot[b] ? warm : z, n, c->hot[b], c->seed[b], j->position[lo] + 1, NULL);
+        if (told) logprob_row(z, n, c->chosen[lo], c->likely, c->logprobs + lo * (1L + 2 * c->likely));
     }
 }
 
@@ -255,12 +259,13 @@ int or_cycle(Team *team, Cycle *c) {
     gather_tables(&call.batch, c, NULL, B, width, tables);
     int failed = or_forward(team, &call), hot = 0;
     for (int b = 0; b < B; b++) hot |= c->hot[b];
-    if (!failed && !hot) failed = choose_greedy(team, c, call.hidden, r);
+    if (!failed && !hot && c->likely < 0) failed = choose_greedy(team, c, call.hidden, r);
     else if (!failed) {
         or_logits(team, &c->head, call.hidden, r, c->cap, c->z);
-        VerdictJob job = {c, row_seq, positions, r};
         team_begin(team);
-        team_run(team, verdict_region, &job);
+        VerdictJob job = {c, row_seq, positions, r, c->likely < 0 ? NULL : team_scratch(team, (size_t)team->size * c->head.n * 4)};
+        failed = c->likely >= 0 && !job.warm;
+        if (!failed) team_run(team, verdict_region, &job);
         team_end(team);
     }
     if (!failed) {

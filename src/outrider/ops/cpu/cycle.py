@@ -2,7 +2,8 @@
 
 Between two passes over the weights every line of Python runs on cold caches. A cycle made of single tensor operations loses
 half a millisecond there plainly and more than one with a draft, of four to seven; this loses a tenth of that. It does what
-`engine.cycle` with `verify_coupled` does, to the bit, for requests that ask for nothing but greedy or tempered choosing.
+`engine.cycle` with `verify_coupled` does, to the bit, for requests whose tokens are chosen greedily
+or by a temperature alone.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..backend import Asked, Tempered, Told
 from .forward import CompiledDrafter, CompiledModel
 from .lib import CCall, CCycle, CDraft
 
-ASKED = Struct("=qqdddiiiiii")  # Asked in cycle.h
+ASKED = Struct("=qqdddiiiiiii4x")  # Asked in cycle.h
 
 
 class CpuCycle:
@@ -60,6 +61,7 @@ class CpuCycle:
         self.trusted: Sequence[float] | None = None  # what `trust` holds
         self.ref = ctypes.byref(c)
         self.room = 0
+        self.told = (c_float * 0)()  # logprobs by row
         self.sampling: Tempered | None = None
 
     def _grow(self, rows: int) -> None:
@@ -80,10 +82,12 @@ class CpuCycle:
     def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None) -> list[Told]:
         """`sampling`: the batch's temperature, hot and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
         drafts may end themselves; a list that does not change."""
-        c, rows = self.c, len(asked)
-        for i, (slot, last, length, k, guess, stop, drop, nodes, prices) in enumerate(asked):
+        c, rows, most_likely = self.c, len(asked), -1
+        for i, (slot, last, length, k, guess, stop, drop, nodes, prices, likely) in enumerate(asked):
+            top = -1 if likely is None else likely
+            most_likely = max(most_likely, top)
             ASKED.pack_into(
-                self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes, prices is not None
+                self.asked, i * ASKED.size, last, length, stop, drop, 0.0, slot, k, guess is not None, 0, nodes, prices is not None, top
             )  # fmt: skip
             if guess is not None:
                 self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
@@ -100,12 +104,15 @@ class CpuCycle:
             if trust is not None:
                 self.trust[:] = list(trust)
             c.trust = self.at_trust if trust is not None else None
-        c.seqs = len(asked)
+        c.seqs, c.likely, width = len(asked), most_likely, 1 + 2 * most_likely
+        if rows * width > len(self.told):
+            self.told = (c_float * (self.room * width))()
+            c.logprobs = ctypes.addressof(self.told)
         if self.ops.lib.or_cycle(self.ops.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
-        for i, (_, _, _, most, guess, _, _, nodes, _) in enumerate(asked):
-            _, _, _, _, steps, _, k, _, right, _, _ = ASKED.unpack_from(self.asked, i * ASKED.size)
+        for i, (_, _, _, most, guess, _, _, nodes, _, likely) in enumerate(asked):
+            _, _, _, _, steps, _, k, _, right, _, _, _ = ASKED.unpack_from(self.asked, i * ASKED.size)
             sure, tree, at = None, None, i * MAX_DRAFT
             if nodes:
                 sure, tree = self.confidence[at : at + k], (self.parents[at : at + k], self.path[at : at + right], steps)
@@ -113,6 +120,10 @@ class CpuCycle:
                 sure = self.confidence[at : at + min(most, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted
                     sure.pop()
-            out.append(Told(k, self.chosen[row : row + right + 1], sure, tree))
+            told = None
+            if likely is not None:
+                path = range(1, right + 1) if tree is None else tree[1]
+                told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
+            out.append(Told(k, self.chosen[row : row + right + 1], sure, tree, told))
             row += k + 1
         return out

@@ -124,7 +124,7 @@ static void draft_region(Team *team, int me, void *job) {
             for (int b = lo; b < hi; b++) {
                 float *score = d->scores + (long)b * r->clusters, *lean = d->lean + (long)b * r->clusters;
                 if (r->hot[b]) for (int c = 0; c < r->clusters; c++) score[c] += lean[c];
-                best_clusters(score, r->clusters, r->top, d->best + (long)b * r->top);
+                best_columns(score, r->clusters, r->top, d->best + (long)b * r->top);
             }
             team_barrier(team);
             cluster_phase(team, &clusters, &d->g, B, d->best, d->z);

@@ -130,7 +130,7 @@ static void cluster_region(Team *team, int me, void *job) {
 }
 void or_clustered(Team *team, const Weight *w, const float *x, int rows, const float *scores, int clusters, int top, int size, int64_t *best,
                   float *out) {
-    for (int r = 0; r < rows; r++) best_clusters(scores + (long)r * clusters, clusters, top, best + (long)r * top);
+    for (int r = 0; r < rows; r++) best_columns(scores + (long)r * clusters, clusters, top, best + (long)r * top);
     team_begin(team);
     ClusterJob job = {{w, clusters, top, size}, {0}, rows, best, out};
     job.a = acts_at(w->kind == W_DENSE ? NULL : team_scratch(team, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
@@ -171,6 +171,21 @@ void or_choose(Team *team, const float *z, int rows, int n, const int64_t *seed,
     ChooseJob job = {z, n, seed, position, tokens, hot, rows, out};
     team_begin(team);
     team_run(team, choose_region, &job);
+    team_end(team);
+}
+
+/* tokens [rows], out [rows, 1 + 2·top]: as logprob_row */
+typedef struct { const float *z; int rows, n, top; const int64_t *tokens; float *out; } LogprobJob;
+static void logprob_region(Team *team, int me, void *job) {
+    (void)me;
+    const LogprobJob *j = job;
+    int lo, hi;
+    while (team_next(team, j->rows, 1, &lo, &hi)) logprob_row(j->z + (long)lo * j->n, j->n, j->tokens[lo], j->top, j->out + lo * (1L + 2 * j->top));
+}
+void or_logprobs(Team *team, const float *z, int rows, int n, const int64_t *tokens, int top, float *out) {
+    LogprobJob job = {z, rows, n, top, tokens, out};
+    team_begin(team);
+    team_run(team, logprob_region, &job);
     team_end(team);
 }
 

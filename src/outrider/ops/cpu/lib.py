@@ -83,8 +83,8 @@ class CCycle(Structure):
     _fields_ = [
         ("call", CCall), ("head", CWeight),
         *[(name, c_void_p) for name in ("draft", "taps", "features", "z", "asked", "drafts", "confidence", "parents", "path", "prices")],
-        *[(name, c_void_p) for name in ("temperature", "hot", "seed", "trust", "chosen")],
-        *[(name, c_int32) for name in ("seqs", "most", "streams", "shift")], ("cap", c_float),
+        *[(name, c_void_p) for name in ("temperature", "hot", "seed", "trust", "chosen", "logprobs")],
+        *[(name, c_int32) for name in ("seqs", "most", "streams", "shift")], ("cap", c_float), ("likely", c_int32),
     ]  # fmt: skip
 
 
@@ -110,6 +110,7 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_act_mul": (None, [P, L, P, L, I, I, I, P]),
     "or_angles": (None, [P, I, P, I, P, P]),
     "or_choose": (None, [P, P, I, I, P, P, P, P, P]),
+    "or_logprobs": (None, [P, P, I, I, P, I, P]),
     "or_moe": (I, [P, P, P, P, I, I, P]),
     "or_rope_write": (None, [P, P, P, P, P, P, P, P]),
     "or_attend": (I, [P, P, P, P, L, P]),

@@ -55,7 +55,7 @@ static void experts_phase(Team *team, int me, const Weight *w, int experts, cons
 
 /* The best `top` experts of a row and their weights: softmax over all, the chosen ones scaled to 1, times the expert's own scale */
 static void route_row(const float *z, const Moe *m, int64_t *chosen, float *weight) {
-    best_clusters(z, m->experts, m->top, chosen);
+    best_columns(z, m->experts, m->top, chosen);
     float e[LANES], sum = 0.0f;
     for (int t = 0; t < m->top; t += LANES) {
         const int n = m->top - t < LANES ? m->top - t : LANES;

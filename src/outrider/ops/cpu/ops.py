@@ -335,6 +335,12 @@ class CpuOps(ReferenceOps):
         )  # fmt: skip
         return out
 
+    def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
+        z, tokens = floats(logits), tokens.contiguous()
+        out = torch.empty((z.shape[0], 1 + 2 * top))
+        self.lib.or_logprobs(self.team, z.data_ptr(), z.shape[0], z.shape[1], tokens.data_ptr(), top, out.data_ptr())
+        return out
+
 
 def stored_rows(w: Weight) -> QuantPart:
     """All rows of a matrix, or of all experts."""

@@ -167,11 +167,11 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
     return at;
 }
 
-/* The best `top` in falling order; the earlier of equals first. */
-static void best_clusters(const float *z, int clusters, int top, int64_t *best) {
+/* The best `top` columns in falling order; the earlier of equals first. */
+static void best_columns(const float *z, int n, int top, int64_t *best) {
     int have = 0;
-    for (int c = 0; c < clusters; c++) {
-        if (have == top && c % LANES == 0 && c + LANES <= clusters && !vf_any_ge(vf_load(z + c), vf_set(z[best[top - 1]]))) {
+    for (int c = 0; c < n; c++) {
+        if (have == top && c % LANES == 0 && c + LANES <= n && !vf_any_ge(vf_load(z + c), vf_set(z[best[top - 1]]))) {
             c += LANES - 1; /* none of sixteen is good enough */
             continue;
         }
@@ -179,5 +179,33 @@ static void best_clusters(const float *z, int clusters, int top, int64_t *best) 
         int at = have < top ? have++ : top - 1;
         for (; at > 0 && z[c] > z[best[at - 1]]; at--) best[at] = best[at - 1];
         best[at] = c;
+    }
+}
+
+/* out [1 + 2·top]: the logarithm of the softmax of z at `token`, then those of the `top` best columns and their numbers. Sums of 1,024 are
+ * added up in double precision: over a large vocabulary float32 alone would lose digits. */
+static void logprob_row(const float *z, int n, int64_t token, int top, float *out) {
+    enum { PIECE = 64 * LANES };
+    int64_t best[top + 1];
+    double sum = 0.0;
+    memset(best, 0, sizeof best); /* a vocabulary may have fewer */
+    best_columns(z, n, top + 1, best); /* with top 0, too: the largest is needed */
+    const float most = z[best[0]];
+    for (int piece = 0; piece < n; piece += PIECE) {
+        const int end = piece + PIECE < n ? piece + PIECE : n;
+        vf part = vf_set(0.0f);
+        for (int i = piece; i < end; i += LANES) {
+            float t[LANES];
+            if (i + LANES <= end) { part = vf_add(part, vf_exp(vf_sub(vf_load(z + i), vf_set(most)))); continue; }
+            for (int j = 0; j < LANES; j++) t[j] = i + j < end ? z[i + j] - most : -100.0f; /* whose exponential is 0 */
+            part = vf_add(part, vf_exp(vf_load(t)));
+        }
+        sum += vf_sum(part);
+    }
+    const double all = most + log(sum);
+    out[0] = (float)(z[token] - all);
+    for (int i = 0; i < top; i++) {
+        out[1 + i] = (float)(z[best[i]] - all);
+        out[1 + top + i] = (float)best[i];
     }
 }
