@@ -300,8 +300,8 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
         ]
         whole = [np.array(p + a) for p, a in zip(prompts, plain, strict=True)]
         answered = Sequences.of(whole, [len(p) for p in prompts], seeds, [not temperature] * 12, opened.config.vocab_size, seeds)
-        weights, full, clustered = views(net, opened, temperature or 1.0)
-        right = judge_drafts(opened.model, net, weights, clustered or full, answered, 3, coupled=temperature > 0).right
+        weights, full, clustered = views(net, opened)
+        right = judge_drafts(opened.model, net, weights, clustered or full, answered, 3, temperature=temperature).right
         took, walked = [], []
         for i in range(12):
             (made,) = llm.generate([prompts[i]], SamplingParams(temperature=temperature, max_tokens=24, seed=seeds[i]))

@@ -4,14 +4,15 @@ Nothing a drafter returns can change an answer: the target decides. A drafter th
 the vocabulary or numbers that are not finite, is switched off for the requests concerned (`engine.eager`).
 
 A kind of drafter says how a token is scored (`Score`); `draft_round` is the loop that everybody shares: drafters whose rounds are not
-one call of a backend, and benchmarks. Training and `train/evaluate.py` walk all positions of whole answers at once instead, and score only
-those whose guesses were right so far; `tests/e2e/test_train.py` holds that walk against the engine's own drafts.
+one call of a backend, and benchmarks. Its step is `guess_next`. `train/evaluate.py` takes that step from all positions of whole answers at
+once, as long as the guesses are right; `tests/e2e/test_train.py` holds that walk against the engine's own drafts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -61,6 +62,16 @@ class Drafter(Protocol):
         ...
 
 
+def guess_next(
+    sampling: SamplingBatch, at: Tensor, score: Callable[[Tensor | None], tuple[Tensor | None, Tensor]], ops: Backend,
+    clusters: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """One draft step: the tokens [B] that the target will choose at positions `at` [B] if these scores are right, with its own noise; and
+    the logits they were chosen from. score(lean): as `Score`, at this step. clusters [C, S]: ids of a clustered head."""
+    ids, logits = score(sampling.lean(clusters, at, ops))
+    return sampling.guess(logits, at, ops, ids), logits
+
+
 def draft_round(
     batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None, follow: Tensor | None = None
 ) -> Draft:  # fmt: skip
@@ -72,14 +83,12 @@ def draft_round(
     laws: list[Tensor] = []
     for j in range(k):
         at = batch.length + 1 + j  # the position the guessed token will have
-        # Rejection wants tokens drawn from q: candidates may not depend on the noise that draws among them.
-        lean = None if batch.sampled else sampling.lean(clusters, at, batch.ops)
-        ids, logits = score(j, token, lean)
-        if batch.sampled:
+        if batch.sampled:  # drawn from q: candidates may not depend on the noise that draws among them
+            ids, logits = score(j, token, None)
             token, law = sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab, ids)
             laws.append(law)
         else:
-            token = sampling.guess(logits, at, batch.ops, ids)
+            token, _ = guess_next(sampling, at, partial(score, j, token), batch.ops, clusters)
         guesses.append(token)
         token = token if follow is None else follow[:, j]
     return Draft(torch.stack(guesses, 1), torch.full_like(batch.length, k), torch.stack(laws, 1) if laws else None)

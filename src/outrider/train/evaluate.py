@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -16,8 +17,10 @@ from torch import Tensor
 
 from ..models.layers import TextModel
 from ..ops.reference import ReferenceOps
+from ..spec.choose import SamplingBatch
+from ..spec.drafter import guess_next
 from ..spec.simulate import Trace
-from ..types import MAX_DRAFT
+from ..types import MAX_DRAFT, SamplingParams
 from .capture import capture
 from .clusters import cluster_of
 from .data import Sequences, make_batch, plan_epoch
@@ -30,41 +33,43 @@ MAX_K = MAX_DRAFT
 
 @dataclass(frozen=True)
 class Head:
-    """How a draft step chooses. `seeds` and `temperature`: with the engine's noise, as coupled sampling does; None: greedy."""
+    """What a draft step's states are scored with."""
 
     rows: Tensor  # [V, h]
     centroids: Tensor | None = None  # [C, h]: score only the best `top` clusters
     order: Tensor | None = None  # int64 [V]
     top: int = 0
-    temperature: float = 1.0
 
-    def choose(self, g: Tensor, seeds: Tensor | None, positions: Tensor | None, weigh: bool = True) -> tuple[Tensor, Tensor]:
-        """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens it scored."""
-        vocab, ops = self.rows.shape[0], ReferenceOps()  # its rules of noise and leaning are the definition
-        step = chunk_rows(g.device, 8 * vocab * (4 if seeds is not None else 1))
-        clusters = None if self.order is None or self.centroids is None else self.order.view(self.centroids.shape[0], -1)  # [C, S]
-        of = None if clusters is None or self.order is None else cluster_of(self.order, clusters.shape[0])
-        out, sure = [torch.zeros(0, dtype=torch.int64, device=g.device)], [torch.zeros(0, device=g.device)]
-        for lo in range(0, g.shape[0], step):
-            part = g[lo : lo + step]
-            z = (part @ self.rows.T).float()
-            heat = torch.full((len(part),), self.temperature, device=g.device)
-            hot = torch.ones(len(part), dtype=torch.bool, device=g.device)
-            seed, at = (None, None) if seeds is None or positions is None else (seeds[lo : lo + step], positions[lo : lo + step])
-            if clusters is not None and of is not None and self.centroids is not None:
-                score = (part @ self.centroids.T).float()
-                if seed is not None and at is not None:
-                    score += ops.cluster_lean(clusters, seed, at, heat, hot)
-                chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(1, score.topk(self.top, dim=-1).indices, True)
-                z = z.masked_fill_(~chosen[:, of], float("-inf"))
-            if seed is not None and at is not None:
-                z = z.div_(self.temperature)
-                token = ops.gumbel_argmax(z, seed, at, None, hot)
-            else:
-                token = ops.argmax(z)
-            out.append(token)
-            sure.append((z.gather(1, token[:, None])[:, 0] - z.logsumexp(-1)).exp() if weigh else torch.zeros(len(token), device=g.device))
-        return torch.cat(out), torch.cat(sure)
+    @cached_property
+    def clusters(self) -> tuple[Tensor, Tensor] | None:
+        """Ids [C, S], and the cluster of each token [V]."""
+        if self.order is None or self.centroids is None:
+            return None
+        return self.order.view(len(self.centroids), -1), cluster_of(self.order, len(self.centroids))
+
+    def score(self, g: Tensor, lean: Tensor | None) -> tuple[None, Tensor]:
+        """As spec.drafter.Score: logits [A, V] of states [A, h], -inf outside the best clusters."""
+        z = (g @ self.rows.T).float()
+        if self.clusters is not None and self.centroids is not None:
+            near = (g @ self.centroids.T).float()
+            best = (near if lean is None else near + lean).topk(self.top, dim=-1).indices
+            chosen = torch.zeros_like(near, dtype=torch.bool).scatter_(1, best, True)
+            z = z.masked_fill_(~chosen[:, self.clusters[1]], float("-inf"))
+        return None, z
+
+    def choose(self, g: Tensor, sampling: SamplingBatch, at: Tensor, weigh: bool = True) -> tuple[Tensor, Tensor]:
+        """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens it scored. `at` [A]:
+        the positions guessed. In pieces: nothing of size [A, V] is ever there."""
+        step = chunk_rows(g.device, 8 * self.rows.shape[0] * (4 if sampling.any_hot else 1))
+        ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()  # its rules of noise and leaning are the definition
+        out, sure = torch.zeros_like(at), torch.zeros(len(at), device=g.device)
+        for rows in torch.arange(len(g), device=g.device).split(step):
+            some = sampling.select(rows)
+            out[rows], z = guess_next(some, at[rows], partial(self.score, g[rows]), ops, ids)
+            if weigh:
+                z = some.tempered(z) if some.any_hot else z
+                sure[rows] = (z.gather(1, out[rows, None])[:, 0] - z.logsumexp(-1)).exp()
+        return out, sure
 
 
 @dataclass(frozen=True)
@@ -89,11 +94,11 @@ class Judged:
 @torch.no_grad()
 def judge_drafts(
     model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_K,
-    anchors: int = 16384, tokens: int = 65536, coupled: bool = False, record: Callable[[Tensor, Tensor], None] | None = None,
+    anchors: int = 16384, tokens: int = 65536, temperature: float = 0.0, record: Callable[[Tensor, Tensor], None] | None = None,
     weigh: bool = False,
 ) -> Judged:  # fmt: skip
-    """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right; `coupled`: chosen with the
-    noise that the answers were sampled with. `record(g, choice)` is shown the states and choices of every step that counts;
+    """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the answers
+    were: at their temperature, with their noise. `record(g, choice)` is shown the states and choices of every step that counts;
     `weigh`: how sure the drafter was is wanted too."""
     out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
     confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
@@ -108,7 +113,8 @@ def judge_drafts(
         right = torch.zeros(count * width, dtype=torch.int64, device=model.device)
         sure = torch.zeros(count * width, most, device=model.device)
         ends = torch.from_numpy(data.lengths[which]).to(model.device)
-        seed = torch.from_numpy(data.seeds[which]).to(model.device) if coupled else None
+        params = [SamplingParams(temperature=temperature, seed=int(seed)) for seed in data.seeds[which]]
+        sampling = SamplingBatch.build(params, [[]] * count, [[]] * count, model.config.vocab_size, model.device)
         for j, g in enumerate(net.unroll(weights, ctx, embedded, seen.hidden[:, batch.first :], most), 1):
             b, at = alive // width, alive % width + batch.first + j + 1  # the position being guessed
             inside = at < ends[b]
@@ -116,7 +122,7 @@ def judge_drafts(
             if not alive.numel():
                 break
             states = g.reshape(count * width, -1)[alive]
-            choice, likely = head.choose(states, None if seed is None else seed[b], at, weigh)
+            choice, likely = head.choose(states, sampling.select(b), at, weigh)
             if record is not None:
                 record(states, choice)
             sure[alive, j - 1] = likely

@@ -41,14 +41,13 @@ PASSES = 3  # over the held-out answers: full head, clustered head, clustered he
 CPU_ANCHORS = 1024  # small batches end when their last draft fails
 
 
-def views(net: DraftNet, target: Target, temperature: float = 1.0) -> tuple[dict[str, Tensor], Head, Head | None]:
+def views(net: DraftNet, target: Target) -> tuple[dict[str, Tensor], Head, Head | None]:
     """The weights as they will be held, the full head and the clustered one, where the drafter has it."""
     weights = {k: v.detach() for k, v in net.cast(target.model.dtype, net.config.weight_bits).items()}
     rows = plain(target.model.head) if net.config.tied_to_target else weights["embed"]
-    full = Head(rows, temperature=temperature)
     if not net.config.clusters:
-        return weights, full, None
-    return weights, full, Head(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top, temperature)
+        return weights, Head(rows), None
+    return weights, Head(rows), Head(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top)
 
 
 def judged(
@@ -56,7 +55,7 @@ def judged(
     states: tuple[list[Tensor], list[Tensor]] | None = None, weigh: bool = False,
 ) -> Judged:  # fmt: skip
     """`states`: two lists that get the drafter's states and the head's choices of every step that counts."""
-    weights, whole, clustered = views(net, target, temperature or 1.0)
+    weights, whole, clustered = views(net, target)
 
     def record(g: Tensor, choice: Tensor) -> None:
         if states is not None:
@@ -65,7 +64,7 @@ def judged(
 
     anchors = 16384 if target.model.device.type == "cuda" else CPU_ANCHORS
     head = whole if full or clustered is None else clustered
-    return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature > 0, record, weigh)
+    return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature, record, weigh)
 
 
 def scored(result: Judged, most: int) -> Json:

@@ -15,12 +15,14 @@ from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig
 from outrider.models.inspect import model_size
 from outrider.ops.reference import ReferenceOps
+from outrider.spec.choose import SamplingBatch
 from outrider.train import design
 from outrider.train.capture import DenseOps, Recorder, capture
 from outrider.train.data import Sequences, make_batch
 from outrider.train.evaluate import Head
 from outrider.train.export import config_dict
 from outrider.train.net import DraftNet, step_weights
+from outrider.types import SamplingParams
 from outrider.weights.load import dummy_weights, load_target
 
 LENGTH = 20  # beyond the tiny sliding window
@@ -73,7 +75,8 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
         # the head too: the tokens that training scores are those that the drafter scores
         rows = dense.head if drafter.tied_to_target else own["embed"]
         head = Head(rows, own["centroids"], own["token_ordering"], drafter.cluster_top) if drafter.clusters else Head(rows)
-        assert torch.equal(head.choose(g, None, None)[0], model.full_logits(g).argmax(-1))
+        greedy = SamplingBatch.build([SamplingParams()] * len(g), [[]] * len(g), [[]] * len(g), config.vocab_size, "cpu")
+        assert torch.equal(head.choose(g, greedy, torch.zeros(len(g), dtype=torch.int64))[0], model.full_logits(g).argmax(-1))
 
 
 def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
