@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 from gpu_common import FAILED, RESULTS, attempt, begin, cycles, finish, save, say, verdict
+from tests.rounds import Clock, batch_of, float32_drafter, follow, gentle, plain_round
 
 from outrider.bench.gpu import Rig, collect
-from outrider.bench.rounds import Clock, batch_of, float32_drafter, follow, gentle, plain_round
 from outrider.ops.triton.draft import FusedDrafter, unsupported
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter

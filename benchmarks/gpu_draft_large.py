@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from gpu_common import FAILED, RESULTS, attempt, begin, cycles, finish, kernel_table, kernels, late, save, say, verdict
+from tests.rounds import Clock, batch_of, float32_drafter
 from torch import Tensor
 
 from outrider.bench.gpu import Rig, collect
-from outrider.bench.rounds import Clock, batch_of, float32_drafter
 from outrider.models.gemma4_assistant import Gemma4Assistant
 from outrider.ops.triton.draft_steps import Cuts, SteppedDrafter, unsupported
 from outrider.spec.drafter import DraftBatch

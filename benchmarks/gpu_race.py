@@ -14,9 +14,9 @@ import sys
 
 import torch
 from gpu_common import BF16, FAILED, attempt, error, rand, say, verdict, view
+from tests.rounds import batch_of, float32_drafter, follow, gentle
 
 from outrider.bench.gpu import Rig
-from outrider.bench.rounds import batch_of, float32_drafter, follow, gentle
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps, attention
 from outrider.ops.triton.attention import Cut, Shape

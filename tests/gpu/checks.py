@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests import rounds
 from tests.engines import run_joining
 from tests.gpu.company import crowd, rows_alone
 from tests.gpu.place import GIB, HERE, KS, LAYERS
 
-from outrider.bench import gpu_peer, rounds
+from outrider.bench import gpu_peer
 from outrider.bench.gpu import SIZES, Rig, collect, plain_run, speculative_run
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine

@@ -10,8 +10,8 @@ import torch
 triton = pytest.importorskip("triton")
 
 from tests.draft_rig import draft_rig  # noqa: E402
+from tests.rounds import batch_of  # noqa: E402
 
-from outrider.bench.rounds import batch_of  # noqa: E402
 from outrider.ops.triton.draft import FusedDrafter, unsupported  # noqa: E402
 from outrider.spec.mtp import MTPDrafter  # noqa: E402
 from outrider.types import SamplingParams  # noqa: E402

@@ -12,8 +12,8 @@ from torch import Tensor
 triton = pytest.importorskip("triton")
 
 from tests.draft_rig import DEVICE, HIDDEN, draft_rig  # noqa: E402
+from tests.rounds import batch_of  # noqa: E402
 
-from outrider.bench.rounds import batch_of  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.draft_steps import Cuts, SteppedDrafter, rounded, unsupported  # noqa: E402

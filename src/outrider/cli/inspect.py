@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -16,12 +15,12 @@ from ..bench.predict import machine
 from ..config import KV_DTYPES
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_size, model_size, report, room
-from ..models.known import KNOWN
 from ..types import OutriderError
 from . import common
 from .common import out
 
 if TYPE_CHECKING:
+    from ..weights.hub import Kind
     from ..weights.sizes import StoredSize
 
 
@@ -106,21 +105,17 @@ def rounding(model: str, quantize: str | None, kv_dtype: str) -> dict[str, objec
     return {"held": quantize or "as stored", "kv": kv_dtype, "line": found.line(), **asdict(found)}
 
 
-def stored(name: str, kind: str) -> tuple[ForeignDict, StoredSize]:
+def stored(name: str, kind: Kind) -> tuple[ForeignDict, StoredSize]:
     """A configuration and what its weights take. Gemma 4's are built in: nothing is fetched for them."""
     from ..weights import hub
-    from ..weights.files import Files
     from ..weights.sizes import stored_size
 
-    if name in KNOWN and not Path(name).exists():
-        found = Files(name, Path(name), "safetensors", dict(KNOWN[name]))
-    else:
-        found = hub.resolve(name, "drafter" if kind == "drafter" else "model", weights=False)
+    found = hub.resolve(name, kind, weights=False)
     config = DrafterConfig.from_hf(found.config) if kind == "drafter" else ModelConfig.from_hf(found.config)
     return found.config, stored_size(found, config)
 
 
-def read(name: str, kind: str) -> tuple[ForeignDict, float]:
+def read(name: str, kind: Kind) -> tuple[ForeignDict, float]:
     """A configuration and the bytes of a weight that a token reads, on average."""
     raw, size = stored(name, kind)
     if kind == "drafter":

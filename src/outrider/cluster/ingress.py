@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ..server.anthropic import AnthropicWire
+from ..server.call import ClientGone, unless_gone
 from ..server.errors import ApiError
 from ..server.limits import SECURITY_HEADERS, Guard
 from ..server.names import route_of
@@ -132,22 +133,13 @@ class Ingress:
             await (await own[scope["path"]]())(scope, receive, send)
             return
         forward = await _read(scope, receive)
-        answer = _Answer(send)
-        relay = asyncio.ensure_future(self._relay(forward, answer))
-        gone = asyncio.ensure_future(_departure(receive))
         try:
-            await asyncio.wait([relay, gone], return_when=asyncio.FIRST_COMPLETED)
-            if relay.done():
-                relay.result()
-            else:
-                self._left.inc()
+            await unless_gone(Request(scope, receive), self._relay(forward, _Answer(send)))
+        except ClientGone:
+            self._left.inc()
         except asyncio.CancelledError:  # how Ray Serve tells of a client that has left
             self._left.inc()
             raise
-        finally:
-            for task in (relay, gone):
-                task.cancel()
-            await asyncio.gather(relay, gone, return_exceptions=True)
 
     # ---- one request
 
@@ -222,8 +214,3 @@ async def _read(scope: Scope, receive: Receive) -> Forward:
     headers = (*kept, (b"x-request-id", state["request_id"].encode()), (b"content-length", str(len(body)).encode()))
     prefix = prefix_keys(body) if scope["method"] == "POST" else ()
     return Forward(scope["method"], scope["path"], scope.get("query_string", b""), headers, body, state["client"], prefix)
-
-
-async def _departure(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

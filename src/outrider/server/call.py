@@ -206,6 +206,11 @@ def late(timeout: float) -> ApiError:
     return ApiError(408, f"The request took longer than {timeout:g} seconds.", code="timeout")
 
 
+class ClientGone(ApiError):
+    def __init__(self) -> None:
+        super().__init__(499, "The client went away.", code="client_gone")
+
+
 async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T:
     """Await `work`, but cancel it when the client disconnects."""
 
@@ -217,7 +222,7 @@ async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T
     try:
         await asyncio.wait([task, gone], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "The client went away.", code="client_gone")
+            raise ClientGone
         return task.result()
     finally:
         for other in (task, gone):

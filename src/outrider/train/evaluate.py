@@ -7,7 +7,7 @@ only the anchors that decoding would: from an anchor with m matches, min(m, K) +
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -29,6 +29,7 @@ from .losses import chunk_rows
 from .net import DraftNet
 
 MAX_K = MAX_DRAFT
+Recorded = list[tuple[Tensor, Tensor]]  # of each step: the drafter's states [A, h], and what the head chose there [A]
 
 
 @dataclass(frozen=True)
@@ -94,12 +95,11 @@ class Judged:
 @torch.no_grad()
 def judge_drafts(
     model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_K,
-    anchors: int = 16384, tokens: int = 65536, temperature: float = 0.0, record: Callable[[Tensor, Tensor], None] | None = None,
+    anchors: int = 16384, tokens: int = 65536, temperature: float = 0.0, record: Recorded | None = None,
     weigh: bool = False,
 ) -> Judged:  # fmt: skip
     """Per sequence: for anchors p-1, p, ..., n-3 how many of up to `most` drafted tokens are right, chosen as the answers
-    were: at their temperature, with their noise. `record(g, choice)` is shown the states and choices of every step that counts;
-    `weigh`: how sure the drafter was is wanted too."""
+    were: at their temperature, with their noise. `record` gets every step that counts; `weigh`: how sure the drafter was is wanted too."""
     out: list[np.ndarray] = [np.zeros(0, np.int64)] * len(data)
     confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
     for which in plan_epoch(data, anchors, tokens, 0, 0):
@@ -124,7 +124,7 @@ def judge_drafts(
             states = g.reshape(count * width, -1)[alive]
             choice, likely = head.choose(states, sampling.select(b), at, weigh)
             if record is not None:
-                record(states, choice)
+                record.append((states, choice))
             sure[alive, j - 1] = likely
             alive = alive[choice == ids[b, at]]
             right[alive] += 1
@@ -140,15 +140,14 @@ def states(
     model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = 4, anchors: int = 16384
 ) -> tuple[Tensor, Tensor]:
     """The drafter's states in every step that counts [A, h], and what the head chose there [A]."""
-    seen: list[Tensor] = []
-    chosen: list[Tensor] = []
+    seen: Recorded = []
+    judge_drafts(model, net, weights, head, data, most, anchors, record=seen)
+    return joined(seen)
 
-    def record(g: Tensor, choice: Tensor) -> None:
-        seen.append(g)
-        chosen.append(choice)
 
-    judge_drafts(model, net, weights, head, data, most, anchors, record=record)
-    return torch.cat(seen), torch.cat(chosen)
+def joined(seen: Recorded) -> tuple[Tensor, Tensor]:
+    """States [A, h] and choices [A] of all steps."""
+    return torch.cat([g for g, _ in seen]), torch.cat([choice for _, choice in seen])
 
 
 def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:

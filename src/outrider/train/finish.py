@@ -28,7 +28,7 @@ from ..weights import files as weight_files
 from ..weights import hub
 from .clusters import Recall, choose_top, recall_curve
 from .data import Sequences
-from .evaluate import MAX_K, Head, Judged, judge_drafts, summary
+from .evaluate import MAX_K, Head, Judged, Recorded, joined, judge_drafts, summary
 from .export import Json, save_drafter
 from .job import TrainJob
 from .model_card import model_card
@@ -52,19 +52,13 @@ def views(net: DraftNet, target: Target) -> tuple[dict[str, Tensor], Head, Head 
 
 def judged(
     target: Target, net: DraftNet, data: Sequences, *, most: int, full: bool, temperature: float = 0.0,
-    states: tuple[list[Tensor], list[Tensor]] | None = None, weigh: bool = False,
+    states: Recorded | None = None, weigh: bool = False,
 ) -> Judged:  # fmt: skip
-    """`states`: two lists that get the drafter's states and the head's choices of every step that counts."""
+    """`states` gets the drafter's states and the head's choices of every step that counts."""
     weights, whole, clustered = views(net, target)
-
-    def record(g: Tensor, choice: Tensor) -> None:
-        if states is not None:
-            states[0].append(g)
-            states[1].append(choice)
-
     anchors = 16384 if target.model.device.type == "cuda" else CPU_ANCHORS
     head = whole if full or clustered is None else clustered
-    return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature, record, weigh)
+    return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature, states, weigh)
 
 
 def scored(result: Judged, most: int) -> Json:
@@ -98,11 +92,11 @@ def finish(
     traces: list[Trace] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
     if len(cold) and not quick:
-        states: tuple[list[Tensor], list[Tensor]] = ([], [])
+        states: Recorded = []
         last = judged(target, net, cold, most=MAX_K, full=True, states=states, weigh=not net.config.clusters)
         result["full"] = scored(last, MAX_K)
         if net.config.clusters:
-            top, curve = tune_top(net, views(net, target)[0], torch.cat(states[0]), torch.cat(states[1]), job.recall)
+            top, curve = tune_top(net, views(net, target)[0], *joined(states), job.recall)
             net.config = replace(net.config, cluster_top=top)
             result["recall"] = [asdict(r) for r in curve]
             last = judged(target, net, cold, most=MAX_K, full=False, weigh=True)

@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..cache.store import SeqCache
-from ..engine.capture import Graph
-from ..models.gemma4_assistant import Gemma4Assistant
-from ..ops.reference import ReferenceOps, plain
-from ..spec.choose import SamplingBatch
-from ..spec.drafter import DraftBatch, Drafter, draft_round
-from ..spec.mtp import MTPDrafter
-from ..spec.nets import DraftNet
-from ..types import SamplingParams
-from .gpu import Rig, time_ms
+from outrider.bench.gpu import Rig, time_ms
+from outrider.cache.store import SeqCache
+from outrider.engine.capture import Graph
+from outrider.models.gemma4_assistant import Gemma4Assistant
+from outrider.ops.reference import ReferenceOps, plain
+from outrider.spec.choose import SamplingBatch
+from outrider.spec.drafter import DraftBatch, Drafter, draft_round
+from outrider.spec.mtp import MTPDrafter
+from outrider.spec.nets import DraftNet
+from outrider.types import SamplingParams
 
 
 def gentle(rig: Rig) -> None:
