@@ -3,8 +3,10 @@
     python benchmarks/cold_start.py smollm2 --runs 5
     python benchmarks/cold_start.py smollm2 --imports       # where the time of the imports goes
 
-Prints the median, and the parts: interpreter and imports, loading, first token. Files are in the page cache after the first run, which
-is not counted; costs are measured once for a machine and kept (`OUTRIDER_CACHE`), as for any user after the first day.
+`outrider generate MODEL "Why is the sky blue?"` is started and the clock stopped at the first byte on its standard output. Beside the
+median of that stand the parts, from runs of their own: interpreter and command line, engine, loading, first token. Files are in the page
+cache after the first run, which is not counted; costs are measured once for a machine and kept (`OUTRIDER_CACHE`), as for any user after
+the first day.
 """
 
 from __future__ import annotations
@@ -20,31 +22,47 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
+QUESTION = "Why is the sky blue?"
 CHILD = """
 import sys, time
 began = float(sys.argv[1])
-from outrider.cli import main
+from outrider.cli import common, generate, main
 shell = time.time()
-from outrider.llm import LLM
+with common.quick_imports(None):
+    from outrider.llm import LLM
 from outrider.types import SamplingParams
 imported = time.time()
 llm = LLM.load(sys.argv[2], drafter=sys.argv[3])
 loaded = time.time()
-for event in llm.stream(llm.chat_prompt([{"role": "user", "content": "Why is the sky blue?"}]), SamplingParams(max_tokens=8)):
+for event in llm.stream(llm.asked(sys.argv[4]), SamplingParams(max_tokens=8)):
     first = time.time()
     break
 import json
-parts = {"command line": shell - began, "engine": imported - shell, "load": loaded - imported, "first token": first - loaded}
-print(json.dumps({**parts, "all": first - began}))
+print(json.dumps({"command line": shell - began, "engine": imported - shell, "load": loaded - imported, "first token": first - loaded}))
 """
 
 
-def once(model: str, drafter: str) -> dict[str, float]:
-    command = [sys.executable, "-c", CHILD, repr(time.time()), model, drafter]
+def parts(model: str, drafter: str) -> dict[str, float]:
+    """The same way as the command goes, with a clock at its corners."""
+    command = [sys.executable, "-c", CHILD, repr(time.time()), model, drafter, QUESTION]
     done = subprocess.run(command, capture_output=True, text=True, env=environment())
     if done.returncode:
         raise SystemExit(done.stderr)
     return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def once(model: str, drafter: str) -> float:
+    """Seconds from the start of the command to its first byte."""
+    command = [sys.executable, "-m", "outrider.cli.main", "generate", model, QUESTION, "--max-tokens", "8", "--drafter", drafter]
+    began = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment()) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(1)
+        took = time.perf_counter() - began
+        process.stdout.read()
+    if process.returncode or not first:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+    return took
 
 
 def environment() -> dict[str, str]:
@@ -53,7 +71,7 @@ def environment() -> dict[str, str]:
 
 def imports(lines: int) -> None:
     """The slowest modules by their own time."""
-    code = "from outrider.cli import main; from outrider.llm import LLM"
+    code = "from outrider.cli import common, generate, main\nwith common.quick_imports(None): import outrider.llm"
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", code], capture_output=True, text=True, env=environment())
     rows = []
     for line in done.stderr.splitlines():
@@ -76,12 +94,12 @@ def main() -> int:
         imports(40)
         return 0
     once(args.model, args.drafter)
-    rows = [once(args.model, args.drafter) for _ in range(args.runs)]
-    middle = {name: statistics.median(r[name] for r in rows) for name in rows[0]}
-    print(", ".join(f"{name} {seconds:.2f} s" for name, seconds in middle.items()))
-    spread = f"{min(r['all'] for r in rows):.2f} to {max(r['all'] for r in rows):.2f}"
-    print(f"cold start to first token: median {middle['all']:.2f} s of {args.runs} ({spread})")
-    return 0 if middle["all"] <= args.bound else 1
+    times = [once(args.model, args.drafter) for _ in range(args.runs)]
+    rows = [parts(args.model, args.drafter) for _ in range(3)]
+    print(", ".join(f"{name} {statistics.median(r[name] for r in rows):.2f} s" for name in rows[0]))
+    middle = statistics.median(times)
+    print(f"cold start to first token: median {middle:.2f} s of {args.runs} ({min(times):.2f} to {max(times):.2f})")
+    return 0 if middle <= args.bound else 1
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ ENVIRONMENT = {
 def command_line() -> str:
     from outrider.cli.main import app
 
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(app())
     out = ["# The command line", "", "Made from the code: what `outrider COMMAND --help` says.", ""]
     for name, command in group.commands.items():  # type: ignore[attr-defined]
         out += [f"## outrider {name}", ""]

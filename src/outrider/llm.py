@@ -41,7 +41,7 @@ from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import Json, OutriderError, RequestStats, SamplingParams
 from .weights import hub, load_drafter, load_target
-from .weights.files import fingerprint
+from .weights.files import Files, fingerprint
 from .weights.load import LoadFormat
 
 log = logging.getLogger("outrider")
@@ -278,12 +278,13 @@ def _assemble(
     if chosen.name == "cpu" or (team is not None and place.type == "cpu"):
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
     share, together = (None, SOLO) if team is None else (team.share, team)
-    config, weights, text = load_target(model, place, kind, chosen, quantize, load_format, seed, share)
+    files = hub.resolve(model, weights=load_format == "auto")
+    config, weights, text = load_target(files, place, kind, chosen, quantize, load_format, seed, share)
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = build(config, weights, chosen, together)
     tokenizer = Tokenizer(text) if load_format != "dummy" else None
-    guesser, names, note = pick_drafter(model, options.drafter, target, chosen, place, kind, load_format, seed)
+    guesser, names, note = pick_drafter(files, options.drafter, target, chosen, place, kind, load_format, seed)
     say(note)
     size = sum(w.nbytes for w in weights.values())
     if team is not None:
@@ -349,7 +350,7 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def pick_drafter(
-    model: str,
+    model: Files,
     drafter: str,
     target: TextModel,
     ops: Backend,
@@ -365,7 +366,7 @@ def pick_drafter(
         return None, ("ngram",), "drafter: ngram (suffix matches in prompt and answer)"
     note = "as asked"
     if drafter == "auto":
-        where, note = hub.auto_drafter(model)
+        where, note = hub.auto_drafter(model.name)
         if where is None:
             return None, ("ngram",), f"drafter: ngram ({note})"
         try:
@@ -376,8 +377,8 @@ def pick_drafter(
 
 
 def _load_drafter(
-    model: str, where: str, note: str, target: TextModel, ops: Backend, device: torch.device, dtype: torch.dtype, load_format: LoadFormat,
-    seed: int,
+    model: Files, where: str, note: str, target: TextModel, ops: Backend, device: torch.device, dtype: torch.dtype,
+    load_format: LoadFormat, seed: int,
 ) -> tuple[Drafter, tuple[str, ...], str]:  # fmt: skip
     if where.startswith("draft:"):
         from .spec.draft_model import DraftModel
@@ -402,6 +403,6 @@ def _load_drafter(
     made = MTPDrafter(ops.compile_drafter(drafter) if share.world == 1 else drafter, target)
     if load_format == "auto":
         made.card = cards.read(Path(files.path), fingerprint(files))
-        unlike = other_weights(model, where, own.target_hash, fingerprint(hub.resolve(model)))
+        unlike = other_weights(model.name, where, own.target_hash, fingerprint(model))
         note += f"; {unlike}" if unlike is not None else ""
     return made, ("mtp", "ngram"), f"drafter: mtp {where} ({note})"

@@ -154,7 +154,7 @@ def test_python_blocks_are_python(block: Block) -> None:
 
 
 def parse(arguments: list[str]) -> None:
-    group = typer.main.get_command(app)
+    group = typer.main.get_command(app())
     assert isinstance(group, click.Group) or hasattr(group, "commands")
     name, rest = arguments[0], arguments[1:]
     if name.startswith("-"):

@@ -23,7 +23,7 @@ IMAGES = sorted(DEPLOY.glob("Dockerfile.*"))
 
 def parses(words: list[str]) -> bool:
     assert Path(words[0]).name == "outrider"
-    command = typer.main.get_command(app).commands[words[1]]  # type: ignore[attr-defined]
+    command = typer.main.get_command(app()).commands[words[1]]  # type: ignore[attr-defined]
     command.make_context(words[1], words[2:])  # raises on an unknown option
     return True
 

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 
 from ..types import OutriderError, RequestStats
+from .quick import quick_imports
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -84,7 +85,8 @@ class LoadOptions(TypedDict, total=False):
 def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) -> LLM:
     """Load and say once what was chosen."""
     follow_if_told(options.get("tensor_parallel", 1), options.get("device"))
-    from ..llm import LLM
+    with quick_imports(options.get("device")):
+        from ..llm import LLM
 
     say = teller(quiet)
     llm = LLM.load(model, say=say, **options)  # type: ignore[arg-type]  # a user's words: it checks them

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from .. import __version__
 from ..types import OutriderError
-from .batch import batch
-from .bench import bench
-from .bench_gpu import bench_gpu
-from .chat import chat
-from .cluster import cluster
-from .demo import demo
-from .deploy import deploy
-from .doctor import doctor
-from .eval_drafter import eval_drafter
-from .generate import generate
-from .inspect import inspect
-from .load import load
-from .make_dummy import make_dummy
-from .predict import predict
-from .prove import prove
-from .serve import serve
-from .train import train
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, help="Lossless speculative decoding: the same answers, faster.")
 COMMANDS = (
-    generate, chat, serve, deploy, batch, inspect, prove, bench, bench_gpu, predict, train, eval_drafter, cluster, load, make_dummy,
-    demo, doctor,
+    "generate", "chat", "serve", "deploy", "batch", "inspect", "prove", "bench", "bench-gpu", "predict", "train", "eval-drafter", "cluster",
+    "load", "make-dummy", "demo", "doctor",
 )  # fmt: skip
-for command in COMMANDS:
-    app.command()(command)
 
 
-@app.callback(invoke_without_command=True)
+def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
+    """The command line with these commands; each is a function in a module of its own name."""
+    made = typer.Typer(
+        no_args_is_help=True, pretty_exceptions_enable=False, help="Lossless speculative decoding: the same answers, faster."
+    )
+    for name in names:
+        plain = name.replace("-", "_")
+        made.command(name)(getattr(importlib.import_module(f".{plain}", __package__), plain))
+    made.callback(invoke_without_command=True)(version)
+    return made
+
+
 def version(show: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
     if show:
         print(__version__)
@@ -68,9 +61,10 @@ def left_a_team() -> bool:
 
 
 def run() -> int:
-    """The command that the arguments name; returns the exit code."""
+    """The command that the arguments name, and only that one is imported; returns the exit code."""
+    named = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
     try:
-        app()
+        app((named,) if named in COMMANDS else COMMANDS)()
     except OutriderError as error:
         print(f"outrider: {error}", file=sys.stderr)
         return 2

@@ -302,7 +302,8 @@ def agrees(
 ) -> bool:
     """Is a stored table still true of this machine? Times a plain and a drafted cycle side by side: what both take more of
     today changes no choice, so only their ratio counts. A table measured in a busy moment does not outlive its first start.
-    Without a drafter whose time counts, the drafted cycle is a verify pass over k guesses that cost nothing."""
+    Without a drafter whose time counts, the drafted cycle is a verify pass over k guesses that cost nothing. Agreement that is close
+    needs few samples: somebody waits for the first token meanwhile."""
     drafted = [] if whole and drafter is not None else [("verify", 1, k, context)]
     drafted += [(drafter, 1, k, context)] if drafter is not None else []
     cells = [("verify", 1, 0, context), *drafted]
@@ -319,8 +320,10 @@ def agrees(
         late = rounds > 0 and clock() - start > budget_s
         if min(least) <= 0.0:
             return False  # a clock too coarse to time one step
-        if (rounds >= 6 or late) and abs(math.log(sum(least[1:]) / least[0] * curve[0] / curve[k])) < DISAGREE:
-            return True
+        if rounds >= 2 or late:
+            off = abs(math.log(sum(least[1:]) / least[0] * curve[0] / curve[k]))
+            if off < (DISAGREE if rounds >= 6 or late else DISAGREE / 3):
+                return True
         if late:
             break
     return False

@@ -15,7 +15,7 @@ from .gguf import GGUF
 from .gguf_config import eos_ids
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models
 
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # token types (2: unknown, 6: a byte)
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -67,7 +67,7 @@ def build(file: GGUF) -> Tokenizer:
     elif family == "llama":
         tokenizer = _sentencepiece(file, tokens, _scored_merges(file, tokens, types), prefix=True)
     elif family == "gemma4":
-        tokenizer = _sentencepiece(file, tokens, _stored_merges(file, tokens), prefix=False)
+        tokenizer = _sentencepiece(file, tokens, _stored_merges(file), prefix=False)
         types = np.where([t != "" and not t.strip("\n") for t in tokens], USER, types)  # a run of newlines is never cut
     else:
         raise OutriderError(f"{file.path}: tokenizer model {family!r} is not supported; known: gpt2, llama, gemma4")
@@ -80,13 +80,12 @@ def build(file: GGUF) -> Tokenizer:
 
 
 def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 
     pre = file.meta.get("tokenizer.ggml.pre", "gpt-2")
     if not isinstance(pre, str) or pre not in SPLITS:
         raise OutriderError(f"{file.path}: pre-tokenizer {pre!r} is not supported; known: {', '.join(SPLITS)}")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab, _stored_merges(file, tokens), ignore_merges=pre == "llama-bpe"))
+    tokenizer = Tokenizer(_bpe(file, tokens, _stored_merges(file), ignore_merges=pre == "llama-bpe"))
     split = SPLITS[pre]
     if pre == "smollm":
         first: list[pre_tokenizers.PreTokenizer] = [pre_tokenizers.Digits(individual_digits=True)]
@@ -99,14 +98,20 @@ def _byte_level(file: GGUF, tokens: list[str]) -> Tokenizer:
     return tokenizer
 
 
-def _stored_merges(file: GGUF, tokens: list[str]) -> list[tuple[str, str]]:
-    merges, known = file.meta.get("tokenizer.ggml.merges"), set(tokens)
+def _stored_merges(file: GGUF) -> list[tuple[str, str]]:
+    merges = file.meta.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise OutriderError(f"{file.path}: its tokenizer lacks tokenizer.ggml.merges")
-    pairs = [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
-    if odd := next((f"{a} {b}" for a, b in pairs if a not in known or b not in known or a + b not in known), None):
-        raise OutriderError(f"{file.path}: merge {odd[:40]!r} uses a token outside the vocabulary")
-    return pairs
+    return [(a, b) for a, _, b in (m.partition(" ") for m in merges)]
+
+
+def _bpe(file: GGUF, tokens: list[str], merges: list[tuple[str, str]], unknown: str | None = None, **options: bool) -> models.BPE:
+    from tokenizers import models
+
+    try:
+        return models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token=unknown, **options)
+    except Exception as error:  # the library raises bare Exception
+        raise OutriderError(f"{file.path}: a merge uses a token outside the vocabulary ({str(error)[:100]})") from None
 
 
 def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tuple[str, str]]:
@@ -118,12 +123,11 @@ def _scored_merges(file: GGUF, tokens: list[str], types: np.ndarray) -> list[tup
 
 def _sentencepiece(file: GGUF, tokens: list[str], merges: list[tuple[str, str]], prefix: bool) -> Tokenizer:
     """`prefix`: a space is put before the text unless the metadata says otherwise."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    from tokenizers import Tokenizer, decoders, normalizers
 
-    vocab = {token: i for i, token in enumerate(tokens)}
     index = file.meta.get("tokenizer.ggml.unknown_token_id")
     unknown = tokens[index] if type(index) is int and index < len(tokens) else None
-    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer = Tokenizer(_bpe(file, tokens, merges, unknown, fuse_unk=True, byte_fallback=True))
     prefix = bool(file.meta.get("tokenizer.ggml.add_space_prefix", prefix))
     steps: list[normalizers.Normalizer] = [normalizers.Prepend("▁")] if prefix else []
     tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])

@@ -15,7 +15,7 @@ from outrider.ops.cpu import build as kernels
 
 
 def call(*arguments: str, **env: str) -> Any:
-    return CliRunner().invoke(app, list(arguments), env=env)
+    return CliRunner().invoke(app(), list(arguments), env=env)
 
 
 def findings(**env: str) -> tuple[int, dict[str, dict[str, str]]]:
@@ -50,4 +50,4 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_shell_completion() -> None:
     words = {"COMP_WORDS": "outrider do", "COMP_CWORD": "1", "_OUTRIDER_COMPLETE": "complete_bash"}
-    assert "doctor" in CliRunner().invoke(app, [], prog_name="outrider", env=words).stdout
+    assert "doctor" in CliRunner().invoke(app(), [], prog_name="outrider", env=words).stdout

@@ -90,7 +90,7 @@ def test_the_files_in_deploy_are_configurations() -> None:
 def test_files_and_the_command(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("model: smollm2\nreplicas: 2..8\nrouting: least-loaded\n")
-    shown = CliRunner().invoke(app, ["deploy", str(file), "--replicas", "3", "--set", "wait=5", "--check"])
+    shown = CliRunner().invoke(app(), ["deploy", str(file), "--replicas", "3", "--set", "wait=5", "--check"])
     assert shown.exit_code == 0 and shown.stdout.splitlines() == ["model: smollm2", "replicas: '3'", "routing: least-loaded", "wait: 5.0"]
     for text, told in (("model: [", "is not YAML"), ("- 1", "must hold fields"), ("replicas: 2", "model is missing")):
         file.write_text(text)
@@ -99,4 +99,4 @@ def test_files_and_the_command(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
     with pytest.raises(OutriderError, match="cannot read"):
         ClusterConfig.read(tmp_path / "none.yaml")
-    assert isinstance(CliRunner().invoke(app, ["deploy", "smollm2", "--set", "wait"]).exception, OutriderError)
+    assert isinstance(CliRunner().invoke(app(), ["deploy", "smollm2", "--set", "wait"]).exception, OutriderError)

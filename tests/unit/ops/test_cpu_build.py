@@ -224,7 +224,7 @@ def test_inspect_cpu() -> None:
 
     from outrider.cli.main import app
 
-    result = CliRunner().invoke(app, ["inspect", "--cpu"])
+    result = CliRunner().invoke(app(), ["inspect", "--cpu"])
     assert result.exit_code == 0 and "in use" in result.output and build.best_isa() in result.output
 
 

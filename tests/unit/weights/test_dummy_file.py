@@ -164,5 +164,5 @@ def test_folders_have_a_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input(args: list[str], message: str) -> None:
-    result = CliRunner().invoke(app, ["make-dummy", *args])
+    result = CliRunner().invoke(app(), ["make-dummy", *args])
     assert isinstance(result.exception, OutriderError) and message in str(result.exception)

@@ -245,3 +245,13 @@ def test_fingerprint_follows_the_content(tmp_path: Path) -> None:
     assert fingerprint(hub.resolve(copy)) == first
     copy.write_bytes(path.read_bytes()[:-1] + b"\x77")
     assert fingerprint(hub.resolve(copy)) != first
+
+
+@pytest.mark.parametrize("merges", [["a b", "a zz"], ["ab"]], ids=["unknown", "one part"])
+def test_a_merge_outside_the_vocabulary_is_refused_in_one_line(merges: list[str], tmp_path: Path) -> None:
+    from outrider.weights.gguf import GGUF
+    from outrider.weights.gguf_text import build
+
+    meta = {"model": "gpt2", "pre": "smollm", "tokens": ["a", "b", "ab"], "merges": merges}
+    with pytest.raises(OutriderError, match="a merge uses a token outside the vocabulary"):
+        build(GGUF(tmp_path, {f"tokenizer.ggml.{k}": v for k, v in meta.items()}, {}, b""))

@@ -1,0 +1,52 @@
+"""A quick start: one command is imported, and torch without its shape rules, which come when somebody needs them."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.main import COMMANDS, app
+from outrider.cli.quick import Later, quick_imports
+
+CHILD = """
+import sys
+from outrider.cli.main import app
+app(("generate",))
+assert "outrider.cli.generate" in sys.modules and "outrider.cli.train" not in sys.modules and "torch" not in sys.modules
+from outrider.cli.quick import RULES, Later, quick_imports
+with quick_imports("cpu"):
+    import torch
+assert isinstance(sys.modules[RULES], Later) and "torch._refs" not in sys.modules
+layer, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
+layer(x).sum().backward()  # what runs and what trains models asks nobody for shapes
+assert sys.modules[RULES].register_meta and not isinstance(sys.modules[RULES], Later) and "torch._refs" in sys.modules
+assert torch.nn.Linear(4, 3, device="meta")(torch.empty(2, 4, device="meta")).shape == (2, 3)
+"""
+
+
+def test_torch_starts_without_its_shape_rules_and_gets_them_when_asked() -> None:
+    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_stand_in_is_replaced_by_what_it_stands_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "slow_module.py").write_text("answer = 42\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    here = Later("slow_module")
+    monkeypatch.setitem(sys.modules, "slow_module", here)
+    assert not hasattr(here, "__path__") and sys.modules["slow_module"] is here
+    assert here.answer == 42 and sys.modules["slow_module"] is not here
+
+
+def test_collecting_garbage_goes_on_after_imports() -> None:
+    with quick_imports("cuda"):
+        assert not gc.isenabled()
+    assert gc.isenabled()
+
+
+def test_every_command_is_where_its_name_says() -> None:
+    assert [c.name for c in app().registered_commands] == list(COMMANDS)
