@@ -1,7 +1,7 @@
 """CPU kernels: products, whole passes and prefill of a GGUF model, beside llama.cpp where it is installed.
 
     python benchmarks/cpu_kernels.py MODEL.gguf                  # everything, two rounds interleaved with the peer
-    python benchmarks/cpu_kernels.py MODEL.gguf --passes         # no single products: a few minutes beside a slow peer
+    python benchmarks/cpu_kernels.py MODEL.gguf --passes --repeat 8 --rounds 20 --seconds 60   # no single products, many short rounds
     python benchmarks/cpu_kernels.py MODEL.gguf --numba          # the two largest products in Numba as well (docs/adr/0001)
     python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
     python benchmarks/cpu_kernels.py MODEL.gguf --drafter DIR    # an MTP drafter's steps and whole cycles as well
@@ -45,10 +45,13 @@ class Clock:
     def __init__(self) -> None:
         self.times: dict[str, list[float]] = {}
 
-    def run(self, name: str, work: Callable[[], Any], repeat: int) -> None:
+    def run(self, name: str, work: Callable[[], Any], repeat: int, before: Callable[[], Any] | None = None) -> None:
+        """before: done ahead of every repetition, not timed (a pass that leaves the caches as a drafter finds them)."""
         time.sleep(0.05)  # whoever ran before may still have threads that spin: let them fall asleep
         work()
         for _ in range(repeat):
+            if before is not None:
+                before()
             start = time.perf_counter()
             work()
             self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
@@ -76,6 +79,13 @@ class Clock:
         print(f"  {name:34s} {self.median(name):8.3f} ms ({min(t):.3f} to {max(t):.3f}){ratio}{rate}")
 
 
+def resident() -> str:
+    """What the process holds now: memory of its own, and pages of mapped files (the system may take those back)."""
+    found = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    own, mapped, peak = (int(found[name].split()[0]) / 1e3 for name in ("RssAnon", "RssFile", "VmHWM"))
+    return f"resident: {own:.0f} MB of its own, {mapped:.0f} MB of mapped files, {peak:.0f} MB at the peak"
+
+
 class Ours:
     def __init__(self, path: str, threads: int | None, isa: str | None):
         began = time.perf_counter()
@@ -89,6 +99,7 @@ class Ours:
         looked_up = held["embed"] if not self.config.tied else 0
         self.step_bytes = sum(held.values()) - looked_up - experts * (1 - share)
         print(f"weights in memory: {sum(held.values()) / 1e6:.0f} MB; a step reads {self.step_bytes / 1e6:.0f} MB")
+        print(resident())
         self.store = KVStore(self.config, CacheSpec(8, 2048, 32, 512, 16384), self.ops.kv_dtype(torch.float32), "cpu")
         self.seq, _ = self.store.open([0] * 64, 32, reuse=False)
         self.store.reserve(self.seq, 2048)
@@ -187,6 +198,7 @@ def main() -> None:
     parser.add_argument("--isa", choices=ISAS)
     parser.add_argument("--repeat", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=600, help="begin no round after so long")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--drafter", help="an MTP drafter's folder")
@@ -207,10 +219,10 @@ def main() -> None:
     cycles = Cycles(ours, args.drafter) if args.drafter else None
     speed = read_speed(ours.ops.threads)
     print(f"{ours.ops.threads} threads read {speed / 1e9:.1f} GB/s: a step takes {ours.step_bytes / speed * 1e3:.2f} ms at least")
-    ours.prefill()
-    if peer is not None:
-        peer.prefill()
-    for _ in range(args.rounds):
+    began = time.perf_counter()
+    for turn in range(args.rounds):
+        if turn and time.perf_counter() - began > args.seconds:
+            break
         if not args.passes:
             products(ours, clock, args.repeat, numba)
         for rows in PASS_ROWS:
@@ -224,12 +236,14 @@ def main() -> None:
             )  # fmt: skip
         if cycles is not None:
             for k in DRAFTS:
-                clock.run(f"draft of {k}", lambda k=k: cycles.draft(k), args.repeat)
-            for k in (0, *DRAFTS):
-                clock.run(f"cycle, K = {k}", lambda k=k: cycles.run(k), args.repeat)
-        clock.run(f"prefill of {PREFILL}", ours.prefill, max(2, args.repeat // 8))
-        if peer is not None:
-            clock.run(f"llama.cpp prefill of {PREFILL}", peer.prefill, 1)
+                clock.run(f"draft of {k}", lambda k=k: cycles.draft(k), args.repeat, lambda: ours.one_pass(1))
+            for _ in range(0, args.repeat, 4):
+                for k in (0, *DRAFTS):
+                    clock.run(f"cycle, K = {k}", lambda k=k: cycles.run(k), 4)
+        if turn < 2:
+            clock.run(f"prefill of {PREFILL}", ours.prefill, 1)
+            if peer is not None:
+                clock.run(f"llama.cpp prefill of {PREFILL}", peer.prefill, 1)
     if not args.passes:
         print("products")
         for what in ("gate_up of all layers", "head"):
@@ -244,7 +258,7 @@ def main() -> None:
             clock.show(f"llama.cpp, {rows} rows", f"llama.cpp, {PASS_ROWS[0]} rows", rows)
     if cycles is not None:
         for k in DRAFTS:
-            clock.show(f"draft of {k}", "cycle, K = 0")
+            clock.show(f"draft of {k}", "pass, 1 rows")
         for k in (0, *DRAFTS):
             clock.show(f"cycle, K = {k}", "cycle, K = 0")
     print(f"  a plain pass is {ours.step_bytes / speed * 1e3 / clock.median(f'pass, {PASS_ROWS[0]} rows'):.0%} of the memory limit")
@@ -256,7 +270,8 @@ def main() -> None:
             print(f"  {mine}: {clock.faster(mine, theirs)}")
     if args.json:
         with open(args.json, "a") as file:
-            file.write(json.dumps({name: clock.median(name) for name in clock.times}) + "\n")
+            figures = {name: [round(f(t), 3) for f in (statistics.median, min, max)] for name, t in clock.times.items()}
+            file.write(json.dumps({"model": Path(args.model).stem, "isa": ours.ops.version, "median, least, greatest ms": figures}) + "\n")
 
 
 if __name__ == "__main__":

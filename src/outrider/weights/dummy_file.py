@@ -263,14 +263,18 @@ def write_gguf(
     if arch.startswith("gemma4"):  # llama.cpp wants the angles of full attention spelt out; our reader knows them
         full = next(layer for layer in config.layers if layer.attn.window is None)
         held.append(Tensor(FREQS, (full.attn.head_dim // 2,), "vector", "F32"))
-    keys = metadata(config, arch)
+    return _write(path, gguf_header(metadata(config, arch), held, arch), held, seed, ALIGN, advance)
+
+
+def gguf_header(keys: dict[str, Written], held: list[Tensor], arch: str) -> bytes:
+    """All that comes before the tensors' data, which follow in this order, each from a multiple of ALIGN on."""
     head = b"GGUF" + struct.pack("<IQQ", 3, len(held), len(keys)) + b"".join(_string(k) + _value(v) for k, v in keys.items())
     at = 0
     for t in held:
         shape = t.shape[::-1]
         head += _string(gguf_name(t.name, arch)) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, CODES[t.kind], at)
         at += -(-nbytes(t) // ALIGN) * ALIGN
-    return _write(path, head.ljust(-(-len(head) // ALIGN) * ALIGN, b"\0"), held, seed, ALIGN, advance)
+    return head.ljust(-(-len(head) // ALIGN) * ALIGN, b"\0")
 
 
 # ---- safetensors ----------------------------------------------------------------------------------------------------
