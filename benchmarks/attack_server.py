@@ -5,8 +5,8 @@
 Starts `outrider serve` as a process of its own, measures a well-behaved client alone, then under attack: grammar bombs, texts of 4 MB,
 streams that nobody reads, hundreds of silent and half-sent connections, malformed bodies. Loopback addresses only; every attacker
 has an address of its own (127.0.0.2 and up), so that the server can tell them apart. Fails (exit code 1) when the client's p99 is
-more than three times its value alone, an answer differs, /health takes 100 ms, or memory stays more than 10 % above its start
-(K/V apart, which is reserved at the start and taken as the prefix cache fills: what it grew by is printed).
+more than three times its value alone, an answer differs, /health takes 100 ms, or the resident size is not back within 10 % of its
+start half a minute after prefixes that nobody uses are dropped (`--keep` minutes, the server's `--keep-prefixes`).
 One JSON object is printed at the end; --out appends it to a file.
 """
 
@@ -108,8 +108,7 @@ class Target:
         return total
 
     def pool(self) -> int:
-        """Resident bytes of its large anonymous mappings: weights, and K/V. That is reserved at the start and taken page by page as the
-        prefix cache fills, up to its size, whoever asks: so what it has grown by is told apart."""
+        """Resident bytes of its large anonymous mappings: weights, and K/V, which is taken as the prefix cache fills."""
         total, large = 0, False
         for line in Path(f"/proc/{self.process.pid}/smaps").read_text().splitlines():
             head = re.match(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \S+ *(\S*)", line)
@@ -352,7 +351,7 @@ def percentile(times: list[float], share: float) -> float:
     return sorted(times)[min(len(times) - 1, int(share * len(times)))] if times else 0.0
 
 
-async def measure(target: Target, minutes: float, tokens: int, many: int, kinds: str) -> Json:
+async def measure(target: Target, minutes: float, tokens: int, many: int, kinds: str, keep: float) -> Json:
     good = Good(target.port, tokens)
     say(f"serving on port {target.port}; warming up")
     await good.run(0)
@@ -376,13 +375,14 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
     counts = json.loads((await attackers.communicate())[0] or b"{}")
     stop.set()
     await probing
-    after = target.memory()
-    filled = target.pool() - pool
-    for _ in range(30):
+    filled, ended = target.pool() - pool, time.monotonic()
+    while True:
         await asyncio.sleep(1)
-        after, filled = target.memory(), target.pool() - pool
-        if after - filled <= before * MEMORY_FACTOR:
+        after, waited = target.memory(), time.monotonic() - ended
+        if after <= before * MEMORY_FACTOR or waited > 60 * keep + 30:
             break
+    left = target.pool() - pool
+    say(f"memory after {waited:.0f} s: {after >> 20} MB")
     afterwards = await good.run(0)
     factor = percentile(attacked, 0.99) / percentile(alone, 0.99)
     return {
@@ -395,12 +395,12 @@ async def measure(target: Target, minutes: float, tokens: int, many: int, kinds:
         "health_p50_ms": round(1e3 * percentile(health, 0.5), 1), "health_p99_ms": round(1e3 * percentile(health, 0.99), 1),
         "health_max_ms": round(1e3 * max(health, default=0), 1),
         "memory_before_mb": before >> 20, "memory_peak_mb": peak >> 20, "memory_after_mb": after >> 20,
-        "kv_filled_mb": filled >> 20,
+        "memory_back_s": round(waited), "kv_filled_mb": filled >> 20, "kv_left_mb": left >> 20,
         "others_alone_cores": others_alone, "others_attacked_cores": others,
         "log_lines": lines, "attacks": counts, "wrong": good.wrong[:10],
         "passed": {
             "p99": factor <= P99_FACTOR, "answers": not good.wrong, "health": max(health, default=0) < HEALTH_LIMIT,
-            "memory": after - filled <= before * MEMORY_FACTOR, "alive": target.process.poll() is None,
+            "memory": after <= before * MEMORY_FACTOR, "alive": target.process.poll() is None,
         },
     }  # fmt: skip
 
@@ -415,8 +415,8 @@ def verdict(result: Json) -> str:
         f"others kept {r['others_alone_cores']} and {r['others_attacked_cores']} cores busy meanwhile",
         "answers": f"{r['requests_attacked']} requests, {r['wrong'] or 'none'} wrong or refused",
         "health": f"/health {r['health_max_ms']} ms at the longest, p99 {r['health_p99_ms']} ms (under {1e3 * HEALTH_LIMIT:g})",
-        "memory": f"{r['memory_before_mb']} MB before, {r['memory_after_mb']} MB after; {r['kv_filled_mb']} MB of these are reserved K/V "
-        f"that was filled (without them at most {MEMORY_FACTOR:g} times)",
+        "memory": f"{r['memory_before_mb']} MB before, {r['memory_peak_mb']} MB at the end of the attack, {r['memory_after_mb']} MB "
+        f"{r['memory_back_s']} s later (at most {MEMORY_FACTOR:g} times); K/V had grown by {r['kv_filled_mb']} MB, then {r['kv_left_mb']}",
         "alive": "the server runs on",
     }
     return "\n".join(f"{'kept  ' if passed[name] else 'MISSED'} {name:8} {said}" for name, said in lines.items())
@@ -441,6 +441,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--tokens", type=int, default=32, help="of the well-behaved client's answers")
     parser.add_argument("--connections", type=int, default=700, help="silent ones, open at once")
+    parser.add_argument("--keep", type=float, default=1.0, help="minutes: `--keep-prefixes` of the server; memory is back after them")
     parser.add_argument("--serve", default="--timeout 20", help="more options for `outrider serve`")
     parser.add_argument("--only", default=",".join(Attack.KINDS), help="these attacks, to find out which of them hurts: %(default)s")
     parser.add_argument("--out", type=Path, help="append the result to this file")
@@ -448,9 +449,9 @@ def main() -> None:
     if args.attack is not None:
         asyncio.run(attack(args.attack, args.minutes, args.connections, args.only.split(",")))
         return
-    target = Target(args.model, args.serve.split())
+    target = Target(args.model, [*args.serve.split(), "--keep-prefixes", str(args.keep)])
     try:
-        result = asyncio.run(measure(target, args.minutes, args.tokens, args.connections, args.only))
+        result = asyncio.run(measure(target, args.minutes, args.tokens, args.connections, args.only, args.keep))
     finally:
         target.stop()
     line = json.dumps({"model": args.model, **result})

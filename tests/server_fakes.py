@@ -127,6 +127,9 @@ class FakeEngine:
     def check(self) -> None:
         pass
 
+    def tidy(self, unused_s: float) -> int:
+        return 0
+
     def _advance(self, run: _Running) -> Event:
         p, k = run.request.params, self.draft if run.request.draft_tokens is None else run.request.draft_tokens
         tokens, accepted = self._tokens(run, k)

@@ -23,8 +23,7 @@ class PagePool:
     def __init__(self, count: int):
         self.count = count
         self.refs = [0] * count
-        self.highest = 0  # the highest page ever handed out; fresh ones come in ascending order
-        self._free = list(range(count - 1, 0, -1))
+        self._free = list(range(count - 1, 0, -1))  # the next one to be handed out is the last; fresh ones come in ascending order
 
     @property
     def free(self) -> int:
@@ -35,8 +34,12 @@ class PagePool:
             raise OutOfPages
         page = self._free.pop()
         self.refs[page] = 1
-        self.highest = max(self.highest, page)
         return page
+
+    def in_order(self) -> list[int]:
+        """The free pages, ascending; from now on they are handed out in this order."""
+        self._free.sort(reverse=True)
+        return self._free[::-1]
 
     def retain(self, page: int) -> None:
         assert self.refs[page] > 0, f"page {page} is not held"

@@ -8,7 +8,8 @@ evicted first, oldest first, so chains never have holes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..types import GroupName
@@ -30,11 +31,12 @@ class Entry:
     pages: dict[GroupName, int]  # 0: dropped
     children: int = 0
     used: int = 0
+    when: float = 0.0  # the same in seconds. Who uses a page uses those before it: no entry is older than what follows it
 
 
 class PrefixCache:
-    def __init__(self, groups: dict[GroupName, Group], page_size: int):
-        self.groups, self.page_size = groups, page_size
+    def __init__(self, groups: dict[GroupName, Group], page_size: int, seconds: Callable[[], float] = time.monotonic):
+        self.groups, self.page_size, self.seconds = groups, page_size, seconds
         self.entries: dict[bytes, Entry] = {}
         self._clock = 0
 
@@ -42,13 +44,13 @@ class PrefixCache:
         """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long, and its pages per group."""
         self._clock += 1
         chain: list[Entry] = []
-        key = ROOT
+        key, now = ROOT, self.seconds()
         for start in range(0, limit - self.page_size + 1, self.page_size):
             key = page_key(key, tokens[start : start + self.page_size])
             entry = self.entries.get(key)
             if entry is None or ("full" in entry.pages and not entry.pages["full"]):
                 break
-            entry.used = self._clock
+            entry.used, entry.when = self._clock, now
             chain.append(entry)
         for count in range(len(chain), 0, -1):
             if (count * self.page_size) % granularity:
@@ -72,7 +74,7 @@ class PrefixCache:
     def insert(self, tokens: Sequence[int], count: int, seqs: dict[GroupName, SeqPages]) -> None:
         """Share the first `count` positions (whole pages only) of a sequence."""
         self._clock += 1
-        key = ROOT
+        key, now = ROOT, self.seconds()
         for i in range(count // self.page_size):
             parent, key = key, page_key(key, tokens[i * self.page_size : (i + 1) * self.page_size])
             entry = self.entries.get(key)
@@ -80,7 +82,7 @@ class PrefixCache:
                 entry = self.entries[key] = Entry(parent, dict.fromkeys(self.groups, 0))
                 if parent in self.entries:
                     self.entries[parent].children += 1
-            entry.used = self._clock
+            entry.used, entry.when = self._clock, now
             for name, group in self.groups.items():
                 page = seqs[name].pages[i]
                 if not entry.pages[name] and page:
@@ -108,6 +110,12 @@ class PrefixCache:
                     break
                 self._drop(key)
         return pool.free - before
+
+    def drop_unused(self, seconds: float) -> None:
+        """Give up what nobody has asked for in so long."""
+        since = self.seconds() - seconds
+        for key in [k for k, e in self.entries.items() if e.when <= since]:
+            self._drop(key)
 
     def _drop(self, key: bytes) -> None:
         entry = self.entries.pop(key)

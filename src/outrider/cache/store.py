@@ -79,6 +79,7 @@ class KVStore:
             attn = config.layers[i].attn
             shape = (self.groups[attn.group].pool.count, attn.kv_heads, ps, row_width(attn.head_dim, dtype))
             self.keys[i], self.values[i] = zeros(shape, dtype), zeros(shape, dtype)
+        self._bytes = self.bytes()
         self._group_of: dict[int, GroupName] = {i: config.layers[i].attn.group for i in config.kv_layers}
         self._ahead: dict[GroupName, Ahead] = {}
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
@@ -97,6 +98,17 @@ class KVStore:
         for name in self.groups if self.device.type == "cpu" else ():
             layers = [i for i, group in self._group_of.items() if group == name]
             self._ahead[name] = Ahead([t for side in (self.keys, self.values) for i in layers if (t := side[i]) is not None])
+
+    def tidy(self, unused_s: float) -> int:
+        """Where memory is taken ahead: prefixes that nobody has asked for in so long are dropped, and the memory of free pages goes back to
+        the system, all but enough for the next sequences. Returns the bytes that came free. Not while a step runs."""
+        if self._ahead:
+            self.prefix.drop_unused(unused_s)
+        return sum(ahead.give_back(self.groups[name].pool.in_order()) for name, ahead in self._ahead.items())
+
+    def taken(self) -> int:
+        """Bytes that K/V holds now, where memory is taken ahead; elsewhere all of it is reckoned as taken."""
+        return sum(ahead.bytes for ahead in self._ahead.values()) if self._ahead else self._bytes
 
     def _bound(self, window: int) -> int:
         """Pages that a sequence can hold at once in a sliding group."""
@@ -164,7 +176,7 @@ class KVStore:
             at = seq.slot * self._width
             self._changed[name] += [(at + i, pages.pages[i]) for i in added]
             if name in self._ahead:
-                self._ahead[name].need(group.pool.highest)
+                self._ahead[name].need(max(pages.pages[i] for i in added))
         seq.room = -(-positions // self.spec.page_size) * self.spec.page_size
         return True
 

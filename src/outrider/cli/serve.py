@@ -65,6 +65,7 @@ def serve(
     request_timeout: Annotated[float, typer.Option(help="Seconds for a request's head to arrive, and for its body.")] = 30.0,
     idle_timeout: Annotated[float, typer.Option(help="Seconds a connection stays open between requests.")] = 60.0,
     stall_timeout: Annotated[float, typer.Option(help="Seconds a client may leave its answer unread.")] = 20.0,
+    keep_prefixes: Annotated[float, typer.Option(help="Minutes that a text's beginning stays in memory after its last use (CPU).")] = 5.0,
     device: common.Device = None,
     dtype: common.Dtype = None,
     ops: common.Ops = "auto",
@@ -101,6 +102,7 @@ def serve(
         log_level=log_level, log_json=log_json, allowed_origins=tuple(allowed_origin or ()), trusted_hosts=tuple(trusted_host or ()),
         root_path=root_path, log_prompts=log_prompts, shutdown_grace=shutdown_grace, max_connections=max_connections,
         request_timeout=request_timeout, idle_timeout=idle_timeout, stall_timeout=stall_timeout,
+        keep_prefixes=keep_prefixes,
     )  # fmt: skip
     common.follow_if_told(tensor_parallel, device)
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute

@@ -264,7 +264,11 @@ class Engine:
         m.prefill_seconds = self.machine.prompt_seconds
         m.preemptions = self.scheduler.preemptions
         m.running, m.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
-        m.free_pages = {name: group.pool.free for name, group in self.store.groups.items()}
+        self._count_pages()
+
+    def _count_pages(self) -> None:
+        self.metrics.free_pages = {name: group.pool.free for name, group in self.store.groups.items()}
+        self.metrics.kv_bytes = self.store.taken()
 
     # ---- how far to draft ---------------------------------------------------------------------------------------
     def _choose_drafts(self, ready: list[Seq]) -> list[Choice]:
@@ -398,6 +402,12 @@ class Engine:
         self.metrics.cached_tokens += seq.stats.cached_tokens
         self.metrics.finished[reason] = self.metrics.finished.get(reason, 0) + 1
         return event
+
+    def tidy(self, unused_s: float) -> int:
+        """Between two steps: memory of K/V that nobody has used for so long goes back (`KVStore.tidy`). Returns the bytes."""
+        given = self.store.tidy(unused_s)
+        self._count_pages()
+        return given
 
     def check(self) -> None:
         """Audit: no page leaks, every running sequence has its slot."""

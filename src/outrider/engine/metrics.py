@@ -18,4 +18,5 @@ class Metrics(Counts):
     prefill_seconds: float = 0.0
     running: int = 0
     waiting: int = 0
+    kv_bytes: int = 0  # memory that K/V holds
     free_pages: dict[str, int] = field(default_factory=dict)

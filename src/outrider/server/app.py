@@ -36,9 +36,10 @@ from .routes import add_routes
 from .runner import EngineError, where
 from .schema import ChatRequest, Common, CompletionRequest, Named
 from .settings import ServerSettings
-from .shelf import Shelf, trim
+from .shelf import Shelf
 from .stream import Writer
 from .tracing import Tracing
+from .trim import trim
 from .walks import score
 from .wire import Json, Wire
 

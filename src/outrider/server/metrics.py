@@ -104,6 +104,7 @@ class _EngineCollector:
         for group, count in list(m.free_pages.items()):
             pages.add_metric([group], count)
         yield pages
+        yield GaugeMetricFamily("outrider_kv_bytes", "Memory that K/V holds.", value=m.kv_bytes)
         yield from self._models()
 
     def _models(self) -> Iterator[Metric]:

@@ -3,7 +3,7 @@
 Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one
 cycle. Events go out to asyncio in one hop a step. An exception in a step fails the requests that were in it with an
 `EngineError` and the thread goes on; after three failing steps in a row with nothing finished between them it gives up
-and `healthy` turns false.
+and `healthy` turns false. Now and then, when there is nothing to compute, the engine gives memory back.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -20,9 +21,11 @@ from typing import Protocol, TypeVar
 from ..engine.metrics import Metrics
 from ..engine.scheduler import Request
 from ..types import OutriderError, RequestStats
+from .trim import trim
 
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
+TIDY_S = 10.0  # so often memory that nobody uses is looked for
 UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
 T = TypeVar("T")
 
@@ -50,6 +53,7 @@ class EngineLike(Protocol):
     def pause(self, id: str, on: bool) -> None: ...
     def step(self) -> Sequence[Event]: ...
     def check(self) -> None: ...
+    def tidy(self, unused_s: float) -> int: ...
 
 
 def where(error: BaseException) -> str:
@@ -109,8 +113,10 @@ class Stream:
 
 
 class Runner:
-    def __init__(self, engine: EngineLike) -> None:
-        self._engine = engine
+    def __init__(self, engine: EngineLike, unused_s: float = 300.0) -> None:
+        """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given back."""
+        self._engine, self._unused_s = engine, unused_s
+        self._tidy_at = 0.0  # when memory is next looked for
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # touched by the engine thread only
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
@@ -179,11 +185,15 @@ class Runner:
 
     def _run(self) -> None:
         while True:
+            idle = not (self._engine.busy and self.healthy)
             try:
-                # block only when there is nothing to compute
-                command = self._commands.get(block=not (self._engine.busy and self.healthy))
+                # wait only when there is nothing to compute
+                command = self._commands.get(idle, max(0.0, self._tidy_at - time.monotonic()))
             except queue.Empty:
-                self._step()
+                if idle:
+                    self._tidy()
+                else:
+                    self._step()
                 continue
             if command is None:
                 break
@@ -193,6 +203,17 @@ class Runner:
             self._abort(id)
         self._streams = dict(running)
         self._deliver([(id, EngineError("the server is shutting down")) for id, _ in running])
+
+    def _tidy(self) -> None:
+        self._tidy_at = time.monotonic() + TIDY_S
+        try:
+            given = self._engine.tidy(self._unused_s)
+        except Exception as e:
+            log.error("giving memory back failed: %s", where(e))
+            return
+        if given:
+            trim()
+            log.info("%d MB of K/V went back to the system: nobody has used it for a while", given >> 20)
 
     def _step(self) -> None:
         try:

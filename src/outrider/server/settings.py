@@ -41,6 +41,7 @@ class ServerSettings:
     request_timeout: float = 30.0  # seconds for a request's head and body to arrive, each
     idle_timeout: float = 60.0  # seconds a connection may stay open between two requests
     stall_timeout: float = 20.0  # seconds a client may leave its answer unread
+    keep_prefixes: float = 5.0  # minutes that the beginning of a text stays known after its last use (CPU), and its memory taken
 
     def __post_init__(self) -> None:
         def need(ok: bool, what: str) -> None:
@@ -62,6 +63,7 @@ class ServerSettings:
         for name in ("request_timeout", "idle_timeout", "stall_timeout"):
             value = getattr(self, name)
             need(value > 0, f"--{name.replace('_', '-')} must be more than 0 seconds, got {value}")
+        need(self.keep_prefixes > 0, f"--keep-prefixes must be more than 0 minutes, got {self.keep_prefixes}")
         fine = all(k.isascii() and k.isprintable() and " " not in k for k in self.api_keys)
         need(fine, "API keys must be printable ASCII without spaces")
         need(self.ssl_keyfile is None or self.ssl_certfile is not None, "--ssl-keyfile needs --ssl-certfile")

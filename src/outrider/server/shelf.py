@@ -9,11 +9,9 @@ callers. One model is loaded or put back at a time, off the event loop; everythi
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import itertools
 import logging
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -28,6 +26,7 @@ from .model import Model
 from .prepare import Backend
 from .runner import where
 from .settings import ServerSettings, without_paths
+from .trim import trim
 
 log = logging.getLogger("outrider.server")
 PATIENCE_S = 2.0
@@ -244,7 +243,7 @@ class Shelf:
     async def _put_back(self, slot: Slot, model: Model) -> None:
         await model.stop()
         self._gone = Tally(total([self._gone.engine, model.backend.engine.metrics]), self._gone.failed_steps + model.runner.failed_steps)
-        self._gone.engine.running = self._gone.engine.waiting = 0
+        self._gone.engine.running = self._gone.engine.waiting = self._gone.engine.kv_bytes = 0
         self._gone.engine.free_pages = {}
         slot.evictions += 1
         log.info("put back %s", slot.name)
@@ -268,12 +267,6 @@ def total(counted: Sequence[Metrics]) -> Metrics:
             else:
                 setattr(out, f.name, mine + other)
     return out
-
-
-def trim() -> None:
-    """Where the C library has it (musl has not)."""
-    if sys.platform == "linux" and (work := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        work(0)
 
 
 def _free() -> None:

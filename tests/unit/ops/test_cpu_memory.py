@@ -1,4 +1,4 @@
-"""Memory that is taken ahead of need: it is there, and what was in it stays."""
+"""Memory that is taken ahead of need is there, and what was in it stays; what nobody needs any more goes back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.engine.test_host_cycle import SHAPES
+from tests.engines import request, run
+from tests.unit.engine.test_host_cycle import SHAPES, engines
 from torch import Tensor
 
 from outrider.cache.store import CacheSpec, KVStore
@@ -70,3 +71,80 @@ def test_a_store_says_how_far_it_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
     store.take_ahead()
     store.reserve(seq, 100)
     assert {row for _, row in seen} == {7} and sum(n for n, _ in seen) == 2 * len(config.kv_layers)
+
+
+def test_what_nobody_needs_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what is in use and as much as the next ones may need at once; and it comes again before it is needed."""
+    monkeypatch.setattr(Ahead, "REST_S", 0.0)
+    arena, a_page = Arena(), HUGE // 512  # 512 rows are a huge page
+    tensors = [arena.empty((10 * 512, a_page), torch.uint8) for _ in range(2)]
+    ahead = Ahead(tensors)
+    for row in range(0, 10 * 512, 256):
+        ahead.need(row)
+    settle()
+    assert ahead.bytes == 2 * 10 * HUGE and present(tensors[1], 5000)
+    tensors[1][3000] = 7
+    used = {*range(1, 100), 3000}
+    free = [row for row in range(1, 10 * 512) if row not in used]
+    assert ahead.give_back(free[:-1][: ahead._rows + 5]) == 0, "too little to be worth it"
+    given = ahead.give_back(free)
+    assert given > 2 * 7 * HUGE and ahead.bytes == 2 * 10 * HUGE - given
+    assert all(not present(t, 5000) and not present(t, 2999 - 1) and present(t, 400) for t in tensors)
+    assert tensors[1][3000].eq(7).all() and not tensors[1][5000].any()
+    assert ahead.give_back(free) == 0, "once is enough"
+    ahead.need(free[ahead._rows])
+    settle()
+    assert all(present(t, free[ahead._rows]) for t in tensors) and tensors[1][3000].eq(7).all()
+
+
+def test_a_prefix_that_is_used_stays() -> None:
+    """The others go after their time, and the pages that are free then are handed out from the front."""
+    now = [0.0]
+    config = ModelConfig.from_hf(SHAPES["sliding"])
+    store = KVStore(config, CacheSpec(4, 320, 16, 320, 1280), torch.float16, "cpu")
+    store.prefix.seconds = lambda: now[0]
+    store.take_ahead()
+    texts = {name: list(range(at, at + 64)) for name, at in (("old", 0), ("used", 100))}
+    for tokens in (*texts.values(), [*texts["used"], *range(200, 264)]):
+        seq, _ = store.open(tokens, 16)
+        assert store.reserve(seq, len(tokens))
+        store.commit(seq, len(tokens))
+        store.share(seq, tokens, len(tokens))
+        store.close(seq)
+    now[0] = 50.0
+    seq, hit = store.open([*texts["used"], 1], 16)
+    assert hit == 64
+    store.tidy(60.0)
+    assert len(store.prefix.entries) == 12, "nothing is as old as that"
+    now[0] = 70.0
+    store.tidy(60.0)
+    store.check()
+    store.close(seq)
+    assert {e.when for e in store.prefix.entries.values()} == {50.0} and len(store.prefix.entries) == 4
+    fresh, hit = store.open([*texts["old"], 1], 16)
+    assert hit == 0 and store.reserve(fresh, 65)
+    full = fresh.pages["full"].pages
+    assert full == sorted(full) and full[0] == 1
+    assert store.open([*texts["used"], 1], 16)[1] == 64
+
+
+def test_answers_are_the_same_after_memory_went_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ahead, "REST_S", 0.0)
+    monkeypatch.setattr(memory, "HUGE", 8192)  # four pages of this model
+    engine, _ = engines("llama")
+    store = engine.store
+    store.take_ahead()
+    jobs = [request(str(i), [3 + i, 5, 7, *range(9, 70)], k=3, seed=i, temperature=0.8) for i in range(4)]
+    first = run(engine, jobs)
+    settle()
+    assert engine.tidy(3600.0) == 0 and run(engine, jobs) == first
+    assert engine.metrics.cached_tokens >= 4 * 48, "what was just used stays"
+    settle()
+    before, used = engine.metrics.kv_bytes, engine.metrics.free_pages["full"]
+    given = engine.tidy(0.0)
+    engine.check()
+    keys = store.keys[0]
+    assert keys is not None and given > before // 2 and engine.metrics.kv_bytes == before - given
+    assert engine.metrics.free_pages["full"] > used and not store.prefix.entries
+    assert [present(keys, page) for page in (1, 20)] == [True, False]
+    assert run(engine, jobs) == first

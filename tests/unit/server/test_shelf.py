@@ -16,6 +16,7 @@ from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from outrider.engine.metrics import Metrics
 from outrider.server import catalogue
 from outrider.server import shelf as shelf_module
+from outrider.server import trim as trim_module
 from outrider.server.app import BIG_BODY, Server, create_app
 from outrider.server.errors import ApiError
 from outrider.server.prepare import Backend
@@ -218,8 +219,8 @@ def test_names_on_the_command_line(tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def test_a_c_library_without_malloc_trim_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shelf_module.ctypes, "CDLL", lambda _: object())  # musl
-    shelf_module.trim()
+    monkeypatch.setattr(trim_module.ctypes, "CDLL", lambda _: object())  # musl
+    trim_module.trim()
 
 
 def test_what_was_frozen_goes_when_its_model_is_put_back() -> None:

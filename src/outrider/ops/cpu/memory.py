@@ -50,8 +50,9 @@ class Arena:
 
 
 class Ahead:
-    """Takes the memory of tensors that fill from the front before it is needed, in a thread of its own. The system clears 2 MiB of each at
-    the first touch, which for the 60 tensors of a small model's K/V is a seventh of a second in the middle of a step."""
+    """Takes the memory of tensors that fill from the front before it is needed, in a thread of its own, and gives back what is not needed
+    any more. The system clears 2 MiB of each at the first touch, which for the 60 tensors of a small model's K/V is a seventh of a second
+    in the middle of a step. All calls come from the thread that uses the tensors."""
 
     REST_S = 0.02  # between two pieces: it must not be felt
 
@@ -60,14 +61,19 @@ class Ahead:
         self._tensors = list(tensors)
         bytes_a_row = max(1, min(t.stride(0) * t.element_size() for t in self._tensors))
         self._rows = -(-HUGE // bytes_a_row)  # at least a huge page of each
-        self._taken = 0  # rows that are there, or on their way
+        self._taken = 0  # rows before this one are there, or on their way
         count = self._tensors[0].shape[0]
+        self._there = bytearray(count)  # of each row: is its memory there, or on its way?
+        self._row_bytes = sum(t.stride(0) * t.element_size() for t in self._tensors)
+        self.bytes = 0  # that the tensors hold; small ones are not counted
         self._end = count if bytes_a_row * count > 2 * HUGE else 0  # what is small is not waited for
 
     def need(self, row: int) -> None:
         """This row is in use now: those behind it shall be there soon."""
         if row + self._rows // 4 > self._taken and self._taken < self._end and sys.platform == "linux":
             first, self._taken = self._taken, min(self._end, max(self._taken, row) + self._rows)
+            self._there[first : self._taken] = b"\1" * (self._taken - first)
+            self.bytes = self._row_bytes * sum(self._there)
             with contextlib.suppress(RuntimeError):  # no thread to be had: memory comes when it is needed
                 threading.Thread(target=self._take, args=(first, self._taken), name="outrider-ahead", daemon=True).start()
 
@@ -81,6 +87,40 @@ class Ahead:
                     return  # an older kernel: memory comes when it is needed
                 lo += HUGE
                 time.sleep(self.REST_S)
+
+    def give_back(self, free: Sequence[int]) -> int:
+        """`free`: rows that nobody uses, ascending. Their memory goes back to the system, where it is worth a call; they are zero when they
+        are used again. The first of them stay, so that whoever comes next need not wait for memory. Returns the bytes that came free."""
+        first = free[self._rows - 1] + 1 if len(free) > self._rows else self._end
+        if first >= self._end or sum(self._there[row] for row in free[self._rows :]) < self._rows or sys.platform != "linux":
+            return 0
+        before = self.bytes
+        for lo, hi in runs(free[self._rows :]):
+            if any(self._there[lo:hi]):
+                for tensor in self._tensors:
+                    step = tensor.stride(0) * tensor.element_size()
+                    drop(tensor.data_ptr() + lo * step, (hi - lo) * step)
+                self._there[lo:hi] = bytes(hi - lo)
+        self._taken, self.bytes = first, self._row_bytes * sum(self._there)
+        return before - self.bytes
+
+
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as ranges: first, and one behind the last."""
+    out: list[tuple[int, int]] = []
+    for number in numbers:
+        if out and out[-1][1] == number:
+            out[-1] = (out[-1][0], number + 1)
+        else:
+            out.append((number, number + 1))
+    return out
+
+
+def drop(address: int, size: int) -> None:
+    """Give the memory of a range back; it reads as zero afterwards. Of pages that are only partly in it nothing is lost."""
+    lo, hi = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if hi > lo:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(lo), ctypes.c_size_t(hi - lo), mmap.MADV_DONTNEED)
 
 
 def populate(address: int, size: int) -> int:
