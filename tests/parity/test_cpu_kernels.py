@@ -177,6 +177,10 @@ def test_cluster_lean(ops: CpuOps, clusters: int, size: int) -> None:
 def test_choose(ops: CpuOps) -> None:
     rows, n = 40, 1003
     z = seeded(rows, n) * 3
+    z[10:20] *= 0.01  # any column may win,
+    z[20:25] *= 10.0  # few may,
+    z[25:30] += 10000.0  # sums are rounded,
+    z[30:33] = 1.0  # and noise alone decides
     z[:, 7] = float("-inf")
     seed, position = torch.arange(rows) * 7919 - 11, torch.arange(rows) + 5
     hot = torch.arange(rows) % 3 != 0
@@ -185,7 +189,7 @@ def test_choose(ops: CpuOps) -> None:
         got = ops.gumbel_argmax(z, seed, position, ids, hot)
         noisy = z + gumbel(seed[:, None], position[:, None], torch.arange(n) if ids is None else ids) * hot[:, None]
         # logarithms differ in the last bit: the choice must be the best but for that
-        assert (noisy.gather(1, got[:, None])[:, 0] >= noisy.amax(-1) - 1e-5).all()
+        assert (noisy.gather(1, got[:, None])[:, 0] >= noisy.amax(-1) - (1e-5 + 2e-7 * z.amax(-1).abs())).all()
         one = lambda i: [None if t is None else t[i : i + 1] for t in (z, seed, position, ids, hot)]  # noqa: B023, E731
         assert torch.equal(got, torch.cat([ops.gumbel_argmax(*one(i)) for i in range(rows)]))
     assert torch.equal(ops.gumbel_argmax(z, seed, position, None, ~hot)[hot], z[hot].argmax(-1))

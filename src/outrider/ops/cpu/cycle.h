@@ -55,8 +55,9 @@ static void verdict_region(Team *team, int me, void *job) {
         const int64_t b = j->row_seq[lo];
         const int told = c->asked[b].likely >= 0;
         float *z = c->z + (long)lo * n, *warm = told ? j->warm + (long)me * n : z; /* logprobs are those of the raw logits */
-        if (c->hot[b]) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
-        c->chosen[lo] = choose_row(c->hot[b] ? warm : z, n, c->hot[b], c->seed[b], j->position[lo] + 1, NULL);
+        const int heat = c->hot[b] && c->temperature[b] != 1.0f;
+        if (heat) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
+        c->chosen[lo] = choose_row(heat ? warm : z, n, c->hot[b], c->seed[b], j->position[lo] + 1, NULL);
         if (told) logprob_row(z, n, c->chosen[lo], c->likely, c->logprobs + lo * (1L + 2 * c->likely));
     }
 }

@@ -55,12 +55,12 @@ typedef struct {
     float *confidence;          /* [B, steps] each token's probability among the candidates */
     int64_t *lengths;           /* [B] tokens that count: `steps`, or fewer where a draft has ended itself */
     const double *stop, *drop, *trust; /* [B], [B], [TRUST]; trust NULL: every draft goes on to the end */
-    int64_t *second;            /* [B, steps] the next best tokens, or NULL; with them confidences are those of the scores with their noise */
-    float *second_confidence;
+    int64_t *rivals;            /* [B, steps, RIVALS] the next best tokens, or NULL; with them confidences are those of the scores with their noise */
+    float *rival_confidence;    /* likewise */
     float *state;               /* [B, wide] what would be fed back after the last step, or NULL */
 } Draft;
 
-enum { TRUST = 16 }; /* bins of confidence */
+enum { TRUST = 16, RIVALS = 2 }; /* bins of confidence; tokens beside the best that a tree may branch into */
 
 /* With path = product of trust[confidence] so far: a token that brings it below `drop` is left out, one that brings it
  * below `stop` is the last. Returns whether the draft goes on. */
@@ -88,6 +88,17 @@ static void draft_lean(Team *team, const DraftRun *d, int k) {
     const Draft *r = &d->draft;
     if (r->clusters && k < r->steps)
         lean_phase(team, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->hot, r->seed, r->position, k, d->lean);
+}
+
+/* The tokens behind the best one, which stands at column `at` and has the probability `sure`. z is spoilt. best: as in draft_region */
+static void next_best(float *z, int n, int64_t at, float sure, const Draft *r, const int64_t *best, long to) {
+    const float top = z[at];
+    for (int t = 0; t < RIVALS; t++) {
+        z[at] = -INFINITY;
+        at = choose_row(z, n, 0, 0, 0, NULL);
+        r->rivals[to + t] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
+        r->rival_confidence[to + t] = z[at] > -INFINITY ? sure * expf(z[at] - top) : 0.0f;
+    }
 }
 
 static void draft_region(Team *team, int me, void *job) {
@@ -142,19 +153,12 @@ static void draft_region(Team *team, int me, void *job) {
                 for (int t = 0; t < r->top; t++) memcpy(ids + (long)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
             }
             if (r->hot[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
-            const int noisy = r->hot[b] && r->second;
+            const int noisy = r->hot[b] && r->rivals;
             if (noisy) noise_row(z, (int)n, r->seed[b], r->position[b] + k, ids);
             const int64_t at = choose_row(z, (int)n, r->hot[b] && !noisy, r->seed[b], r->position[b] + k, ids);
             r->out[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
             const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
-            if (r->second) {
-                const float top = z[at];
-                z[at] = -INFINITY;
-                const int64_t other = choose_row(z, (int)n, 0, 0, 0, NULL);
-                z[at] = top;
-                r->second[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[other / r->size] * r->size + other % r->size] : other;
-                r->second_confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, other);
-            }
+            if (r->rivals) next_best(z, (int)n, at, sure, r, best, ((long)b * r->steps + k) * RIVALS);
             if (r->state && k == r->steps - 1) memcpy(r->state + (long)b * wide, next + (long)b * wide, (size_t)wide * 4);
             if (r->trust && d->live[b]) d->live[b] = goes_on(r, b, k, sure, d->path + b);
         }

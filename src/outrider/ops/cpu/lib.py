@@ -75,7 +75,7 @@ class CDraft(Structure):
         ("call", CCall), *[(name, CWeight) for name in ("table", "head", "centroids")], ("table_scale", c_float),
         *[(name, c_int32) for name in ("steps", "unit", "tied", "clusters", "top", "size")],
         *[(name, c_void_p) for name in ("cluster_ids", "hashes", "last", "start", "taps", "temperature", "hot", "seed", "position", "out")],
-        *[(name, c_void_p) for name in ("confidence", "lengths", "stop", "drop", "trust", "second", "second_confidence", "state")],
+        *[(name, c_void_p) for name in ("confidence", "lengths", "stop", "drop", "trust", "rivals", "rival_confidence", "state")],
     ]  # fmt: skip
 
 

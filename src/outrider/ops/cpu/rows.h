@@ -140,26 +140,31 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
     for (int i = 0; i < whole; i += LANES) best = vf_max(vf_load(z + i), best);
     top = vf_hmax(best);
     for (int i = whole; i < n; i++) if (z[i] > top) top = z[i];
-    if (!hot) {
-        int i = 0;
-        while (i < whole && !vf_any_ge(vf_load(z + i), vf_set(top))) i += LANES;
-        for (; i < n; i++) if (z[i] == top) return i;
-        return 0;
-    }
+    int first = 0; /* where the largest stands */
+    while (first < whole && !vf_any_ge(vf_load(z + first), vf_set(top))) first += LANES;
+    while (first < n && z[first] != top) first++;
+    if (first == n) return 0; /* no numbers */
+    if (!hot) return first;
     const uint32_t key = noise_key(seed, position);
-    /* noise lies in (-2.9, 22.9): a column further than 25.8 below the top can't win, so most draw no noise */
-    const float bar = top - 26.0f;
-    float found = -INFINITY;
+    /* Noise lies in (-2.9, 22.9), and is at most -log(u) where u is what its 32 bits make. So a column can only win where u is below
+     * e^(z - found), and for nearly all columns one look at the bits says that it is not. The search begins just below the score of the
+     * largest z: that column is met again, or an earlier one that is as good. */
+    float found = -INFINITY, noise[LANES];
+    vf_store(noise, vf_gumbel(key, vi_set((int32_t)(tokens ? tokens[first] : first))));
+    if (fabsf(top) < INFINITY) found = top + noise[0] - (0.001f + 1e-6f * fabsf(top));
     for (int i = 0; i < n; i += LANES) {
         float t[LANES];
         int count = n - i < LANES ? n - i : LANES;
         vf v;
         if (count == LANES) v = vf_load(z + i);
         else { for (int j = 0; j < LANES; j++) t[j] = j < count ? z[i + j] : -INFINITY; v = vf_load(t); }
-        if (!vf_any_ge(v, vf_set(bar))) continue;
+        if (!vf_any_ge(v, vf_set(found - 23.0f))) continue;
         int32_t ids[LANES];
         for (int j = 0; j < LANES; j++) ids[j] = j < count ? (tokens ? (int32_t)tokens[i + j] : i + j) : 0;
-        v = vf_add(v, vf_gumbel(key, vi_load(ids)));
+        const vi bits = vi_noise_bits(key, vi_mix32(vi_add(vi_load(ids), vi_set((int32_t)0x85EBCA6Bu))));
+        const vf least = vf_mul(vi_to_float(vi_shr(bits, 16)), vf_set(1.0f / 65536.0f)); /* u is no less */
+        if (!vf_any_ge(vf_mul(vf_exp(vf_sub(v, vf_set(found))), vf_set(1.01f)), least)) continue;
+        v = vf_add(v, vf_noise(bits));
         if (!vf_any_ge(v, vf_set(found))) continue;
         vf_store(t, v);
         for (int j = 0; j < count; j++) if (t[j] > found) { found = t[j]; at = i + j; }

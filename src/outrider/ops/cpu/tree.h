@@ -1,12 +1,12 @@
 /* Growing a tree of drafts for one sequence, as spec/tree.py has it: level by level, the likeliest nodes of a level scored as one batch of
- * the drafter's step, the two best tokens behind each. Nothing it computes can change an answer.
+ * the drafter's step, the three best tokens behind each. Nothing it computes can change an answer.
  */
 #pragma once
 #include "draft.h"
 
 int or_draft(Team *team, const Draft *draft);
 
-enum { TREE_WIDE = 4, TREE_DEEP = 16, TREE_ALL = TREE_DEEP * TREE_WIDE * 2 };
+enum { TREE_WIDE = 4, TREE_DEEP = 16, TREE_BRANCH = 1 + RIVALS, TREE_ALL = TREE_DEEP * TREE_WIDE * TREE_BRANCH };
 #define TREE_ROW 0.4 /* a further row in a draft step, as a part of a step */
 
 typedef struct { int parent, rank; int64_t token; float confidence; double chance; } Node; /* parent -1: the newest token */
@@ -26,13 +26,13 @@ INLINE double chance_of(const double *trust, float confidence) {
  * row's state. last, position: of the first row, filled up here. */
 static int tree_grow(Team *team, Draft *d, int wide, int vocab, int deep, double stop, double drop, const double *trust, float *start,
                      int64_t *last, int64_t *guess, Grown *g) {
-    int64_t best[TREE_WIDE], second[TREE_WIDE], lengths[TREE_WIDE];
-    float sure[TREE_WIDE], less[TREE_WIDE], *state = start + (long)TREE_WIDE * wide;
+    int64_t best[TREE_WIDE], rivals[TREE_WIDE * RIVALS], lengths[TREE_WIDE];
+    float sure[TREE_WIDE], less[TREE_WIDE * RIVALS], *state = start + (long)TREE_WIDE * wide;
     int32_t row_start[2] = {0, 1};
     Tip front[TREE_WIDE] = {{-1, 0, 1.0}};
     const int64_t first = guess[0];
     int w = 1;
-    d->steps = 1; d->out = best; d->second = second; d->confidence = sure; d->second_confidence = less; d->lengths = lengths; d->state = state;
+    d->steps = 1; d->out = best; d->rivals = rivals; d->confidence = sure; d->rival_confidence = less; d->lengths = lengths; d->state = state;
     d->start = start; d->last = last; d->position = guess; d->trust = d->stop = d->drop = NULL;
     d->call.batch.seqs = 1; d->call.batch.row_start = row_start;
     g->count = 0; g->steps = 0.0;
@@ -43,10 +43,10 @@ static int tree_grow(Team *team, Draft *d, int wide, int vocab, int deep, double
         g->steps += 1.0 + (w - 1) * TREE_ROW;
         Tip next[TREE_WIDE];
         int n = 0;
-        for (int i = 0; i < 2 * w; i++) {
-            const int row = i / 2, rank = i % 2;
-            const Node x = {front[row].node, rank, rank ? second[row] : best[row], rank ? less[row] : sure[row],
-                            front[row].chance * chance_of(trust, rank ? less[row] : sure[row])};
+        for (int i = 0; i < TREE_BRANCH * w; i++) {
+            const int row = i / TREE_BRANCH, rank = i % TREE_BRANCH, rival = row * RIVALS + rank - 1;
+            const float confidence = rank ? less[rival] : sure[row];
+            const Node x = {front[row].node, rank, rank ? rivals[rival] : best[row], confidence, front[row].chance * chance_of(trust, confidence)};
             if (x.token < 0 || x.token >= vocab || !(x.confidence > 0.0f) || x.chance < drop) continue; /* a damaged drafter must not reach the target */
             g->node[g->count] = x;
             if (x.chance >= stop) {
