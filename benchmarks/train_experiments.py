@@ -2,9 +2,12 @@
 
     python benchmarks/train_experiments.py ablate --target smollm2 --run RUN --steps 100     # one change each against a base
     python benchmarks/train_experiments.py heads  --target smollm2 --run RUN                 # clusters of several sizes, fitted afterwards
+    python benchmarks/train_experiments.py block  --target smollm2 --run RUN --data prompts.jsonl.gz   # one pass for several positions?
+    python benchmarks/train_experiments.py trees  --target smollm2 --run RUN --data prompts.jsonl.gz   # losses for second guesses
     python benchmarks/train_experiments.py long-prompts prompts_train.jsonl.gz long.jsonl    # long prompts made of passages in the prompts
 
-RUN/data.npz is what the target answered. `heads` for Gemma's vocabulary: a run with --style gemma --clusters 0.
+RUN/data.npz is what the target answered (`block` and `trees`, in train_blocks.py, make it from --data where it is missing).
+`heads` for Gemma's vocabulary: a run with --style gemma --clusters 0.
 Results are printed and appended to RUN/experiments.jsonl.
 """
 
@@ -25,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import numpy as np
 import torch
+import train_blocks
 from torch import Tensor
 
 from outrider.models.inspect import model_size
@@ -229,7 +233,7 @@ def long_prompts(source: Path, to: Path, count: int = 3000, seed: int = 0) -> No
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("what", choices=["ablate", "heads", "long-prompts"])
+    p.add_argument("what", choices=["ablate", "heads", "block", "trees", "long-prompts"])
     p.add_argument("files", nargs="*", type=Path, help="long-prompts: prompt file and where to write")
     p.add_argument("--target", default="smollm2")
     p.add_argument("--run", default="runs/smollm2")
@@ -239,12 +243,13 @@ def main() -> None:
     p.add_argument("--only", default="", help="ablate: these, separated by ;")
     p.add_argument("--clusters", default="512,1024,2048")
     p.add_argument("--sequences", type=int, default=6000, help="heads: sequences to fit centroids on")
-    p.add_argument("--questions", type=int, default=None, help="ablate: so many of Spec-Bench only")
+    p.add_argument("--questions", type=int, default=None, help="ablate, block, trees: so many of Spec-Bench only")
+    train_blocks.add_options(p)
     args = p.parse_args()
     if args.what == "long-prompts":
         long_prompts(*args.files)
     else:
-        {"ablate": ablate, "heads": heads}[args.what](args)
+        {"ablate": ablate, "heads": heads, "block": train_blocks.block, "trees": train_blocks.trees}[args.what](args)
 
 
 if __name__ == "__main__":

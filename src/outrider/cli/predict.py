@@ -13,9 +13,11 @@ import typer
 from rich.table import Table
 
 from ..bench import predict as model_of
+from ..bench import predict_trees as trees
 from ..bench import several, svg
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.known import KNOWN
+from ..spec import card
 from ..types import OutriderError
 from . import common
 from .common import out
@@ -41,6 +43,10 @@ def predict(
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1,
     context: Annotated[int, typer.Option(help="Tokens before the one being decoded.")] = 1024,
     bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
+    tree: Annotated[int | None, typer.Option(help="Also drafts that branch: trees of at most so many tokens, 2..16.")] = None,
+    second: Annotated[
+        float | None, typer.Option(help="--tree: how often a second guess is right where the best is wrong. Default: the card's, or 0.35.")
+    ] = None,
     tensor_parallel: Annotated[int, typer.Option(help="Over so many GPUs; also shows 1, 2, 4 and 8, replicas, and many users.")] = 1,
     link: Annotated[
         str | None, typer.Option(help="nvlink | nvlink3 | nvlink-bridge | pcie5 | pcie | pcie3. Default: the usual one of that GPU.")
@@ -82,24 +88,32 @@ def predict(
     setup = _setup(model, drafter, on, batch, context, bits)
     if tensor_parallel > 1:
         setup = replace(setup, several=several.Several(tensor_parallel, by))
+    known = _card(model, drafter) if setup.drafter is not None else None
     if accept is not None:
         accepted = model_of.Acceptance.parse(accept)
     elif setup.drafter is None:
         accepted = model_of.Acceptance.nothing("no drafter is known for this model: n-gram matches alone, whose gain depends on the text")
     else:
-        accepted = _card(model, drafter) or model_of.Acceptance.parse("0.72")
+        accepted = model_of.Acceptance.parse("0.72") if known is None else _by_position(known)
     data = model_of.predict(setup, accepted)
+    points: list[trees.TreePoint] = []
+    if tree is not None:
+        second = second if second is not None else known.second if known is not None and known.second is not None else trees.SECOND
+        points = trees.tree_points(setup, accepted, tree, second)
     if plot is not None:
-        roof, points = model_of.roofline(setup)
+        roof, marks = model_of.roofline(setup)
         text = svg.lines(
-            f"{model} on {on.label}, batch {batch}", "floating-point operations a byte", "TFLOP/s", [("roof", roof)], marks=points
+            f"{model} on {on.label}, batch {batch}", "floating-point operations a byte", "TFLOP/s", [("roof", roof)], marks=marks
         )
         plot.write_text(text, encoding="utf-8")
     more = _several(setup, accepted, by) if tensor_parallel > 1 else {}
     if as_json:
-        print(json.dumps({"model": model, **data, **more}))
+        branched = {"second": second, "trees": [vars(p) for p in points]} if points else {}
+        print(json.dumps({"model": model, **data, **branched, **more}))
         return
     _show(model, data)
+    if points:
+        _show_trees(points, second or 0.0)
     if tensor_parallel > 1:
         _show_several(more, tensor_parallel, by)
 
@@ -120,9 +134,8 @@ def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: 
     return model_of.Setup(config, helper, on, batch, context, bits / 8 if bits is not None else size, stored=total)
 
 
-def _card(model: str, drafter: str) -> model_of.Acceptance | None:
+def _card(model: str, drafter: str) -> card.Card | None:
     """What the drafter's own folder says of its acceptance."""
-    from ..spec import card
     from ..weights import hub
     from ..weights.files import fingerprint
 
@@ -130,9 +143,10 @@ def _card(model: str, drafter: str) -> model_of.Acceptance | None:
     if where is None or not Path(where).exists():
         return None
     files = hub.resolve(where, "drafter")
-    found = card.read(Path(files.path), fingerprint(files))
-    if found is None:
-        return None
+    return card.read(Path(files.path), fingerprint(files))
+
+
+def _by_position(found: card.Card) -> model_of.Acceptance:
     return model_of.Acceptance.by_position(list(accumulate(found.accepted, mul)), f"the drafter's card ({found.judged} tokens judged)")
 
 
@@ -170,6 +184,16 @@ def _show(model: str, data: model_of.Prediction) -> None:
         out.print(f"K={data['best_k']} brings only {data['speedup']:.2f}x:")
     for reason in data["why"]:
         out.print(f"- {reason}")
+
+
+def _show_trees(points: list[trees.TreePoint], second: float) -> None:
+    best = max(points, key=lambda p: p.speedup)
+    table = Table("depth", "tokens verified", "cycle ms", "tokens a cycle", "ms a token", "speed-up",
+                  title=f"trees of a fixed shape, a next guess right in {second:.0%} where the best is wrong")  # fmt: skip
+    for p in points:
+        cells = (str(p.nodes), f"{p.cycle_ms:.2f}", f"{p.tokens:.2f}", f"{p.ms_per_token:.2f}", f"{p.speedup:.2f}x")
+        table.add_row(str(p.depth), *cells, style="bold" if p is best else "")
+    out.print(table)
 
 
 def _several(setup: model_of.Setup, accept: model_of.Acceptance, by: several.Link) -> dict[str, object]:

@@ -49,7 +49,7 @@ def train(
     clusters: Annotated[int | None, typer.Option(help="Clusters of the head; 0: none. Default: by the vocabulary.")] = None,
     recall: Annotated[float, typer.Option(help="The clustered head must find the full head's token this often.")] = 0.99,
     unroll: Annotated[int | None, typer.Option(help="Draft steps a training step unrolls. Default: 5, on a CPU 3.")] = None,
-    loss: Annotated[str, typer.Option(help="Weights of the terms soft, tv, hard, lk.")] = "soft=1,tv=0.5",
+    loss: Annotated[str, typer.Option(help="Weights of the terms soft, tv, hard, lk, second.")] = "soft=1,tv=0.5",
     survival: Annotated[float, typer.Option(help="0..1: weigh a step by the chance that those before it are accepted.")] = 0.0,
     four_bits_from: Annotated[
         float, typer.Option(help="0..1: share of the run after which the layers are trained as 4 bits hold them; 1: never.")

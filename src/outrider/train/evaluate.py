@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..models.layers import TextModel
+from ..ops.noise import gumbel
 from ..ops.reference import ReferenceOps
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next
@@ -134,6 +135,33 @@ def judge_drafts(
             hi = lo + int(data.lengths[i]) - 1 - int(data.prompts[i])
             out[i], confidence[i] = grid[row, lo:hi], trust[row, lo:hi]
     return Judged(out, confidence)
+
+
+@torch.no_grad()
+def second_guesses(
+    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Tensor, data: Sequences, temperature: float = 0.0,
+    anchors: int = 8192,
+) -> float:  # fmt: skip
+    """How often the second best token is right where the best is wrong: the first guess behind every token of the answers, by all rows of
+    the head. temperature: answers were sampled so, with the noise of their seeds."""
+    missed, right, vocab = 0, 0, head.shape[0]
+    for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
+        batch = make_batch(data, which, 1).to(model.device)
+        seen = capture(model, batch.ids, net.config.taps)
+        count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
+        ids = torch.nn.functional.pad(batch.ids, (0, 2))
+        embedded = model.embed(ids[:, batch.first :].reshape(-1)).view(count, width + 2, -1)
+        (g,) = net.unroll(weights, net.context(seen, batch.first), embedded, seen.hidden[:, batch.first :], 1)
+        seeds, tokens = torch.from_numpy(data.seeds[which]).to(model.device), torch.arange(vocab, device=model.device)
+        for part in batch.anchors[0].split(chunk_rows(model.device, 32 * vocab)):
+            line, at = part // width, part % width + batch.first + 2  # the position being guessed
+            z = (g.reshape(count * width, -1)[part] @ head.T).float()
+            if temperature > 0:
+                z = z / temperature + gumbel(seeds[line][:, None], at[:, None], tokens[None])
+            best = z.topk(2).indices == ids[line, at][:, None]
+            missed += int((~best[:, 0]).sum())
+            right += int((best[:, 1] & ~best[:, 0]).sum())
+    return round(right / max(1, missed), 4)
 
 
 def states(

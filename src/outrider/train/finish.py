@@ -28,7 +28,7 @@ from ..weights import files as weight_files
 from ..weights import hub
 from .clusters import Recall, choose_top, recall_curve
 from .data import Sequences
-from .evaluate import MAX_K, Head, Judged, Recorded, joined, judge_drafts, summary
+from .evaluate import MAX_K, Head, Judged, Recorded, joined, judge_drafts, second_guesses, summary
 from .export import Json, save_drafter
 from .job import TrainJob
 from .model_card import model_card
@@ -102,6 +102,9 @@ def finish(
             last = judged(target, net, cold, most=MAX_K, full=False, weigh=True)
             result["clustered"] = scored(last, MAX_K)
         traces = last.traces(cold, ["all"] * len(cold))
+        weights, whole, _ = views(net, target)
+        anchors = 8192 if target.model.device.type == "cuda" else CPU_ANCHORS
+        result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, cold, anchors=anchors)
         if len(hot):
             result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8)
     result["draft_step_share"] = round(sum(step_weights(net.config).values()) / model_size(target.config).active, 4)
@@ -120,7 +123,7 @@ def write_drafter(folder: Path, net: DraftNet, result: Row, traces: list[Trace],
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
     if traces:
         print_of = weight_files.fingerprint(hub.resolve(str(folder), kind="drafter"))
-        acceptance.write(folder, acceptance.measure(traces, print_of))
+        acceptance.write(folder, acceptance.measure(traces, print_of, result.get("second_guess")))
     if log.exists():
         draw_curve(log, log.parent / "curve.png")
         for path in (log, log.parent / "curve.png"):

@@ -2,13 +2,14 @@
 
 p is the target's distribution at the position, q the drafter's. Per row, weighted:
 
-    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)
+    soft · CE(p, q)  +  tv · ½Σ|p − q|  +  hard · −log q(argmax p)  +  lk · −log Σmin(p, q)  +  second · −log q'(argmax p)
 
 Σmin(p, q) = 1 − TV is the chance that rejection sampling accepts the drafted token (the objective of the LK losses);
-`hard` is the greedy one. Rows may have mixes of their own: greedy answers and sampled ones want different things. The head
-is the dear part of training a drafter (a vocabulary a row and step), so the logits are made in chunks, turned into their
-own gradient in place, and multiplied back at once: nothing of size [rows, V] outlives its chunk. The head itself gets a
-gradient only if it wants one (a head tied to the target is frozen).
+`hard` is the greedy one. `second` is for trees: where the drafter's best token is not the target's, q' is q without that
+token, so it asks for the right one in the second place. Rows may have mixes of their own: greedy answers and sampled ones
+want different things. The head is the dear part of training a drafter (a vocabulary a row and step), so the logits are made
+in chunks, turned into their own gradient in place, and multiplied back at once: nothing of size [rows, V] outlives its
+chunk. The head itself gets a gradient only if it wants one (a head tied to the target is frozen).
 
 On a CPU even that is too dear for a large vocabulary. There a batch's loss looks at some thousands of tokens (`Scored`): those that
 the target finds likely somewhere in the batch, those that were said, and random ones which stand for all the others.
@@ -17,7 +18,7 @@ the target finds likely somewhere in the batch, those that were said, and random
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -43,11 +44,12 @@ class LossMix:
     tv: float = 0.5
     hard: float = 0.0
     lk: float = 0.0
+    second: float = 0.0
 
     @staticmethod
     def parse(text: str) -> LossMix:
         """`soft=1,tv=0.5`; terms left out are 0."""
-        values = dict.fromkeys(("soft", "tv", "hard", "lk"), 0.0)
+        values = dict.fromkeys((f.name for f in fields(LossMix)), 0.0)
         for part in text.split(","):
             name, _, number = part.strip().partition("=")
             try:
@@ -55,17 +57,17 @@ class LossMix:
                     raise ValueError
                 values[name] = float(number)
             except ValueError:
-                raise OutriderError(f"--loss: {part!r} is not TERM=NUMBER with a term of soft, tv, hard, lk") from None
+                raise OutriderError(f"--loss: {part!r} is not TERM=NUMBER with a term of {', '.join(values)}") from None
         if not any(values.values()):
             raise OutriderError("--loss: every term is 0, so there is nothing to learn")
         return LossMix(**values)
 
     def rows(self, count: int, device: torch.device) -> Tensor:
-        """The same mix for every row: float32 [count, 4]."""
-        return torch.tensor([[self.soft, self.tv, self.hard, self.lk]], dtype=torch.float32, device=device).expand(count, 4)
+        """The same mix for every row: float32 [count, 5]."""
+        return torch.tensor([list(asdict(self).values())], dtype=torch.float32, device=device).expand(count, -1)
 
     def __str__(self) -> str:
-        return ",".join(f"{k}={v:g}" for k, v in (("soft", self.soft), ("tv", self.tv), ("hard", self.hard), ("lk", self.lk)) if v)
+        return ",".join(f"{k}={v:g}" for k, v in asdict(self).items() if v)
 
 
 @dataclass(frozen=True)
@@ -140,9 +142,9 @@ def exact_logits(model: TextModel, hidden: Tensor) -> Tensor:
 
 
 def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The definition. z, logp [A, V]; best, weight [A]; mix [A, 4] the factors of soft, tv, hard, lk
+    """The definition. z, logp [A, V]; best, weight [A]; mix [A, 5] the factors of soft, tv, hard, lk, second
     -> weighted loss [A], alpha [A], hit [A] and the gradient by z [A, V]."""
-    soft, tv, hard, lk = mix.unbind(1)
+    soft, tv, hard, lk, second = mix.unbind(1)
     z, logp = z.float(), logp.float()
     logq = z.log_softmax(-1)
     p, q = logp.exp(), logq.exp()
@@ -154,7 +156,13 @@ def row_terms(z: Tensor, logp: Tensor, best: Tensor, weight: Tensor, mix: Tensor
     loss = soft * -(p * logq).sum(-1) + tv * distance + hard * -logq.gather(1, at)[:, 0] - lk * alpha.clamp_min(1e-4).log()
     grad = soft[:, None] * (q - p) + (tv + lk / alpha.clamp_min(1e-4))[:, None] * pull
     grad = grad + hard[:, None] * q.scatter_add(1, at, torch.full_like(at, -1, dtype=q.dtype))
-    hit = z.gather(1, at)[:, 0] >= z.max(-1).values
+    top = z.max(-1).values
+    hit = z.gather(1, at)[:, 0] >= top
+    passed = second * ~hit  # the drafter's best is wrong: what is left without it
+    rest = (1.0 - (top - z.logsumexp(-1)).exp()).clamp_min(1e-6)
+    loss = loss + passed * (rest.log() - logq.gather(1, at)[:, 0])
+    others = torch.where(z < top[:, None], q / rest[:, None], 0.0).scatter_add(1, at, torch.full_like(at, -1, dtype=q.dtype))
+    grad = grad + passed[:, None] * others
     return weight * loss, alpha, hit.float(), weight[:, None] * grad
 
 
@@ -200,7 +208,7 @@ def head_loss(
     g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix | Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g [A, h] · head [S, h] (+ bias [S]) against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit [A]).
-    `mix`: one for all rows, or float32 [A, 4] (soft, tv, hard, lk)."""
+    `mix`: one for all rows, or float32 [A, 5] (soft, tv, hard, lk, second)."""
     factors = mix.rows(g.shape[0], g.device) if isinstance(mix, LossMix) else mix
     loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, factors, bias)
     return loss, terms[:, 1], terms[:, 2]

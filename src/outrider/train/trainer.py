@@ -118,7 +118,7 @@ class Trainer:
         self.optimizers = make_optimizers(self.params, settings.lr, settings.weight_decay, settings.muon)
         self.progress = Progress()
         mixes = [settings.loss, settings.greedy_loss or settings.loss]
-        self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 4] by Batch.greedy
+        self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 5] by Batch.greedy
         self.bits: int | None = None
         self.clusters = net.config.clusters
         self.of = cluster_of(net.weight("token_ordering"), self.clusters) if self.clusters else None

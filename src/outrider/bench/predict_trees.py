@@ -1,0 +1,74 @@
+"""What drafts that branch would bring and cost: the companion of `predict` for trees. Torch-free.
+
+Of the tokens behind a node at depth j the drafter's best is right with the chance a_j; where it is wrong, the second with the chance s (the
+card's `second`), where both are, the third with 0.7·s, and the fourth with 0.49·s. The tree is the likeliest of its size and depth whatever
+the drafter's confidence, with up to four tokens behind each of up to four nodes a level; one that is grown by confidence, cycle by
+cycle, brings more.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ..types import MAX_DRAFT, OutriderError
+from .predict import Acceptance, Setup, draft_seconds, verify_seconds
+
+BRANCH, WIDTH, DEEPEST = 4, 4, 8  # as ops.trees has them
+SECOND = 0.35  # where no card says better: what the shipped drafter shows, a little less
+FADE = 0.7  # a third guess against a second, a fourth against a third (.38, .27, .19 greedily, .35, .23, .18 at T = 1: docs/lab/log.md)
+
+
+@dataclass(frozen=True)
+class TreePoint:
+    nodes: int  # tokens that are verified
+    depth: int
+    widest: int  # nodes of a level that the drafter goes on from
+    cycle_ms: float
+    tokens: float  # a cycle and sequence
+    ms_per_token: float
+    speedup: float
+
+
+def likeliest(survive: Sequence[float], second: float, nodes: int, depth: int) -> tuple[float, list[int]]:
+    """Tokens a cycle of the best tree of so many tokens, and how many nodes of each level it goes on from."""
+    if not 0.0 <= second <= 1.0:
+        raise OutriderError(f"the chance that a second guess is right must be in [0, 1], got {second}")
+    open_nodes = [0] * (depth + 1)  # of each level: that may have tokens behind them
+    inner: list[set[int]] = [set() for _ in range(depth)]  # that have some
+    tokens, kept, number = 1.0, 0, 0
+    heap = [(-1.0, 0, 0, -1)]  # the chance, negative so that the likeliest comes first; a number; the level; the parent's number
+    while heap and kept <= nodes:
+        chance, me, level, parent = heapq.heappop(heap)
+        kept += 1
+        if level:
+            tokens -= chance
+            inner[level - 1].add(parent)
+        if level == depth or open_nodes[level] == WIDTH:
+            continue
+        open_nodes[level] += 1
+        before = survive[level - 1] if level else 1.0
+        a, missed = survive[level] / before if before else 0.0, 1.0
+        for rank in range(BRANCH):
+            each = a if rank == 0 else second * FADE ** (rank - 1)
+            number += 1
+            heapq.heappush(heap, (chance * missed * each, number, level + 1, me))
+            missed *= 1.0 - each
+    return tokens, [len(found) for found in inner if found]
+
+
+def tree_points(setup: Setup, accept: Acceptance, nodes: int, second: float) -> list[TreePoint]:
+    """By depth: the best tree of at most `nodes` tokens. A level is one step of the drafter over its nodes."""
+    if not 2 <= nodes <= MAX_DRAFT:
+        raise OutriderError(f"--tree must be in 2..{MAX_DRAFT} tokens, got {nodes}")
+    plain, out = verify_seconds(setup, 0), []
+    for depth in range(1, min(DEEPEST, nodes) + 1):
+        found = []
+        for size in range(depth, min(nodes, BRANCH + WIDTH * BRANCH * (depth - 1)) + 1):
+            tokens, inner = likeliest(accept.survive, second, size, depth)
+            seconds = verify_seconds(setup, size)
+            seconds += sum(draft_seconds(replace(setup, batch=setup.batch * rows), 1) for rows in inner)
+            found.append(TreePoint(size, depth, max(inner), 1e3 * seconds, tokens, 1e3 * seconds / tokens, plain * tokens / seconds))
+        out.append(max(found, key=lambda p: p.speedup))
+    return out
