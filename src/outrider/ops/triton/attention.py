@@ -89,13 +89,17 @@ def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.
     if sliding:
         enough = 128 if cut.bn == 64 or packed <= 16 else 64
     else:
-        enough = 264 if slots > 64 else 96 if packed > 16 or cut.bn == 64 else 1024
+        enough = 264 if slots > 64 else 96 if packed > 16 or cut.bn == 64 else 128
     apart = batch * kv.max_rows * spec.heads * slots * spec.head_dim * 4  # bytes of partial sums
     if kv.paths is None and (slots == 1 or programs >= enough or apart > MOST_APART):
         if sliding:
             return Shape(False, 16, 4, 3 if programs <= 132 or cut.bn == 32 else 2)
+        if large and cut.bn == 32 and packed <= 16:
+            return Shape(False, 16, 8, 3)
         return Shape(False, 32 if cut.bn == 64 and programs >= 264 and packed > 16 else 16, 4 if cut.bn == 32 else 8)
-    if packed <= 16 or sliding or batch == 1 or kv.paths is not None:
+    if kv.paths is not None and cut.bn == 64 and packed > 16:
+        few = Shape(True, 32, 8, 1) if large else Shape(True, 32, 4)
+    elif packed <= 16 or sliding or batch == 1 or kv.paths is not None:
         few = Shape(True, 16, 8 if (cut.bn == 64 and large) or batch == 1 else 4)
     else:
         few = Shape(True, 64 if cut.bn == 32 else 32, 8)

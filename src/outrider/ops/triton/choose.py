@@ -131,30 +131,41 @@ def cluster_lean(tokens: Tensor, seed: Tensor, position: Tensor, temperature: Te
 
 @triton.jit
 def top_clusters_kernel(
-    z, lean, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr
+    z, lean, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SPACE: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """The TOP best of z [R, C] (+ lean), best first, ties to the lower id. No sort: the place of a cluster is the number of clusters
-    that beat it, and each program counts for SOME of them."""
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME
-    c = first + tl.arange(0, SOME)
+    """The TOP best of z [R, C] (+ lean), best first, ties to the lower id: one row a program. No sort: the score that TOP of them
+    reach is found bit by bit, and only those are put in order, by how many beat each."""
+    row, c = tl.program_id(0).to(tl.int64), tl.arange(0, SPACE)
     start(PDL)
-    mine = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
+    score = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
     if LEAN:
-        mine += tl.load(lean + row * clusters + c, mask=c < clusters, other=0.0)
-    place = tl.zeros((SOME,), dtype=tl.int32)
-    for base in range(0, clusters, STEP):
-        i = base + tl.arange(0, STEP)
-        other = tl.load(z + row * clusters + i, mask=i < clusters, other=float("-inf"))
-        if LEAN:
-            other += tl.load(lean + row * clusters + i, mask=i < clusters, other=0.0)
-        if base + STEP <= first:  # all before: a tie beats
-            beats = other[None, :] >= mine[:, None]
-        elif base >= first + SOME:  # all behind
-            beats = other[None, :] > mine[:, None]
-        else:
-            beats = (other[None, :] > mine[:, None]) | ((other[None, :] == mine[:, None]) & (i[None, :] < c[:, None]))
-        place += tl.sum(beats.to(tl.int32), 1)
-    tl.store(best + row * TOP + place, c.to(tl.int64), mask=(place < TOP) & (c < clusters))
+        score += tl.load(lean + row * clusters + c, mask=c < clusters, other=0.0)
+    key = tl.where(c < clusters, ordered(score), 0)
+    least = tl.full((), 0, dtype=tl.uint32)
+    for i in range(32):
+        more = least | (1 << (31 - i))
+        least = tl.where(tl.sum((key >= more).to(tl.int32), 0) >= TOP, more, least)
+    above, level = key > least, (key == least) & (c < clusters)
+    room = TOP - tl.sum(above.to(tl.int32), 0)
+    taken = above | (level & (tl.cumsum(level.to(tl.int32), 0) <= room))
+    tl.store(best + row * TOP + tl.cumsum(taken.to(tl.int32), 0) - 1, c.to(tl.int64), mask=taken)
+    tl.debug_barrier()  # what other threads of this program stored is read
+    p = tl.arange(0, PLACES)
+    ids = tl.load(best + row * TOP + p, mask=p < TOP, other=0)
+    score = tl.load(z + row * clusters + ids)
+    if LEAN:
+        score += tl.load(lean + row * clusters + ids)
+    key = tl.where(p < TOP, ordered(score), 0)
+    beats = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (p[None, :] < p[:, None]))
+    tl.debug_barrier()  # all have read
+    tl.store(best + row * TOP + tl.sum(beats.to(tl.int32), 1), ids, mask=p < TOP)
+
+
+@triton.jit
+def ordered(x):
+    """A float32 as a whole number from 0 on with the same order."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)  # the sum makes -0 a 0
+    return (bits ^ ((bits >> 31) | -2147483648)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
@@ -177,9 +188,10 @@ def cluster_scores(z: Tensor, lean: Tensor | None, g: Tensor, rows: Tensor, top:
     best = torch.empty((count, top), dtype=torch.int64, device=z.device)
     out = torch.empty((count, top, size), dtype=torch.float32, device=z.device)
     launch = {"launch_pdl": True} if pdl else {}
-    top_clusters_kernel[(count, triton.cdiv(clusters, 16))](
-        z, z if lean is None else lean, best, clusters, LEAN=lean is not None, TOP=top, SOME=16, STEP=512, PDL=pdl, num_warps=4, **launch
-    )
+    top_clusters_kernel[(count,)](
+        z, z if lean is None else lean, best, clusters, LEAN=lean is not None, TOP=top, SPACE=triton.next_power_of_2(clusters),
+        PLACES=triton.next_power_of_2(top), PDL=pdl, num_warps=4, **launch,
+    )  # fmt: skip
     cluster_scores_kernel[(count, top, triton.cdiv(size, 32))](
         g.contiguous(), rows, best, out, size, hidden, TOP=top, BS=32, BH=triton.next_power_of_2(hidden), PDL=pdl, num_warps=4, **launch
     )
