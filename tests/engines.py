@@ -86,8 +86,10 @@ def tiny_engine(
     return Engine(model, None, settings, SpecConfig(k, verify), drafter, Controller(CostTable(), names), kv)  # type: ignore[arg-type]
 
 
-def run_joining(engine: Engine, jobs: list[tuple[int, Request]], steps: int = 2000) -> dict[str, list[int]]:
-    """Each request joins at its step; audited after every one. Tokens by request id."""
+def run_joining(
+    engine: Engine, jobs: list[tuple[int, Request]], steps: int = 2000, audited: bool = True, logprobs: dict[str, list[Any]] | None = None
+) -> dict[str, list[int]]:
+    """Each request joins at its step; audited after every one, or at the end. Tokens by request id; what was told of them in `logprobs`."""
     got: dict[str, list[int]] = {r.id: [] for _, r in jobs}
     for step in range(steps):
         for at, r in jobs:
@@ -98,8 +100,12 @@ def run_joining(engine: Engine, jobs: list[tuple[int, Request]], steps: int = 20
         for event in engine.step():
             assert event.error is None, event.error
             got[event.id] += event.tokens
-        engine.check()
+            if logprobs is not None:
+                logprobs.setdefault(event.id, []).extend(event.logprobs or ())
+        if audited:
+            engine.check()
     assert not engine.busy
+    engine.check()
     return got
 
 

@@ -14,22 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tests import rounds
-from tests.engines import run_joining
-from tests.gpu.company import crowd, rows_alone
+from tests.gpu.company import batches, crowd, rows_alone
+from tests.gpu.engines import engine_tokens, mixed, one_launch
 from tests.gpu.place import GIB, HERE, KS, LAYERS
 
 from outrider.bench import gpu_peer
 from outrider.bench.gpu import SIZES, Rig, collect, plain_run, speculative_run
-from outrider.config import EngineConfig, SpecConfig
-from outrider.engine.engine import Engine
-from outrider.engine.graphs import GraphExecutor
-from outrider.engine.scheduler import Request
 from outrider.models.config import ModelConfig
-from outrider.spec.controller import Controller
-from outrider.spec.cost import CostTable
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import SamplingParams
 from outrider.weights.load import kept_dtype
@@ -212,123 +205,6 @@ def memory() -> str:
         rig.free()
 
 
-# ---- the engine --------------------------------------------------------------------------------------------------------------
-def engine_of(size: str, graphs: bool | None, rig: Rig, names: tuple[str, ...] = ("mtp", "ngram")) -> Engine:
-    config = EngineConfig(max_batch=8, max_context=1024, page_size=32, prefill_chunk=128, graphs=graphs)
-    drafter = rig.drafter if "mtp" in names else None
-    return Engine(rig.model, None, config, SpecConfig(4), drafter, Controller(CostTable(), names))
-
-
-class Odd:
-    """A grammar: odd ids only. What it masks is uploaded before every step."""
-
-    def __init__(self, vocab: int) -> None:
-        self.vocab = vocab
-        self.failed: str | None = None
-
-    def matcher(self) -> Odd:
-        return self
-
-    def masks(self, drafts: Any) -> tuple[np.ndarray, int]:
-        return np.tile(np.arange(self.vocab) % 2 == 1, (len(drafts) + 1, 1)), 0
-
-    def bits(self, drafts: Any) -> np.ndarray:
-        return np.full((len(drafts) + 1, -(-self.vocab // 32)), 0xAAAAAAAA, dtype=np.uint32).view(np.int32)
-
-    def advance(self, tokens: Any) -> None:
-        assert all(t % 2 for t in tokens), "a token outside the grammar was emitted"
-
-
-PARAMS: tuple[dict[str, Any], ...] = (
-    {}, {"temperature": 0.8, "seed": 3}, {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "seed": 4}, {},
-    {"temperature": 0.6, "top_p": 0.8, "seed": 5},
-    {"temperature": 0.9, "min_p": 0.02, "seed": 6}, {}, {"temperature": 0.7, "repetition_penalty": 1.2, "seed": 8},
-    {"presence_penalty": 0.5, "frequency_penalty": 0.5, "temperature": 1.0, "seed": 9}, {"logit_bias": {5: 2.0, 9: -3.0}, "logprobs": 3},
-    {"bad_words": ((5, 9), (12,)), "min_tokens": 5, "temperature": 0.9, "seed": 10}, {"grammar": Odd, "temperature": 0.9, "seed": 11},
-)  # fmt: skip
-
-
-def requests(vocab: int) -> list[tuple[int, Request]]:
-    """(the step at which it joins, the request): other lengths, K, drafters and ends; some repeat themselves."""
-    rng = torch.Generator().manual_seed(5)
-    out = []
-    for i, params in enumerate(PARAMS):
-        prompt = torch.randint(3, vocab, (5 + 37 * i,), generator=rng).tolist()
-        prompt = (prompt[:9] * 8)[: len(prompt) + 20] if i % 3 == 0 else prompt
-        drafter: bool | str = "ngram" if i == 3 else True
-        asked = {**params, "grammar": Odd(vocab)} if "grammar" in params else params
-        sampling = SamplingParams(max_tokens=24 + 5 * (i % 8), ignore_eos=True, **asked)
-        joins = 25 if i == 7 else 3 * (i % 4)  # the first with a history comes when others are under way
-        out.append((joins, Request(str(i), prompt, sampling, (4, 2, 7, 3, 1, 16, 0, 4)[i % 8], drafter)))
-    return out
-
-
-def engine_tokens(size: str = "E2B") -> str:
-    """Graphs one cycle behind, eager cycles, and plain decoding alone: the same tokens, whoever joins and leaves."""
-    p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True)
-    try:
-        jobs = requests(rig.config.vocab_size)
-        plain: dict[str, list[int]] = {}
-        for _, r in jobs:
-            alone = engine_of(size, False, rig, ())
-            plain |= run_joining(alone, [(0, Request(r.id, r.prompt, r.params, 0, False))])
-            del alone
-        seconds = {}
-        for label, graphs in (("eager", False), ("graphs", True)):
-            engine = engine_of(size, graphs, rig)
-            began = time.perf_counter()
-            got = run_joining(engine, jobs)
-            seconds[label] = time.perf_counter() - began
-            for _, r in jobs:
-                assert got[r.id] == plain[r.id], f"{label}: request {r.id} ({r.params}) differs from plain decoding alone"
-            if graphs:
-                executor = engine.executors[0]
-                assert isinstance(executor, GraphExecutor) and executor.broken is None, f"no graphs: {executor}"
-                made = len(executor._graphs)
-                executor.drop()
-            del engine
-        return f"{len(jobs)} requests; eager {seconds['eager']:.1f} s, graphs {seconds['graphs']:.1f} s with {made} captures"
-    finally:
-        rig.free()
-
-
-def one_launch(size: str = "E2B", cycles: int = 12) -> str:
-    """A decode cycle of the engine is one graph launch: no kernel launch, no synchronisation but waiting for the cycle before."""
-    p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True)
-    try:
-        engine = engine_of(size, True, rig, ("mtp",))
-        for i in range(2):
-            engine.submit(Request(str(i), [5 + i, 9, 11] * 4, SamplingParams(max_tokens=200, ignore_eos=True), 4, True))
-        for _ in range(6):  # prompts, captures
-            engine.step()
-        p.sync()
-        if not p.gpu:
-            for _ in range(cycles):
-                assert engine.step()
-            return "dry run"
-        from torch.profiler import ProfilerActivity, profile
-
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as prof:
-            for _ in range(cycles):
-                engine.step()
-        counts: dict[str, int] = {}
-        for event in prof.key_averages():
-            if event.key.startswith(("cuda", "cu")):
-                counts[event.key] = counts.get(event.key, 0) + event.count
-        launches = sum(n for key, n in counts.items() if "GraphLaunch" in key)
-        kernels = sum(n for key, n in counts.items() if "LaunchKernel" in key)
-        waits = sum(n for key, n in counts.items() if key in ("cudaStreamSynchronize", "cudaDeviceSynchronize"))
-        # Pages are reserved ahead every few cycles: a small copy into the table each time, never a wait.
-        assert launches == cycles, f"{launches} graph launches in {cycles} cycles: {counts}"
-        assert kernels <= cycles, f"{kernels} kernel launches beside the graphs: {counts}"
-        assert waits <= 2, f"{waits} synchronisations (the profiler's own are up to two): {counts}"
-        return f"{cycles} cycles: {counts}"
-    finally:
-        rig.free()
-
-
 # ---- a real model ------------------------------------------------------------------------------------------------------------
 def smollm2() -> str:
     """Tokens a second of the default model, plain and speculative, and the same text. OUTRIDER_SMOLLM2: its .gguf."""
@@ -362,13 +238,15 @@ def smollm2() -> str:
 def all_checks() -> list[tuple[str, Callable[[], str]]]:
     """In the order that finds most, soonest."""
     checks: list[tuple[str, Callable[[], str]]] = [("warm-up", warm_up), ("one launch a cycle", one_launch)]
-    checks.append(("engine tokens", engine_tokens))
+    checks += [("engine tokens", engine_tokens), ("64 mixed requests", mixed)]
     for size in ("E2B", "E4B"):
         checks.append((f"draft rounds {size}", lambda size=size: draft_rounds(size)))  # type: ignore[misc]
     for size in LAYERS:
         checks.append((f"rows alone {size}", lambda size=size: rows_alone(size)))  # type: ignore[misc]
     for size in ("E2B", "26B-A4B", "31B"):
         checks.append((f"crowd {size}", lambda size=size: crowd(size)))  # type: ignore[misc]
+    for size in ("E2B", "31B"):
+        checks.append((f"batches to 256 {size}", lambda size=size: batches(size)))  # type: ignore[misc]
     for size in LAYERS:
         checks.append((f"equality {size}", lambda size=size: equality(size)))  # type: ignore[misc]
     for kind in ("bfloat16", "float32"):

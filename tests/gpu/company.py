@@ -142,3 +142,26 @@ def crowd(size: str) -> str:
         return f"{steps} tokens of {batch} sequences, K 0 and 4, and as prompts"
     finally:
         rig.free()
+
+
+@torch.inference_mode()
+def batches(size: str) -> str:
+    """Logits of a row at batch 1, 16, 64 and 256, decoded plainly and with 4 drafted tokens: one set of bits."""
+    p = HERE
+    sizes, steps = ((1, 16, 64, 256), 12) if p.gpu else ((1, 2, 4, 8), 6)
+    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=sizes[-1], context=p.context + steps + 96)
+    try:
+        seqs = rig.open(sizes[-1], p.context, steps + 80)
+        tokens, logits = plain_run(rig, seqs, p.context, steps)
+        for batch in sizes[:-1]:
+            fewer, fewer_logits = plain_run(rig, seqs[:batch], p.context, steps)
+            assert torch.equal(fewer, tokens[:batch]), f"{size}: other tokens at batch {batch} than at {sizes[-1]}"
+            assert torch.equal(fewer_logits, logits[:batch]) or not p.gpu, f"{size}: other logits at batch {batch} than at {sizes[-1]}"
+            del fewer_logits
+        for batch in sizes:
+            same = speculative_run(rig, seqs[:batch], p.context, 4, tokens[:batch], logits[:batch])
+            assert same.equal_tokens, f"{size} K=4 batch {batch}: tokens differ from position {same.first_difference}"
+            assert same.equal_logits or not p.gpu, f"{size} K=4 batch {batch}: logits differ from position {same.first_difference}"
+        return f"logits of {steps} tokens at batch {sizes}, K 0 and 4"
+    finally:
+        rig.free()

@@ -34,6 +34,15 @@ def test_64_sequences_and_prompts_as_alone(size: str) -> None:
     checks.crowd(size)
 
 
+@pytest.mark.parametrize("size", ["E2B", "31B"])
+def test_logits_at_batches_to_256(size: str) -> None:
+    checks.batches(size)
+
+
+def test_64_mixed_requests_as_alone() -> None:
+    checks.mixed()
+
+
 @pytest.mark.parametrize("size", ["E2B", "E4B"])
 def test_draft_rounds(size: str) -> None:
     checks.draft_rounds(size)

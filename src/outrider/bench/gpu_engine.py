@@ -1,7 +1,7 @@
 """Steps of the engine itself on dummy weights, the host included: what a server gets, beside what a graph takes alone.
 
-All sequences get their prompts first; then only steps in which every one of them decodes are timed. `wait` is the host's idle time: as long
-as there is some, the rest of its work is hidden behind the device.
+All sequences get their prompts first; then only steps in which every one of them decodes are timed. Then the same graph is replayed without
+a host in between: what a step takes longer than that is what the host did not hide.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 
 from ..config import EngineConfig
 from ..engine.engine import Engine
+from ..engine.graphs import Copied, GraphExecutor
 from ..engine.step import Request
 from ..llm import LLM
 from ..types import MAX_DRAFT, SamplingParams
-from .gpu import SIZES, collect
+from .gpu import SIZES, collect, time_ms
 
 STEPS = 48  # timed, after as many warm ones
 
@@ -31,23 +32,28 @@ class Figures:
     context: int
     prompts_s: float  # until every sequence has its first token
     step_ms: float
+    graph_ms: float  # the device's part of it, replayed by itself; 0: no graphs here
     host_ms: dict[str, float]  # a step, by part (Engine.host_times)
 
     @property
+    def busy_ms(self) -> float:
+        """What the host works in a step, its waiting aside."""
+        return sum(ms for part, ms in self.host_ms.items() if part != "wait")
+
+    @property
     def hidden(self) -> float:
-        """Share of the host's work that the device does not wait for: all of it while the host itself waits."""
-        busy = sum(ms for part, ms in self.host_ms.items() if part != "wait")
-        late = max(0.0, self.step_ms - busy - self.host_ms["wait"])
-        return 1.0 if self.host_ms["wait"] > 0.02 * self.step_ms else max(0.0, 1.0 - late / max(1e-9, busy))
+        """Share of the host's work that the device does not wait for."""
+        return max(0.0, 1.0 - max(0.0, self.step_ms - self.graph_ms) / max(1e-9, self.busy_ms))
 
 
 def measure(size: str, batches: Sequence[int], k: int, context: int, device: str = "cuda") -> Iterator[Figures]:
-    """Plain decoding (k = 0), or drafts of the size's own assistant, which dummy weights never accept: a step is a token."""
+    """Plain decoding (k = 0), or drafts of the size's own assistant, which dummy weights never accept: a step is a token.
+    size: one of SIZES, or a folder with a configuration."""
     most = max(batches)
     room = context + 4 * STEPS + MAX_DRAFT + 32
     settings = EngineConfig(most, room, kv_tokens=most * (room + 32), prefix_cache=False)
     llm = LLM.load(
-        SIZES[size], "auto" if k else "none", k, device=device, load_format="dummy", engine=settings, say=lambda _: None
+        SIZES.get(size, size), "auto" if k else "none", k, device=device, load_format="dummy", engine=settings, say=lambda _: None
     )  # fmt: skip
     for batch in batches:
         yield of_engine(llm.engine, size, batch, k, context)
@@ -75,21 +81,31 @@ def of_engine(engine: Engine, size: str, batch: int, k: int, context: int) -> Fi
             for _ in range(STEPS):
                 engine.step()
             seconds = time.perf_counter() - began
+            host = {part: spent / STEPS * 1e3 for part, spent in engine.host_times.items()}
+            graph = graph_ms(engine)
         for i in range(batch):
             engine.abort(f"{turn}.{i}")
         while engine.busy:
             engine.step()
-    host = {part: spent / STEPS * 1e3 for part, spent in engine.host_times.items()}
-    return Figures(size, batch, k, context, prompts, seconds / STEPS * 1e3, host)
+    return Figures(size, batch, k, context, prompts, seconds / STEPS * 1e3, graph, host)
+
+
+def graph_ms(engine: Engine) -> float:
+    """Milliseconds of the graph that runs just now, replayed by itself. Its sequences are further on afterwards than the engine knows: what
+    they write lies on pages that are theirs or on the scratch page, and they must be aborted."""
+    flight = engine._flight
+    if flight is None or not isinstance(flight.payload, Copied):
+        return 0.0
+    captured = engine.executors[0]
+    assert isinstance(captured, GraphExecutor)
+    return time_ms(captured._graphs[flight.payload.key].graph.replay, 20)
 
 
 def table(found: Sequence[Figures]) -> list[list[str]]:
-    rows = [["size", "batch", "K", "context", "prompts s", "step ms", "steps x batch / s", "plan", "launch", "wait", "commit ms", "hidden"]]
+    rows = [["size", "batch", "K", "context", "prompts s", "step ms", "graph ms", "steps x batch / s"]]
+    rows[0] += ["plan", "launch", "wait", "commit ms", "hidden"]
     for f in found:
         host = [f"{f.host_ms[part]:.2f}" for part in ("plan", "launch", "wait", "commit")]
-        rate = f.batch / f.step_ms * 1e3
-        rows.append(
-            [f.size, str(f.batch), str(f.k), str(f.context), f"{f.prompts_s:.3f}", f"{f.step_ms:.2f}", f"{rate:.0f}", *host]
-            + [f"{f.hidden:.0%}"]
-        )  # fmt: skip
+        times = [f"{f.prompts_s:.3f}", f"{f.step_ms:.2f}", f"{f.graph_ms:.2f}", f"{f.batch / f.step_ms * 1e3:.0f}"]
+        rows.append([f.size, str(f.batch), str(f.k), str(f.context), *times, *host, f"{f.hidden:.0%}"])
     return rows

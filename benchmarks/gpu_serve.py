@@ -1,0 +1,222 @@
+"""HTTP beside the engine alone, with dummy weights: throughput at 64 streams, and the time between tokens while long prompts arrive.
+
+    PYTHONPATH=src[:FOLDER_WITH_FASTAPI] python3 benchmarks/gpu_serve.py [--size E2B] [--streams 64] [--tokens 512] [--long 8192] [--k 0]
+
+The same answers are made three times: by the engine driven directly, through HTTP from processes of their own (`/v1/completions`, streamed),
+and once more with a prompt of --long tokens arriving every --every seconds. Every token's text begins with " w" (a vocabulary of such
+words), so clients count tokens in what arrives. A line of JSON for each. Without a GPU a tiny model runs, to see that it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+PROCESSES = 8
+
+
+# ---- a client process: plain sockets, as little work as can be -----------------------------------------------------------------
+def client() -> None:
+    """On stdin {port, streams: [{at, body}]}; prints for each stream [[seconds since the epoch, tokens], ...], or an error."""
+    import selectors
+
+    asked = json.load(sys.stdin)
+    waiting = sorted(enumerate(asked["streams"]), key=lambda pair: pair[1]["at"])
+    seen: list[Any] = [[] for _ in waiting]
+    chosen, rest, open_ones = selectors.DefaultSelector(), {}, 0
+    while waiting or open_ones:
+        while waiting and waiting[0][1]["at"] <= time.time():
+            i, stream = waiting.pop(0)
+            body = json.dumps(stream["body"]).encode()
+            sock = socket.create_connection(("127.0.0.1", asked["port"]))
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+            sock.sendall(head.encode() + body)
+            chosen.register(sock, selectors.EVENT_READ, i)
+            rest[i], open_ones = b"", open_ones + 1
+        pause = 0.05 if not waiting else min(0.05, max(0.0, waiting[0][1]["at"] - time.time()))
+        for key, _ in chosen.select(pause):
+            assert isinstance(key.fileobj, socket.socket)
+            data, now, i = key.fileobj.recv(1 << 18), time.time(), key.data
+            if not data:
+                chosen.unregister(key.fileobj)
+                key.fileobj.close()
+                open_ones -= 1
+                continue
+            text = rest[i] + data
+            end = text.rfind(b"\n\n") + 2
+            rest[i] = text[end:] if end > 1 else text
+            count = text[:end].count(b" w") if end > 1 else 0
+            if b'"error"' in text[:end] or (not seen[i] and text.startswith(b"HTTP/1.1") and b"200 OK" not in text[:20]):
+                seen[i].append([now, -1, text[:300].decode(errors="replace")])
+            elif count:
+                seen[i].append([now, count])
+    json.dump(seen, sys.stdout)
+
+
+# ---- the server's side -----------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Load:
+    """Streams that decode, and long prompts that arrive meanwhile."""
+
+    streams: int
+    prompt: int
+    tokens: int
+    k: int
+    vocab: int
+    long: int = 0  # tokens of each
+    arrivals: int = 0
+    every: float = 0.5
+
+    def bodies(self, seed: int) -> list[tuple[float, dict[str, Any]]]:
+        """(seconds from the start, the request)."""
+        rng = random.Random(seed)
+        ids = lambda n: [rng.randrange(8, self.vocab) for _ in range(n)]  # noqa: E731
+        asked = dict(model="dummy", stream=True, temperature=0, ignore_eos=True, outrider={"draft_tokens": self.k})
+        out = [(0.0, {**asked, "prompt": ids(self.prompt), "max_tokens": self.tokens}) for _ in range(self.streams)]
+        return out + [(0.3 + self.every * i, {**asked, "prompt": ids(self.long), "max_tokens": 4}) for i in range(self.arrivals)]
+
+
+def through_http(port: int, load: Load, seed: int) -> tuple[list[Any], float]:
+    """What arrived of each stream, and when all were sent off."""
+    start = time.time() + 1.5  # so that every process has started
+    jobs = load.bodies(seed)
+    groups: list[list[int]] = [list(range(i, load.streams, PROCESSES)) for i in range(PROCESSES)] + [list(range(load.streams, len(jobs)))]
+    running = []
+    for group in groups:
+        if group:
+            process = subprocess.Popen([sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            assert process.stdin is not None
+            streams = [{"at": start + jobs[i][0], "body": jobs[i][1]} for i in group]
+            process.stdin.write(json.dumps({"port": port, "streams": streams}).encode())
+            process.stdin.close()
+            running.append((group, process))
+    seen: list[Any] = [None] * len(jobs)
+    for group, process in running:
+        assert process.stdout is not None
+        for i, found in zip(group, json.loads(process.stdout.read())):
+            seen[i] = found
+        process.wait()
+    return seen, start
+
+
+def directly(engine: Any, load: Load, seed: int) -> float:
+    """Seconds that the engine takes for the same, driven by this thread."""
+    from outrider.engine.step import Request
+    from outrider.types import SamplingParams
+
+    for i, (_, body) in enumerate(load.bodies(seed)):
+        engine.submit(Request(str(i), body["prompt"], SamplingParams(max_tokens=body["max_tokens"], ignore_eos=True), load.k))
+    began = time.perf_counter()
+    while engine.busy:
+        engine.step()
+    return time.perf_counter() - began
+
+
+def words(vocab: int) -> Any:
+    """A tokenizer in which id i is the word " wi"."""
+    from tokenizers import Tokenizer, decoders, models
+
+    from outrider.engine.text import Tokenizer as Ours
+    from outrider.types import TextFiles
+
+    def build() -> Any:
+        made = Tokenizer(models.WordLevel({f"▁w{i}": i for i in range(vocab)}, unk_token="▁w0"))
+        made.decoder = decoders.Metaspace(prepend_scheme="never")
+        return made
+
+    return Ours(TextFiles("words", build))
+
+
+def gaps(seen: list[Any], begin: float, end: float) -> dict[str, float]:
+    """Milliseconds between tokens (a chunk of m tokens after g is m times g/m), and between chunks, of what arrived in this time."""
+    tokens, chunks = [], []
+    for stream in seen:
+        for (before, *_), (at, count, *_) in zip(stream, stream[1:]):
+            if begin <= before and at <= end and count > 0:
+                chunks.append((at - before) * 1e3)
+                tokens += [(at - before) * 1e3 / count] * count
+    at = lambda values, q: sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0  # noqa: E731
+    found = {f"{name}_{label}_ms": at(values, q) for name, values in (("token", tokens), ("chunk", chunks)) for label, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}  # fmt: skip
+    return {**found, "token_p99_over_p50": found["token_p99_ms"] / max(1e-9, found["token_p50_ms"]),
+            "chunk_p99_over_p50": found["chunk_p99_ms"] / max(1e-9, found["chunk_p50_ms"])}  # fmt: skip
+
+
+def say(**figures: Any) -> None:
+    print(json.dumps({n: round(v, 3) if isinstance(v, float) else v for n, v in figures.items()}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="E2B")
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=512)
+    parser.add_argument("--long", type=int, default=8192)
+    parser.add_argument("--every", type=float, default=0.4)
+    parser.add_argument("--k", type=int, default=0)
+    args = parser.parse_args()
+    import torch
+    from tests.gpu.place import HERE
+
+    from outrider import LLM
+    from outrider.bench.gpu import SIZES
+    from outrider.config import EngineConfig
+    from outrider.server.main import HttpServer
+    from outrider.server.prepare import Backend
+    from outrider.server.settings import ServerSettings
+
+    model, arrivals = SIZES[args.size], 6
+    if not HERE.gpu:
+        from gpu_scale import small
+
+        model, args.long = small(args.size), min(args.long, 300)
+    began = time.perf_counter()
+    room = max(args.long, args.prompt + args.tokens) + 64
+    settings = EngineConfig(args.streams + arrivals + 2, room, kv_tokens=args.streams * (args.prompt + args.tokens + 96) + arrivals * room, prefix_cache=False)
+    llm = LLM.load(model, "auto" if args.k else "none", args.k, device=HERE.device, load_format="dummy", engine=settings, say=print)
+    llm.tokenizer = llm.engine.tokenizer = words(llm.config.vocab_size)
+    busy = Load(args.streams, args.prompt, args.tokens, args.k, llm.config.vocab_size)
+    mixed = Load(args.streams, args.prompt, args.tokens, args.k, llm.config.vocab_size, args.long, arrivals, args.every)
+    say(loaded_s=time.perf_counter() - began, torch=torch.__version__)
+    directly(llm.engine, mixed, 1)  # compiles and captures
+    say(captured_s=time.perf_counter() - began)
+    alone = directly(llm.engine, busy, 2)
+    rate = args.streams * args.tokens / alone
+    say(what="engine", streams=args.streams, tokens=args.tokens, seconds=alone, tokens_s=rate)
+    sys.setswitchinterval(0.0002)  # as `outrider serve` does
+    gc.collect()
+    gc.freeze()
+    server = HttpServer(Backend.of(llm), ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning"))
+    with server.running() as url:
+        port = int(url.rpartition(":")[2])
+        for label, load, seed in (("http", busy, 2), ("http with long prompts, first time", mixed, 3), ("http with long prompts", mixed, 4)):
+            seen, start = through_http(port, load, seed)
+            wrong = [line for stream in seen for line in stream if line[1] < 0]
+            streams, long = seen[: load.streams], seen[load.streams :]
+            tokens = sum(line[1] for stream in streams for line in stream)
+            ends = [stream[-1][0] for stream in streams if stream]
+            seconds = max(ends, default=start) - start
+            until = min(ends, default=start)
+            since = max((stream[0][0] for stream in streams if stream), default=start)
+            if long:
+                since, until = max(since, start + 0.3), min(until, max((s[0][0] for s in long if s), default=until))
+            say(what=label, tokens=tokens, seconds=seconds, tokens_s=tokens / max(1e-9, seconds), of_engine=tokens / max(1e-9, seconds) / rate,
+                chunks=sum(map(len, streams)), errors=len(wrong), first_error=wrong[0][2][:200] if wrong else None,
+                long_first_token_s=[round(s[0][0] - start - 0.3 - args.every * i, 3) for i, s in enumerate(long) if s], **gaps(streams, since, until))  # fmt: skip
+    host = {part: round(seconds, 3) for part, seconds in llm.engine.host_times.items()}
+    say(host_seconds=host, steps=llm.engine.metrics.steps)
+
+
+if __name__ == "__main__":
+    client() if "--client" in sys.argv else main()
