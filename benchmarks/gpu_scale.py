@@ -1,13 +1,13 @@
 """Many sequences through the whole engine on this GPU, part by part:
 
-    PYTHONPATH=src python3 benchmarks/gpu_scale.py [--parts host long moe swap] [--device cuda] [--seconds 150]
+    PYTHONPATH=src python3 benchmarks/gpu_scale.py [--parts host long moe swap] [--seconds 150]
 
-host   E2B, 64 and 128 sequences, plain and K = 4: a step, the graph in it replayed alone, the host's work by part, the share of it that hides.
+host   E2B, 64 and 128 sequences, plain and K = 4: a step, its graph replayed alone, the host's work by part, the share that hides.
 long   E2B over 32,768 positions, 1 and 8 sequences, plain and K = 4: graphs beside the bytes they must read.
 moe    26B-A4B, 64 sequences: the engine's step beside the floor of even routing.
 swap   E2B, more sequences than pages: tokens with and without --swap, and what each way took.
 
-A line of JSON for each figure. On a machine without a GPU the parts run on tiny models (--device cpu), to see that they run.
+A line of JSON for each figure. On a machine without a GPU the parts run on tiny models, to see that they run.
 """
 
 from __future__ import annotations
@@ -44,8 +44,11 @@ def engine_rows(part: str, size: str, batches: tuple[int, ...], k: int, floor: C
     context = 1024 if HERE.gpu else 24
     for f in gpu_engine.measure(size if HERE.gpu else small(size), batches, k, context, HERE.device):
         more = {} if floor is None else {"floor_ms": floor(f.batch), "share_of_floor": floor(f.batch) / f.step_ms}
-        say(part=part, size=size, k=k, batch=f.batch, prompts_s=f.prompts_s, step_ms=f.step_ms, graph_ms=f.graph_ms, steps_x_batch_s=f.batch / f.step_ms * 1e3,
-            host_busy_ms=f.busy_ms, **{f"{name}_ms": ms for name, ms in f.host_ms.items()}, hidden=f.hidden, **more)  # fmt: skip
+        more |= {f"{name}_ms": ms for name, ms in f.host_ms.items()}
+        say(
+            part=part, size=size, k=k, batch=f.batch, prompts_s=f.prompts_s, step_ms=f.step_ms, graph_ms=f.graph_ms,
+            steps_x_batch_s=f.batch / f.step_ms * 1e3, host_busy_ms=f.busy_ms, hidden=f.hidden, **more,
+        )  # fmt: skip
 
 
 def small(size: str) -> str:
@@ -74,7 +77,8 @@ def long() -> None:
             plain = rig.graph(seqs, 0, context, context + 64).time(12)
             cycle = rig.graph(seqs, 4, context, context + 64).time(12)
             floor = (rig.weight_bytes(batch) + batch * rig.kv_bytes(context)) / H200_BYTES_PER_S * 1e3
-            say(part="long", size="E2B", batch=batch, context=context, plain_ms=plain, floor_ms=floor, cycle_ms=cycle, cycle_over_plain=cycle / plain)
+            figures = dict(batch=batch, context=context, plain_ms=plain, floor_ms=floor, cycle_ms=cycle, cycle_over_plain=cycle / plain)
+            say(part="long", size="E2B", **figures)
             rig.close(seqs)
     finally:
         rig.free()

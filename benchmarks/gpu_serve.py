@@ -2,8 +2,7 @@
 
     PYTHONPATH=src[:FOLDER_WITH_FASTAPI] python3 benchmarks/gpu_serve.py [--size E2B] [--streams 64] [--tokens 512] [--long 8192] [--k 0]
 
-The same answers are made three times: by the engine driven directly, through HTTP from processes of their own (`/v1/completions`, streamed),
-and once more with a prompt of --long tokens arriving every --every seconds. Every token's text begins with " w" (a vocabulary of such
+The same answers are made three times: by the engine driven directly, through HTTP from other processes (`/v1/completions`, streamed), and once more with a prompt of --long tokens arriving every --every seconds. Every token's text begins with " w" (a vocabulary of such
 words), so clients count tokens in what arrives. A line of JSON for each. Without a GPU a tiny model runs, to see that it runs.
 """
 
@@ -11,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import socket
@@ -40,8 +40,8 @@ def client() -> None:
             i, stream = waiting.pop(0)
             body = json.dumps(stream["body"]).encode()
             sock = socket.create_connection(("127.0.0.1", asked["port"]))
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-            sock.sendall(head.encode() + body)
+            lines = ("POST /v1/completions HTTP/1.1", "Host: 127.0.0.1", "Content-Type: application/json", "Connection: close")
+            sock.sendall("\r\n".join((*lines, f"Content-Length: {len(body)}", "", "")).encode() + body)
             chosen.register(sock, selectors.EVENT_READ, i)
             rest[i], open_ones = b"", open_ones + 1
         pause = 0.05 if not waiting else min(0.05, max(0.0, waiting[0][1]["at"] - time.time()))
@@ -142,14 +142,17 @@ def gaps(seen: list[Any], begin: float, end: float) -> dict[str, float]:
     """Milliseconds between tokens (a chunk of m tokens after g is m times g/m), and between chunks, of what arrived in this time."""
     tokens, chunks = [], []
     for stream in seen:
-        for (before, *_), (at, count, *_) in zip(stream, stream[1:]):
+        for (before, *_), (at, count, *_) in itertools.pairwise(stream):
             if begin <= before and at <= end and count > 0:
                 chunks.append((at - before) * 1e3)
                 tokens += [(at - before) * 1e3 / count] * count
     at = lambda values, q: sorted(values)[min(len(values) - 1, int(q * len(values)))] if values else 0.0  # noqa: E731
-    found = {f"{name}_{label}_ms": at(values, q) for name, values in (("token", tokens), ("chunk", chunks)) for label, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0))}  # fmt: skip
-    return {**found, "token_p99_over_p50": found["token_p99_ms"] / max(1e-9, found["token_p50_ms"]),
-            "chunk_p99_over_p50": found["chunk_p99_ms"] / max(1e-9, found["chunk_p50_ms"])}  # fmt: skip
+    found = {}
+    for name, values in (("token", tokens), ("chunk", chunks)):
+        for label, q in (("p50", 0.5), ("p99", 0.99), ("max", 1.0)):
+            found[f"{name}_{label}_ms"] = at(values, q)
+        found[f"{name}_p99_over_p50"] = found[f"{name}_p99_ms"] / max(1e-9, found[f"{name}_p50_ms"])
+    return found
 
 
 def say(**figures: Any) -> None:
@@ -183,7 +186,8 @@ def main() -> None:
         model, args.long = small(args.size), min(args.long, 300)
     began = time.perf_counter()
     room = max(args.long, args.prompt + args.tokens) + 64
-    settings = EngineConfig(args.streams + arrivals + 2, room, kv_tokens=args.streams * (args.prompt + args.tokens + 96) + arrivals * room, prefix_cache=False)
+    tokens = args.streams * (args.prompt + args.tokens + 96) + arrivals * room
+    settings = EngineConfig(args.streams + arrivals + 2, room, kv_tokens=tokens, prefix_cache=False)
     llm = LLM.load(model, "auto" if args.k else "none", args.k, device=HERE.device, load_format="dummy", engine=settings, say=print)
     llm.tokenizer = llm.engine.tokenizer = words(llm.config.vocab_size)
     busy = Load(args.streams, args.prompt, args.tokens, args.k, llm.config.vocab_size)
@@ -200,7 +204,8 @@ def main() -> None:
     server = HttpServer(Backend.of(llm), ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning"))
     with server.running() as url:
         port = int(url.rpartition(":")[2])
-        for label, load, seed in (("http", busy, 2), ("http with long prompts, first time", mixed, 3), ("http with long prompts", mixed, 4)):
+        runs = (("http", busy, 2), ("http with long prompts, first time", mixed, 3), ("http with long prompts", mixed, 4))
+        for label, load, seed in runs:
             seen, start = through_http(port, load, seed)
             wrong = [line for stream in seen for line in stream if line[1] < 0]
             streams, long = seen[: load.streams], seen[load.streams :]
@@ -211,9 +216,12 @@ def main() -> None:
             since = max((stream[0][0] for stream in streams if stream), default=start)
             if long:
                 since, until = max(since, start + 0.3), min(until, max((s[0][0] for s in long if s), default=until))
-            say(what=label, tokens=tokens, seconds=seconds, tokens_s=tokens / max(1e-9, seconds), of_engine=tokens / max(1e-9, seconds) / rate,
-                chunks=sum(map(len, streams)), errors=len(wrong), first_error=wrong[0][2][:200] if wrong else None,
-                long_first_token_s=[round(s[0][0] - start - 0.3 - args.every * i, 3) for i, s in enumerate(long) if s], **gaps(streams, since, until))  # fmt: skip
+            late = [round(s[0][0] - start - 0.3 - args.every * i, 3) for i, s in enumerate(long) if s]
+            say(
+                what=label, tokens=tokens, seconds=seconds, tokens_s=tokens / max(1e-9, seconds), of_engine=tokens / max(1e-9, seconds) / rate,
+                chunks=sum(map(len, streams)), errors=len(wrong), first_error=wrong[0][2][:200] if wrong else None, long_first_token_s=late,
+                **gaps(streams, since, until),
+            )  # fmt: skip
     host = {part: round(seconds, 3) for part, seconds in llm.engine.host_times.items()}
     say(host_seconds=host, steps=llm.engine.metrics.steps)
 

@@ -57,7 +57,7 @@ class Server:
         self.shelf, self.settings = shelf, settings
         self.admission = Admission(settings)
         self.keys = Keys(settings)
-        self.desk = Desk(DESK_THREADS, DESK_WAITING)
+        self.desk = Desk(DESK_THREADS, max(DESK_WAITING, settings.max_concurrent))  # one client may fill all places at once
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
