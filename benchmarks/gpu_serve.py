@@ -2,8 +2,9 @@
 
     PYTHONPATH=src[:FOLDER_WITH_FASTAPI] python3 benchmarks/gpu_serve.py [--size E2B] [--streams 64] [--tokens 512] [--long 8192] [--k 0]
 
-The same answers are made three times: by the engine driven directly, through HTTP from other processes (`/v1/completions`, streamed), and once more with a prompt of --long tokens arriving every --every seconds. Every token's text begins with " w" (a vocabulary of such
-words), so clients count tokens in what arrives. A line of JSON for each. Without a GPU a tiny model runs, to see that it runs.
+The same answers are made three times: by the engine driven directly, through HTTP from other processes (`/v1/completions`, streamed), and
+through HTTP while a prompt of --long tokens arrives every --every seconds. Every token's text begins with " w" (a vocabulary of such words),
+so clients count tokens in what arrives. A line of JSON for each. Without a GPU a tiny model runs, to see that it runs.
 """
 
 from __future__ import annotations
