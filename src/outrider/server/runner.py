@@ -15,9 +15,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, cast
 
+from ..engine.engine import Event as EngineEvent
 from ..engine.metrics import Metrics
 from ..engine.scheduler import Request
 from ..types import OutriderError, RequestStats
@@ -26,6 +28,8 @@ from .trim import trim
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
 TIDY_S = 10.0  # so often memory that nobody uses is looked for
+FEW = 16  # streams: so many are written step by step, whatever the loop has to do
+LONGEST_PAUSE = 0.05  # seconds
 UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
 T = TypeVar("T")
 
@@ -112,6 +116,65 @@ class Stream:
         self._queue = asyncio.Queue()  # what waited may be megabytes, and the call that holds this may live on for a while
 
 
+def bundled(one: Event, two: Event) -> Event:
+    """What two steps said of one request, as if it had been one step."""
+    logprobs = two.logprobs if one.logprobs is None else one.logprobs + (two.logprobs or [])
+    whole = cast(EngineEvent, two)
+    return replace(whole, tokens=one.tokens + two.tokens, kinds=one.kinds + two.kinds, texts=one.texts + two.texts, logprobs=logprobs)
+
+
+class Outbox:
+    """From the engine's thread to the event loop, in one hop a step. Where many streams are open, writing what a step brought may take the
+    loop longer than the step, and the interpreter has one lock for both: so the loop pauses as long as it wrote, and what several steps say
+    of one request meanwhile is written as one."""
+
+    def __init__(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
+        self._call_soon, self._lock = call_soon, threading.Lock()
+        self._items: list[tuple[Stream, str, Item]] = []
+        self._due = False  # somebody will call `_hand_over`
+
+    def add(self, items: list[tuple[Stream, str, Item]]) -> None:
+        with self._lock:
+            self._items += items
+            due, self._due = self._due, True
+        if not due:
+            self._call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        """On the loop."""
+        with self._lock:
+            items, self._items = self._items, []
+            self._due = bool(items)
+        if len({id for _, id, _ in items}) > FEW:
+            items = self._bundle(items)
+        for stream, id, item in items:
+            stream.put(id, item)
+        if items:
+            loop, began = asyncio.get_running_loop(), time.perf_counter()
+            loop.call_soon(self._written, loop, began, len(items) > FEW)  # behind those who were just woken to write
+
+    def _written(self, loop: asyncio.AbstractEventLoop, began: float, many: bool) -> None:
+        spent = min(time.perf_counter() - began, LONGEST_PAUSE)
+        if many and spent > 0.001:
+            loop.call_later(spent, self._hand_over)
+        else:
+            self._hand_over()
+
+    @staticmethod
+    def _bundle(items: list[tuple[Stream, str, Item]]) -> list[tuple[Stream, str, Item]]:
+        out: list[tuple[Stream, str, Item]] = []
+        at: dict[str, int] = {}  # where each request's last event stands
+        for stream, id, item in items:
+            known = at.get(id)
+            before = None if known is None else out[known][2]
+            if known is None or before is None or isinstance(before, Exception) or isinstance(item, Exception):
+                at[id] = len(out)
+                out.append((stream, id, item))
+            else:
+                out[known] = (stream, id, bundled(before, item))
+        return out
+
+
 class Runner:
     def __init__(self, engine: EngineLike, unused_s: float = 300.0) -> None:
         """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given back."""
@@ -119,6 +182,7 @@ class Runner:
         self._tidy_at = 0.0  # when memory is next looked for
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # touched by the engine thread only
+        self._outbox = Outbox(self._call_soon)
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0
@@ -285,12 +349,8 @@ class Runner:
                 del self._streams[id]
             out.append((stream, id, item))
 
-        def hand_over() -> None:
-            for stream, id, item in out:
-                stream.put(id, item)
-
         if out:
-            self._call_soon(hand_over)
+            self._outbox.add(out)
 
     def _post(self, future: asyncio.Future[T], settle: Callable[[], None]) -> None:
         def resolve() -> None:
