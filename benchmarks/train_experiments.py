@@ -31,7 +31,7 @@ import torch
 import train_blocks
 from torch import Tensor
 
-from outrider.models.inspect import model_size
+from outrider.models.inspect import drafter_size, model_size
 from outrider.ops.reference import plain
 from outrider.train import design
 from outrider.train.answers import heldout_prompts
@@ -39,7 +39,7 @@ from outrider.train.clusters import balanced_kmeans, cluster_of, fit_centroids, 
 from outrider.train.data import Sequences, make_batch, plan_epoch, read_prompts
 from outrider.train.evaluate import Head, judge_drafts, states, summary
 from outrider.train.losses import LossMix
-from outrider.train.net import DraftNet, step_weights
+from outrider.train.net import DraftNet
 from outrider.train.run import split
 from outrider.train.target import Target, open_target
 from outrider.train.tools import answers, describe, load_net
@@ -176,7 +176,7 @@ def heads(args: argparse.Namespace) -> None:
     rows, whole = rows_of(target, net, weights), model_size(target.config).active
     full = score(target, net, aside)
     state = torch.randn(1, rows.shape[1], device=rows.device, dtype=rows.dtype)
-    share = sum(step_weights(replace(net.config, clusters=0)).values()) / whole
+    share = drafter_size(replace(net.config, clusters=0)).step / whole
     note({"head": "full", "result": full, "share": share, "us": timed(lambda: (state @ rows.T).float().argmax(-1))})
     few = data.select(np.random.default_rng(0).permutation(len(data))[: args.sequences])
     g, chosen = states(target.model, net, weights, Head(rows), few)
@@ -198,7 +198,7 @@ def heads(args: argparse.Namespace) -> None:
             note({
                 "clusters": count, **asdict(point), "recall_of_means": raw.recall, "tokens_per_cycle": made["tokens_per_cycle"][4],
                 "lost": 1 - made["tokens_per_cycle"][4] / full["tokens_per_cycle"][4], "first": made["acceptance_by_position"][0],
-                "share_of_step": sum(step_weights(config).values()) / whole, "us": timed(clustered),
+                "share_of_step": drafter_size(config).step / whole, "us": timed(clustered),
             })  # fmt: skip
 
 

@@ -226,7 +226,7 @@ def test_clients_take_turns() -> None:
         tasks[3].cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         assert order == ["a0", "b0", "a1", "b1", "a2"] or order == ["a0", "a1", "b0", "a2", "b1"]
-        assert gate._free == 1 and not gate._waiting
+        assert not gate._held and not gate._waiting
         full = FairGate(1, 2, "a test")
         await full.acquire("x")
         waiting = [asyncio.create_task(full.acquire("x")) for _ in range(2)]

@@ -34,13 +34,8 @@ class Gemma4Assistant(DraftHead):
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
         self.blocks = gather_blocks(weights, layers, rope_of, qk_norm=True, sandwich=True, layer_scalar=True)
         self.head: Held = weights["embed"]  # [V, h], or by cluster [C, S, h]
-        self.centroids: Held | None = None
         if config.clusters:
-            # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
-            order = plain(weights["token_ordering"]).long()
-            self.centroids = weights["centroids"]  # [C, h]
-            self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
-            self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.hidden)
+            self.cluster(weights)
 
     def start(self, kv: KVView, features: Tensor | None = None) -> DraftRound:
         """Begin a round over one row a sequence. Drafters of other kinds also take features; this one needs none."""

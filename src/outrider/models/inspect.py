@@ -132,7 +132,12 @@ def model_size(config: ModelConfig) -> ModelSize:
 @dataclass(frozen=True)
 class DrafterSize:
     total: int  # parameters
-    step: int  # parameters read by one step
+    body: int  # parameters read by one step: layers and projections,
+    head: int  # and of the head
+
+    @property
+    def step(self) -> int:
+        return self.body + self.head
 
 
 def drafter_size(config: DrafterConfig) -> DrafterSize:
@@ -146,9 +151,9 @@ def drafter_size(config: DrafterConfig) -> DrafterSize:
     head = config.vocab_size * config.head_hidden
     own = 0 if config.tied_to_target else head
     if not config.clusters:
-        return DrafterSize(body + own, body + head)
+        return DrafterSize(body + own, body, head)
     centroids = config.clusters * config.head_hidden
-    return DrafterSize(body + own + centroids, body + centroids + head // config.clusters * config.cluster_top)
+    return DrafterSize(body + own + centroids, body, centroids + head // config.clusters * config.cluster_top)
 
 
 def work_bytes(vocab: int, rows: int) -> int:

@@ -161,10 +161,17 @@ class DraftHead:
     config: DrafterConfig
     target: TextModel
     head: Held  # [V, h], or by cluster [C, S, h]
-    centroids: Held | None  # [C, h]
+    centroids: Held | None = None  # [C, h]
     cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
     most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
     combs = False
+
+    def cluster(self, weights: Mapping[str, Held]) -> None:
+        """The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece."""
+        order = plain(weights["token_ordering"]).long()
+        self.centroids = weights["centroids"]
+        self.cluster_ids = order.view(self.config.clusters, -1)
+        self.head = self.ops.take_rows(self.head, order).view(self.config.clusters, -1, self.config.head_hidden)
 
     def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].

@@ -39,13 +39,8 @@ class OutriderDrafter(DraftHead):
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
         self.blocks = gather_blocks(weights, layers, rope_of)
         self.head: Held = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
-        self.centroids: Held | None = None
         if config.clusters and not (config.tied_to_target and target.together.share.world > 1):  # its rows are divided by tokens
-            # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
-            order = plain(weights["token_ordering"]).long()
-            self.centroids = weights["centroids"]
-            self.cluster_ids = order.view(config.clusters, -1)  # [C, S] token ids
-            self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)
+            self.cluster(weights)
 
     def start(self, kv: KVView, features: Tensor) -> DraftRound:
         """kv: one row a sequence at the last position that the target has seen; features [B, Hb·(1 + taps)] at it."""

@@ -1,16 +1,19 @@
-"""A gate with a few places that clients take in turn: one client's long queue delays that client only.
+"""Places that clients take in turn: one client's long queue delays that client only.
 
-A client is an API key, or an address where there are no keys. Clients that wait are served round robin; within a client
-first come, first served. Lives on the event loop.
+A client is an API key, or an address where there are no keys. Clients that wait are served round robin; within a client by
+priority, then first come, first served. Lives on the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import bisect
+import itertools
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from .errors import ApiError
@@ -18,21 +21,29 @@ from .errors import ApiError
 T = TypeVar("T")
 
 
-class FairGate:
-    def __init__(self, places: int, most_waiting: int, what: str, each: int = 1) -> None:
-        """`most_waiting`: of one client. `what`: named in the refusal. `each`: places that one client may hold."""
-        self._free, self._most, self._what, self._each = places, most_waiting, what, each
-        self._held: dict[str, int] = {}
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of turns
+@dataclass(order=True)
+class _Waiting:
+    priority: int  # lower comes first, among those of its client
+    number: int
+    turn: asyncio.Future[None] = field(compare=False)
 
-    async def acquire(self, client: str) -> None:
-        queue = self._waiting.get(client, deque())
-        if len(queue) >= self._most:
-            message = f"{len(queue)} requests of this client wait for {self._what} already."
-            raise ApiError(429, message, retry_after=1, code="too_many_requests")
+
+class Places(ABC):
+    """Places that clients hold and wait for."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, int] = {}
+        self._waiting: dict[str, list[_Waiting]] = {}  # in the order of turns
+        self._numbers = itertools.count()
+
+    @abstractmethod
+    def _may(self, client: str) -> bool:
+        """Whether a place is there for this client."""
+
+    async def acquire(self, client: str, priority: int = 0) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        queue.append(turn)
-        self._waiting[client] = queue
+        mine = _Waiting(priority, next(self._numbers), turn)
+        bisect.insort(self._waiting.setdefault(client, []), mine)
         self._serve()
         try:
             await turn
@@ -40,15 +51,54 @@ class FairGate:
             if turn.done() and not turn.cancelled():
                 self.release(client)  # the place came at the moment of the cancellation
             else:
-                self._forget(client, turn)
+                self._forget(client, mine)
             raise
 
     def release(self, client: str) -> None:
-        self._free += 1
         self._held[client] -= 1
         if not self._held[client]:
             del self._held[client]
         self._serve()
+
+    def _forget(self, client: str, mine: _Waiting) -> None:
+        queue = self._waiting.get(client, [])
+        if mine in queue:
+            queue.remove(mine)
+        if not queue:
+            self._waiting.pop(client, None)
+
+    def _serve(self) -> None:
+        """Let in, one at a time, the first in the round who may come."""
+        while True:
+            client = next((c for c in self._waiting if self._may(c)), None)
+            if client is None:
+                return
+            queue = self._waiting.pop(client)
+            turn = queue.pop(0).turn
+            if queue:
+                self._waiting[client] = queue  # to the end of the round
+            if not turn.done():
+                self._held[client] = self._held.get(client, 0) + 1
+                turn.set_result(None)
+
+
+class FairGate(Places):
+    """A few places, of which each client may hold so many."""
+
+    def __init__(self, places: int, most_waiting: int, what: str, each: int = 1) -> None:
+        """`most_waiting`: of one client. `what`: named in the refusal. `each`: places that one client may hold."""
+        super().__init__()
+        self._places, self._most, self._what, self._each = places, most_waiting, what, each
+
+    async def acquire(self, client: str, priority: int = 0) -> None:
+        waiting = len(self._waiting.get(client, ()))
+        if waiting >= self._most:
+            message = f"{waiting} requests of this client wait for {self._what} already."
+            raise ApiError(429, message, retry_after=1, code="too_many_requests")
+        await super().acquire(client, priority)
+
+    def _may(self, client: str) -> bool:
+        return sum(self._held.values()) < self._places and self._held.get(client, 0) < self._each
 
     @asynccontextmanager
     async def enter(self, client: str) -> AsyncIterator[None]:
@@ -57,27 +107,6 @@ class FairGate:
             yield
         finally:
             self.release(client)
-
-    def _forget(self, client: str, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(client)
-        if queue is not None and turn in queue:
-            queue.remove(turn)
-            if not queue:
-                del self._waiting[client]
-
-    def _serve(self) -> None:
-        while self._free:
-            client = next((c for c in self._waiting if self._held.get(c, 0) < self._each), None)
-            if client is None:
-                return
-            queue = self._waiting.pop(client)
-            turn = queue.popleft()
-            if queue:
-                self._waiting[client] = queue  # to the end of the round
-            if not turn.done():
-                self._free -= 1
-                self._held[client] = self._held.get(client, 0) + 1
-                turn.set_result(None)
 
 
 class Desk:

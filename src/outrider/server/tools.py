@@ -24,6 +24,34 @@ WORDS = {"true": "true", "false": "false", "null": "null", "None": "null", "True
 MAX_HEAD = 96  # characters between the opening tag and the arguments
 
 
+class _Nesting:
+    """Which strings and brackets of a JSON text are open."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []  # what closes them
+        self.in_string = self._escaped = False
+
+    def feed(self, char: str) -> None:
+        if self.in_string:
+            self.in_string = self._escaped or char != '"'
+            self._escaped = not self._escaped and char == "\\"
+        elif char == '"':
+            self.in_string = True
+        elif char in "{[":
+            self._open.append("}" if char == "{" else "]")
+        elif char in "}]" and self._open:
+            self._open.pop()
+
+    @property
+    def outside(self) -> bool:
+        return not self.in_string and not self._open
+
+    @property
+    def closers(self) -> str:
+        """What is missing where the text was cut off."""
+        return ('"' if self.in_string else "") + "".join(reversed(self._open))
+
+
 class _Calls(ABC):
     """What both parsers share: content outside of calls, white space around calls dropped, the numbering."""
 
@@ -297,36 +325,23 @@ class JsonCalls(_Calls):
 
     def _colon_char(self, char: str) -> None:
         if char == ":":
-            self._state, self._value = "value", ""
-            self._depth, self._in_string, self._escaped = 0, False, False
+            self._state, self._value, self._nesting = "value", "", _Nesting()
         elif not char.isspace():
             self._broken()
 
     def _value_char(self, char: str) -> None:
         if not self._value and char.isspace():
             return
-        if not self._in_string and self._depth == 0 and self._value and char in ",}] \t\r\n":  # a number or a word ended
+        if self._nesting.outside and self._value and char in ",}] \t\r\n":  # a number or a word ended
             self._value_end()
             if char == "}" and self._inside and self._state == "key":
                 self._object_end()
             return
         self._value += char
-        if self._in_string:
-            if self._escaped:
-                self._escaped = False
-            elif char == "\\":
-                self._escaped = True
-            elif char == '"':
-                self._in_string = False
-        elif char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
+        self._nesting.feed(char)
         if self._is_args and self._value[0] == "{":
             self._stream(char)
-        if not self._in_string and self._depth == 0 and (char in '}]"'):
+        if self._nesting.outside and char in '}]"':
             self._value_end()
 
     def _tail_char(self, char: str) -> None:
@@ -378,7 +393,7 @@ class JsonCalls(_Calls):
         if self.calls == self._before:
             self._give_back(JSON_OPEN + self._raw)
         elif complete and self._state == "value" and self._is_args and self._value[:1] == "{":
-            self._args(_closers(self._value))
+            self._args(self._nesting.closers)
         elif complete and self._state in ("key", "colon", "value") and self._name is not None and not self._had_args:
             self._args("{}")
 
@@ -388,24 +403,3 @@ def _loads(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
-
-
-def _closers(text: str) -> str:
-    """The characters that close the open strings and brackets of cut-off JSON."""
-    stack: list[str] = []
-    in_string = escaped = False
-    for char in text:
-        if in_string:
-            if escaped:
-                escaped = False
-            elif char == "\\":
-                escaped = True
-            elif char == '"':
-                in_string = False
-        elif char == '"':
-            in_string = True
-        elif char in "{[":
-            stack.append("}" if char == "{" else "]")
-        elif char in "}]" and stack:
-            stack.pop()
-    return ('"' if in_string else "") + "".join(reversed(stack))

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.inspect import model_size
+from ..models.inspect import drafter_size, model_size
 from ..ops.reference import plain
 from ..spec import card as acceptance
 from ..spec.simulate import Trace
@@ -32,7 +32,7 @@ from .evaluate import MAX_K, Head, Judged, Recorded, joined, judge_drafts, secon
 from .export import Json, save_drafter
 from .job import TrainJob
 from .model_card import model_card
-from .net import DraftNet, step_weights
+from .net import DraftNet
 from .target import Target
 from .trainer import Row, Trainer
 
@@ -107,7 +107,7 @@ def finish(
         result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, cold, anchors=anchors)
         if len(hot):
             result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8)
-    result["draft_step_share"] = round(sum(step_weights(net.config).values()) / model_size(target.config).active, 4)
+    result["draft_step_share"] = round(drafter_size(net.config).step / model_size(target.config).active, 4)
     if not write:
         return result
     if result.keys() > {"draft_step_share"}:

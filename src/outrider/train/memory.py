@@ -16,8 +16,7 @@ from pathlib import Path
 import torch
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.inspect import model_size
-from .net import step_weights
+from ..models.inspect import drafter_size, model_size
 
 GPU_ANCHORS, FEWEST_ANCHORS = 16384, 256
 CPU_SCORED = 8192  # tokens of the vocabulary that a batch's loss looks at on a CPU
@@ -64,14 +63,13 @@ class Work:
 
     @staticmethod
     def of(config: DrafterConfig, target: ModelConfig, unroll: int, item: int) -> Work:
-        parts = step_weights(config)
         wide = max(config.hidden, config.backbone_hidden)
         # a layer keeps about eight rows of the hidden width and four of its MLP's for the backward pass
         layer = sum(8 * wide + 4 * l.intermediate + 4 * l.attn.heads * l.attn.head_dim for l in config.layers)
         reads = {n for n in config.reads or ()} or set(target.kv_layers[-2:])
         kv = sum(2 * target.layers[r].attn.kv_heads * target.layers[r].attn.head_dim for r in reads)
         return Work(
-            6.0 * parts["body"] * unroll, (4.0 * unroll + 2.0) * config.head_hidden, 2.0 * model_size(target).active,
+            6.0 * drafter_size(config).body * unroll, (4.0 * unroll + 2.0) * config.head_hidden, 2.0 * model_size(target).active,
             float(item * unroll * (layer + 4 * wide)), float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
         )  # fmt: skip
 

@@ -9,7 +9,6 @@ Parameters carry the canonical weight names.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -158,14 +157,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return Rotate.apply(x, cos[:, 0], sin[:, 0])
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
-
-
-# ---- how many weights a draft step reads --------------------------------------------------------------------------
-def step_weights(config: DrafterConfig) -> dict[str, int]:
-    """Weights streamed by one draft step: the layers and projections, and the head (rows scored plus centroids)."""
-    body = sum(math.prod(p.shape) for n, p in tensor_plan(config).items() if n not in ("embed", "centroids", "token_ordering"))
-    if config.clusters:
-        rows = config.cluster_top * (config.vocab_size // config.clusters) + config.clusters
-    else:
-        rows = config.vocab_size
-    return {"body": body, "head": rows * config.head_hidden}

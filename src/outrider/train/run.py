@@ -25,7 +25,7 @@ import numpy as np
 import torch
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.inspect import model_size
+from ..models.inspect import drafter_size, model_size
 from ..models.pairing import fits
 from ..types import OutriderError
 from ..weights.load import load_drafter, plain_all
@@ -37,7 +37,7 @@ from .export import write_json
 from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
 from .job import Say, TrainJob
 from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
-from .net import DraftNet, step_weights
+from .net import DraftNet
 from .parallel import Group, process_group
 from .target import Described, Target, describe, encode, open_target
 from .trainer import Row, Trainer, append_row
@@ -220,11 +220,11 @@ class Run:
         if settings.four_bits_from < 1:
             net.config = replace(net.config, weight_bits=4)
         group.share_(net.state_dict().values())
-        cost = step_weights(net.config)
-        share = sum(cost.values()) / model_size(target.config).active
+        cost = drafter_size(net.config)
+        share = cost.step / model_size(target.config).active
         self.say(
-            f"a draft step reads {sum(cost.values()) / 1e6:.2f} M weights ({share:.1%} of a target step), "
-            f"{cost['head'] / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a batch"
+            f"a draft step reads {cost.step / 1e6:.2f} M weights ({share:.1%} of a target step), "
+            f"{cost.head / 1e6:.2f} M of them in the head; {sizes.anchors} anchors a batch"
         )
         aside, reserve = self.reserve(target, net, aside)
         log_path = job.out / "log.jsonl"

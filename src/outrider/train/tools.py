@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..models.config import DrafterConfig
-from ..models.inspect import model_size
+from ..models.inspect import drafter_size, model_size
 from ..models.pairing import fits
 from ..ops.reference import plain
 from ..types import OutriderError
@@ -23,7 +23,7 @@ from .evaluate import MAX_K, best_k, states, summary
 from .export import save_drafter
 from .finish import TOPS, judged, views
 from .job import Say
-from .net import DraftNet, step_weights
+from .net import DraftNet
 from .target import Described, Target, describe, encode, open_target
 from .trainer import Row
 
@@ -81,7 +81,7 @@ def evaluate_drafter(
     found = judged(target, net, data, most=MAX_K, full=full_head, temperature=temperature)
     result = summary(found.right, [listed[i].category for i in data.index], MAX_K)
     config = replace(net.config, clusters=0) if full_head else net.config
-    share = sum(step_weights(config).values()) / model_size(target.config).active
+    share = drafter_size(config).step / model_size(target.config).active
     return {**result, "draft_step_share": round(share, 4), "best_k": best_k(result["tokens_per_cycle"], share)}
 
 

@@ -13,7 +13,7 @@ from tests.kv import build_kv
 
 from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig
-from outrider.models.inspect import model_size
+from outrider.models.inspect import drafter_size, model_size
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.choose import SamplingBatch
 from outrider.train import design
@@ -21,7 +21,7 @@ from outrider.train.capture import DenseOps, Recorder, capture
 from outrider.train.data import Sequences, make_batch
 from outrider.train.evaluate import Head
 from outrider.train.export import config_dict
-from outrider.train.net import DraftNet, step_weights
+from outrider.train.net import DraftNet
 from outrider.types import SamplingParams
 from outrider.weights.load import dummy_weights, load_target
 
@@ -113,9 +113,9 @@ def test_a_draft_step_is_counted(tmp_path: Path) -> None:
     assert model_size(config).active == sum(w.numel() for w in weights.values())
     drafter = design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4)
     own = dummy_weights(drafter, "cpu", torch.float32)
-    cost = step_weights(drafter)
-    assert cost["body"] == sum(w.numel() for n, w in own.items() if n not in ("centroids", "token_ordering"))
-    assert cost["head"] == (4 * tiny.VOCAB // 16 + 16) * config.hidden
+    cost = drafter_size(drafter)
+    assert cost.body == sum(w.numel() for n, w in own.items() if n not in ("centroids", "token_ordering"))
+    assert cost.head == (4 * tiny.VOCAB // 16 + 16) * config.hidden
 
 
 def test_a_drafter_for_four_bits_is_written_in_their_values(tmp_path: Path) -> None:
