@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.models.inspect import model_size
+from outrider.models.inspect import drafter_size, model_size
 from outrider.models.layers import inverse_frequencies
 from outrider.train import finish
 from outrider.train.answers import Answering
@@ -33,7 +33,7 @@ from outrider.train.data import Prompt, Sequences, read_prompts
 from outrider.train.evaluate import second_guesses, summary
 from outrider.train.job import TrainJob
 from outrider.train.losses import LossMix
-from outrider.train.net import Context, DraftNet, rms, step_weights
+from outrider.train.net import Context, DraftNet, rms
 from outrider.train.parallel import Group
 from outrider.train.run import Run
 from outrider.train.target import Target, describe, open_target
@@ -88,11 +88,11 @@ class BlockNet(DraftNet):
 
 def draft_weights(net: DraftNet, k: int) -> int:
     """Weights that a draft of k tokens reads."""
-    cost = step_weights(net.config)
+    cost = drafter_size(net.config)
     if not isinstance(net, BlockNet):
-        return k * (cost["body"] + cost["head"])
+        return k * cost.step
     link = sum(net.weight(n).numel() for n in ("block.in", "block.out")) if net.linked else 0
-    return cost["body"] + k * cost["head"] + (k - 1) * link
+    return cost.body + k * cost.head + (k - 1) * link
 
 
 # ---- data -----------------------------------------------------------------------------------------------------------------
@@ -183,10 +183,10 @@ def block(args: argparse.Namespace) -> None:
     target, data, bench, config, weights = opened(args)
     whole = model_size(target.config).active
     bare = replace(config, clusters=0, weight_bits=4)  # the full head: centroids of one kind of state say nothing of another's
-    head = step_weights(replace(config, weight_bits=4))["head"]  # what the clustered head would read: the price of all three
+    head = drafter_size(replace(config, weight_bits=4)).head  # what the clustered head would read: the price of all three
 
     def price(net: DraftNet) -> dict[str, float]:
-        cost = draft_weights(net, 4) - 4 * (step_weights(net.config)["head"] - head)
+        cost = draft_weights(net, 4) - 4 * (drafter_size(net.config).head - head)
         return {"weights of a draft of 4, M": round(cost / 1e6, 2), "of a target step": round(cost / whole, 4)}
 
     start = load_net(args.drafter or str(SHIPPED), target, clustered=False)

@@ -212,6 +212,11 @@ class SamplingBatch:
             best = ops.gumbel_argmax(self.tempered(logits), self.seed, position, token_ids, self.hot)
         return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]
 
+    def likely(self, logits: Tensor, places: Tensor) -> Tensor:
+        """float32 [B]: how likely the drafter found what it guessed, at these places [B] of its logits [B, N]."""
+        z = logits / self.temperature[:, None] if self.any_hot else logits
+        return (z.gather(1, places[:, None])[:, 0] - z.logsumexp(1)).exp()
+
     def scores(self, logits: Tensor, position: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """What `guess` takes the best of: float32 [B, N], the logits with filters and, where sampled, the target's own noise."""
         if not self.any_hot:

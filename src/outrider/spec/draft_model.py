@@ -126,27 +126,24 @@ class DraftModel:
     def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int]) -> tuple[Draft, int]:
         """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step (plan.Choice); and the
         steps it took. A step costs as much as a token of a small model: far too much for a guess that will hardly be read."""
-        size, token, sampling = len(fit), batch.last, batch.sampling
-        tokens, confidence = token.new_zeros((size, k)), torch.zeros((size, k), device=token.device)
-        lengths, path, live, steps = [k] * size, [1.0] * size, [True] * size, k
-        for j in range(k):
-            at = batch.length + 1 + j
-            ids, logits = score(j, token, None)
-            token = sampling.guess(logits, at, batch.ops, ids)
-            z = logits / sampling.temperature[:, None] if sampling.any_hot else logits
-            sure = (z.gather(1, token[:, None])[:, 0] - torch.logsumexp(z, 1)).exp()
-            tokens[:, j], confidence[:, j] = token, sure
+        size, device = len(fit), batch.last.device
+        confidence = torch.zeros((size, k), device=device)
+        lengths, path, live = [k] * size, [1.0] * size, [True] * size
+
+        def enough(j: int, token: Tensor, logits: Tensor) -> bool:
+            confidence[:, j] = sure = batch.sampling.likely(logits, token)
             if batch.trust is None or batch.stop is None or batch.drop is None:
-                continue
+                return False
             for b, p in enumerate(sure.tolist()):
                 if live[b]:
                     path[b] *= batch.trust[min(len(batch.trust) - 1, int(p * len(batch.trust)))]
                     live[b] = path[b] >= max(batch.stop[fit[b]], batch.drop[fit[b]])
                     lengths[b] = k if live[b] else j if path[b] < batch.drop[fit[b]] else j + 1
-            if not any(live):
-                steps = j + 1
-                break
-        return Draft(tokens, torch.tensor(lengths, device=token.device), confidence=confidence), steps
+            return not any(live)
+
+        made = draft_round(batch, k, score, enough=enough).tokens
+        tokens = torch.nn.functional.pad(made, (0, k - made.shape[1]))
+        return Draft(tokens, torch.tensor(lengths, device=device), confidence=confidence), made.shape[1]
 
     def _catch_up(self, tracks: list[Track], texts: list[Sequence[int]], k: int) -> Tensor:
         """Run what each sequence's pages do not hold, at least its newest token; returns the hidden states of those."""

@@ -73,11 +73,13 @@ def guess_next(
 
 
 def draft_round(
-    batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None, follow: Tensor | None = None
+    batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None, follow: Tensor | None = None,
+    enough: Callable[[int, Tensor, Tensor], bool] | None = None,
 ) -> Draft:  # fmt: skip
     """k guesses, one after another. Each is chosen as the target will choose (the same noise at the same position), or drawn from its
     own law where `batch.sampled`, and is the token before the next one. clusters [C, S]: ids of a clustered head. follow [B, k]: tokens
-    that stand in for the guesses as the tokens before, so that one wrong guess does not spoil what is measured behind it."""
+    that stand in for the guesses as the tokens before, so that one wrong guess does not spoil what is measured behind it.
+    enough(j, guesses, logits): asked after every step; where it says so, the round ends early and fewer tokens are returned."""
     sampling, token = batch.sampling, batch.last
     guesses: list[Tensor] = []
     laws: list[Tensor] = []
@@ -88,7 +90,9 @@ def draft_round(
             token, law = sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab, ids)
             laws.append(law)
         else:
-            token, _ = guess_next(sampling, at, partial(score, j, token), batch.ops, clusters)
+            token, logits = guess_next(sampling, at, partial(score, j, token), batch.ops, clusters)
         guesses.append(token)
+        if enough is not None and enough(j, token, logits):
+            break
         token = token if follow is None else follow[:, j]
-    return Draft(torch.stack(guesses, 1), torch.full_like(batch.length, k), torch.stack(laws, 1) if laws else None)
+    return Draft(torch.stack(guesses, 1), torch.full_like(batch.length, len(guesses)), torch.stack(laws, 1) if laws else None)

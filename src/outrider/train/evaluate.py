@@ -69,8 +69,7 @@ class Head:
             some = sampling.select(rows)
             out[rows], z = guess_next(some, at[rows], partial(self.score, g[rows]), ops, ids)
             if weigh:
-                z = some.tempered(z) if some.any_hot else z
-                sure[rows] = (z.gather(1, out[rows, None])[:, 0] - z.logsumexp(-1)).exp()
+                sure[rows] = some.likely(z, out[rows])
         return out, sure
 
 
