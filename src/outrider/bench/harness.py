@@ -48,17 +48,17 @@ class Contestant(Protocol):
 
 
 class Ours:
-    """A loaded LLM with one way of drafting: `draft_tokens` None is auto; `drafting` False is plain decoding."""
+    """A loaded LLM with one way of drafting: `draft_tokens` None is auto; `drafting` False is plain decoding; `tree` None: as loaded."""
 
-    def __init__(self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True) -> None:
-        self.name, self.llm, self.draft_tokens, self.drafting = name, llm, draft_tokens, drafting
+    def __init__(self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True, tree: int | None = None) -> None:
+        self.name, self.llm, self.draft_tokens, self.drafting, self.tree = name, llm, draft_tokens, drafting, tree
 
     def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
         llm = self.llm
         requests = []
         for prompt in prompts:
             params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
-            requests += llm.requests(llm.asked(prompt.text), params, self.draft_tokens, self.drafting)
+            requests += llm.requests(llm.asked(prompt.text), params, self.draft_tokens, self.drafting, self.tree)
         done = {r.id: Answer(p.id, "", [], 0.0, 0.0, 0) for r, p in zip(requests, prompts, strict=True)}
         open_ids = set(done)
         prefill = llm.engine.metrics.prefill_seconds

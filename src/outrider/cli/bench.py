@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..config import parse_tree
 from ..types import OutriderError
 from . import common
 from .common import err, out
@@ -27,7 +28,9 @@ def bench(
     suite: Annotated[str, typer.Option(help="quick (47 prompts) | full (800 more) | a .jsonl file.")] = "quick",
     drafters: Annotated[str, typer.Option(help="Comma-separated: auto, ngram, a drafter's folder or id, draft:MODEL.")] = "auto",
     draft_tokens: Annotated[str, typer.Option(help="Comma-separated: 0 (plain decoding), 1..16, auto.")] = "0,4,auto",
-    tree: common.Tree = "auto",
+    tree: Annotated[
+        str, typer.Option(help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays).")
+    ] = "auto",
     temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
     batch: Annotated[str, typer.Option(help="Comma-separated.")] = "1",
     against: Annotated[str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")] = "",
@@ -59,9 +62,12 @@ def bench(
     """
     from ..bench import workloads
 
+    trees = common.parts(tree)
+    for text in trees:
+        parse_tree(text)
     options = common.LoadOptions(
-        tree=tree, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, seed=seed,
-        tensor_parallel=tensor_parallel,
+        tree=trees[0] if len(trees) == 1 else "auto", verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
+        quantize=quantize, seed=seed, tensor_parallel=tensor_parallel,
     )  # fmt: skip
     if tensor_parallel > 1 and len(common.parts(drafters)) > 1:
         raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
@@ -89,14 +95,14 @@ def bench(
     from ..bench import quality as grading
     from ..spec.cost import machine_name
 
-    names = _names(common.parts(drafters), ks) + list(common.parts(against))
+    names = _names(common.parts(drafters), ks, trees) + list(common.parts(against))
     settings = harness.Settings(
         model, suite, tuple(names), temperatures, batches, repeats, len(prompts), machine_name(_accelerator(device), threads),
         __version__, seed,
     )  # fmt: skip
     store = harness.Store(output, settings, resume)
     if len(store.done) < harness.total(settings, prompts):
-        contestants = _contestants(model, common.parts(drafters), ks, common.parts(against), max(batches), options)
+        contestants = _contestants(model, common.parts(drafters), ks, trees, common.parts(against), max(batches), options)
         _run(contestants, prompts, settings, store)
     cells = list(harness.read_cells(output))
     rows = report.summarise(cells)
@@ -146,8 +152,9 @@ def _run(contestants: list[Contestant], prompts: list[Prompt], settings: Setting
 
 
 def _contestants(
-    model: str, drafters: tuple[str, ...], ks: list[int | None], peers: tuple[str, ...], batch: int, options: common.LoadOptions
-) -> list[Contestant]:
+    model: str, drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...], peers: tuple[str, ...], batch: int,
+    options: common.LoadOptions,
+) -> list[Contestant]:  # fmt: skip
     from ..bench import harness
     from ..bench import peers as others
     from ..config import EngineConfig
@@ -159,7 +166,8 @@ def _contestants(
         llm = common.load_llm(model, **chosen)
         if 0 in ks and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
-        found += [harness.Ours(_name(drafter, k), llm, k) for k in ks if k != 0]
+        for name, k, tree in _ways(drafter, ks, trees):
+            found.append(harness.Ours(name, llm, k, tree=parse_tree(tree) if len(trees) > 1 else None))  # one for all: it was loaded so
     if peers:
         from ..weights import hub
 
@@ -170,12 +178,17 @@ def _contestants(
     return found
 
 
-def _name(drafter: str, k: int | None) -> str:
-    return f"{Path(drafter).name}/{'auto' if k is None else f'K={k}'}"
+def _ways(drafter: str, ks: list[int | None], trees: tuple[str, ...]) -> list[tuple[str, int | None, str]]:
+    """Name, K and tree of each way to draft."""
+    base = Path(drafter).name
+    return [
+        (f"{base}/{'auto' if k is None else f'K={k}'}{f' tree={tree}' if len(trees) > 1 else ''}", k, tree)
+        for k in ks if k != 0 for tree in trees
+    ]  # fmt: skip
 
 
-def _names(drafters: tuple[str, ...], ks: list[int | None]) -> list[str]:
-    return (["plain"] if 0 in ks else []) + [_name(d, k) for d in drafters for k in ks if k != 0]
+def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[str]:
+    return (["plain"] if 0 in ks else []) + [name for d in drafters for name, _, _ in _ways(d, ks, trees)]
 
 
 def _record(
@@ -234,7 +247,8 @@ def _card(model: str, drafter: str, path: Path) -> None:
         if where is None:
             raise OutriderError(why)
     files = hub.resolve(str(where), kind="drafter")
-    made = card.measure(read_traces(path), fingerprint(files))
+    before = card.read(Path(files.path), fingerprint(files))  # traces say nothing of second guesses
+    made = card.measure(read_traces(path), fingerprint(files), before.second if before is not None else None)
     out.print(f"{card.write(Path(files.path), made)}: {made.judged} tokens judged")
 
 

@@ -64,5 +64,5 @@ class FakeLLM:
     def asked(self, text):
         return [len(word) for word in text.split()] or [1]
 
-    def requests(self, ids, params, draft_tokens, drafter):
+    def requests(self, ids, params, draft_tokens, drafter, tree=None):
         return [FakeRequest(str(next(self._ids)), ids, params, draft_tokens, drafter)]

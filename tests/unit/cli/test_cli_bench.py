@@ -53,6 +53,16 @@ def test_figures_report_and_resume(model: str, tmp_path: Path) -> None:
     assert again[: len(kept) - 3] == kept[:-3] and len(again) == len(kept)
 
 
+def test_trees_beside_lines(model: str, tmp_path: Path) -> None:
+    words = ("--drafters", "ngram", "--draft-tokens", "0,4", "--tree", "off,9", "--repeats", "1", "--out", str(tmp_path / "r"), "--json")
+    rows = json.loads(call(model, *words))["rows"]
+    assert {r["contestant"] for r in rows} == {"plain", "ngram/K=4 tree=off", "ngram/K=4 tree=9"} and all(
+        r["identical"] == 1.0 for r in rows
+    )
+    with pytest.raises(OutriderError, match="tree must be"):
+        call(model, "--tree", "off,99")
+
+
 def test_traces_are_recorded_once_and_replayed(model: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     words = ("--drafters", "ngram", "--record-traces", str(path))
