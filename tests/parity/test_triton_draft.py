@@ -12,10 +12,14 @@ triton = pytest.importorskip("triton")
 from tests.draft_rig import draft_rig  # noqa: E402
 from tests.rounds import batch_of  # noqa: E402
 
+from outrider.ops.reference import ReferenceOps  # noqa: E402
+from outrider.ops.trees import BRANCH  # noqa: E402
 from outrider.ops.triton.draft import FusedDrafter, unsupported  # noqa: E402
+from outrider.spec.drafter import draft_round  # noqa: E402
 from outrider.spec.mtp import MTPDrafter  # noqa: E402
 from outrider.types import SamplingParams  # noqa: E402
 
+REF = ReferenceOps()
 CLUSTERED = dict(use_ordered_embeddings=True, num_centroids=16, centroid_intermediate_top_k=3)
 
 
@@ -34,6 +38,24 @@ def test_round() -> None:
     drafter = MTPDrafter(fused, rig.model)
     draft = drafter.propose(batch, 3)
     assert torch.equal(draft.tokens, want) and draft.lengths.tolist() == [3, 3]
+    scores, tokens = fused.rivals(3)
+    nodes = REF.comb(scores, tokens)
+    best = nodes.tokens.view(2, 3, BRANCH)
+    assert torch.equal(best[:, :, 0], want), "the line is the best of all"
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    step = rig.drafter.score(batch)
+
+    def told(j: int, token: torch.Tensor, lean: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        ids, logits = step(j, token, lean)
+        assert ids is not None
+        seen.append((ids, batch.sampling.scores(logits.float(), batch.length + 1 + j, ids)))
+        return ids, logits
+
+    draft_round(batch, 3, told, rig.drafter.model.cluster_ids)
+    for j, (ids, z) in enumerate(seen):
+        second = ids.gather(1, z.topk(2).indices)[:, 1]
+        assert torch.equal(best[:, j, 1], second), "and the second is the best of the others: no program hides two"
+        assert not bool((scores[:, j].topk(4).values > z.topk(4).values + 1e-3).any())
     fused.scratch.fill_(float("nan"))  # every phase writes what the next ones read
     assert torch.equal(drafter.propose(batch, 3).tokens, want), "a second round finds what the first left"
     fused.most = 1

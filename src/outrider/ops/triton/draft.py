@@ -90,7 +90,7 @@ def layer_run(
     do_not_specialize_on_alignment=["newest", "positions", "tables_a", "tables_b", "out", "temperature", "hot", "seed", "position"],
 )
 def round_kernel(
-    w, norms, head, cluster_ids, table, features, newest, out, scratch, best, counter, epochs, probe,
+    w, norms, head, cluster_ids, table, features, newest, out, scratch, best, scores, tokens, counter, epochs, probe,
     keys_a, values_a, tables_a, freqs_a, keys_b, values_b, tables_b, freqs_b, positions, temperature, hot, seed, position,
     table_scale, feature_stride, stride_a, stride_b, page_stride_a, page_stride_b, turn, batch, steps, from_step, to_step, first, last,
     H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, INTER: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr,
@@ -162,8 +162,8 @@ def round_kernel(
             )  # fmt: skip
         if (first <= HEAD + 2) & (last > HEAD + 2):
             spins = score_phase(
-                head, cluster_ids, table, scratch, best, temperature, hot, seed, position, step, batch, tick + HEAD + 2, spins, counter,
-                probe, H, HB, SIZE, TOP, PIECES, GN, L, STRIDE, G, SYNC, PROBE,
+                head, cluster_ids, table, scratch, best, scores, tokens, temperature, hot, seed, position, step, batch, tick + HEAD + 2,
+                spins, counter, probe, H, HB, SIZE, TOP, PIECES, GN, L, STRIDE, G, SYNC, PROBE,
             )  # fmt: skip
     if last > END:
         tick = base + (to_step - from_step) * END
@@ -221,7 +221,7 @@ def unsupported(drafter: Any) -> str | None:
 class FusedDrafter:
     """Gemma4Assistant's own methods, and `draft` for a whole round."""
 
-    combs = False
+    combs = True
 
     def __init__(
         self, drafter: Any, most: int = 1, programs: int | None = None, warps: int = 8, splits: tuple[int, int] = (32, 32),
@@ -258,8 +258,11 @@ class FusedDrafter:
             at += -(-count // 64) * 64
         self.scratch = torch.zeros((most, at), dtype=torch.float32, device=device)
         self.best = torch.zeros((most, 256), dtype=torch.int64, device=device)
+        self.scores = torch.full((most, MAX_DRAFT, 2 * 256), float("-inf"), device=device)  # each program's two best, by step
+        self.tokens = torch.zeros((most, MAX_DRAFT, 2 * 256), dtype=torch.int32, device=device)
         self.counter = torch.zeros(128, dtype=torch.int32, device=device)  # [0] arrivals; [64] set when one was missed
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
+        self.size = 1  # sequences of the last round
         self.probe = torch.zeros((programs, max(1, probe), 2), dtype=torch.int64, device=device)
         self.lengths = torch.arange(MAX_DRAFT + 1, device=device)[:, None].repeat(1, most)  # [steps, B], all `steps`
         pieces = 1 << max(0, (cuts // config.cluster_top).bit_length() - 1)
@@ -315,7 +318,8 @@ class FusedDrafter:
         self.norms = norms
 
     def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("the best of one step are written over by the next")
+        """The two best of each program: of more, in one piece of a cluster, the others stay hidden."""
+        return self.scores[: self.size, :steps], self.tokens[: self.size, :steps]
 
     @property
     def states(self) -> Tensor:
@@ -333,7 +337,7 @@ class FusedDrafter:
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
-        size = last.shape[0]
+        size = self.size = last.shape[0]
         out = torch.empty((size, steps), dtype=torch.int64, device=last.device)
         parts: list[Tensor] = []
         strides, pages = [], []
@@ -348,8 +352,9 @@ class FusedDrafter:
         def launch(from_step: int, to_step: int, first: int, end: int) -> None:
             round_kernel[(self.programs,)](
                 self.flat, self.norms, self.head, self.ids, self.target.table, features, last, out,
-                self.scratch, self.best, self.counter, self.epochs, self.probe, *parts, kv.positions, temperature, hot.view(torch.uint8),
-                seed, position, self.table_scale, features.stride(0), *strides, *pages, 2 - self.config.position_offset, size, steps,
+                self.scratch, self.best, self.scores, self.tokens, self.counter, self.epochs, self.probe, *parts, kv.positions,
+                temperature, hot.view(torch.uint8), seed, position, self.table_scale, features.stride(0), *strides, *pages,
+                2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
                 **({"launch_pdl": True} if self.pdl else {}),
             )  # fmt: skip

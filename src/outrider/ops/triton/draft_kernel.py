@@ -129,6 +129,15 @@ def ranked(z, token):
 
 
 @triton.jit
+def unranked(number):
+    """The score and the token that made it; -inf and 0 where there was none."""
+    bits = (number >> 32).to(tl.int32)
+    z = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    found = z == z
+    return tl.where(found, z, float("-inf")), tl.where(found, 0x7FFFFFFF - (number & 0x7FFFFFFF), 0).to(tl.int32)
+
+
+@triton.jit
 def best_token(best, G: tl.constexpr):
     """The best guess of all programs."""
     i = tl.arange(0, 256)
@@ -430,11 +439,12 @@ def rank_phase(
 
 @triton.jit
 def score_phase(
-    head, cluster_ids, table, s0, best, temperature, hot, seed, position, step, batch, tick, spins, counter, probe,
+    head, cluster_ids, table, s0, best, scores, tokens, temperature, hot, seed, position, step, batch, tick, spins, counter, probe,
     H: tl.constexpr, HB: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, GN: tl.constexpr, L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
-    """The tokens of the best clusters, one of PIECES of a cluster a unit; the best of them."""
+    """The tokens of the best clusters, one of PIECES of a cluster a unit; the best of them, and for trees the two best of every step
+    (scores, tokens [B, 16, 2, 256])."""
     pid = tl.program_id(0)
     BN: tl.constexpr = SIZE // PIECES
     x = spread(s0 + GN, BN, H)
@@ -445,6 +455,7 @@ def score_phase(
             x = spread(s + GN, BN, H)
         warm, key, at, heat = tl.load(hot + b) != 0, tl.load(seed + b), tl.load(position + b) + step, tl.load(temperature + b)
         top = tl.full((), -0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
+        next_ = top
         for u in range(pid, TOP * PIECES, G):
             row = tl.load(s + L + u // PIECES).to(tl.int32) * SIZE + u % PIECES * BN
             tile = tile_of(head, row, H, BN, H)
@@ -452,8 +463,19 @@ def score_phase(
             z = tl.sum(tile.to(tl.float32) * x, 1)
             if warm:
                 z = z / heat + gumbel(token.to(tl.int64), key, at)
-            top = tl.maximum(top, tl.max(ranked(z, token), 0))
+            places = ranked(z, token)
+            first = tl.max(places, 0)
+            second = tl.max(tl.where(places == first, -0x7FFFFFFFFFFFFFFF, places), 0)
+            next_ = tl.maximum(tl.maximum(next_, second), tl.minimum(top, first))
+            top = tl.maximum(top, first)
         tl.store(best + b * 256 + pid, top)
+        to = (b * 16 + step) * 512 + pid
+        value, token = unranked(top)
+        tl.store(scores + to, value)
+        tl.store(tokens + to, token)
+        value, token = unranked(next_)
+        tl.store(scores + to + 256, value)
+        tl.store(tokens + to + 256, token)
         if pid < TOP * PIECES:  # should it win, its embedding is on the way
             fetch(table + (0x7FFFFFFF - (top & 0x7FFFFFFF)) * HB, HB, SYNC)
     return spins
