@@ -11,7 +11,7 @@ Verify = Literal["coupled", "rejection", "block"]
 VERIFIERS: tuple[Verify, ...] = ("coupled", "rejection", "block")
 
 
-KV_DTYPES = ("auto", "int8")
+KV_DTYPES = ("auto", "int8", "fp8")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class EngineConfig:
     page_size: int = 32
     prefill_chunk: int | None = None  # prompt tokens of one sequence in one pass; None: what the backend does best
     kv_tokens: int | None = None  # positions of K/V in all; None: what the memory holds (engine.room)
-    kv_dtype: str = "auto"  # auto: what the backend does best; int8: half of that, on the CPU
+    kv_dtype: str = "auto"  # auto: what the backend does best; half of that: int8 on a CPU, fp8 on a GPU
     gpu_memory: float = 0.9  # share of a GPU's memory that weights, K/V and work may take together
     prefix_cache: bool = True
     graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU

@@ -276,6 +276,34 @@ def test_attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int
     near(ops.attend(q, spec, kv), REF.attend(q, spec, kv))
 
 
+@pytest.mark.parametrize("window", [None, 40])
+def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> None:
+    """Rounded as the definition does, the largest kept finite; read exactly, by one program or many, in bits that
+    do not depend on the rows beside; moved as they are."""
+    fp8, spec = torch.float8_e4m3fn, AttnSpec(4, 2, 24, 0, True, window=window, scale=0.3)
+    mine, theirs = (cache(spec, [(150, 5), (3, 2)], 16, fp8) for _ in range(2))
+    qkv, k_norm = rand(7, spec.qkv_rows), rand(24, seed=2)
+    qkv[:, -1] = 1e4
+    freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
+    cos, sin = REF.rope_angles(mine.positions, freq)
+    q = ops.rope_write(qkv, cos, sin, None, k_norm, spec, mine)
+    REF.rope_write(qkv, cos, sin, None, k_norm, spec, theirs)
+    for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
+        assert got is not None and want is not None and torch.equal(got.float().isnan(), want.float().isnan())
+        apart = (got.float() - want.float()).nan_to_num(0.0).abs()  # norms differ in the last bit, which may be a step
+        assert float(apart.div(want.float().nan_to_num(0.0).abs() + 0.02).max()) <= 0.13 and float((apart > 0).float().mean()) < 0.001
+    assert float(theirs.values[0].float().nan_to_num(0.0).max()) == 448.0  # type: ignore[union-attr]
+    apart = attend(q, spec, mine, False, shape=Shape(True, 16, 4))
+    near(apart, REF.attend(q, spec, mine))
+    assert torch.equal(attend(q, spec, mine, False, shape=Shape(False, 16, 4)), apart)
+    at = torch.tensor([[0, 2], [0, 1]], device=DEVICE)
+    for each in (ops, REF):
+        each.keep_path(at, torch.tensor([1, 1], device=DEVICE), torch.tensor([150, 3], device=DEVICE), [spec], mine if each is ops else theirs)
+    assert mine.keys[0] is not None
+    where = mine.tables["full"][0, 151 // 16], mine.tables["full"][0, 152 // 16]
+    assert torch.equal(mine.keys[0][where[0], :, 151 % 16].float(), mine.keys[0][where[1], :, 152 % 16].float())
+
+
 def test_attend_long() -> None:
     """Past the fine splits: an off-by-one where longer ones begin; more splits than one combine block."""
     cut = Cut(16, 32, near=128, mid=64, far=512, coarse=128)

@@ -107,6 +107,18 @@ def test_drafts_leave_the_plain_tokens_with_8_bit_keys_and_values() -> None:
         assert [done[str(i)] for i in range(4)] == want and engine.metrics.drafted > 0
 
 
+def test_drafts_leave_the_plain_tokens_with_keys_and_values_in_fp8() -> None:
+    """As a GPU keeps them, by the definition: what a draft wrote and what a prompt wrote is the same."""
+    long, fp8 = [5, 6, 7, 8, 9] * 20, torch.float8_e4m3fn
+    asked = lambda k, drafter: [request(str(i), long[: 90 - 17 * i], k, drafter, max_tokens=9) for i in range(3)]  # noqa: E731
+    plain = tiny_engine(page_size=16, kv=fp8)
+    assert plain.store.keys[0] is not None and plain.store.keys[0].dtype == fp8
+    want = [run(plain, [one])[one.id] for one in asked(0, False)]
+    engine = tiny_engine(page_size=16, kv=fp8, k=None)
+    done = run(engine, asked(4, True))
+    assert [done[str(i)] for i in range(3)] == want and engine.metrics.drafted > 0
+
+
 def test_equal_logits_choose_the_first_token() -> None:
     """Whoever computes an output: of equals the first is chosen, as torch does."""
     ops = CpuOps(threads=5)

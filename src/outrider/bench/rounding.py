@@ -71,7 +71,7 @@ class Rounding:
 def measure(
     model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE, kv_dtype: str = "auto"
 ) -> Rounding:  # fmt: skip
-    held = ops_module.choose("cpu", "cpu", threads)
+    held = ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu", threads)
     exact = ops_module.choose("cpu", "reference")
     rounded, ids = forced(model, held, quantize, text, kv_dtype)
     logits, _ = forced(model, exact, None, text)

@@ -64,6 +64,8 @@ def inspect(
     prints both perplexities on a short text and how far the logits are apart."""
     if context < 1:
         raise OutriderError(f"--context must be at least 1, got {context}")
+    if kv_dtype not in KV_DTYPES:
+        raise OutriderError(f"--kv-dtype takes {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
     if bits is not None and not 0 < bits <= 64:
         raise OutriderError(f"--bits must be in (0, 64], got {bits:g}")
     raw, kept = stored(model, "model")
@@ -81,7 +83,8 @@ def inspect(
     if gpu is not None:
         on = machine(gpu)
         weights = total if bits is not None else kept.gpu
-        tokens = room(config, on.memory * 1e9, weights + (drafter_size(helper).total * helper_size if helper is not None else 0))
+        beside = drafter_size(helper).total * helper_size if helper is not None else 0
+        tokens = room(config, on.memory * 1e9, weights + beside, 1.0 if kv_dtype == "fp8" else 2.0)
         memory = {"memory": round(on.memory * 1e9), "weights": round(weights)}
         data["gpu"] = {"name": on.label, **memory, "fits": tokens > 0, "context": tokens}
     if data["drafter"] is not None:
@@ -99,8 +102,6 @@ def rounding(model: str, quantize: str | None, kv_dtype: str) -> dict[str, objec
 
     if quantize not in (None, "int8", "int4"):
         raise OutriderError(f"--quantize takes int8 or int4, got {quantize!r}")
-    if kv_dtype not in KV_DTYPES:
-        raise OutriderError(f"--kv-dtype takes {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
     found = measure(model, quantize, kv_dtype=kv_dtype)
     return {"held": quantize or "as stored", "kv": kv_dtype, "line": found.line(), **asdict(found)}
 

@@ -20,6 +20,9 @@ from .noise import gumbel
 from .trees import TreeOps
 
 
+FP8_MOST = torch.finfo(torch.float8_e4m3fn).max  # 448
+
+
 def activation(name: str, x: Tensor) -> Tensor:
     if name == "silu":
         return F.silu(x)
@@ -33,6 +36,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)
     c, s = cos[:, None, :], sin[:, None, :]
     return torch.cat((a * c - b * s, b * c + a * s), dim=-1).to(x.dtype)
+
+
+def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """K/V as the cache holds it. Eight-bit floats know no infinity: what is larger than their largest becomes that."""
+    return x.clamp(-FP8_MOST, FP8_MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
 def plain(weight: Held) -> Tensor:
@@ -49,9 +57,9 @@ class ReferenceOps(TreeOps):
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
         """What K/V is stored as, given the dtype of the activations and the user's wish."""
-        if asked != "auto":
-            raise OutriderError(f"--kv-dtype {asked}: only the CPU's kernels (--ops cpu) keep K/V in int8; leave it out")
-        return dtype
+        if asked == "int8":
+            raise OutriderError("--kv-dtype int8: only the CPU's kernels (--ops cpu) keep K/V in int8; leave it out, or take fp8")
+        return torch.float8_e4m3fn if asked == "fp8" else dtype
 
     # ---- weights ------------------------------------------------------------------------------------------------
     def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
@@ -180,8 +188,8 @@ class ReferenceOps(TreeOps):
         places = kv.positions if kv.places is None else kv.places
         page = kv.tables[spec.group][kv.row_seq, places // kv.page_size].long()  # [R]
         slot = places % kv.page_size
-        keys[page, :, slot] = k.to(keys.dtype)
-        values[page, :, slot] = v.to(values.dtype)
+        keys[page, :, slot] = stored(k, keys.dtype)
+        values[page, :, slot] = stored(v, values.dtype)
 
     def gather_kv(self, seq: int, count: int, spec: AttnSpec, kv: KVView) -> tuple[Tensor, Tensor]:
         """Keys and values of positions 0..count-1 of one sequence: [kv_heads, count, D]."""

@@ -78,6 +78,8 @@ class CpuOps(ReferenceOps):
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
         """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies pairs of them.
         int8: a quarter, and a factor for every row of a head."""
+        if asked == "fp8":
+            raise OutriderError("--kv-dtype fp8: K/V in fp8 is for GPUs (--device cuda); the CPU's kernels keep it in int8")
         if asked == "int8":
             return torch.int8
         return torch.bfloat16 if self.lib.or_isa() == BF16 else torch.float16

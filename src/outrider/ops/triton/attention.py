@@ -172,7 +172,7 @@ def _place(key, live, paths, row, base, DEEP: tl.constexpr):
 
 @triton.jit
 def _keys(keys, values, page, page_stride, kv_head, place, live, d, D: tl.constexpr, PAGE: tl.constexpr):
-    """A block of keys [BN, DP] and its values [BN, DP]."""
+    """A block of keys [BN, DP] and its values [BN, DP], as they are stored."""
     at = page.to(tl.int64) * page_stride + (kv_head * PAGE + place % PAGE) * D
     ok = live[:, None] & (d < D)[None, :]
     to = at[:, None] + d[None, :]
@@ -183,6 +183,7 @@ def _keys(keys, values, page, page_stride, kv_head, place, live, d, D: tl.conste
 def _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr):
     """Take a block of keys into the running sums of its split."""
     key = k + tl.arange(0, BN)
+    kt, vt = kt.to(query.dtype), vt.to(query.dtype)  # of eight bits, exactly
     s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale  # [BQ, BN]
     seen = (key[None, :] <= at[:, None]) & live[None, :]
     if WINDOW > 0:
@@ -281,7 +282,7 @@ def attend_kernel(
         WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
         total = tl.zeros((BQ, WIDE), dtype=tl.float32)
         acc = tl.zeros((BQ, DP), dtype=tl.float32)
-        ones = tl.full((BN, WIDE), 1.0, dtype=values.dtype.element_ty)
+        ones = tl.full((BN, WIDE), 1.0, dtype=q.dtype.element_ty)
         to = (row * HEADS + head) * slots + slot
         if SPLIT and WALKS:
             none_acc, none_total, none_top = acc, total, top

@@ -258,6 +258,14 @@ def block_at(kv, pages, first, end, page_stride, PAGE: tl.constexpr, D: tl.const
     return (page * page_stride + (kv * PAGE + key % PAGE) * D)[:, None], live[:, None]
 
 
+@triton.jit
+def _wide(x):
+    """K/V as the matrix instruction takes it: eight-bit floats as float16, exactly."""
+    if x.dtype == tl.float8e4nv:
+        x = x.to(tl.float16)
+    return x
+
+
 @triton.jit(do_not_specialize_on_alignment=["table", "positions"])
 def attend_kernel(
     q, keys, values, table, positions, cos, sin, q_norm, part, ml, page_stride,
@@ -271,9 +279,9 @@ def attend_kernel(
     d, half, g = tl.arange(0, D)[None, :], tl.arange(0, HALF)[None, :], tl.arange(0, 16)
     lo, hi, _ = span(tl.load(positions).to(tl.int32), split, S, WINDOW, BN)
     at, live = block_at(kv, table, lo, hi, page_stride, PAGE, D, BN)
-    ka = tl.load(keys + at + half, mask=live, other=0.0)
-    kb = tl.load(keys + at + HALF + half, mask=live, other=0.0)
-    v = tl.load(values + at + d, mask=live, other=0.0)
+    ka = _wide(tl.load(keys + at + half, mask=live, other=0.0))
+    kb = _wide(tl.load(keys + at + HALF + half, mask=live, other=0.0))
+    v = _wide(tl.load(values + at + d, mask=live, other=0.0))
     wa, wb = tl.load(q_norm + half), tl.load(q_norm + HALF + half)
     if PDL:
         for key in range(lo + BN, hi, BN):
@@ -305,9 +313,9 @@ def attend_kernel(
             top = new
             if key + BN < hi:
                 at, live = block_at(kv, table, key + BN, hi, page_stride, PAGE, D, BN)
-                ka = tl.load(keys + at + half, mask=live, other=0.0)
-                kb = tl.load(keys + at + HALF + half, mask=live, other=0.0)
-                v = tl.load(values + at + d, mask=live, other=0.0)
+                ka = _wide(tl.load(keys + at + half, mask=live, other=0.0))
+                kb = _wide(tl.load(keys + at + HALF + half, mask=live, other=0.0))
+                v = _wide(tl.load(values + at + d, mask=live, other=0.0))
         to = head * S + split
         tl.store(part + to[:, None] * D + d, acc, mask=mine)
         tl.store(ml + to * 2, top, mask=g < GROUP)

@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...types import MAX_DRAFT, AttnSpec, KVView
+from ...types import MAX_DRAFT, AttnSpec, KVView, OutriderError
 from ..backend import Capabilities, M, Norms
 from ..formats import Held
 from ..reference import ReferenceOps, plain
@@ -35,6 +35,11 @@ class TritonOps(ReferenceOps):
         on_gpu = torch.device(device).type == "cuda"
         shared = shared_of(torch.device(device))
         self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl, shared), variant) if on_gpu else None
+
+    def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
+        if asked == "fp8" and self.seen.is_cuda and torch.cuda.get_device_capability(self.seen.device) < (8, 9):
+            raise OutriderError("--kv-dtype fp8: this GPU has no 8-bit floats (they came with Ada and Hopper); leave it out")
+        return super().kv_dtype(dtype, asked)
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
     def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:

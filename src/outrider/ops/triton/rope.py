@@ -77,14 +77,25 @@ def rope_write_kernel(
         if K_NORM:
             a = (a * inv * ka).to(kind).to(tl.float32)
             b = (b * inv * kb).to(kind).to(tl.float32)
-        tl.store(keys + to + i, (a * c - b * s).to(kind).to(keys.dtype.element_ty), mask=ok)
-        tl.store(keys + to + HALF + i, (b * c + a * s).to(kind).to(keys.dtype.element_ty), mask=ok)
+        tl.store(keys + to + i, _stored((a * c - b * s).to(kind), keys), mask=ok)
+        tl.store(keys + to + HALF + i, _stored((b * c + a * s).to(kind), keys), mask=ok)
     else:
         if NORM_V:
             a = (a * inv).to(kind).to(tl.float32)
             b = (b * inv).to(kind).to(tl.float32)
-        tl.store(values + to + i, a.to(values.dtype.element_ty), mask=ok)
-        tl.store(values + to + HALF + i, b.to(values.dtype.element_ty), mask=ok)
+        tl.store(values + to + i, _stored(a, values), mask=ok)
+        tl.store(values + to + HALF + i, _stored(b, values), mask=ok)
+
+
+@triton.jit
+def _stored(x, cache):
+    """K/V as the cache holds it. Eight-bit floats end at 448 and know no infinity; rounded here, to even, whatever the cast does."""
+    if cache.dtype.element_ty == tl.float8e4nv:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -448.0), 448.0)
+        exponent = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 0x3C800000)  # of subnormals that of 2^-6
+        large = (exponent + 0x0A400000).to(tl.float32, bitcast=True)  # 1.5 · 2^20 times as large: a sum with it has three bits of x left
+        x = (x + large) - large
+    return x.to(cache.dtype.element_ty)
 
 
 @triton.jit
