@@ -51,7 +51,8 @@ FORMATS = {
     "int4 g128": (Codes.INT4, 4, 32, False, False),
     "int8 g128": (Codes.INT8, 4, 32, False, False),
     "nvfp4": (Codes.FP4, 1, 16, False, True),
-    "Q6_K": (Codes.INT8, 1, 16, False, False),
+    "Q5_K": (Codes.UINT5, 1, 32, True, False),
+    "Q6_K": (Codes.INT6, 1, 16, False, False),
 }
 DENSE = {"out of E2B": (1536, 2048, False), "gate_up of 31B": (21504, 5376, True), "embed of 12B": (262144, 3840, False)}  # N, K, gated
 ATTENTION = "full attention of 31B"
@@ -92,10 +93,11 @@ def weight(kind: str, n: int, k: int) -> QuantWeight:
     codes, per, plane, lifted, whole = FORMATS[kind]
     planes = 32 // codes.bits
     chunks, tiles, pairs = -(-k // (planes * plane)), n // 64, (planes // per + 1) // 2 if per else 0
-    numbers = shell(tiles, chunks, pairs, 64, dtype=torch.int32) if per else None
+    numbers = shell(tiles, chunks, 64, pairs, dtype=torch.int32) if per else None
     return QuantWeight(
         (n, k), codes, plane, per, shell(tiles, chunks, 64, plane, dtype=torch.int32), numbers, numbers if lifted else None,
-        shell(n, dtype=torch.float32) if whole else None, half=lifted,
+        shell(n, dtype=torch.float32) if whole else None, half=lifted or codes.above > 0,
+        high=shell(tiles, chunks, 64, plane, dtype=torch.uint8 if codes.above == 1 else torch.int16) if codes.above else None,
     )  # fmt: skip
 
 

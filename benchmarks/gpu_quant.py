@@ -1,7 +1,8 @@
 """Quantised weights on a GPU: products against their definition and the bandwidth, and whole steps through the engine on dummy weights.
 
     python benchmarks/gpu_quant.py products [--formats int4 fp8 Q4_0]        # 31B's four shapes, 1 to 320 rows
-    python benchmarks/gpu_quant.py steps 31B --quantize int4 [--k 4] [--batch 1 8]
+    python benchmarks/gpu_quant.py steps 31B --quantize int4 [--k 4] [--batch 1 8] [--kv fp8]
+    python benchmarks/gpu_quant.py same E2B --quantize int4 --kv fp8         # tokens with drafts are those without
 
 Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s; every row must have the same bits
 alone and in company. Steps: milliseconds a cycle are (16 + n tokens) - (16 tokens), best of two; K = 4 counts 3.88 tokens a cycle.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import random
 import sys
@@ -38,15 +40,18 @@ def made(name: str, n: int, k: int) -> Weight:
     formats = {"int4": Integer(4, 32), "int4-g128": Integer(4, 128), "int8": Integer(8, 128), "fp8": Float8(), "nvfp4": NvFp4()}
     if name in formats:
         return formats[name].quantise(torch.randn((n, k), device="cuda", dtype=torch.bfloat16) * 0.02)
-    size, nbytes, scales = {"Q4_0": (32, 18, 2), "Q4_K": (256, 144, 4)}[name]
+    size, nbytes, scales = {"Q4_0": (32, 18, 2), "Q4_K": (256, 144, 4), "Q5_K": (256, 176, 4), "Q6_K": (256, 210, 0)}[name]
     blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8, device="cuda")
     blocks[:, :, :scales] = torch.full((scales // 2,), 5e-4, dtype=torch.float16, device="cuda").view(torch.uint8)
+    if name == "Q6_K":
+        blocks[:, :, 208:] = torch.full((1,), 1e-5, dtype=torch.float16, device="cuda").view(torch.uint8)
     return Weight(Block(name), (n, k), {"blocks": blocks.view(n, -1)})
 
 
-def products(formats: list[str]) -> None:
+def products(formats: list[str], shapes: list[str]) -> None:
     seen = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
-    for shape, (n, k) in SHAPES.items():
+    for shape in shapes:
+        n, k = SHAPES[shape]
         extras = Extras(act="gelu_tanh", gated=True) if shape == "gate_up" else Extras()
         for name in formats:
             weight = made(name, n, k)
@@ -67,19 +72,38 @@ def products(formats: list[str]) -> None:
             print(json.dumps(dict(shape=shape, format=name, floor_us=floor, us=times, error=round(error, 5), rows_alone=alone)), flush=True)
 
 
-def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: int, context: int) -> None:
+def loaded(size: str, quantize: str | None, k: int, most: int, length: int, kv: str) -> LLM:
+    """Dummy weights, and room for so many sequences of that length."""
     with tempfile.TemporaryDirectory() as root:
         for name in (f"gemma-4-{size}-it", f"gemma-4-{size}-it-assistant"):
             (Path(root) / name).mkdir()
             (Path(root) / name / "config.json").write_text(json.dumps(dict(KNOWN[f"google/{name}"])))
-        most = max(batches)
-        engine = EngineConfig(
-            max_batch=most, max_context=context + tokens + 128, kv_tokens=most * (context + tokens + 160), prefix_cache=False
-        )
+        engine = EngineConfig(max_batch=most, max_context=length + 128, kv_tokens=most * (length + 160), kv_dtype=kv, prefix_cache=False)
         target = f"{root}/gemma-4-{size}-it"
         drafter = f"{target}-assistant" if k else "none"
-        torch.cuda.reset_peak_memory_stats()
-        llm = LLM.load(target, drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
+        return LLM.load(target, drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
+
+
+def same(size: str, quantize: str | None, kv: str) -> None:
+    """Prompts of 3 to 300 tokens in one batch: every token as plainly, whatever K."""
+    rng = random.Random(2)
+    prompts = [[rng.randrange(5, 200000) for _ in range(n)] for n in (3, 40, 300, 7, 129, 64, 17, 90)]
+    ask = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+    want: list[list[int]] = []
+    for k in (0, 4, 16):
+        llm = loaded(size, quantize, k, 8, 512, kv)
+        got = [c.token_ids for c in llm.generate(prompts, ask)]
+        want = want or got
+        alone = [c.token_ids for c in llm.generate(prompts[2:3], ask)]
+        print(json.dumps(dict(size=size, quantize=quantize, kv=kv, k=k, same=got == want, alone=alone == want[2:3])), flush=True)
+        del llm
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: int, context: int, kv: str = "auto") -> None:
+    torch.cuda.reset_peak_memory_stats()
+    llm = loaded(size, quantize, k, max(batches), context + tokens, kv)
     peak = round(torch.cuda.max_memory_allocated() / 2**30, 2)  # while it was loaded; K/V included
     rng = random.Random(1)
     for batch in batches:
@@ -98,6 +122,7 @@ def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: i
         row = dict(
             size=size,
             quantize=quantize,
+            kv=kv,
             k=k,
             batch=batch,
             context=context,
@@ -111,19 +136,23 @@ def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["products", "steps"])
+    parser.add_argument("what", choices=["products", "steps", "same"])
     parser.add_argument("size", nargs="?", default="31B")
     parser.add_argument("--formats", nargs="+", default=["int4", "fp8", "Q4_0", "Q4_K", "int8", "nvfp4"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--quantize", default=None)
     parser.add_argument("--k", type=int, default=0)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--kv", default="auto")
     args = parser.parse_args()
     if args.what == "products":
-        products(args.formats)
+        products(args.formats, args.shapes)
+    elif args.what == "same":
+        same(args.size, args.quantize, args.kv)
     else:
-        steps(args.size, args.quantize, args.k, args.batch, args.tokens, args.context)
+        steps(args.size, args.quantize, args.k, args.batch, args.tokens, args.context, args.kv)
 
 
 if __name__ == "__main__":

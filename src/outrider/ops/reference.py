@@ -19,7 +19,6 @@ from .formats import Held, Weight
 from .noise import gumbel
 from .trees import TreeOps
 
-
 FP8_MOST = torch.finfo(torch.float8_e4m3fn).max  # 448
 
 

@@ -20,13 +20,13 @@ ITEM = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has
 class Layout:
     """How a GPU holds a quantised matrix (ops/triton/repack.py, which needs Triton to be asked itself)."""
 
-    bits: int  # of a code: five and six bits are kept in eight
+    bits: int  # of a code
     group: int  # columns that share a 16-bit factor; 0: the whole row has one
     lifted: bool = False  # and an offset beside it
 
     def nbytes(self, n: int, k: int) -> int:
         """Rows are filled up to 64, columns to whole chunks; factors come in pairs."""
-        columns = 32 // self.bits * (16 if self.group == 16 else 32)
+        columns = (8 if self.bits < 8 else 4) * (16 if self.group == 16 else 32)
         rows, chunks = -(-n // 64) * 64, -(-k // columns)
         group = columns if self.group == 0 and self.lifted else min(self.group, columns)
         numbers = 0 if group == 0 else -(-columns // group // 2) * 2 * chunks * (1 + self.lifted)
@@ -34,8 +34,8 @@ class Layout:
 
 
 LAYOUTS = {
-    "Q4_0": Layout(4, 32), "Q4_1": Layout(4, 32, True), "Q5_0": Layout(8, 32), "Q5_1": Layout(8, 32, True), "Q8_0": Layout(8, 32),
-    "Q4_K": Layout(4, 32, True), "Q5_K": Layout(8, 32, True), "Q6_K": Layout(8, 16),
+    "Q4_0": Layout(4, 32), "Q4_1": Layout(4, 32, True), "Q5_0": Layout(5, 32), "Q5_1": Layout(5, 32, True), "Q8_0": Layout(8, 32),
+    "Q4_K": Layout(4, 32, True), "Q5_K": Layout(5, 32, True), "Q6_K": Layout(6, 16),
 }  # fmt: skip
 
 

@@ -59,7 +59,7 @@ def test_the_account_is_what_the_loader_allocates(
     config, weights, _ = load_target(path, "cpu", torch.bfloat16, QuantTritonOps("cpu"))
     said = stored_size(hub.resolve(path), config)
     assert abs(said.gpu / sum(w.nbytes for w in weights.values()) - 1) < 0.01
-    assert said.gpu > 1.05 * said.total  # the size of the file alone would promise too much
+    assert said.gpu > 1.02 * said.total  # the size of the file alone would promise too much
     assert isinstance(weights["layers.0.out"], torch.Tensor) == (small > 0)
     _, packed, _ = load_target(path, "cpu", torch.float32, CpuOps(threads=1))
     assert sum(w.nbytes for w in packed.values()) < 1.1 * said.total

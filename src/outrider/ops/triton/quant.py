@@ -4,7 +4,9 @@
 words of 32 bits. Word 2c holds, for the first half of the planes, columns 2c (lower 16 bits) and 2c + 1 (upper 16 bits) of each
 plane; word 2c + 1 the same for the second half. So one mask gives a register with two neighbouring columns of one plane, exactly as
 the matrix instruction takes them: nothing moves between threads, and a plane multiplies P neighbouring columns of x. 64 rows of a chunk
-lie together, so a program reads one contiguous piece of memory. Factors are 16-bit pairs, a word for two groups, 64 rows together too.
+lie together, so a program reads one contiguous piece of memory. Of five and six bits the lower four lie so, and beside each word the one
+or two above each of its eight nibbles, in a byte or two. Factors are 16-bit pairs, a word for two groups, a row's words beside each other,
+64 rows together too.
 
 **Order of sums**: planes in order, chunks in order, then `splits` spans in order: a function of the shape alone. The weights are on the
 long side of the matrix instruction, the tokens on the short one, so a token's sum does not depend on how many there are. (8 tokens
@@ -42,37 +44,52 @@ def _half(pair, HIGH: tl.constexpr, FP16: tl.constexpr):
 
 
 @triton.jit
-def _word(ptr, DIRECT: tl.constexpr):
-    """A load in whichever layout its user has. A plain one would be laid out for itself and moved through shared memory."""
+def _pairs(ptr, PAIRS: tl.constexpr, PLAIN: tl.constexpr):
+    """The words of a chunk's factors, of a row one, two or four beside each other: one load in whichever layout its user has. A plain one
+    would be laid out for itself and moved through shared memory."""
+    if PLAIN:
+        a = tl.load(ptr)
+        b, c, d = a, a, a
+        if PAIRS > 1:
+            b = tl.load(ptr + 1)
+        if PAIRS > 2:
+            c = tl.load(ptr + 2)
+            d = tl.load(ptr + 3)
+        return a, b, c, d
+    at = ptr.to(tl.int64, bitcast=True)
+    if PAIRS == 4:
+        load: tl.constexpr = "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];"
+        return tl.inline_asm_elementwise(load, "=r,=r,=r,=r,l", [at], dtype=(tl.int32,) * 4, is_pure=True, pack=1)
+    elif PAIRS == 2:
+        a, b = tl.inline_asm_elementwise(
+            "ld.global.nc.v2.b32 {$0, $1}, [$2];", "=r,=r,l", [at], dtype=(tl.int32,) * 2, is_pure=True, pack=1
+        )
+        return a, b, a, b
+    else:
+        a = tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1)
+        return a, a, a, a
+
+
+@triton.jit
+def _total(ptr, DIRECT: tl.constexpr):
+    """A group's sums of x, by token: straight into the layout of the sums they are added to where a thread has few tokens."""
     if not DIRECT:
         return tl.load(ptr)
     else:
         at = ptr.to(tl.int64, bitcast=True)
-        return tl.inline_asm_elementwise("ld.global.nc.b32 $0, [$1];", "=r,l", [at], dtype=tl.int32, is_pure=True, pack=1)
-
-
-@triton.jit
-def _pairs(ptr, PAIRS: tl.constexpr, DIRECT: tl.constexpr):
-    """The words of a chunk's factors: up to four, 64 rows apart."""
-    a = _word(ptr, DIRECT)
-    b, c, d = a, a, a
-    if PAIRS > 1:
-        b = _word(ptr + 64, DIRECT)
-    if PAIRS > 2:
-        c = _word(ptr + 128, DIRECT)
-        d = _word(ptr + 192, DIRECT)
-    return a, b, c, d
+        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=True, pack=1)
 
 
 @triton.jit
 def add_chunk(
-    acc, words, scales, lifts, x_ptr, live, sums, left,
+    acc, words, above, scales, lifts, x_ptr, live, sums, sums_stride, left,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """acc [BN, BM] and the products of one chunk: words [BN, P] with their factors and offsets, x at x_ptr [BM, P] and on, of which `left`
-    columns are there; live [BM]: tokens that are; sums [BM]: where those of x over the chunk's groups lie."""
-    values = planes_of(words, CODES, P, BN, x_ptr.dtype.element_ty, PLAIN)
+    """acc [BN, BM] and the products of one chunk: words [BN, P] with what is above them, their factors and offsets; x at x_ptr [BM, P] and
+    on, of which `left` columns are there; live [BM]: tokens that are; sums [BM]: where those of x over the chunk's first group lie, those
+    of the next one sums_stride further (of tokens that are not: anything)."""
+    values = planes_of(words, above, CODES, P, BN, x_ptr.dtype.element_ty, PLAIN)
     d = tl.zeros((BN, BM), dtype=tl.float32)
     for i in tl.static_range(PLANES):
         if EVEN:
@@ -89,27 +106,27 @@ def add_chunk(
             if i % PER == PER - 1:
                 acc += d * _half(scales[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None]
                 if LIFT:
-                    total = tl.load(sums + i // PER, mask=live, other=0.0)
+                    total = _total(sums + i // PER * sums_stride, BM <= 16 and not PLAIN)
                     acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
     return acc
 
 
 @triton.jit(do_not_specialize=["M"])
 def quant_kernel(
-    x, w, scale, lift, sums, factor, bias, mul, out, part, seen,
-    M, N, K, chunks, chunk_span, x_stride, mul_stride, softcap,
+    x, w, high, scale, lift, sums, factor, bias, mul, out, part, seen,
+    M, N, K, chunks, chunk_span, x_stride, mul_stride, sums_stride, softcap,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
     MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, WARPS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
+    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K]; w int32 [N / 64, chunks, 64, P]; scale, lift int32 [N / 64, chunks, pairs, 64]; sums float32 [M, groups]; factor [N].
-    PER: planes of a group; 0: no factors but those of whole rows. GATED: gate rows, then up rows -> out [M, N / 2]."""
+    """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, lift int32 [N / 64, chunks, 64, pairs]; sums
+    float32 [groups, M and more]; factor [N]. PER: planes of a group; 0: no factors but those of whole rows. GATED: gate rows, then up
+    rows -> out [M, N / 2]."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     COLUMNS: tl.constexpr = PLANES * P
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
-    DIRECT: tl.constexpr = WARPS * 16 < BN and not PLAIN
     rows = pid_m * BM + tl.arange(0, BM)
     local = tl.arange(0, BN)
     if GATED:  # gate and up rows alternate in the tile, and so do the sums
@@ -121,8 +138,9 @@ def quant_kernel(
     block = (cols // 64).to(tl.int64) * chunks
     w_row = block * (64 * P) + (cols % 64) * P
     w_ptr = w + w_row[:, None] + tl.arange(0, P)[None, :]
-    s_ptr = scale + block * (64 * PAIRS) + cols % 64
-    l_ptr = lift + block * (64 * PAIRS) + cols % 64
+    h_ptr = high + w_row[:, None] + tl.arange(0, P)[None, :]
+    s_ptr = scale + block * (64 * PAIRS) + cols % 64 * PAIRS
+    l_ptr = lift + block * (64 * PAIRS) + cols % 64 * PAIRS
     if PDL:
         if not LATE:
             gdc_launch_dependents()
@@ -132,19 +150,22 @@ def quant_kernel(
     x_ptr = x + rows[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
     acc = tl.zeros((BN, BM), dtype=tl.float32)
     if PER > 0:
-        s_a, s_b, s_c, s_d = _pairs(s_ptr + first * (64 * PAIRS), PAIRS, DIRECT)
+        s_a, s_b, s_c, s_d = _pairs(s_ptr + first * (64 * PAIRS), PAIRS, PLAIN)
     for chunk in tl.range(first, last, num_stages=STAGES):
         words = tl.load(w_ptr + chunk * (64 * P))
+        above = words
+        if CODES == "int5" or CODES == "uint5" or CODES == "int6":
+            above = tl.load(h_ptr + chunk * (64 * P)).to(tl.int32)
         scales = (words, words, words, words)  # not read where there are none
         if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
             scales = (s_a, s_b, s_c, s_d)
-            s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, last - 1) * (64 * PAIRS), PAIRS, DIRECT)
+            s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, last - 1) * (64 * PAIRS), PAIRS, PLAIN)
         lifts = scales
         if LIFT:
-            lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, DIRECT)
-        at_sums = sums + (rows * chunks + chunk) * GROUPS
+            lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
+        at_sums = sums + chunk * GROUPS * sums_stride + rows
         acc = add_chunk(
-            acc, words, scales, lifts, x_ptr + chunk * COLUMNS, rows < M, at_sums, K - chunk * COLUMNS,
+            acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, rows < M, at_sums, sums_stride, K - chunk * COLUMNS,
             CODES, PLANES, P, PER, FP16, LIFT, BM, BN, EVEN, PLAIN, PREC,
         )  # fmt: skip
     if FACTOR:
@@ -163,8 +184,12 @@ def quant_kernel(
         if done == SPLITS - 1:
             tl.debug_barrier()
             acc = tl.zeros((BN, BM), dtype=tl.float32)
-            for s in tl.static_range(SPLITS):
-                acc += tl.load(base_part + s * (BM * BN) + at, mask=live, other=0.0, cache_modifier=".cg")
+            if BM > 16:
+                for s in range(SPLITS):
+                    acc += tl.load(base_part + s * (BM * BN) + at, mask=live, other=0.0, cache_modifier=".cg")
+            else:  # unrolled: the loads fly together, and there are registers for them
+                for s in tl.static_range(SPLITS):
+                    acc += tl.load(base_part + s * (BM * BN) + at, mask=live, other=0.0, cache_modifier=".cg")
             tl.store(seen + place, 0)
             _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
     else:
@@ -187,15 +212,15 @@ def _finish(
 
 
 @triton.jit
-def sums_kernel(x, out, K, x_stride, groups, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """out[row, g] = the sum of x over group g, in float32."""
+def sums_kernel(x, out, K, x_stride, groups, out_stride, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """out[g, row] = the sum of x over group g, in float32."""
     row, g = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     k = g[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     total = tl.sum(tl.load(x + row * x_stride + k, mask=k < K, other=0.0).to(tl.float32), 1)
-    tl.store(out + row * groups + g, total, mask=g < groups)
+    tl.store(out + g * out_stride + row, total, mask=g < groups)
 
 
 @dataclass(frozen=True)
@@ -232,15 +257,16 @@ def quant_linear(
     part = torch.empty((grid[0] * grid[1] * splits, bm * tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
     bias, mul = extras.bias, extras.mul
     plain = x.dtype != torch.bfloat16 or x.device.type == "cpu"
-    sums = group_sums(x, w, pdl) if w.lift is not None else out
+    sums = group_sums(x, w, bm, pdl) if w.lift is not None else out
     quant_kernel[grid](
-        x, w.words, w.scale if w.scale is not None else w.words, w.lift if w.lift is not None else w.words, sums,
+        x, w.words, w.words if w.high is None else w.high, w.words if w.scale is None else w.scale,
+        w.words if w.lift is None else w.lift, sums,
         w.factor if w.factor is not None else out, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
-        rows, n, k, w.chunks, span, x.stride(0), mul.stride(0) if mul is not None else 0, float(extras.softcap or 0.0),
+        rows, n, k, w.chunks, span, x.stride(0), mul.stride(0) if mul is not None else 0, sums.stride(0), float(extras.softcap or 0.0),
         CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, LIFT=w.lift is not None, FACTOR=w.factor is not None,
         BM=bm, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None, MUL=mul is not None,
         SOFTCAP=extras.softcap is not None, EVEN=k % w.columns_of_chunk == 0, SPLITS=splits, PLAIN=plain,
-        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps,
+        PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages,
         AHEAD=tile.ahead if pdl else 0, PDL=pdl,
         LATE=pdl and w.words.nbytes >= LATE_BYTES, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         **({"launch_pdl": True} if pdl else {}),
@@ -248,12 +274,22 @@ def quant_linear(
     return out
 
 
-def group_sums(x: Tensor, w: QuantWeight, pdl: bool) -> Tensor:
-    """float32 [R, groups] of the padded width."""
+def group_sums(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
+    """float32 [groups of the padded width, R filled up to whole tiles of so many tokens, with anything]."""
     group = w.per * w.plane
     groups = w.chunks * (w.planes // w.per)
-    out = torch.empty((x.shape[0], groups), dtype=torch.float32, device=x.device)
+    out = torch.empty((groups, triton.cdiv(x.shape[0], tokens) * tokens), dtype=torch.float32, device=x.device)
     sums_kernel[(x.shape[0], triton.cdiv(groups, 32))](
-        x, out, x.shape[1], x.stride(0), groups, GROUP=group, BLOCK=32, PDL=pdl, num_warps=1, **({"launch_pdl": True} if pdl else {})
+        x,
+        out,
+        x.shape[1],
+        x.stride(0),
+        groups,
+        out.stride(0),
+        GROUP=group,
+        BLOCK=32,
+        PDL=pdl,
+        num_warps=1,
+        **({"launch_pdl": True} if pdl else {}),
     )
     return out

@@ -68,11 +68,11 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
 
 @triton.jit
 def quant_experts_kernel(
-    x, w, scale, lift, sums, factor, members, counts, out, N, K, chunks,
+    x, w, high, scale, lift, sums, factor, members, counts, out, N, K, chunks, sums_stride,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALONE: tl.constexpr,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
-    PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ; N: rows of an expert (GATED: gate rows, then up rows -> out [pairs, N / 2]).
     Program (n, t): BN rows of the expert of the t-th tile of pairs; programs past the last tile leave at once."""
@@ -80,7 +80,6 @@ def quant_experts_kernel(
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
     COLUMNS: tl.constexpr = PLANES * P
-    DIRECT: tl.constexpr = WARPS * 16 < BN and not PLAIN
     start(PDL)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
     if some:
@@ -90,28 +89,32 @@ def quant_experts_kernel(
         else:
             rows = e * N + tl.minimum(pid_n * BN + local, N - 1)  # rows past the end repeat the last one and are never stored
         block = (rows // 64).to(tl.int64) * chunks
-        w_ptr = w + (block * (64 * P) + (rows % 64) * P)[:, None] + tl.arange(0, P)[None, :]
-        s_ptr = scale + block * (64 * PAIRS) + rows % 64
-        l_ptr = lift + block * (64 * PAIRS) + rows % 64
+        w_at = (block * (64 * P) + (rows % 64) * P)[:, None] + tl.arange(0, P)[None, :]
+        w_ptr, h_ptr = w + w_at, high + w_at
+        s_ptr = scale + block * (64 * PAIRS) + rows % 64 * PAIRS
+        l_ptr = lift + block * (64 * PAIRS) + rows % 64 * PAIRS
         live = tl.arange(0, BM) < count
         pair = pairs_of(members, first, count, BM, ALONE)
         source = pair // SHARE
         x_ptr = x + source[:, None] * K + tl.arange(0, P)[None, :]
         acc = tl.zeros((BN, BM), dtype=tl.float32)
         if PER > 0:
-            s_a, s_b, s_c, s_d = _pairs(s_ptr, PAIRS, DIRECT)
+            s_a, s_b, s_c, s_d = _pairs(s_ptr, PAIRS, PLAIN)
         for chunk in tl.range(0, chunks, num_stages=STAGES):
             words = tl.load(w_ptr + chunk * (64 * P))
+            above = words
+            if CODES == "int5" or CODES == "uint5" or CODES == "int6":
+                above = tl.load(h_ptr + chunk * (64 * P)).to(tl.int32)
             scales = (words, words, words, words)  # not read where there are none
             if PER > 0:  # this chunk's factors came with the one before; the next one's are asked for now
                 scales = (s_a, s_b, s_c, s_d)
-                s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, chunks - 1) * (64 * PAIRS), PAIRS, DIRECT)
+                s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, chunks - 1) * (64 * PAIRS), PAIRS, PLAIN)
             lifts = scales
             if LIFT:
-                lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, DIRECT)
-            at_sums = sums + (source * chunks + chunk) * GROUPS
+                lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
+            at_sums = sums + chunk * GROUPS * sums_stride + source
             acc = add_chunk(
-                acc, words, scales, lifts, x_ptr + chunk * COLUMNS, live, at_sums, K - chunk * COLUMNS,
+                acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, live, at_sums, sums_stride, K - chunk * COLUMNS,
                 CODES, PLANES, P, PER, FP16, LIFT, BM, BN, EVEN, PLAIN, PREC,
             )  # fmt: skip
         _finish(acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
@@ -168,14 +171,16 @@ def quant_product(
     m, (count, n, k) = w.matrix, w.shape
     plain = source.dtype != torch.bfloat16 or source.device.type == "cpu"
     gated = act is not None
+    sums = to if m.lift is None else group_sums(source, m, 1, pdl)
     grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))
     quant_experts_kernel[grid](
-        source, m.words, m.words if m.scale is None else m.scale, m.words if m.lift is None else m.lift,
-        to if m.lift is None else group_sums(source, m, pdl), to if m.factor is None else m.factor,
-        pairs.members, pairs.counts, to, n, k, m.chunks,
+        source, m.words, m.words if m.high is None else m.high, m.words if m.scale is None else m.scale,
+        m.words if m.lift is None else m.lift,
+        sums, to if m.factor is None else m.factor,
+        pairs.members, pairs.counts, to, n, k, m.chunks, sums.stride(0),
         EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
         CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, LIFT=m.lift is not None, FACTOR=m.factor is not None,
         BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
-        PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, WARPS=tile.warps, PDL=pdl,
+        PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

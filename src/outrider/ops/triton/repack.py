@@ -1,7 +1,7 @@
 """Weights in the layout of the quantised kernels (`quant`), made on the device when they are loaded.
 
 `repack(weight)` takes the formats below. The values stay what the format defines, but for factors that are products of two numbers
-(K-quants) or float32 (FP8 by block): these are rounded to float16, 2^-12 of themselves. Five and six bits are kept in eight.
+(K-quants) or float32 (FP8 by block): these are rounded to float16, 2^-12 of themselves.
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ SLICE = 1 << 25  # weights unpacked at once
 
 class Codes(Enum):
     INT4, UINT4, FP4, INT8, FP8 = "int4", "uint4", "fp4", "int8", "fp8"
+    INT5, UINT5, INT6 = "int5", "uint5", "int6"
 
     @property
     def bits(self) -> int:
+        """Of a code in its word."""
         return 8 if self in (Codes.INT8, Codes.FP8) else 4
+
+    @property
+    def above(self) -> int:
+        """Bits of a code beside its word."""
+        return {Codes.INT5: 1, Codes.UINT5: 1, Codes.INT6: 2}.get(self, 0)
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,12 @@ class QuantWeight:
     plane: int  # columns of a plane
     per: int  # planes of a group; 0: factors are of whole rows
     words: Tensor  # int32 [N / 64, chunks, 64, plane]
-    scale: Tensor | None  # int32 [N / 64, chunks, pairs, 64]: a float16 or bfloat16 for each of two groups
+    scale: Tensor | None  # int32 [N / 64, chunks, 64, pairs]: a float16 or bfloat16 for each of two groups
     lift: Tensor | None  # the same: what is added for each unit of the group's sum of x
     factor: Tensor | None  # float32 [N, filled up to whole 64]
     half: bool  # scale and lift are float16
     order: Tensor | None = None  # int64 [K]: the columns of x that the weight's stand for
+    high: Tensor | None = None  # uint8 or int16 [N / 64, chunks, 64, plane]: of five and six bits those above each word's nibbles
 
     @property
     def bits(self) -> int:
@@ -69,7 +77,7 @@ class QuantWeight:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.words, self.scale, self.lift, self.factor, self.order)
+        tensors = (self.words, self.high, self.scale, self.lift, self.factor, self.order)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def view(self, *shape: int) -> QuantWeight:
@@ -125,11 +133,15 @@ def repack(weight: Weight) -> QuantWeight | None:
     chunks, tiles = -(-k // columns), -(-n // ROWS)
     device = next(iter(weight.tensors.values())).device
     words = torch.empty((tiles, chunks, ROWS, plane), dtype=torch.int32, device=device)
+    above = grid.codes.above
+    high = torch.empty(words.shape, dtype=torch.uint8 if above == 1 else torch.int16, device=device) if above else None
     step = max(1, SLICE // (ROWS * chunks * columns))
     for lo in range(0, tiles, step):
         hi = min(tiles, lo + step)
         block = grid.values(lo * ROWS, min(n, hi * ROWS))
-        words[lo:hi] = pack(block, hi - lo, chunks, planes, plane, bits)
+        words[lo:hi] = pack(block & 15 if above else block, hi - lo, chunks, planes, plane, bits)
+        if high is not None:
+            high[lo:hi] = pack(block >> 4, hi - lo, chunks, planes, plane, above, 4 * above)
     per = grid.group // plane
     factor, scale, lift, half = grid.factor, None, None, False
     if per == 0:
@@ -146,11 +158,11 @@ def repack(weight: Weight) -> QuantWeight | None:
     if factor is not None:
         factor = torch.nn.functional.pad(factor.reshape(-1), (0, tiles * ROWS - n)).contiguous()
     order = None if grid.order is None else grid.order.long()
-    return QuantWeight((n, k), grid.codes, plane, per, words, scale, lift, factor, half, order)
+    return QuantWeight((n, k), grid.codes, plane, per, words, scale, lift, factor, half, order, high)
 
 
-def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: int) -> Tensor:
-    """uint8 [N, K] -> int32 [tiles, chunks, 64, plane]; what is missing is 0."""
+def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: int, column: int = 16) -> Tensor:
+    """uint8 [N, K] -> int32 [tiles, chunks, 64, plane], the second column of a pair `column` bits above the first; what is missing is 0."""
     n, k = codes.shape
     codes = torch.nn.functional.pad(codes, (0, chunks * planes * plane - k, 0, tiles * ROWS - n))
     c = codes.view(tiles, ROWS, chunks, 2, planes // 2, plane // 2, 2)  # half of the planes, plane in it, pair, column of the pair
@@ -158,17 +170,17 @@ def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: 
     for half in range(2):
         for p in range(planes // 2):
             for h in range(2):
-                words[..., half] |= c[:, :, :, half, p, :, h].int() << (bits * p + 16 * h)
+                words[..., half] |= c[:, :, :, half, p, :, h].int() << (bits * p + column * h)
     return words.view(tiles, ROWS, chunks, plane).transpose(1, 2)
 
 
 def pairs(numbers: Tensor, tiles: int, chunks: int, groups: int) -> Tensor:
-    """16-bit [N, G] -> int32 [tiles, chunks, pairs, 64]: two groups of a chunk in a word, the first in its lower half."""
+    """16-bit [N, G] -> int32 [tiles, chunks, 64, pairs]: two groups of a chunk in a word, the first in its lower half."""
     n, count = numbers.shape
     width = groups + groups % 2
     padded = torch.nn.functional.pad(numbers, (0, chunks * groups - count, 0, tiles * ROWS - n)).view(tiles, ROWS, chunks, groups)
     padded = torch.nn.functional.pad(padded, (0, width - groups)).contiguous()
-    return padded.view(torch.int32).permute(0, 2, 3, 1).contiguous()  # [tiles, chunks, pairs, 64]
+    return padded.view(torch.int32).transpose(1, 2).contiguous()  # [tiles, chunks, 64, pairs]
 
 
 def _grid(weight: Weight) -> Grid | None:
@@ -219,11 +231,11 @@ def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
     if kind == "Q8_0":
         return Grid(Codes.INT8, 32, lambda lo, hi: flat(blocks[lo:hi, :, 2:]), flat(_half(blocks, 0)))
     if kind == "Q5_0":
-        q5 = lambda lo, hi: flat((_nibbles(blocks[lo:hi, :, 6:]) | _fifth(blocks[lo:hi, :, 2:6])) - 16)  # noqa: E731  wraps: two's complement
-        return Grid(Codes.INT8, 32, q5, flat(_half(blocks, 0)))
+        q5 = lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 6:]) | _fifth(blocks[lo:hi, :, 2:6]))  # noqa: E731
+        return Grid(Codes.INT5, 32, q5, flat(_half(blocks, 0)))
     if kind == "Q5_1":
         q5 = lambda lo, hi: flat(_nibbles(blocks[lo:hi, :, 8:]) | _fifth(blocks[lo:hi, :, 4:8]))  # noqa: E731
-        return Grid(Codes.INT8, 32, q5, flat(_half(blocks, 0)), flat(_half(blocks, 2)))
+        return Grid(Codes.UINT5, 32, q5, flat(_half(blocks, 0)), flat(_half(blocks, 2)))
     if kind in ("Q4_K", "Q5_K"):
         a, b, c = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
         scales = torch.cat((a & 63, (c & 15) | ((a >> 6) << 4)), dim=-1).float() * _half(blocks, 0).float()
@@ -238,7 +250,7 @@ def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
                 q = q | (((blocks[lo:hi, :, None, 16:48] >> bits) & 1) << 4)
             return flat(q)
 
-        return Grid(Codes.UINT4 if kind == "Q4_K" else Codes.INT8, 32, fine, scale, lift)
+        return Grid(Codes.UINT4 if kind == "Q4_K" else Codes.UINT5, 32, fine, scale, lift)
     if kind == "Q6_K":
         scale6 = blocks[:, :, 192:208].view(torch.int8).float() * _half(blocks, 208).float()
 
@@ -246,7 +258,7 @@ def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
             low = _nibbles(blocks[lo:hi, :, :128].unflatten(-1, (2, 64)))  # [.., 2, 128]
             shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=rows.device)[:, None]
             high = ((blocks[lo:hi, :, 128:192].unflatten(-1, (2, 1, 32)) >> shifts) & 3).flatten(-2)  # [.., 2, 128]
-            return flat((low | (high << 4)) - 32)
+            return flat(low | (high << 4))
 
-        return Grid(Codes.INT8, 16, six, flat(scale6).to(torch.float16))
+        return Grid(Codes.INT6, 16, six, flat(scale6).to(torch.float16))
     return None

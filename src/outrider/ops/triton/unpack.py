@@ -1,8 +1,8 @@
 """Words of packed weights to planes of bfloat16, two neighbouring columns a register (layout: `quant`).
 
 `planes_of` is inline PTX on a GPU and plain arithmetic elsewhere (the interpreter, other dtypes): the same numbers. What each kind costs,
-in instructions for two weights: int4 a shift, a mask and a subtraction; int8 the like with two masks; fp8 and fp4 put sign, exponent and
-mantissa in place and multiply by a power of two.
+in instructions for two weights: int4 a shift, a mask and a subtraction; five and six bits two more for what stands above the nibble; int8
+the like with two masks; fp8 and fp4 put sign, exponent and mantissa in place and multiply by a power of two.
 """
 
 from __future__ import annotations
@@ -18,6 +18,21 @@ def _int4(offset: int) -> str:
     for half in range(2):
         for p in range(4):
             text += f"shr.u32 t, ${8 + half}, {4 * p}; lop3.b32 t, t, m, g, 0xEA; fma.rn.bf16x2 ${4 * half + p}, t, o, u;\n"
+    return text + "}"
+
+
+def _above(width: int, offset: int) -> str:
+    """A nibble and one or two bits above it, which `high` holds for the four planes of both columns: under the exponent of 128 as well."""
+    take, mask = {0: "0xC300C300", 16: "0xC310C310", 32: "0xC320C320"}[offset], {1: "0x00100010", 2: "0x00300030"}[width]
+    text = f"{{.reg .b32 t, u, v, m, g, o, z, c; mov.b32 m, 0x000F000F; mov.b32 g, 0x43004300; mov.b32 o, 0x3F803F80; mov.b32 z, {take};\n"
+    text += f"mov.b32 c, {mask};\n"
+    for half in range(2):  # each column's bits into the half of the register that its nibbles are in
+        text += f"mul.lo.u32 v, ${10 + half}, 0x1001;\n" if width == 1 else f"prmt.b32 v, ${10 + half}, 0, 0x4140;\n"
+        for p in range(4):
+            move = 4 - width * p
+            text += f"shr.u32 t, ${8 + half}, {4 * p}; lop3.b32 t, t, m, g, 0xEA;\n"
+            text += f"{'shl.b32' if move >= 0 else 'shr.u32'} u, v, {abs(move)}; lop3.b32 t, u, c, t, 0xEA;\n"
+            text += f"fma.rn.bf16x2 ${4 * half + p}, t, o, z;\n"
     return text + "}"
 
 
@@ -53,10 +68,14 @@ def _fp4() -> str:
 
 INT4 = tl.constexpr(_int4(8))
 UINT4 = tl.constexpr(_int4(0))
+INT5 = tl.constexpr(_above(1, 16))
+UINT5 = tl.constexpr(_above(1, 0))
+INT6 = tl.constexpr(_above(2, 32))
 INT8 = tl.constexpr(_int8())
 FP8 = tl.constexpr(_fp8())
 FP4 = tl.constexpr(_fp4())
 EIGHT = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
+EIGHT_ABOVE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 FOUR = tl.constexpr("=r,=r,=r,=r,r,r")
 
 
@@ -65,8 +84,12 @@ def _plain_value(bits, CODES: tl.constexpr):
     """An integer code as float32."""
     if CODES == "int4":
         return (bits - 8).to(tl.float32)
-    elif CODES == "uint4":
+    elif CODES == "uint4" or CODES == "uint5":
         return bits.to(tl.float32)
+    elif CODES == "int5":
+        return (bits - 16).to(tl.float32)
+    elif CODES == "int6":
+        return (bits - 32).to(tl.float32)
     elif CODES == "int8":
         return (bits & 127).to(tl.float32) - (bits & 128).to(tl.float32)
     elif CODES == "fp8":
@@ -78,37 +101,49 @@ def _plain_value(bits, CODES: tl.constexpr):
 
 
 @triton.jit
-def _plain_plane(words, i: tl.constexpr, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr):
+def _plain_plane(words, above, i: tl.constexpr, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr):
     BITS: tl.constexpr = 8 if CODES == "int8" or CODES == "fp8" else 4
     HALF: tl.constexpr = 16 // BITS
     first, second = tl.split(tl.reshape(words, (BN, P // 2, 2)))
     word = first if i < HALF else second
     low = (word >> (BITS * (i % HALF))) & ((1 << BITS) - 1)
     high = (word >> (BITS * (i % HALF) + 16)) & ((1 << BITS) - 1)
+    WIDTH: tl.constexpr = 2 if CODES == "int6" else 1 if CODES == "int5" or CODES == "uint5" else 0
+    if WIDTH > 0:
+        first, second = tl.split(tl.reshape(above, (BN, P // 2, 2)))
+        more = first if i < HALF else second
+        low |= ((more >> (WIDTH * (i % HALF))) & ((1 << WIDTH) - 1)) << 4
+        high |= ((more >> (WIDTH * (i % HALF + 4))) & ((1 << WIDTH) - 1)) << 4
     both = tl.reshape(tl.join(_plain_value(low, CODES), _plain_value(high, CODES)), (BN, P))
     return both.to(KIND)
 
 
 @triton.jit
-def planes_of(words, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr):
-    """int32 [BN, P] -> 8 or 4 planes [BN, P]."""
+def planes_of(words, above, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, KIND: tl.constexpr, PLAIN: tl.constexpr):
+    """int32 [BN, P] -> 8 or 4 planes [BN, P]; above: of five and six bits those above the nibbles, likewise."""
     if PLAIN:
-        a = _plain_plane(words, 0, CODES, P, BN, KIND)
-        b = _plain_plane(words, 1, CODES, P, BN, KIND)
-        c = _plain_plane(words, 2, CODES, P, BN, KIND)
-        d = _plain_plane(words, 3, CODES, P, BN, KIND)
+        a = _plain_plane(words, above, 0, CODES, P, BN, KIND)
+        b = _plain_plane(words, above, 1, CODES, P, BN, KIND)
+        c = _plain_plane(words, above, 2, CODES, P, BN, KIND)
+        d = _plain_plane(words, above, 3, CODES, P, BN, KIND)
         if CODES == "int8" or CODES == "fp8":
             return a, b, c, d
         else:
-            e = _plain_plane(words, 4, CODES, P, BN, KIND)
-            f = _plain_plane(words, 5, CODES, P, BN, KIND)
-            g = _plain_plane(words, 6, CODES, P, BN, KIND)
-            h = _plain_plane(words, 7, CODES, P, BN, KIND)
+            e = _plain_plane(words, above, 4, CODES, P, BN, KIND)
+            f = _plain_plane(words, above, 5, CODES, P, BN, KIND)
+            g = _plain_plane(words, above, 6, CODES, P, BN, KIND)
+            h = _plain_plane(words, above, 7, CODES, P, BN, KIND)
             return a, b, c, d, e, f, g, h
     elif CODES == "int4":
         return tl.inline_asm_elementwise(INT4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     elif CODES == "uint4":
         return tl.inline_asm_elementwise(UINT4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+    elif CODES == "int5":
+        return tl.inline_asm_elementwise(INT5, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+    elif CODES == "uint5":
+        return tl.inline_asm_elementwise(UINT5, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
+    elif CODES == "int6":
+        return tl.inline_asm_elementwise(INT6, EIGHT_ABOVE, [words, above], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     elif CODES == "fp4":
         return tl.inline_asm_elementwise(FP4, EIGHT, [words], dtype=(tl.bfloat16,) * 8, is_pure=True, pack=2)
     elif CODES == "int8":
