@@ -26,8 +26,8 @@ class Pool:
 class Graph:
     """A captured function of no arguments. `result` is what it returned: on a GPU the same tensor after every replay."""
 
-    def __init__(self, fn: Callable[[], Tensor | None], device: torch.device, pool: Pool | None = None, warm: int = 1):
-        """Runs fn `warm` times (kernels are compiled, caches filled) before it is captured. pool: graphs that never run at the
+    def __init__(self, fn: Callable[[], Tensor | None], device: torch.device, pool: Pool | None = None):
+        """Runs fn once (kernels are compiled, caches filled) before it is captured. pool: graphs that never run at the
         same time may share their memory."""
         self.fn = fn
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -37,8 +37,7 @@ class Graph:
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            for _ in range(warm):
-                fn()
+            fn()
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool.handle() if pool is not None else None, capture_error_mode="thread_local"):

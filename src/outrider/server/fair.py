@@ -83,12 +83,12 @@ class Places(ABC):
 
 
 class FairGate(Places):
-    """A few places, of which each client may hold so many."""
+    """A few places, of which each client may hold one."""
 
-    def __init__(self, places: int, most_waiting: int, what: str, each: int = 1) -> None:
-        """`most_waiting`: of one client. `what`: named in the refusal. `each`: places that one client may hold."""
+    def __init__(self, places: int, most_waiting: int, what: str) -> None:
+        """`most_waiting`: of one client. `what`: named in the refusal."""
         super().__init__()
-        self._places, self._most, self._what, self._each = places, most_waiting, what, each
+        self._places, self._most, self._what = places, most_waiting, what
 
     async def acquire(self, client: str, priority: int = 0) -> None:
         waiting = len(self._waiting.get(client, ()))
@@ -98,7 +98,7 @@ class FairGate(Places):
         await super().acquire(client, priority)
 
     def _may(self, client: str) -> bool:
-        return sum(self._held.values()) < self._places and self._held.get(client, 0) < self._each
+        return sum(self._held.values()) < self._places and client not in self._held
 
     @asynccontextmanager
     async def enter(self, client: str) -> AsyncIterator[None]:

@@ -57,20 +57,13 @@ class Controller:
         cost: CostTable,
         drafters: tuple[str, ...],
         prior: Mapping[str, Sequence[float]] | None = None,
-        max_draft: int = MAX_DRAFT,
-        fixed: int | None = None,
-        seed: int = 0,
         trust: Mapping[str, Sequence[float]] | None = None,
     ) -> None:
         """`prior`: each drafter's acceptance by position, `trust`: by its confidence in 16 equal bins, as its card has them."""
-        if not 0 <= max_draft <= MAX_DRAFT:
-            raise OutriderError(f"max_draft must be in 0..{MAX_DRAFT}, got {max_draft}")
-        if fixed is not None and not 0 <= fixed <= MAX_DRAFT:
-            raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or auto, got {fixed}")
         for name, values in (prior or {}).items():
             if not values or any(not 0.0 <= v <= 1.0 for v in values):
                 raise OutriderError(f"prior acceptance of drafter {name!r} must be numbers in [0, 1], one a position")
-        self.cost, self.drafters, self.max_draft, self.fixed = cost, drafters, max_draft, fixed
+        self.cost, self.drafters = cost, drafters
         for name, values in (trust or {}).items():
             if len(values) != BINS or any(not 0.0 <= v <= 1.0 for v in values):
                 raise OutriderError(f"trust of drafter {name!r} must be {BINS} numbers in [0, 1]")
@@ -83,7 +76,6 @@ class Controller:
         self._time = 0.0  # all cycles so far, in table seconds
         self._explored = 0.0  # of it, lost to probes
         self._cycle: list[tuple[str | None, int, float]] = []  # of the cycle under way, a sequence each: drafter, tokens verified, drafted
-        self._phase = seed % PROBE_FIRST  # so that engines side by side do not probe at the same time
         self._resting: list[str] = []  # the batch that was planned last,
         self._held: list[Choice] = []  # its plan,
         self._rest = 0  # for how many more steps that holds,
@@ -94,23 +86,22 @@ class Controller:
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
         """One that has seen nothing, with the same priors and a copy of the costs."""
         cost = CostTable.from_json(self.cost.to_json())
-        return Controller(cost, drafters, self._prior, self.max_draft, self.fixed, trust=self._trust)
+        return Controller(cost, drafters, self._prior, self._trust)
 
     # ---- before a cycle ----------------------------------------------------------------------------------------------
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
-        if len(seqs) == 1 and self.fixed is None and seqs[0].fixed is None:
+        if len(seqs) == 1 and seqs[0].fixed is None:
             return [self._single(seqs[0])]
         self._digest()
-        if self.fixed is not None or all(view.fixed is not None for view in seqs):
+        if all(view.fixed is not None for view in seqs):
             return [self._fixed(view) for view in seqs]
         # Those whose K was asked for are company all the same: rows cost what they cost in a batch of so many, and all wait for them.
         planned = self._joint_or_rest([view if view.fixed is None else view._replace(drafter_available={}) for view in seqs])
         return [choice if view.fixed is None else self._fixed(view) for view, choice in zip(seqs, planned, strict=True)]
 
     def _fixed(self, view: SeqView) -> Choice:
-        asked = view.fixed if view.fixed is not None else self.fixed
         self._seq(view.id).fixed = True
-        k = min(asked or 0, self.max_draft, view.remaining - 1)
+        k = min(view.fixed or 0, MAX_DRAFT, view.remaining - 1)
         for name in self.drafters:
             offered = min(k, view.drafter_available.get(name, 0))
             if offered > 0:
@@ -225,7 +216,7 @@ class Controller:
 
     def _offer(self, view: SeqView, name: str) -> tuple[int, tuple[str, int], Source]:
         """How many tokens this drafter may offer, whose statistics count, and what is known of it."""
-        cap = min(view.drafter_available.get(name, 0), self.max_draft, view.remaining - 1)
+        cap = min(view.drafter_available.get(name, 0), MAX_DRAFT, view.remaining - 1)
         key = (name, _bucket(view.match_len) if name == "ngram" else 0)
         shared = self._shared.get(key)
         if shared is None:
@@ -476,7 +467,7 @@ class Controller:
     def _seq(self, id: str) -> SeqState:
         seq = self._seqs.get(id)
         if seq is None:
-            seq = self._seqs[id] = SeqState(PROBE_FIRST + self._phase)
+            seq = self._seqs[id] = SeqState(PROBE_FIRST)
         return seq
 
 

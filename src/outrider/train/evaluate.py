@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..models.layers import TextModel
-from ..ops.noise import gumbel
 from ..ops.reference import ReferenceOps
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next
@@ -104,18 +103,13 @@ def judge_drafts(
     confidence: list[np.ndarray] = [np.zeros((0, most), np.float32)] * len(data)
     for which in plan_epoch(data, anchors, tokens, 0, 0):
         batch = make_batch(data, which, 1).to(model.device)
-        seen = capture(model, batch.ids, net.config.taps)
-        ctx = net.context(seen, batch.first)
         count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
-        ids = torch.nn.functional.pad(batch.ids, (0, most + 2))
-        embedded = model.embed(ids[:, batch.first :].reshape(-1)).view(count, width + most + 2, -1)
         alive = batch.anchors[0]  # rows of [B·Tq]
         right = torch.zeros(count * width, dtype=torch.int64, device=model.device)
         sure = torch.zeros(count * width, most, device=model.device)
         ends = torch.from_numpy(data.lengths[which]).to(model.device)
-        params = [SamplingParams(temperature=temperature, seed=int(seed)) for seed in data.seeds[which]]
-        sampling = SamplingBatch.build(params, [[]] * count, [[]] * count, model.config.vocab_size, model.device)
-        for j, g in enumerate(net.unroll(weights, ctx, embedded, seen.hidden[:, batch.first :], most), 1):
+        sampling = chosen_by(model, data, which, temperature)
+        for j, g in enumerate(net.unroll(weights, *net.begin(model, capture(model, batch.ids, net.config.taps), batch, most)), 1):
             b, at = alive // width, alive % width + batch.first + j + 1  # the position being guessed
             inside = at < ends[b]
             alive, b, at = alive[inside], b[inside], at[inside]
@@ -126,7 +120,7 @@ def judge_drafts(
             if record is not None:
                 record.append((states, choice))
             sure[alive, j - 1] = likely
-            alive = alive[choice == ids[b, at]]
+            alive = alive[choice == batch.ids[b, at]]
             right[alive] += 1
         grid, trust = right.view(count, width).cpu().numpy(), sure.view(count, width, most).cpu().numpy()
         for row, i in enumerate(which):
@@ -134,6 +128,12 @@ def judge_drafts(
             hi = lo + int(data.lengths[i]) - 1 - int(data.prompts[i])
             out[i], confidence[i] = grid[row, lo:hi], trust[row, lo:hi]
     return Judged(out, confidence)
+
+
+def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature: float) -> SamplingBatch:
+    """How the answers of these sequences were chosen."""
+    params = [SamplingParams(temperature=temperature, seed=int(seed)) for seed in data.seeds[which]]
+    return SamplingBatch.build(params, [[]] * len(which), [[]] * len(which), model.config.vocab_size, model.device)
 
 
 @torch.no_grad()
@@ -146,18 +146,13 @@ def second_guesses(
     missed, right, vocab = 0, 0, head.shape[0]
     for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
         batch = make_batch(data, which, 1).to(model.device)
-        seen = capture(model, batch.ids, net.config.taps)
-        count, width = batch.ids.shape[0], batch.ids.shape[1] - batch.first
-        ids = torch.nn.functional.pad(batch.ids, (0, 2))
-        embedded = model.embed(ids[:, batch.first :].reshape(-1)).view(count, width + 2, -1)
-        (g,) = net.unroll(weights, net.context(seen, batch.first), embedded, seen.hidden[:, batch.first :], 1)
-        seeds, tokens = torch.from_numpy(data.seeds[which]).to(model.device), torch.arange(vocab, device=model.device)
+        width = batch.ids.shape[1] - batch.first
+        (g,) = net.unroll(weights, *net.begin(model, capture(model, batch.ids, net.config.taps), batch, 1))
+        sampling = chosen_by(model, data, which, temperature)
         for part in batch.anchors[0].split(chunk_rows(model.device, 32 * vocab)):
             line, at = part // width, part % width + batch.first + 2  # the position being guessed
-            z = (g.reshape(count * width, -1)[part] @ head.T).float()
-            if temperature > 0:
-                z = z / temperature + gumbel(seeds[line][:, None], at[:, None], tokens[None])
-            best = z.topk(2).indices == ids[line, at][:, None]
+            z = sampling.select(line).scores((g.flatten(0, 1)[part] @ head.T).float(), at)
+            best = z.topk(2).indices == batch.ids[line, at][:, None]
             missed += int((~best[:, 0]).sum())
             right += int((best[:, 1] & ~best[:, 0]).sum())
     return round(right / max(1, missed), 4)

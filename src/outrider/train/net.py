@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.layers import inverse_frequencies
+from ..models.layers import TextModel, inverse_frequencies
 from ..models.pairing import bind
 from ..ops.reference import activation
 from ..weights.names import tensor_plan
 from .capture import Captured, causal_attention, spread_heads
+from .data import Batch
 
 QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bits
 
@@ -103,6 +104,13 @@ class DraftNet(nn.Module):
             turn = positions.float()[:, None] * inverse_frequencies(layer.rope, device)[None, :]
             angles.append((turn.cos()[:, None], turn.sin()[:, None]))
         return Context(first, keys, values, angles, [rms(t[:, first:], None, config.norm_eps) for t in seen.taps])
+
+    def begin(self, model: TextModel, seen: Captured, batch: Batch, steps: int) -> tuple[Context, Tensor, Tensor, int]:
+        """What `unroll` takes of a batch beside the weights."""
+        with torch.no_grad():
+            ids = F.pad(batch.ids[:, batch.first :], (0, steps))
+            embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)
+        return self.context(seen, batch.first), embedded, seen.hidden[:, batch.first :], steps
 
     def step(self, w: Mapping[str, Tensor], ctx: Context, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """embedding, hidden [B, Tq, Hb] -> g for the head, next hidden [B, Tq, Hb]."""

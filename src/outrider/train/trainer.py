@@ -20,7 +20,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.layers import TextModel
@@ -137,14 +136,10 @@ class Trainer:
             scored = Scored.choose(self.target.likely(batch, seen), said, s.scored, net.config.vocab_size, (s.seed, self.progress.step))
         head = scored.rows(plain(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
-        ctx = net.context(seen, batch.first)
         width = batch.ids.shape[1] - batch.first
-        with torch.no_grad():
-            ids = F.pad(batch.ids, (0, s.unroll))
-            embedded = model.embed(ids[:, batch.first :].reshape(-1)).view(ids.shape[0], width + s.unroll, -1)
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
-        chance = torch.ones(ids.shape[0] * width, device=self.device)  # that the steps so far were accepted
-        for j, g in enumerate(net.unroll(w, ctx, embedded, seen.hidden[:, batch.first :], s.unroll), 1):
+        chance = torch.ones(batch.ids.shape[0] * width, device=self.device)  # that the steps so far were accepted
+        for j, g in enumerate(net.unroll(w, *net.begin(model, seen, batch, s.unroll)), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
