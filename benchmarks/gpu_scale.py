@@ -1,11 +1,10 @@
 """Many sequences through the whole engine on this GPU, part by part:
 
-    PYTHONPATH=src python3 benchmarks/gpu_scale.py [--parts host long moe swap] [--seconds 150]
+    PYTHONPATH=src python3 benchmarks/gpu_scale.py [--parts host long moe] [--seconds 150]
 
 host   E2B, 64 and 128 sequences, plain and K = 4: a step, its graph replayed alone, the host's work by part, the share that hides.
 long   E2B over 32,768 positions, 1 and 8 sequences, plain and K = 4: graphs beside the bytes they must read.
 moe    26B-A4B, 64 sequences: the engine's step beside the floor of even routing.
-swap   E2B, more sequences than pages: tokens with and without --swap, and what each way took.
 
 A line of JSON for each figure. On a machine without a GPU the parts run on tiny models, to see that they run.
 """

@@ -23,6 +23,7 @@ class EngineConfig:
     kv_tokens: int | None = None  # positions of K/V in all; None: what the memory holds (engine.room)
     kv_dtype: str = "auto"  # auto: what the backend does best; half of that: int8 on a CPU, fp8 on a GPU
     gpu_memory: float = 0.9  # share of a GPU's memory that weights, K/V and work may take together
+    swap: float = 0.0  # GiB of host memory for the K/V of sequences that are pre-empted; 0: it is computed again
     prefix_cache: bool = True
     graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
 
@@ -34,6 +35,8 @@ class EngineConfig:
             raise OutriderError(f"unknown K/V dtype {self.kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
         if not 0.0 < self.gpu_memory <= 1.0:
             raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
+        if not 0.0 <= self.swap < 1 << 20:
+            raise OutriderError(f"swap must be 0 or more GiB of host memory, got {self.swap:g}")
         if self.prefill_chunk is not None and self.prefill_chunk % self.page_size:
             raise OutriderError(f"prefill_chunk ({self.prefill_chunk}) must be a multiple of page_size ({self.page_size})")
 

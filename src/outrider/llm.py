@@ -118,6 +118,8 @@ class LLM:
         )  # fmt: skip
         if tensor_parallel == 1:
             return cls._open(options, say)
+        if engine is not None and engine.swap:
+            raise OutriderError("--swap is for a model in one process: leave it out beside --tensor-parallel")
         if is_worker():
             worker(device)
         team = join(tensor_parallel, device)

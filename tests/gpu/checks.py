@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tests import rounds
 from tests.gpu.company import batches, crowd, rows_alone
-from tests.gpu.engines import engine_tokens, mixed, one_launch
+from tests.gpu.engines import engine_tokens, mixed, one_launch, swapped
 from tests.gpu.place import GIB, HERE, KS, LAYERS
 
 from outrider.bench import gpu_peer
@@ -238,7 +238,7 @@ def smollm2() -> str:
 def all_checks() -> list[tuple[str, Callable[[], str]]]:
     """In the order that finds most, soonest."""
     checks: list[tuple[str, Callable[[], str]]] = [("warm-up", warm_up), ("one launch a cycle", one_launch)]
-    checks += [("engine tokens", engine_tokens), ("64 mixed requests", mixed)]
+    checks += [("engine tokens", engine_tokens), ("64 mixed requests", mixed), ("swap", swapped)]
     for size in ("E2B", "E4B"):
         checks.append((f"draft rounds {size}", lambda size=size: draft_rounds(size)))  # type: ignore[misc]
     for size in LAYERS:

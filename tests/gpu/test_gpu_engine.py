@@ -34,6 +34,10 @@ def test_64_sequences_and_prompts_as_alone(size: str) -> None:
     checks.crowd(size)
 
 
+def test_pages_on_the_host_change_nothing() -> None:
+    checks.swapped()
+
+
 @pytest.mark.parametrize("size", ["E2B", "31B"])
 def test_logits_at_batches_to_256(size: str) -> None:
     checks.batches(size)

@@ -17,6 +17,7 @@ from ..ops.cpu.memory import Ahead, Arena
 from ..types import GroupName, KVPages, KVView
 from .pages import Group, OutOfPages, SeqPages
 from .prefix import PrefixCache
+from .swap import Kept, Swap
 
 
 def upload(values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -44,6 +45,7 @@ class CacheSpec:
     chunk: int  # most positions written ahead of the committed length in one pass (prefill chunk or K + 1)
     tokens: int
     window_tokens: int | None = None  # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
+    swap: int = 0  # bytes of host memory for the pages of sequences that are set back
 
 
 @dataclass
@@ -92,6 +94,8 @@ class KVStore:
         self.prefix = PrefixCache(self.groups, ps)
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
+        self.swap = Swap(spec.swap, self.device)
+        self._layers = [(self._group_of[i], t) for i in config.kv_layers for t in (self.keys[i], self.values[i]) if t is not None]
 
     def take_ahead(self) -> None:
         """From now on memory is taken before sequences need it: for servers, where one sequence's step is everybody's."""
@@ -128,6 +132,11 @@ class KVStore:
             hit, pages = self.prefix.match(tokens, len(tokens) - 1, granularity)
             for name, group in self.groups.items():
                 group.adopt(seq.pages[name], pages[name])
+        self._enter(seq)
+        return seq, hit
+
+    def _enter(self, seq: SeqCache) -> None:
+        """Its row of the tables, and its place among those who run."""
         self.flush()  # what was meant for the slot's last sequence must not come after this
         for name in self.groups:
             row = self.tables[name][seq.slot]
@@ -136,7 +145,39 @@ class KVStore:
             if held:
                 row[: len(held)] = upload(held, torch.int32, self.device)
         self._live[seq.slot] = seq
-        return seq, hit
+
+    def keep(self, seq: SeqCache, committed: int) -> Kept | None:
+        """The K/V of its committed positions on the host, before it is closed. None: there is no room, or nothing to keep."""
+        if not self.spec.swap or not committed:
+            return None
+        held: dict[GroupName, tuple[int, list[int]]] = {}
+        for name, group in self.groups.items():
+            pages = seq.pages[name]
+            held[name] = (pages.first, pages.pages[pages.first : group.pages_for(committed)])
+        return self.swap.out(self._layers, committed, held)
+
+    def restore(self, kept: Kept, positions: int) -> SeqCache | None:
+        """A slot with these pages again, and room for `positions`. None: there is no room yet."""
+        for name, group in self.groups.items():
+            need = max(kept.pages[name][1], group.pages_for(positions) - kept.pages[name][0])
+            if need > group.pool.free:
+                self.prefix.evict(name, max(need - group.pool.free, AT_ONCE))
+            if need > group.pool.free:
+                return None
+        seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
+        back: dict[GroupName, list[int]] = {}
+        for name, group in self.groups.items():
+            first, count = kept.pages[name]
+            back[name] = [group.pool.alloc() for _ in range(count)]
+            seq.pages[name].pages, seq.pages[name].first = [0] * first + back[name], first
+        self._enter(seq)
+        self.swap.back(self._layers, kept, back)
+        assert self.reserve(seq, positions), "the pages were counted"
+        return seq
+
+    def forget(self, kept: Kept) -> None:
+        """Nobody will want it back."""
+        self.swap.drop(kept)
 
     def place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, Sequence[int]]]) -> None:
         """Pages that somebody else has given to a slot (the first one's number, and where they are); fresh: it is another sequence's."""
@@ -231,5 +272,7 @@ class KVStore:
                 for i in range(pages.first, len(pages.pages)):
                     if row[i] != pages.pages[i]:
                         raise AssertionError(f"{name} table of slot {seq.slot}, page {i}: {row[i]} is not {pages.pages[i]}")
+        if self.swap.made > self.swap.most:
+            raise AssertionError(f"{self.swap.made} blocks of host memory where {self.swap.most} were granted")
         if len(self._live) + len(self._free_slots) != self.spec.slots:
             raise AssertionError("slots leak")

@@ -37,6 +37,7 @@ KvDtype = Annotated[str, typer.Option(help="K/V: auto | int8 (on a CPU) | fp8 (o
 TensorParallel = Annotated[int, typer.Option(help="Divide the model over so many processes, one a GPU (gloo on the CPU).")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. Default: what model and memory hold.")]
 GpuMemory = Annotated[float, typer.Option(help="Share of the GPU's memory for weights, K/V and work together.")]
+SwapSpace = Annotated[float, typer.Option(help="GiB of host memory for K/V of sequences set back when pages run out. 0: recompute.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0: greedy.")]
 TopP = Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")]

@@ -51,6 +51,7 @@ def serve(
     max_context: common.MaxContext = None,
     kv_dtype: common.KvDtype = "auto",
     gpu_memory: common.GpuMemory = 0.9,
+    swap: common.SwapSpace = 0.0,
     timeout: Annotated[float, typer.Option(help="Seconds for one request, waiting included.")] = 600.0,
     max_body: Annotated[int, typer.Option(help="Bytes of a request body.")] = 4 << 20,
     max_prompt: Annotated[int, typer.Option(help="Tokens of a prompt. 0: as many as the context holds.")] = 0,
@@ -106,7 +107,8 @@ def serve(
     )  # fmt: skip
     common.follow_if_told(tensor_parallel, device)
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute
-    engine = EngineConfig(None if max_concurrent is None else max_concurrent + SPARE, max_context, kv_dtype=kv_dtype, gpu_memory=gpu_memory)
+    places = None if max_concurrent is None else max_concurrent + SPARE
+    engine = EngineConfig(places, max_context, kv_dtype=kv_dtype, gpu_memory=gpu_memory, swap=swap)
 
     def load(model: str) -> LLM:
         return common.load_llm(

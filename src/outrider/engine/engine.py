@@ -28,7 +28,7 @@ from .graphs import GraphExecutor
 from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
-from .room import Room, free_bytes, gpu_budget, prompt_rows, room
+from .room import Room, free_bytes, gpu_budget, prompt_rows, room, swap_bytes
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
 from .text import Detokenizer, Tokenizer
@@ -80,7 +80,9 @@ class Engine:
             budget = gpu_budget(config, model.config, self.device, rows)
         self.room = agree(room(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget))
         ahead = max(self.chunk, MAX_DRAFT + 1)
-        layout = CacheSpec(self.max_batch, self.room.max_context, config.page_size, ahead, self.room.tokens, self.room.window_tokens)
+        layout = CacheSpec(
+            self.max_batch, self.room.max_context, config.page_size, ahead, self.room.tokens, self.room.window_tokens, swap_bytes(config)
+        )  # fmt: skip
         self.store = KVStore(model.config, layout, dtype, self.device)
         self.max_context = min(self.room.max_context, self.room.tokens - config.page_size)  # one sequence must be able to finish alone
         exact = self.can.prompts_independent
@@ -262,7 +264,8 @@ class Engine:
         m.steps += 1
         m.step_seconds += self.clock() - began
         m.prefill_seconds = self.machine.prompt_seconds
-        m.preemptions = self.scheduler.preemptions
+        m.preemptions, swap = self.scheduler.preemptions, self.store.swap
+        m.swapped_out, m.swapped_in, m.swap_bytes = swap.outs, swap.ins, swap.used
         m.running, m.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
         self._count_pages()
 
@@ -413,4 +416,6 @@ class Engine:
         """Audit: no page leaks, every running sequence has its slot."""
         self.store.check()
         for seq in self.scheduler.running:
-            assert seq.cache is not None, f"{seq.id} runs without a slot"
+            assert seq.cache is not None and seq.kept is None, f"{seq.id} runs without a slot"
+        kept = sum(len(seq.kept.blocks) for seq in self.scheduler.waiting if seq.kept is not None)
+        assert kept * self.store.swap.block == self.store.swap.used, "blocks of host memory leak"

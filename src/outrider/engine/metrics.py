@@ -14,6 +14,9 @@ class Metrics(Counts):
     steps: int = 0
     drafter_failures: int = 0
     preemptions: int = 0
+    swapped_out: int = 0  # of them, whose K/V was kept on the host,
+    swapped_in: int = 0  # and brought back
+    swap_bytes: int = 0  # that they take there now
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
     running: int = 0

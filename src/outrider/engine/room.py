@@ -87,6 +87,14 @@ def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: 
     return Room(asked, tokens, window_tokens if sliding else None)
 
 
+def swap_bytes(config: EngineConfig) -> int:
+    """Host memory for the K/V of sequences that are pre-empted. What is not there is refused now and not under load."""
+    asked, free = int(config.swap * 2**30), free_bytes(torch.device("cpu"))
+    if asked > free:
+        raise OutriderError(f"--swap {config.swap:g}: {free / 2**30:.1f} GiB of host memory are free: ask for less")
+    return asked
+
+
 def prompt_rows(model: ModelConfig, most: int) -> int:
     """Prompt tokens of all sequences in one pass. A small model takes more of them: its passes are short, and one costs the host as much
     as a pass of a large model."""

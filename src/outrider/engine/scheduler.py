@@ -4,8 +4,9 @@ A step holds the decode rows of every running sequence (the newest token and its
 budget, so that a long prompt never holds up running streams for more than one chunk (on a CPU: a few tokens). A prompt is prefilled up to
 its last token, which then goes through the first decode cycle like any other.
 
-When pages run out the youngest sequence is pre-empted: it gives up its pages, waits at the head of the queue and is
-recomputed later; noise depends on (seed, position) only, so it goes on with the same text.
+When pages run out the youngest sequence is pre-empted: it gives up its pages and waits at the head of the queue. What it had
+computed is kept on the host where there is room (`--swap`), and computed again otherwise; noise depends on (seed, position) only, so it
+goes on with the same text.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from .step import Lane, Request, Seq, StepBatch
 
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
+    from ..cache.swap import Kept
 
 __all__ = ["Cache", "Request", "Scheduler", "Seq"]
 LEAST = 8  # tokens of each prompt in a step beside sequences that decode, however many prompts there are
@@ -31,6 +33,9 @@ class Cache(Protocol):
     def fits(self, seq: SeqCache, positions: int) -> bool: ...
     def reserve(self, seq: SeqCache, positions: int) -> bool: ...
     def close(self, seq: SeqCache) -> None: ...
+    def keep(self, seq: SeqCache, committed: int) -> Kept | None: ...
+    def restore(self, kept: Kept, positions: int) -> SeqCache | None: ...
+    def forget(self, kept: Kept) -> None: ...
 
 
 class Scheduler:
@@ -61,6 +66,9 @@ class Scheduler:
         if seq.cache is not None:
             self.cache.close(seq.cache)
             seq.cache = None
+        if seq.kept is not None:
+            self.cache.forget(seq.kept)
+            seq.kept = None
 
     def plan(self, choose: Callable[[list[Seq]], list[Choice]]) -> StepBatch:
         """`choose` gives drafter and K for each decoding sequence."""
@@ -114,6 +122,13 @@ class Scheduler:
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch and self.cache.free_slots:
             seq = self.waiting[0]
+            if seq.kept is not None:
+                seq.cache = self.cache.restore(seq.kept, len(seq.tokens))
+                if seq.cache is None:
+                    return
+                seq.kept = None
+                self.running.append(self.waiting.popleft())
+                continue
             seq.cache, hit = self.cache.open(seq.tokens[:-1], self.granularity, self.prefix_cache)
             if not self.cache.fits(seq.cache, len(seq.tokens)):
                 self.cache.close(seq.cache)
@@ -140,8 +155,10 @@ class Scheduler:
             victim = self.running[-1]
             self.preemptions += 1
             self.running.pop()
+            victim.kept = self.cache.keep(victim.held, victim.computed)
             self.cache.close(victim.held)
-            victim.cache, victim.computed, victim.has_features, victim.ahead = None, 0, False, 0
+            victim.cache, victim.has_features, victim.ahead = None, False, 0
+            victim.computed = victim.computed if victim.kept is not None else 0
             self.waiting.appendleft(victim)
             if victim is seq:
                 return False

@@ -17,6 +17,7 @@ from ..types import RequestStats, SamplingParams
 
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
+    from ..cache.swap import Kept
     from ..spec.ngram import NgramIndex
     from .answer import Answer
 
@@ -41,6 +42,7 @@ class Seq:
     tokens: list[int]
     computed: int = 0
     cache: SeqCache | None = None  # its slot and pages, while it runs
+    kept: Kept | None = None  # what the host keeps of its K/V, while it waits to run again
     has_features: bool = False  # the hidden state at tokens[-2] is known, so a drafter can start
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None

@@ -81,6 +81,8 @@ class _EngineCollector:
             "branched": (m.branched, "Accepted tokens that a draft without branches would not have brought."),
             "drafter_failures": (m.drafter_failures, "Times a drafter failed and was switched off for a request."),
             "preemptions": (m.preemptions, "Sequences set back because pages ran out."),
+            "swapped_out": (m.swapped_out, "Sequences set back whose K/V was kept in host memory (--swap)."),
+            "swapped_in": (m.swapped_in, "Sequences that went on with K/V from host memory."),
             "step_seconds": (m.step_seconds, "Seconds in engine steps."),
             "prefill_seconds": (m.prefill_seconds, "Seconds in prefill."),
             "failed_steps": (tally.failed_steps, "Engine steps that raised."),
@@ -100,6 +102,7 @@ class _EngineCollector:
         yield finished
         for name, gauge in (("running", m.running), ("waiting", m.waiting + tally.waiting)):
             yield GaugeMetricFamily(f"outrider_{name}", f"Sequences {name}.", value=gauge)
+        yield GaugeMetricFamily("outrider_swap_bytes", "Host memory that K/V of waiting sequences takes (--swap).", value=m.swap_bytes)
         pages = GaugeMetricFamily("outrider_free_pages", "Free cache pages.", labels=["group"])
         for group, count in list(m.free_pages.items()):
             pages.add_metric([group], count)
