@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import resource
 import select
@@ -49,13 +50,13 @@ class Nursery:
 
     def wait(self) -> bool:
         """Until something can be read from stdin (true) or the children have something."""
-        wake = min((min(c.deadline, c.look_at) for c in self.children.values()), default=None)
-        ready, _, _ = select.select([0, *self.children], [], [], None if wake is None else max(0.0, wake - time.monotonic()))
+        wake = min((min(c.deadline, c.look_at) for c in self.children.values()), default=math.inf)
+        ready, _, _ = select.select([0, *self.children], [], [], None if wake == math.inf else max(0.0, wake - time.monotonic()))
         for child in self.children.values():
             if time.monotonic() > child.look_at:
                 _look(child)
             if time.monotonic() > child.deadline and not child.late:
-                child.late, child.deadline = True, float("inf")
+                child.late, child.deadline = True, math.inf
                 os.kill(child.pid, signal.SIGKILL)
         for pipe in [p for p in ready if p in self.children]:
             data = os.read(pipe, 1 << 20)
@@ -193,7 +194,7 @@ def _first_line() -> tuple[bytes, bytes]:
 
 def _look(child: Child) -> None:
     """One that is no ordinary grammar gets from now on what nobody else wants."""
-    child.look_at = float("inf")
+    child.look_at = math.inf
     if sys.platform == "linux":
         with contextlib.suppress(OSError, ValueError):  # it has just ended
             with open(f"/proc/{child.pid}/schedstat", encoding="ascii") as file:

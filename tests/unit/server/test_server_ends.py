@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import math
 import os
 import select
 import signal
@@ -122,6 +123,31 @@ def test_the_part_at_fault_is_the_last_one_begun(said: bytes, where: str, monkey
     process.stdout.close()
     process.wait()
     assert out == [{"id": "1", "error": f"too large{where}"}]
+
+
+def test_a_trial_that_is_late_does_not_end_the_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is left to wake for but its end; to wait for that must not be an error. (The process died of it, and took the trials of
+    all clients with it, and the next one was started while everybody waited.)"""
+    out: list[dict[str, object]] = []
+    monkeypatch.setattr(nursery, "_say", out.append)
+    wait = select.select
+    monkeypatch.setattr(
+        nursery.select, "select", lambda r, w, x, seconds: wait([f for f in r if f], w, x, seconds)
+    )  # whatever stdin is here
+    process = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    compiler: Any = None
+    ours = nursery.Nursery(compiler, 1.0, 1, 1.0)
+    pipe = os.dup(process.stdout.fileno())
+    ours.children[pipe] = nursery.Child("1", process.pid, Source("json_schema", "{}", "schema"), 0.0, math.inf)
+    try:
+        while ours.children:
+            assert not ours.wait()
+    finally:
+        process.kill()
+        process.stdout.close()
+        process.wait()
+    assert out == [{"id": "1", "late": True}]
 
 
 class Terminal(io.StringIO):
