@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
@@ -63,8 +62,6 @@ class _Running:
 
 
 class FakeEngine:
-    store = SimpleNamespace(take_ahead=lambda: None)  # it has no cache
-
     def __init__(
         self, tok: Tokenizer, say: Callable[[Request], str] | None = None, draft: int = 3, delay: float = 0.0, batch: int = 8
     ) -> None:
@@ -129,6 +126,9 @@ class FakeEngine:
 
     def tidy(self, unused_s: float) -> int:
         return 0
+
+    def serve(self) -> None:
+        pass
 
     def _advance(self, run: _Running) -> Event:
         p, k = run.request.params, self.draft if run.request.draft_tokens is None else run.request.draft_tokens

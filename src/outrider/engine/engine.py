@@ -121,6 +121,13 @@ class Engine:
                 made.append(HostExecutor(machine, cycle))
         return [*made, EagerExecutor(machine, self.spec.verify, self.metrics)]
 
+    def serve(self) -> None:
+        """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it is needed, and
+        prompts run in pieces that nobody waits long for."""
+        self.store.take_ahead()
+        if self.can.rows_alone and self.can.prompts_independent:
+            self.scheduler.chunk = min(self.scheduler.chunk, self.can.rows_alone)
+
     # ---- requests -----------------------------------------------------------------------------------------------
     def validate(self, request: Request) -> None:
         """Raises OutriderError when this request can never run."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..cache.swap import Kept
 
 __all__ = ["Cache", "Request", "Scheduler", "Seq"]
-LEAST = 8  # tokens of each prompt in a step beside sequences that decode, however many prompts there are
+SHORTEST = 8  # tokens of the prompt that is soonest done, in a step beside sequences that decode, where others wait as well
 
 
 class Cache(Protocol):
@@ -46,7 +46,7 @@ class Scheduler:
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
         pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where
         most sequences wait for their prompt (0: never more than a chunk and a quarter). `beside`: prompt tokens that a step may have
-        beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk); prompts that wait have equal parts of it."""
+        beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk), however many prompts wait."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
         self.replay_rows, self.prefix_cache, self.max_context, self.pack = replay_rows, prefix_cache, max_context, pack
         self.beside = beside
@@ -85,16 +85,14 @@ class Scheduler:
                 nodes, start = nodes if guess is None and k else 0, len(seq.tokens) - 1
                 drafter = drafter if k else None
                 batch.decode.append(Lane(seq, seq.held.slot, start, 1, True, k, drafter, guess, stop, drop, nodes, prices))
-        budget, each = self._budget(len(ready)), self.chunk
-        if ready and self.beside:
-            waiting = sum(s.computed < len(s.tokens) - 1 for s in self.running)
-            each = max(LEAST, self.beside // max(1, waiting))
-            budget = each * waiting
-        for seq in list(self.running) if len(ready) < len(self.running) else ():
+        beside = bool(ready and self.beside)
+        waiting, budget = (self._by_turn(), self.beside) if beside else (list(self.running), self._budget(len(ready)))
+        for seq in waiting if len(ready) < len(self.running) else ():
             if seq.cache is None:
                 continue
             start, count = self._next_chunk(seq)
-            count = min(count, each)
+            if beside:
+                count = min(count, SHORTEST if len(waiting) > 1 and not batch.prompts else budget)
             if count <= 0 or (count > budget and batch.prompts):
                 continue
             if self._reserve(seq, start + count):
@@ -107,6 +105,13 @@ class Scheduler:
             batch.prompts = [lane for lane in batch.prompts if id(lane.seq) in live]
             batch.decode = [lane for lane in batch.decode if id(lane.seq) in live]
         return batch
+
+    def _by_turn(self) -> list[Seq]:
+        """Prompts beside sequences that decode: the one that is soonest done, so that what is short never waits behind what is long; then
+        the others, the oldest first, so that each is done in the end."""
+        waiting = [s for s in self.running if s.computed < len(s.tokens) - 1]
+        soonest = min(waiting, key=lambda s: len(s.tokens) - s.computed, default=None)
+        return waiting if soonest is None else [soonest, *(s for s in waiting if s is not soonest)]
 
     def _budget(self, decoding: int) -> int:
         """Prompt tokens of this step. With streams running it is a chunk, and a quarter so that short prompts ride along with a long one

@@ -49,6 +49,8 @@ class Capabilities:
     packed_rows: int = 0
     # Prompt tokens in a step beside sequences that decode, which wait for them. 0: a chunk.
     rows_beside: int = 0
+    # Prompt tokens of one sequence in a step of a server where nobody decodes: somebody may come, and would wait for them. 0: a chunk.
+    rows_alone: int = 0
     quantizes: tuple[str, ...] = ()  # what `quantize` can make of dense weights
     # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in float32 would give.
     holds_halves: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,6 +27,7 @@ from .errors import ApiError, bad
 from .fair import FairGate
 from .grammar_source import MAX_CHARS, Source
 
+log = logging.getLogger("outrider.server")
 SECONDS, MEMORY, PATIENCE = 1.0, 192 << 20, 4.0  # of one trial: processor time, bytes, and seconds by the clock
 KEEP, KEEP_REFUSED = 32 << 20, 1024
 AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
@@ -120,7 +122,10 @@ class Grammars:
 
     async def _start(self) -> _Nursery:
         async with self._starting:
-            if self._nursery is None or not self._nursery.alive:
+            if self._nursery is not None and not self._nursery.alive:
+                log.warning("the process that tries grammars has ended; another is started")
+                self._nursery = None
+            if self._nursery is None:
                 self._nursery = await _Nursery.start(self._tokenizer, self._vocab)
             return self._nursery
 

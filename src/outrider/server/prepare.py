@@ -60,7 +60,7 @@ class Backend:
         if llm.tokenizer is None:
             raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
         note = without_paths(llm.drafter_note)
-        llm.engine.store.take_ahead()
+        llm.engine.serve()
         return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, note, llm.nbytes)
 
 

@@ -59,7 +59,8 @@ class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
         independent_rows=EVERY_ROW, prompts_independent=True,
-        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True, rows_beside=16,
+        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True,
+        rows_beside=16, rows_alone=64,
     )  # fmt: skip
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
