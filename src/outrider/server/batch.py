@@ -21,7 +21,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from .. import __version__
@@ -278,7 +277,7 @@ class BatchRunner:
             made = self._prepare.chat(request, False) if isinstance(request, ChatRequest) else self._prepare.completion(request, False)
             return self._prepare.compiled(made)
         except ValidationError as e:
-            raise from_validation(RequestValidationError(e.errors())) from None
+            raise from_validation(e) from None
 
     def _step(self) -> list[Json]:
         try:

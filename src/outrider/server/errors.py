@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -46,7 +45,7 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
     return ApiError(400, message, param, code)
 
 
-def from_validation(error: RequestValidationError | ValidationError) -> ApiError:
+def from_validation(error: ValidationError) -> ApiError:
     """One line about the most telling of pydantic's complaints (unknown fields first, then the deepest)."""
     complaints: Sequence[ErrorDetails] = error.errors()
     first = min(complaints, key=lambda c: (c["type"] != "extra_forbidden", -len(c["loc"])))

@@ -123,7 +123,6 @@ class Preparer:
         self.dialect = Dialect.of(backend.tokenizer)
         response = self.tokenizer.encode(GEMMA_RESPONSE, bos=False)
         self._hand_over = tuple(response) if len(response) == 1 else ()  # Gemma 4 hands over to the tool with this token
-        self._compiler: GrammarCompiler | None = None
 
     # ---- the two kinds of call
 
@@ -420,12 +419,14 @@ class Preparer:
         payload["ids"] = {tag: self._token_id(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
         return Source("gemma_calls", _dumps(payload, "tools"), "tools")
 
+    @cached_property
+    def _compiler(self) -> GrammarCompiler:
+        return GrammarCompiler(self.tokenizer.json, self._backend.vocab_size, sorted(self.tokenizer.eos_ids))
+
     def compiled(self, job: Job) -> Job:
         """The job with its grammar compiled here and now, without bounds: for requests of our own side only."""
         if job.grammar is None:
             return job
-        if self._compiler is None:
-            self._compiler = GrammarCompiler(self.tokenizer.json, self._backend.vocab_size, sorted(self.tokenizer.eos_ids))
         try:
             return job.under(self._compiler.compile(build(job.grammar)))
         except OutriderError as e:

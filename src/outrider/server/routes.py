@@ -102,6 +102,7 @@ def _information(app: FastAPI, server: Server) -> None:
         return await server.look(request, lambda _, preparer: text_routes.tokenizer_info(preparer))
 
     @app.get("/health", responses={503: {"description": "The engine has stopped"}}, response_model=None)
+    @app.get("/readyz", responses={503: {"description": "Not for new requests"}}, response_model=None)
     async def health() -> Response:
         ok = server.shelf.healthy and not server.admission.closing
         state = "ok" if ok else ("shutting down" if server.admission.closing else "engine stopped")
@@ -111,10 +112,7 @@ def _information(app: FastAPI, server: Server) -> None:
     async def live() -> Json:
         return {"status": "alive"}
 
-    @app.get("/readyz", responses={503: {"description": "Not for new requests"}}, response_model=None)
-    async def ready() -> Response:
-        return await health()
-
+    @app.get("/api/version", response_model=None, include_in_schema=False)
     @app.get("/version", response_model=None)
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -153,10 +151,6 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
             "model_info": info,
             "capabilities": ["completion", "tools"],
         }
-
-    @app.get("/api/version", response_model=None, include_in_schema=False)
-    async def version() -> Json:
-        return {"version": __version__}
 
 
 def _page(app: FastAPI) -> None:

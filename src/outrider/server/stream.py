@@ -76,7 +76,7 @@ class Choice:
         self.tokens: list[list[str]] = []  # [text, kind]
         self.new_tokens = 0
         self.ids: list[int] = []
-        self.prompt, self.cached = request.prompt, 0
+        self.prompt = request.prompt
         self.echoed = echo
         self.offset = 0 if job.echo_logprobs else len(echo)  # where in the text the next token's entry begins
         self.finish: str | None = None
