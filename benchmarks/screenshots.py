@@ -1,4 +1,4 @@
-"""The pictures of docs/server.md, taken from a real model's page in headless Chromium.
+"""The pictures of docs/page.md, taken from a real model's page in headless Chromium.
 
 python benchmarks/screenshots.py smollm2 --out docs/images
 """
@@ -29,6 +29,7 @@ FLAGS = [
     "--disable-sync",
 ]
 CHAT = "Write a Python function that reverses a list, and explain it."
+TREE = "What is a good way to learn to play the piano?"
 RACE = "Write a Python class for a stack with push, pop and peek, and explain each method."
 
 
@@ -57,6 +58,11 @@ def main() -> None:
             page.click("#tab-server")
             page.wait_for_timeout(4500)
             page.screenshot(path=args.out / "server.png")
+            drawn = open_page(browser, url, 1280, 1000, "light")
+            drawn.locator("#temperature").evaluate("n => { n.value = 1; n.dispatchEvent(new Event('input')); }")  # then drafts branch
+            ask(drawn, TREE)
+            drawn.locator("#branches").scroll_into_view_if_needed()
+            drawn.locator("aside").screenshot(path=args.out / "branches.png")
             light = open_page(browser, url, 1280, 800, "light")
             ask(light, CHAT)
             light.screenshot(path=args.out / "light.png")

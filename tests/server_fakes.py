@@ -21,6 +21,7 @@ from outrider.engine.engine import Event
 from outrider.engine.metrics import Metrics
 from outrider.engine.scheduler import Request
 from outrider.engine.text import Detokenizer, Tokenizer
+from outrider.spec.plan import Branches
 from outrider.types import OutriderError, RequestStats, TextFiles
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>")
@@ -70,6 +71,7 @@ class FakeEngine:
         self.running: dict[str, _Running] = {}
         self.seen: list[Request] = []
         self.fail_steps = 0  # this many steps raise
+        self.branching = False  # drafts are trees whose first guess is wrong
         self.aborted: list[str] = []
         self.max_context = 2048
         self._events: list[Event] = []
@@ -140,7 +142,13 @@ class FakeEngine:
         run.out += tokens[:n]
         self._count(run, k, accepted, n)
         tables = [{t: -0.5, 7: -1.5, 8: -2.5} for t in tokens[:n]] if p.logprobs is not None else None
-        return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, taken.finish, run.stats if taken.finish else None, taken.error)
+        stats = run.stats if taken.finish else None
+        tree = None
+        if self.branching and k:
+            run.stats.trees, run.stats.branched = run.stats.trees + 1, run.stats.branched + accepted
+            guesses = [self.tokenizer.encode("owl")[0], *tokens[:accepted]]
+            tree = Branches.of([0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses)
+        return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, taken.finish, stats, taken.error, tree)
 
     def _tokens(self, run: _Running, k: int) -> tuple[list[int], int]:
         """(tokens of this cycle, how many of them were drafted)"""

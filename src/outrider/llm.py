@@ -11,11 +11,13 @@ import itertools
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, TypedDict, Unpack
+from typing import NoReturn, TypedDict, TypeVar, Unpack
 
 import torch
 
@@ -41,11 +43,12 @@ from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import Json, OutriderError, RequestStats, SamplingParams
 from .weights import hub, load_drafter, load_target
-from .weights.files import Files, fingerprint
+from .weights.files import Files, fingerprint, text_files
 from .weights.load import LoadFormat
 
 log = logging.getLogger("outrider")
 Prompt = str | Sequence[int]
+T = TypeVar("T")
 
 
 class Drafting(TypedDict, total=False):
@@ -281,13 +284,14 @@ def _assemble(
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
     share, together = (None, SOLO) if team is None else (team.share, team)
     files = hub.resolve(model, weights=load_format == "auto")
-    config, weights, text = load_target(files, place, kind, chosen, quantize, load_format, seed, share)
+    tokenizing = aside(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
+    config, weights, _ = load_target(files, place, kind, chosen, quantize, load_format, seed, share)
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = build(config, weights, chosen, together)
-    tokenizer = Tokenizer(text) if load_format != "dummy" else None
     guesser, names, note = pick_drafter(files, options.drafter, target, chosen, place, kind, load_format, seed)
     say(note)
+    tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
     if team is not None:
         say(f"tensor parallel: {team.share.world} processes, {size / 2**30:.2f} GiB of weights in the first")
@@ -311,6 +315,20 @@ def _assemble(
         f"{__version__} {FORMAT} {chosen.version}",
     )
     return made, note, size, key
+
+
+def aside(make: Callable[[], T]) -> Future[T]:
+    """Made in a thread of its own: a tokenizer of a large vocabulary, while the kernels lay weights out and need no interpreter."""
+    with_result: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with_result.set_result(make())
+        except BaseException as error:
+            with_result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return with_result
 
 
 def worker(device: str | None = None) -> NoReturn:

@@ -156,6 +156,42 @@ def test_marks_toggle_without_losing_the_text_and_are_not_colour_alone(page: Any
     assert page.locator(".message.assistant .body").last.inner_text() == STORY
 
 
+def test_drafts_that_branch_are_drawn_with_the_way_that_was_taken(page: Any, served: Served) -> None:
+    ask(page, "A line.")
+    assert page.is_hidden("#branches")
+    served.engine.branching = True
+    try:
+        ask(page, "And a tree.")
+    finally:
+        served.engine.branching = False
+    assert page.is_visible("#branches")
+    left, taken = page.locator("#tree .left"), page.locator("#tree .taken")
+    assert left.count() == 1 and taken.count() >= 1 and "branched" in page.inner_text("#branched")
+    corner = "n => [getComputedStyle(n).gridRowStart, getComputedStyle(n).gridColumnStart].map(Number)"
+    assert left.evaluate(corner) == [1, 1]  # the first guess, which was wrong
+    assert [node.evaluate(corner) for node in taken.all()] == [[2, i + 1] for i in range(taken.count())]
+    look = "n => getComputedStyle(n).borderTopStyle + getComputedStyle(n).fontWeight"
+    assert left.evaluate(look) != taken.first.evaluate(look)  # not by colour alone
+    assert "The model took" in page.get_attribute("#tree", "aria-label")
+    ask(page, "A line again.")
+    served.engine.draft, drafts = 0, served.engine.draft
+    try:
+        ask(page, "And none.")
+    finally:
+        served.engine.draft = drafts
+    assert page.is_hidden("#branches")
+
+
+def test_trees_are_laid_out_by_what_follows_what(page: Any) -> None:
+    tree = {"tokens": ["a", "b", "c", "B", "A"], "parents": [0, 1, 2, 1, 0], "path": [1, 4]}
+    found = page.evaluate("async tree => (await import('./page/branches.js')).layout(tree)", tree)
+    places = {node["text"]: (node["row"], node["column"], node["taken"]) for node in found}
+    taken = {"a", "B"}
+    where = {"a": (0, 0), "b": (0, 1), "c": (0, 2), "B": (1, 1), "A": (2, 0)}
+    assert places == {name: (*at, name in taken) for name, at in where.items()}
+    assert page.evaluate("async tree => (await import('./page/branches.js')).helped(tree)", tree)
+
+
 def test_answers_are_text_not_markup(page: Any) -> None:
     ask(page, "Give me markup <img src=x onerror=alert(1)>")
     assert page.locator(".message b, .message img").count() == 0
@@ -440,7 +476,9 @@ def test_axe_finds_nothing_serious(browser: Any, served: Served, scheme: str) ->
     pages = open_page(browser, served.url, color_scheme=scheme)
     page = next(pages)
     page.emulate_media(reduced_motion="reduce")  # no half-faded colours
+    served.engine.branching = True
     ask(page, "Give me a list of code.")
+    served.engine.branching = False
     served.engine.fail_steps = 1
     ask(page, "Refuse this.")
     for view in ("chat", "race", "server"):

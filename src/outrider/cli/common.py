@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ..types import OutriderError, RequestStats
-from .quick import quick_imports
+from .quick import quick_start
 
 if TYPE_CHECKING:
     from ..config import EngineConfig
@@ -86,11 +86,11 @@ class LoadOptions(TypedDict, total=False):
 def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) -> LLM:
     """Load and say once what was chosen."""
     follow_if_told(options.get("tensor_parallel", 1), options.get("device"))
-    with quick_imports(options.get("device")):
+    say = teller(quiet)
+    with quick_start(options.get("device")):
         from ..llm import LLM
 
-    say = teller(quiet)
-    llm = LLM.load(model, say=say, **options)  # type: ignore[arg-type]  # a user's words: it checks them
+        llm = LLM.load(model, say=say, **options)  # type: ignore[arg-type]  # a user's words: it checks them
     engine = options.get("engine")
     if engine is not None and engine.max_context is not None and engine.max_context > llm.config.max_context:
         say(f"context: {llm.engine.max_context} tokens (--max-context {engine.max_context} is more than this model knows)")

@@ -31,12 +31,12 @@ class Later(ModuleType):
 
 
 @contextmanager
-def quick_imports(device: str | None) -> Iterator[None]:
-    """Around the imports that bring torch. Where a GPU may be used, or torch is there, it is all of torch."""
+def quick_start(device: str | None) -> Iterator[None]:
+    """Around imports that bring torch, and a first model. Where a GPU may be used, or torch is there, it is all of torch."""
     if "torch" not in sys.modules and (device == "cpu" or (device is None and not GPU.exists())):
         sys.modules[RULES] = Later(RULES)
     collecting = gc.isenabled()
-    gc.disable()  # what modules are made of stays: going through it again and again finds nothing
+    gc.disable()  # what modules and vocabularies are made of stays: going through it again and again finds nothing
     try:
         yield
     finally:

@@ -89,8 +89,10 @@ class EagerExecutor:
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         out_of = lambda i, lane: None if sure is None or lane.drafter in (None, "ngram") else told(sure[i][: lane.k + 1])  # noqa: E731
         trees: list[Branches | None] = [None] * len(lanes)
-        if out.verdict.rows is not None:
-            trees = [Branches.of(parents[i], path[1 : counts[i]]) for i, path in enumerate(out.verdict.rows.tolist())]
+        if out.verdict.rows is not None and draft is not None:
+            drafted = draft.tokens.tolist()
+            paths = out.verdict.rows.tolist()
+            trees = [Branches.of(parents[i], path[1 : counts[i]], None, drafted[i][: lanes[i].k]) for i, path in enumerate(paths)]
         return [Emitted(emitted[i], top[i], out_of(i, lane), trees[i]) for i, lane in enumerate(lanes)]
 
     def _logprobs(

@@ -20,7 +20,7 @@ from ..spec.drafter import Drafter
 from ..spec.mtp import MTPDrafter
 from ..spec.nets import Target
 from ..spec.ngram import NgramIndex
-from ..spec.plan import AUTO_NODES, PLAIN, Choice, SeqView, branching
+from ..spec.plan import AUTO_NODES, PLAIN, Branches, Choice, SeqView, branching
 from ..types import COLD, MAX_DRAFT, OutriderError, RequestStats
 from .answer import Answer
 from .eager import EagerExecutor
@@ -49,6 +49,7 @@ class Event:
     finish_reason: str | None = None  # stop | length | abort | error
     stats: RequestStats | None = None  # with the last event
     error: str | None = None
+    tree: Branches | None = None  # the draft, where it branched
 
     @property
     def text(self) -> str:
@@ -369,7 +370,7 @@ class Engine:
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
         logprobs = brought.logprobs[:n] if brought.logprobs is not None else None
-        event = Event(seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error)
+        event = Event(seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree)
         if taken.finish is not None:
             self._events.append(self._finish(seq, event, taken.finish))
         else:

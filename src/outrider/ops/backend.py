@@ -92,7 +92,7 @@ class Told(NamedTuple):
     k: int  # tokens drafted and verified
     tokens: list[int]  # emitted: those accepted and the target's next
     confidence: list[float] | None  # of the drafter's tokens
-    tree: tuple[list[int], list[int], float] | None = None  # the row each token follows, the rows accepted, the drafter's steps
+    tree: tuple[list[int], list[int], float, list[int]] | None = None  # the row each token follows, rows accepted, drafter's steps, tokens
     logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
 
 

@@ -22,6 +22,7 @@ from typing import Protocol, TypeVar, cast
 from ..engine.engine import Event as EngineEvent
 from ..engine.metrics import Metrics
 from ..engine.scheduler import Request
+from ..spec.plan import Branches
 from ..types import OutriderError, RequestStats
 from .trim import trim
 
@@ -45,6 +46,7 @@ class Event(Protocol):
     finish_reason: str | None
     stats: RequestStats | None
     error: str | None
+    tree: Branches | None
 
 
 class EngineLike(Protocol):

@@ -28,6 +28,7 @@ def single_tokens(event: Event) -> list[Event]:
         replace(whole, tokens=[t], kinds=[k], texts=[x], logprobs=None if p is None else [p], finish_reason=None, stats=None, error=None)
         for t, k, x, p in zip(event.tokens, event.kinds, event.texts, tables)
     ]
+    parts[1:] = [replace(part, tree=None) for part in parts[1:]]
     parts[-1] = replace(parts[-1], finish_reason=event.finish_reason, stats=event.stats, error=event.error)
     return list(parts)
 
@@ -60,6 +61,7 @@ class Update:
     deltas: list[Json] = field(default_factory=list)
     logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
     tokens: list[list[str]] = field(default_factory=list)  # [text, kind]
+    tree: Json | None = None  # the draft, where it branched
     ids: list[int] = field(default_factory=list)
 
 
@@ -110,6 +112,9 @@ class Choice:
             tokens = [[self._piece(t), kind] for t, kind in zip(event.tokens, event.kinds)]
             self.tokens += tokens
             update.tokens += tokens
+            if event.tree is not None:
+                said = [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in event.tree.tokens]
+                update.tree = {"tokens": said, "parents": event.tree.parents, "path": event.tree.path}
 
     @property
     def mean_logprob(self) -> float:
@@ -230,7 +235,7 @@ class Writer:
         for i, delta in enumerate(deltas):
             chunk = self._chunk(choice, delta, logprobs if i == 0 else None)
             if tokens and i == 0:
-                chunk["outrider"] = {"tokens": tokens}
+                chunk["outrider"] = {"tokens": tokens} if update.tree is None else {"tokens": tokens, "tree": update.tree}
             if self._job.return_ids and i == 0:
                 cast(list[Json], chunk["choices"])[0]["token_ids"] = update.ids
             out.append(chunk)
@@ -336,6 +341,8 @@ def statistics(per_choice: Sequence[RequestStats | None], seed: int) -> Json:
         "cycles": cycles,
         "drafted": sum(s.drafted for s in known),
         "accepted": accepted,
+        "trees": sum(s.trees for s in known),
+        "branched": sum(s.branched for s in known),
         "tokens_per_cycle": round((accepted + cycles) / cycles, 4) if cycles else 0.0,
         "by_position": [
             {"drafted": sum(s.drafted_by_position[i] for s in known), "accepted": sum(s.accepted_by_position[i] for s in known)}

@@ -55,11 +55,12 @@ class Branches(NamedTuple):
     path: list[int]  # the tokens that were accepted, in order
     line: int
     steps: float = 0.0  # of the drafter: how often it ran, a further row in a step counted as a part of one
+    tokens: Sequence[int] = ()  # what was drafted; nothing where a step brings back only how the tree branched
 
     @staticmethod
-    def of(parents: list[int], path: list[int], steps: float | None = None) -> Branches:
+    def of(parents: list[int], path: list[int], steps: float | None = None, tokens: Sequence[int] = ()) -> Branches:
         line = next((j for j, parent in enumerate(parents) if parent != j), len(parents))
-        made = Branches(parents, path, line)
+        made = Branches(parents, path, line, tokens=tokens)
         return made._replace(steps=float(made.deepest) if steps is None else steps)
 
     @property

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from outrider.cli.main import COMMANDS, app
-from outrider.cli.quick import Later, quick_imports
+from outrider.cli.quick import Later, quick_start
 
 CHILD = """
 import sys
 from outrider.cli.main import app
 app(("generate",))
 assert "outrider.cli.generate" in sys.modules and "outrider.cli.train" not in sys.modules and "torch" not in sys.modules
-from outrider.cli.quick import RULES, Later, quick_imports
-with quick_imports("cpu"):
+from outrider.cli.quick import RULES, Later, quick_start
+with quick_start("cpu"):
     import torch
 assert isinstance(sys.modules[RULES], Later) and "torch._refs" not in sys.modules
 layer, x = torch.nn.Linear(4, 3), torch.randn(2, 4)
@@ -43,7 +43,7 @@ def test_a_stand_in_is_replaced_by_what_it_stands_for(monkeypatch: pytest.Monkey
 
 
 def test_collecting_garbage_goes_on_after_imports() -> None:
-    with quick_imports("cuda"):
+    with quick_start("cuda"):
         assert not gc.isenabled()
     assert gc.isenabled()
 

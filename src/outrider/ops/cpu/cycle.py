@@ -115,7 +115,8 @@ class CpuCycle:
             _, _, _, _, steps, _, k, _, right, _, _, _ = ASKED.unpack_from(self.asked, i * ASKED.size)
             sure, tree, at = None, None, i * MAX_DRAFT
             if nodes:
-                sure, tree = self.confidence[at : at + k], (self.parents[at : at + k], self.path[at : at + right], steps)
+                own = slice(at, at + k)
+                sure, tree = self.confidence[own], (self.parents[own], self.path[at : at + right], steps, self.guesses[own])
             elif guess is None and most:
                 sure = self.confidence[at : at + min(most, k + 1)]  # with the token that ended the draft, if it
                 if sure[-1] == 0.0:  # was drafted

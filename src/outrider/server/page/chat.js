@@ -179,7 +179,7 @@ export class Chat {
       for await (const chunk of streamChat(request, signal)) {
         const choice = chunk.choices[0], delta = choice?.delta ?? {};
         if (chunk.outrider?.tokens) {
-          meter.take(chunk.outrider.tokens.map((t) => t[1]));
+          meter.take(chunk.outrider);
           for (const [piece, kind] of chunk.outrider.tokens) bubble.token(piece, kind);
         }
         message.content += delta.content ?? "";

@@ -1,5 +1,6 @@
 // What nobody else shows: which tokens were drafted, how fast they come, and how fast plain decoding would be.
 import { $, make } from "./dom.js";
+import { Branches } from "./branches.js";
 import { Chart } from "./chart.js";
 
 export const KINDS = { accepted: "a", corrected: "c", bonus: "b", plain: "p" };
@@ -44,8 +45,10 @@ export class Marks {
 
 // Counted here while tokens stream; replaced by the server's own figures when the answer is complete.
 export class Meter {
-  constructor() { this.began = performance.now(); this.first = null; this.last = this.began; this.tokens = 0; this.firstTokens = 0; this.cycles = 0; this.accepted = 0; this.times = []; }
-  take(kinds) {
+  constructor() { this.began = performance.now(); this.first = null; this.last = this.began; this.tokens = 0; this.firstTokens = 0; this.cycles = 0; this.accepted = 0; this.times = []; this.trees = []; }
+  take({ tokens, tree }) {
+    const kinds = tokens.map((t) => t[1]);
+    if (tree) this.trees.push(tree);
     this.last = performance.now();
     if (this.first === null) { this.first = this.last; this.firstTokens = kinds.length; }
     this.tokens += kinds.length;
@@ -75,6 +78,7 @@ export class Panel {
     this.chart = new Chart({ title: "Speed, last second", unit: "tokens/s", width: 250, names: ["this answer", "plain"] });
     $("speed").prepend(this.chart.node);
     this.meter = null;
+    this.branches = new Branches();
   }
   get plain() { return Number(localStorage.getItem(`outrider.plain.${this.model()}`)) || null; }
   set plain(tps) {
@@ -82,7 +86,10 @@ export class Panel {
     this.draw();
   }
   show(meter, stats) {
+    if (meter !== this.meter) this.branches.forget();
     this.meter = meter;
+    for (const tree of meter.trees.splice(0)) this.branches.take(tree);
+    this.branches.show(stats);
     const tps = stats?.decode_tps || meter.tps;
     $("s-tps").textContent = tps ? tps.toFixed(tps < 100 ? 1 : 0) : "–";
     const ttft = stats?.ttft_ms ?? meter.ttft;

@@ -57,7 +57,7 @@ export class Race {
     const request = this.settings.request([{ role: "user", content: prompt }], { drafts });
     for await (const chunk of streamChat(request, this.running.signal)) {
       if (chunk.outrider?.tokens) {
-        meter.take(chunk.outrider.tokens.map((t) => t[1]));
+        meter.take(chunk.outrider);
         const from = marks.raw.length;
         for (const [piece, kind] of chunk.outrider.tokens) marks.push(piece, kind);
         keepEnd(text, () => text.append(marks.nodes(marks.raw.slice(from), from)));
@@ -87,7 +87,7 @@ export class Race {
       const request = this.settings.request([{ role: "user", content: "Count from one to fifty in words." }], { drafts: 0, limit: 48 });
       let stats = null;
       for await (const chunk of streamChat(request)) {
-        if (chunk.outrider?.tokens) meter.take(chunk.outrider.tokens.map((t) => t[1]));
+        if (chunk.outrider?.tokens) meter.take(chunk.outrider);
         if (chunk.choices[0]?.finish_reason) stats = chunk.outrider;
       }
       this.panel.plain = stats?.decode_tps || meter.tps;
