@@ -55,6 +55,8 @@ class _Nesting:
 class _Calls(ABC):
     """What both parsers share: content outside of calls, white space around calls dropped, the numbering."""
 
+    _close: Tags  # of the block that is open
+
     def __init__(self, open_tag: str) -> None:
         self.calls = 0
         self._open = Tags(open_tag)
@@ -103,6 +105,10 @@ class _Calls(ABC):
 
     def _args(self, text: str) -> None:
         self._out.append(Part("args", text, self.calls - 1))
+
+    def _tail_char(self, char: str) -> None:
+        if self._close.feed(char)[1]:
+            self._inside = False
 
     def _take(self) -> list[Part]:
         out, self._out = self._out, []
@@ -213,10 +219,6 @@ class GemmaCalls(_Calls):
             self._after_value()
         else:
             self._args(json.dumps(char, ensure_ascii=False)[1:-1])
-
-    def _tail_char(self, char: str) -> None:
-        if self._close.feed(char)[1]:
-            self._inside = False
 
     @property
     def _in_list(self) -> bool:
@@ -343,10 +345,6 @@ class JsonCalls(_Calls):
             self._stream(char)
         if self._nesting.outside and char in '}]"':
             self._value_end()
-
-    def _tail_char(self, char: str) -> None:
-        if self._close.feed(char)[1]:
-            self._inside = False
 
     @property
     def _is_args(self) -> bool:
