@@ -1,0 +1,62 @@
+"""What loading a quantised checkpoint for a GPU takes on the way: what is held in the end, and a few times the largest matrix."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+pytest.importorskip("triton")
+
+from tests import quantised, tiny  # noqa: E402
+
+from outrider.ops.formats import base  # noqa: E402
+from outrider.ops.triton import TritonOps  # noqa: E402
+from outrider.ops.triton.repack import QuantWeight  # noqa: E402
+from outrider.weights import load_target  # noqa: E402
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made under it took together at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now, self.most, self.seen = 0, 0, set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self.seen:
+                storage = t.untyped_storage()
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def gone(self, which: int, nbytes: int) -> None:
+        self.now -= nbytes
+        self.seen.discard(which)
+
+
+@pytest.mark.parametrize("scheme", ["ct-int4-g32", "ct-fp8-channel"])
+def test_peak_while_loading(scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loader that keeps what it has read, or unpacks a checkpoint before it is held, takes twice the end's bytes or more."""
+    monkeypatch.setattr(base, "SMALL", 0)
+    monkeypatch.setattr("outrider.ops.triton.repack.SLICE", 1 << 13)
+    model = tiny.target("llama", hidden_size=64, intermediate_size=128, head_dim=16, num_hidden_layers=24, vocab_size=128)
+    folder = tiny.write(model, tmp_path, tokenizer=False)
+    quantised.rewrite(folder, scheme)
+    with Peak() as peak:
+        _, held, _ = load_target(folder, "cpu", torch.bfloat16, TritonOps("cpu", pdl=False))
+    kept = sum(w.nbytes for w in held.values())
+    largest = max(w.nbytes for w in held.values() if isinstance(w, QuantWeight))
+    assert largest < 0.05 * kept and isinstance(held["layers.3.gate_up"], QuantWeight)
+    assert 0.95 * kept <= peak.now <= 1.05 * kept
+    assert peak.most <= kept + 12 * largest
