@@ -2,6 +2,7 @@
 
     python benchmarks/gpu_quant.py products [--formats int4 fp8 Q4_0]        # 31B's four shapes, 1 to 320 rows
     python benchmarks/gpu_quant.py steps 31B --quantize int4 [--k 4] [--batch 1 8] [--kv fp8]
+    python benchmarks/gpu_quant.py gguf 31B --formats Q4_0 Q4_K_M            # one graph; Q4_K_M: every second down projection in Q6_K
     python benchmarks/gpu_quant.py same E2B --quantize int4 --kv fp8         # tokens with drafts are those without
 
 Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s; every row must have the same bits
@@ -26,11 +27,15 @@ import torch
 from gpu_common import graph_us
 
 from outrider import LLM, SamplingParams
+from outrider.bench.gpu import SIZES, Rig
 from outrider.config import EngineConfig
+from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
-from outrider.ops.formats import Block, Float8, Integer, NvFp4, Weight
+from outrider.ops.formats import Block, Float8, Held, Integer, NvFp4, Weight, stays_dense
 from outrider.ops.triton.quant import Extras, quant_linear
+from outrider.ops.triton.quantised import QuantTritonOps
 from outrider.ops.triton.repack import repack
+from outrider.weights.load import dummy_weights
 
 BANDWIDTH = 4.39e12
 SHAPES = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376), "out": (5376, 8192)}
@@ -82,6 +87,42 @@ def loaded(size: str, quantize: str | None, k: int, most: int, length: int, kv: 
         target = f"{root}/gemma-4-{size}-it"
         drafter = f"{target}-assistant" if k else "none"
         return LLM.load(target, drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
+
+
+class GgufOps(QuantTritonOps):
+    """Matrices as a GGUF file of this kind would bring them, whatever the dense ones held."""
+
+    kind, downs = "Q4_0", 0
+
+    def quantize(self, dense: torch.Tensor, mode: str) -> Held:
+        n, k = dense.shape
+        self.downs += k > 2 * n  # a down projection
+        kind = ("Q6_K" if k > 2 * n and self.downs % 2 else "Q4_K") if self.kind == "Q4_K_M" else self.kind
+        held = None if stays_dense(dense.shape) else repack(made(kind, n, k))
+        return dense if held is None else held
+
+
+@torch.inference_mode()
+def gguf(size: str, kinds: list[str], batches: list[int], context: int) -> None:
+    raw = dict(KNOWN[SIZES[size]])
+    for kind in kinds:
+        ops = GgufOps("cuda")
+        ops.kind = kind
+        weights = dummy_weights(ModelConfig.from_hf(raw), torch.device("cuda"), torch.bfloat16, ops, "int4", 0)
+        rig = Rig(raw, None, ops, slots=max(batches), context=context + 256, weights=weights)
+        seqs = rig.open(max(batches), context, 128)
+        for batch in batches:
+            ms = rig.graph(seqs[:batch], 0, context, context + 128).time(10)
+            print(
+                json.dumps(
+                    dict(size=size, kind=kind, batch=batch, context=context, ms=round(ms, 3), weights=round(rig.weight_bytes() / 1e9, 2))
+                ),
+                flush=True,
+            )
+        rig.free()
+        weights.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def same(size: str, quantize: str | None, kv: str) -> None:
@@ -136,7 +177,7 @@ def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["products", "steps", "same"])
+    parser.add_argument("what", choices=["products", "steps", "gguf", "same"])
     parser.add_argument("size", nargs="?", default="31B")
     parser.add_argument("--formats", nargs="+", default=["int4", "fp8", "Q4_0", "Q4_K", "int8", "nvfp4"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -149,6 +190,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.what == "products":
         products(args.formats, args.shapes)
+    elif args.what == "gguf":
+        gguf(args.size, args.formats, args.batch, args.context)
     elif args.what == "same":
         same(args.size, args.quantize, args.kv)
     else:

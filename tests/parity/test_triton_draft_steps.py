@@ -50,6 +50,18 @@ def test_round() -> None:
 
 
 @torch.inference_mode()
+def test_round_over_keys_in_eight_bits() -> None:
+    rig = draft_rig(1, use_ordered_embeddings=False)
+    assert rig.drafter is not None
+    seqs = rig.open(1, 61, 16)
+    for side in (rig.store.keys, rig.store.values):
+        side[:] = [t if t is None else t.to(torch.float8_e4m3fn) for t in side]
+    stepped = SteppedDrafter(rig.drafter.model, False, SMALL, processors=4)
+    batch = batch_of(rig, seqs, 61, [SamplingParams()])
+    assert torch.equal(MTPDrafter(stepped, rig.model).propose(batch, 3).tokens, rig.drafter.propose(batch, 3).tokens)
+
+
+@torch.inference_mode()
 def test_narrow() -> None:
     """int8 with a factor a row: the state is that of the rounded weights, and near that of the weights themselves."""
     rig = draft_rig(1, use_ordered_embeddings=False)
