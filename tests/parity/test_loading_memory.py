@@ -14,12 +14,12 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
-from tests import quantised, tiny  # noqa: E402
+from tests import quantised, tiny
 
-from outrider.ops.formats import base  # noqa: E402
-from outrider.ops.triton import TritonOps  # noqa: E402
-from outrider.ops.triton.repack import QuantWeight  # noqa: E402
-from outrider.weights import load_target  # noqa: E402
+from outrider.ops.formats import base
+from outrider.ops.triton import TritonOps
+from outrider.ops.triton.repack import QuantWeight
+from outrider.weights import load_target
 
 
 class Peak(TorchDispatchMode):
