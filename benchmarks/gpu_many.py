@@ -315,32 +315,18 @@ def attend() -> None:
         base = views[spec.kv_heads, spec.head_dim, batch, context]
         at = torch.arange(context - rows, context, device="cuda").repeat(batch)
         kv = type(base)(
-            16,
-            base.keys,
-            base.values,
-            base.tables,
-            at,
-            torch.arange(batch, device="cuda").repeat_interleave(rows),
-            (torch.arange(batch + 1, device="cuda") * rows).to(torch.int32),
-            rows,
-            context,
-        )
+            16, base.keys, base.values, base.tables, at, torch.arange(batch, device="cuda").repeat_interleave(rows),
+            (torch.arange(batch + 1, device="cuda") * rows).to(torch.int32), rows, context,
+        )  # fmt: skip
         q = rand(batch * rows, spec.heads * spec.head_dim, scale=spec.head_dim**-0.5)
         seen = context if spec.window is None else min(context, spec.window + rows - 1)
         floor = batch * seen * spec.kv_heads * spec.head_dim * 4 / H200_BYTES_PER_S * 1e6
         area = sum(min(p + 1, spec.window or p + 1) for p in range(context - rows, context))
         floor = max(floor, 4 * batch * spec.heads * spec.head_dim * area / 800e6)
         one = type(base)(
-            16,
-            base.keys,
-            base.values,
-            {g: t[:1] for g, t in base.tables.items()},
-            at[rows - 1 : rows],
-            torch.zeros(1, dtype=torch.int64, device="cuda"),
-            torch.tensor([0, 1], dtype=torch.int32, device="cuda"),
-            1,
-            context,
-        )
+            16, base.keys, base.values, {g: t[:1] for g, t in base.tables.items()}, at[rows - 1 : rows],
+            torch.zeros(1, dtype=torch.int64, device="cuda"), torch.tensor([0, 1], dtype=torch.int32, device="cuda"), 1, context,
+        )  # fmt: skip
         alone = attention.attend(q[rows - 1 : rows], spec, one, True)
         found = []
         for shape in tries[name, batch, rows, context]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..cache.swap import Kept
 
 __all__ = ["Cache", "Request", "Scheduler", "Seq"]
-SHORTEST = 8  # tokens of the prompt that is soonest done, in a step beside sequences that decode, where others wait as well
+WHOLE = 256  # prompt tokens of a step in which many wait are a multiple of it: few numbers of rows to have kernels for
 
 
 class Cache(Protocol):
@@ -46,7 +46,7 @@ class Scheduler:
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
         pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where
         most sequences wait for their prompt (0: never more than a chunk and a quarter). `beside`: prompt tokens that a step may have
-        beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk), however many prompts wait."""
+        beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk), until prompts may be packed."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
         self.replay_rows, self.prefix_cache, self.max_context, self.pack = replay_rows, prefix_cache, max_context, pack
         self.beside = beside
@@ -85,14 +85,14 @@ class Scheduler:
                 nodes, start = nodes if guess is None and k else 0, len(seq.tokens) - 1
                 drafter = drafter if k else None
                 batch.decode.append(Lane(seq, seq.held.slot, start, 1, True, k, drafter, guess, stop, drop, nodes, prices))
-        beside = bool(ready and self.beside)
+        beside = bool(ready and self.beside) and self._crowd(len(ready)) <= self.beside
         waiting, budget = (self._by_turn(), self.beside) if beside else (list(self.running), self._budget(len(ready)))
         for seq in waiting if len(ready) < len(self.running) else ():
             if seq.cache is None:
                 continue
             start, count = self._next_chunk(seq)
             if beside:
-                count = min(count, SHORTEST if len(waiting) > 1 and not batch.prompts else budget)
+                count = min(count, self.beside // 2 if len(waiting) > 1 and not batch.prompts else budget)
             if count <= 0 or (count > budget and batch.prompts):
                 continue
             if self._reserve(seq, start + count):
@@ -115,10 +115,13 @@ class Scheduler:
 
     def _budget(self, decoding: int) -> int:
         """Prompt tokens of this step. With streams running it is a chunk, and a quarter so that short prompts ride along with a long one
-        instead of waiting for all of it; the larger the share of sequences that wait for their prompt, the more it is, up to `pack` where
-        a fifth of them wait."""
+        instead of waiting for all of it; more where many wait."""
+        return max(self.chunk + self.chunk // 4, self._crowd(decoding))
+
+    def _crowd(self, decoding: int) -> int:
+        """Prompt tokens for those who wait for theirs: the larger their share of the sequences, the more, up to `pack` where it is a fifth."""
         waiting = len(self.running) - decoding
-        return max(self.chunk + self.chunk // 4, min(self.pack, 4 * self.pack * waiting // max(1, decoding)))
+        return min(self.pack, self.pack * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
     def _may_be_over(self, seq: Seq) -> bool:
         """What is in flight may end the answer, or fill its context: wait and see."""

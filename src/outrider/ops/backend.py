@@ -47,7 +47,7 @@ class Capabilities:
     # Prompt tokens of one sequence in one pass, where the configuration leaves it open; and of all in one step, while most wait for theirs.
     prompt_chunk: int = 512
     packed_rows: int = 0
-    # Prompt tokens in a step beside sequences that decode, which wait for them. 0: a chunk.
+    # Prompt tokens in a step beside sequences that decode, which wait for them, while few wait for their prompt. 0: a chunk and a quarter.
     rows_beside: int = 0
     # Prompt tokens of one sequence in a step of a server where nobody decodes: somebody may come, and would wait for them. 0: a chunk.
     rows_alone: int = 0

@@ -188,6 +188,28 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
             chunk.seq.computed = chunk.start + chunk.count
 
 
+def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
+    scheduler = Scheduler(CountingCache(256, 1 << 20), 256, 1024, 32, 1 << 30, False, pack=8192, beside=512)
+    made = [Seq(Request(str(i), [1] * 8192, SamplingParams()), 0.0, [1] * 8192) for i in range(96)]
+
+    def step(decoding: int, waiting: int) -> list[int]:
+        """Prompt tokens of each sequence in a step."""
+        for seq in [*scheduler.running]:
+            scheduler.remove(seq)
+        for i, seq in enumerate(made[: decoding + waiting]):
+            scheduler.add(seq)
+            scheduler._admit()
+            seq.computed = len(seq.tokens) - 1 if i < decoding else 0
+        plan = scheduler.plan(lambda seqs: [PLAIN] * len(seqs))
+        assert len(plan.decode) == decoding
+        return [lane.count for lane in plan.prompts]
+
+    assert step(0, 64) == [1024] * 8, "nobody decodes: whole passes"
+    assert step(64, 1) == [512] and step(64, 2) == [256, 256], "few prompts beside streams"
+    assert step(64, 6) == [1024], "some: a chunk"
+    assert step(64, 32) == [1024] * 8, "many wait: whole passes again"
+
+
 def test_the_youngest_is_preempted() -> None:
     cache = CountingCache(4, 40)
     scheduler = Scheduler(cache, 4, 64, 64, 1 << 30, True)
@@ -248,7 +270,7 @@ def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
 def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
     scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, pack=2048)
     scheduler.running = [None] * 40  # type: ignore[list-item]
-    assert [scheduler._budget(n) for n in (0, 20, 32, 36, 39)] == [2048, 2048, 2048, 910, 640]
+    assert [scheduler._budget(n) for n in (0, 20, 32, 35, 36, 39)] == [2048, 2048, 2048, 1024, 640, 640]
     scheduler.pack = 0
     assert scheduler._budget(0) == scheduler._budget(39) == 640
 

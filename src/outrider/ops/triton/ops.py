@@ -24,8 +24,9 @@ from .tiles import COUNTERS
 class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = Capabilities(
-        independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=8192
-    )
+        independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=8192,
+        rows_beside=512,
+    )  # fmt: skip
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
