@@ -119,7 +119,7 @@ class Scheduler:
         return max(self.chunk + self.chunk // 4, self._crowd(decoding))
 
     def _crowd(self, decoding: int) -> int:
-        """Prompt tokens for those who wait for theirs: the larger their share of the sequences, the more, up to `pack` where it is a fifth."""
+        """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to `pack` where it is a fifth."""
         waiting = len(self.running) - decoding
         return min(self.pack, self.pack * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
