@@ -150,7 +150,7 @@ def for_rows(tile: Tile, n: int, k: int, rows: int, gated: bool, bytes_per: int 
     tiles = triton.cdiv(n * sides, 128)
     if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:  # few weights: more programs are worth more than what they share
         return Shape(32, 64 // sides, 128, 3)
-    wide = 128 if tiles >= 100 or tile.splits * tiles >= 120 else 64  # rows of weights a program
+    wide = 128 if tiles >= 96 or tile.splits * tiles >= 120 else 64  # rows of weights a program
     bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
     if rows > 64 and wide == 64 and tile.splits * tiles >= 36:  # two programs for the rows would read each weight twice in 64s
         wide, bm = 128, 128 if gated and tiles >= 90 else 64
