@@ -386,15 +386,16 @@ class Engine:
         s.new_tokens += emitted
         s.first_emitted = s.first_emitted or emitted
         m.new_tokens += emitted
+        tree = brought.branches
+        line, branched = (lane.k, 0) if tree is None else (tree.deepest, accepted - tree.ahead)  # by position: how deep it went
         for c in (s, m):
             c.cycles += 1
             c.drafted += lane.k
             c.accepted += accepted
-            drafted, right, line, tree = c.drafted_by_position, c.accepted_by_position, lane.k, brought.branches
-            if tree is not None:  # by position: how deep it went
+            if tree is not None:
                 c.trees += 1
-                c.branched += accepted - tree.ahead
-                line = tree.deepest
+                c.branched += branched
+            drafted, right = c.drafted_by_position, c.accepted_by_position
             for j in range(line):
                 drafted[j] += 1
             for j in range(accepted):

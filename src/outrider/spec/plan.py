@@ -59,12 +59,16 @@ class Branches(NamedTuple):
 
     @staticmethod
     def of(parents: list[int], path: list[int], steps: float | None = None, tokens: Sequence[int] = ()) -> Branches:
-        line = next((j for j, parent in enumerate(parents) if parent != j), len(parents))
-        made = Branches(parents, path, line, tokens=tokens)
-        return made._replace(steps=float(made.deepest) if steps is None else steps)
+        line, most = 0, len(parents)
+        while line < most and parents[line] == line:
+            line += 1
+        made = Branches(parents, path, line, 0.0 if steps is None else steps, tokens)
+        return made if steps is not None else made._replace(steps=float(made.deepest))
 
     @property
     def deepest(self) -> int:
+        if self.line == len(self.parents):
+            return self.line
         depth = [0]
         for parent in self.parents:
             depth.append(depth[parent] + 1)

@@ -53,6 +53,7 @@ class CpuCycle:
         self.guesses, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
         self.parents, self.path = (c_int32 * (most * MAX_DRAFT))(), (c_int32 * (most * MAX_DRAFT))()
         self.prices = (c_double * (most * (MAX_DRAFT + 1)))()
+        self.priced: list[Sequence[float] | None] = [None] * most  # what `prices` holds; tuples, which do not change
         self.trust = (c_double * 16)()
         c.asked = ctypes.addressof(ctypes.c_char.from_buffer(self.asked))
         c.drafts, c.confidence = ctypes.addressof(self.guesses), ctypes.addressof(self.confidence)
@@ -91,7 +92,8 @@ class CpuCycle:
             )  # fmt: skip
             if guess is not None:
                 self.guesses[i * MAX_DRAFT : i * MAX_DRAFT + k] = list(guess)
-            if prices is not None:
+            if prices is not None and prices is not self.priced[i]:  # a plan holds for several cycles
+                self.priced[i] = prices
                 self.prices[i * (MAX_DRAFT + 1) : (i + 1) * (MAX_DRAFT + 1)] = list(prices)
             rows += max(k, nodes)
         if rows > self.room:
