@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: setup demo test test-clients test-arm test-ray check docs dist clean gpu-archs
+.PHONY: setup demo test test-clients test-arm test-ray check docs dist images packages clean gpu-archs
 
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
@@ -51,6 +51,15 @@ docs: setup
 dist: setup
 	rm -rf dist build/lib build/bdist.*
 	$(BIN)/python -m build --no-isolation --outdir dist .
+
+# Both container images; where no Docker answers, they are checked by a linter.
+images: setup
+	@if docker info >/dev/null 2>&1; then \
+	  docker build -f deploy/Dockerfile.cpu -t outrider:cpu . && docker build -f deploy/Dockerfile.cuda -t outrider:cuda .; \
+	else echo "no Docker answers here: the Dockerfiles are linted only"; $(BIN)/hadolint deploy/Dockerfile.cpu deploy/Dockerfile.cuda; fi
+
+# Everything that is handed out
+packages: dist images
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

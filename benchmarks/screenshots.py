@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,10 @@ def main() -> None:
             page.wait_for_timeout(4500)
             page.screenshot(path=args.out / "server.png")
             drawn = open_page(browser, url, 1280, 1000, "light")
-            drawn.locator("#temperature").evaluate("n => { n.value = 1; n.dispatchEvent(new Event('input')); }")  # then drafts branch
+            drawn.locator("#k").evaluate("n => { n.value = 6; n.dispatchEvent(new Event('input')); }")
+            llm.engine.spec = replace(llm.engine.spec, tree=12)  # as with --tree 12: whatever pays here, the picture shows branches
             ask(drawn, TREE)
+            llm.engine.spec = replace(llm.engine.spec, tree=None)
             drawn.locator("#branches").scroll_into_view_if_needed()
             drawn.locator("aside").screenshot(path=args.out / "branches.png")
             light = open_page(browser, url, 1280, 800, "light")

@@ -112,7 +112,7 @@ class Choice:
             tokens = [[self._piece(t), kind] for t, kind in zip(event.tokens, event.kinds)]
             self.tokens += tokens
             update.tokens += tokens
-            if event.tree is not None:
+            if event.tree is not None and event.tree.line < len(event.tree.parents):  # a tree may be a line after all
                 said = [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in event.tree.tokens]
                 update.tree = {"tokens": said, "parents": event.tree.parents, "path": event.tree.path}
 

@@ -39,7 +39,7 @@ export class Branches {
     if (!stats && performance.now() - this.drawn < PAUSE) return;
     this.drawn = performance.now();
     this.draw((stats && this.best) || this.latest);
-    $("branched").textContent = stats ? `${stats.trees} drafts branched; ${stats.branched} tokens came from a branch.` : "";
+    $("branched").textContent = stats ? `${stats.branched} tokens of this answer came from a branch.` : "";
   }
   draw(tree) {
     const nodes = layout(tree);
