@@ -80,7 +80,7 @@ class CpuOps(ReferenceOps):
         """Half the memory to read: float16, which the processor widens while loading, or bfloat16 where it multiplies pairs of them.
         int8: a quarter, and a factor for every row of a head."""
         if asked == "fp8":
-            raise OutriderError("--kv-dtype fp8: K/V in fp8 is for GPUs (--device cuda); the CPU's kernels keep it in int8")
+            raise OutriderError("--kv-dtype fp8: the CPU's kernels keep K/V in int8, not fp8")
         if asked == "int8":
             return torch.int8
         return torch.bfloat16 if self.lib.or_isa() == BF16 else torch.float16

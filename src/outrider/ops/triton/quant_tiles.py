@@ -41,11 +41,9 @@ class QuantTile:
 
 
 def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
-    """As many programs of 64 rows as are at work at once, but none with less than four chunks. Four bits: six programs of two warps on each
-    of 132 processors; eight: three of four warps, which want more bytes on their way instead."""
+    """As many programs of 64 rows as are at work at once, six on each of 132 processors, but none with less than four chunks."""
     tiles, chunks = triton.cdiv(n, 64), triton.cdiv(k * bits, 1024)
-    splits = 780 // tiles if bits == 4 else (400 + tiles // 2) // tiles
-    return QuantTile(64, max(1, min(splits, chunks // 4)), 4 if bits == 4 else 6)
+    return QuantTile(64, max(1, min(780 // tiles, chunks // 4)), 4)
 
 
 def fit(tile: QuantTile, rows: int, columns: int, plane: int, bits: int, shared: int, lifted: bool = False) -> tuple[int, QuantTile]:
