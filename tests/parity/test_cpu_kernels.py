@@ -7,7 +7,6 @@ a page table ignored, a tile that rounds differently from another.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from torch import Tensor
 from outrider.engine.tree import Tree
 from outrider.models import build, build_drafter
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.ops.cpu import build as build_module
-from outrider.ops.cpu.build import runnable
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
 from outrider.ops.cpu.lib import W_DENSE, W_Q4M, W_Q8
 from outrider.ops.cpu.ops import CpuOps
@@ -36,20 +33,8 @@ from outrider.types import AttnSpec, KVView
 from outrider.weights.dummy_file import write_gguf
 from outrider.weights.load import dummy_weights, load_target
 
-# The code for AVX-VNNI, with AVX-512's encoding of its one instruction: for machines that have the latter only.
-TWIN, TWIN_FLAGS = "avxvnni twin", (*build_module.AVX2, "-mavx512vl", "-mavx512vnni", "-DISA_TWIN")
-RUNNABLE = [*runnable(), *([TWIN] if "avx512" in runnable() and "avxvnni" not in runnable() else [])]
 KINDS = (*PACKED, "mixed", "float32", "bfloat16", "float16")
 REF = ReferenceOps()
-
-
-@pytest.fixture(scope="module", params=RUNNABLE)
-def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == TWIN:
-            patch.setitem(build_module.FLAGS, "avxvnni", TWIN_FLAGS)
-            patch.setitem(build_module.NEEDS, "avxvnni", build_module.NEEDS["avx512"])
-        yield CpuOps(threads=2, isa=request.param.removesuffix(" twin"))
 
 
 def seeded(*shape: int, seed: int = 0) -> Tensor:
