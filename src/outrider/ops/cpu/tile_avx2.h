@@ -53,9 +53,7 @@ INLINE void block_dots(int kind, const uint8_t *data, const int8_t *x, long ldx,
     const int offset = !k_min(kind) && (VNNI256 || !is_signed(kind));
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum[TILE_ROWS][2];
-    UNROLL for (int m = 0; m < MT; m++)
-        dot[m][0] = dot[m][1] = !offset ? _mm256_setzero_si256()
-                                        : _mm256_srai_epi32(_mm256_set1_epi32(zero_sum(s + (size_t)m * kb, from, count)), zero_shift(kind));
+    if (VNNI256) UNROLL for (int m = 0; m < MT; m++) dot[m][0] = dot[m][1] = _mm256_setzero_si256();
     UNROLL for (int t = 0; t < count; t++) {
         const int j = count == 4 ? from + t : t / 2 + 4 * (t % 2); /* low and high halves of the same bytes after each other */
         const __m256i w[2] = {step_codes(kind, data, j), step_codes(kind, data + 32, j)};
@@ -66,9 +64,15 @@ INLINE void block_dots(int kind, const uint8_t *data, const int8_t *x, long ldx,
                 if (VNNI256) { dot[m][h] = m256_dot4(dot[m][h], w[h], y); continue; }
                 const __m256i two = _mm256_maddubs_epi16(size[h], is_signed(kind) ? _mm256_sign_epi8(y, w[h]) : y);
                 sum[m][h] = t % run ? _mm256_add_epi16(sum[m][h], two) : two;
-                if (t % run == run - 1) dot[m][h] = _mm256_add_epi32(dot[m][h], _mm256_madd_epi16(sum[m][h], ones));
+                if (t % run < run - 1) continue;
+                const __m256i four = _mm256_madd_epi16(sum[m][h], ones);
+                dot[m][h] = t < run ? four : _mm256_add_epi32(dot[m][h], four);
             }
         }
+    }
+    if (offset) UNROLL for (int m = 0; m < MT; m++) { /* only now: before, the registers are needed for sums */
+        const __m256i zero = _mm256_srai_epi32(_mm256_set1_epi32(zero_sum(s + (size_t)m * kb, from, count)), zero_shift(kind));
+        UNROLL for (int h = 0; h < 2; h++) dot[m][h] = _mm256_add_epi32(dot[m][h], zero);
     }
 }
 
