@@ -212,6 +212,8 @@ def main() -> None:
             peer = Peer(args.model, ours.ops.threads, ours.ids.tolist())
         except ImportError:
             print("llama-cpp-python is not installed: no peer")
+        except ValueError as error:
+            print(f"no peer: {error}")
     if args.numba:
         from numba_products import NumbaProducts
 
