@@ -174,6 +174,7 @@ def note(args: argparse.Namespace, row: dict[str, Any]) -> None:
     print(json.dumps(row), flush=True)
     for path in (Path(args.run) / "experiments.jsonl", args.out / "experiments.jsonl" if args.out else None):
         if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with open(path, "a") as file:
                 file.write(json.dumps(row) + "\n")
 
