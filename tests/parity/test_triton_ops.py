@@ -19,7 +19,7 @@ triton = pytest.importorskip("triton")
 from outrider.engine.tree import Tree  # noqa: E402
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
-from outrider.ops.triton import TritonOps, choose, moe  # noqa: E402
+from outrider.ops.triton import TritonOps, choose, moe, prompts, rope  # noqa: E402
 from outrider.ops.triton.ahead import Ahead  # noqa: E402
 from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
 from outrider.ops.triton.linear import product  # noqa: E402
@@ -360,6 +360,35 @@ def test_prompt_chunks_packed(ops: TritonOps, window: int | None) -> None:
             torch.tensor([0, count], dtype=torch.int32, device=DEVICE), count, first + count,
         )  # fmt: skip
         same(ops.attend(q[mine], spec, one), together[mine])
+
+
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("fold,edges", [(False, True), (True, False)])
+def test_tiles_of_prompts_add_in_the_same_order(window: int | None, fold: bool, edges: bool) -> None:
+    """Chunks that begin and end inside a tile and inside a block, sequences of one row and of none, blocks that need no mask: the bits
+    of the kernel that takes few queries."""
+    cut = Cut(16, 16)
+    spec = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3)
+    kv = cache(spec, [(0, 40), (66, 21), (5, 1), (9, 0), (100, 9)], 16, torch.bfloat16 if CUDA else torch.float32)
+    q = rand(kv.positions.shape[0], 256, seed=4, dtype=torch.bfloat16 if CUDA else torch.float32)
+    want = attend(q, spec, kv, False, cut, Shape(False, 16, 4))
+    near(want, REF.attend(q, spec, kv))
+    for bq in (16, 64):
+        same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(bq, 4, 2, fold, edges)), want)
+
+
+def test_heads_of_a_program_rotate_alike() -> None:
+    """Heads written to a neighbour's place or with its norm."""
+    spec = AttnSpec(8, 4, 16, 0, True)
+    qkv, norms = rand(5, spec.qkv_rows), (rand(16, seed=1), rand(16, seed=2))
+    found = []
+    for some in (1, 4):
+        kv = cache(spec, [(5, 3), (0, 2)], 4)
+        cos, sin = rope.rope_angles(kv.positions, rand(8, seed=3), False)
+        q = rope.rope_write(qkv, cos, sin, *norms, spec, kv, False, some)
+        assert kv.keys[0] is not None and kv.values[0] is not None
+        found.append(torch.cat([t.nan_to_num(0.0).flatten() for t in (q, kv.keys[0], kv.values[0])]))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("window", [None, 50])

@@ -26,6 +26,8 @@ from .tiles import COUNTERS, SHARED, Shape, Tile, choose_tile, fitted, for_rows
 from .wide import described, fetchable, wide_kernel
 
 LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
+TOGETHER = 2048  # rows whose x stays in L2 while products of many rows go through the weights
+SINGLE = False
 AHEAD_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
 
 
@@ -287,12 +289,12 @@ def _call(
     if shape.fetched and shared >= SHARED and fetchable(x) and fetchable(w):
         tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
         fetches = (
-            described(x, shape.bm, shape.bk), described(w, shape.bn, shape.bk), bias if bias is not None else out,
+            described(x, shape.bm, shape.bk), described(w, shape.bn, shape.bk, gated), bias if bias is not None else out,
             mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
         )  # fmt: skip
         # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that its fetching needs.
-        several = splits == 1 and not gated and out_dtype.itemsize == 2
-        ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several)
+        several = splits == 1 and not (gated and SINGLE) and out_dtype.itemsize == 2
+        ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several, TOGETHER=TOGETHER // shape.bm)
         return Launch(wide_kernel, (min(tiles, processors_of(x.device)) if several else tiles,), fetches, ends, out)
     grid = (triton.cdiv(rows, shape.bm + shape.more), triton.cdiv(n, shape.bn), 1 if folded else splits)
     wide = shape.bn * (2 if gated else 1)

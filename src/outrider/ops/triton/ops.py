@@ -13,7 +13,7 @@ from ..backend import Capabilities, M, Norms
 from ..formats import Held
 from ..reference import ReferenceOps, plain
 from ..trees import Front, Nodes, Noise, Planted
-from . import attention, choose, moe, norm, rope, trees
+from . import attention, choose, moe, norm, prompts, rope, trees
 from .ahead import Ahead
 from .linear import Kind, compile_for, product, variant
 from .quant_tiles import shared_of
@@ -34,8 +34,8 @@ class TritonOps(ReferenceOps):
         self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
         self.pointers = trees.Pointers()
         on_gpu = torch.device(device).type == "cuda"
-        shared = shared_of(torch.device(device))
-        self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl, shared), variant) if on_gpu else None
+        self.shared = shared_of(torch.device(device))
+        self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant) if on_gpu else None
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
         if asked == "fp8" and self.seen.is_cuda:
@@ -85,6 +85,8 @@ class TritonOps(ReferenceOps):
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
+        if prompts.suited(spec, kv, q.dtype, self.shared):
+            return prompts.attend(q, spec, kv, self.pdl)
         return attention.attend(q, spec, kv, self.pdl)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------

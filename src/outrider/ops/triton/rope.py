@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -9,6 +11,8 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from .common import start
+
+PROMPT = 256  # rows from which a program takes several heads: there are enough programs
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
@@ -38,17 +42,21 @@ def rope_angles(positions: Tensor, inv_freq: Tensor, pdl: bool) -> tuple[Tensor,
 def rope_write_kernel(
     qkv, cos, sin, q_norm, k_norm, q_out, keys, values, table, places, row_seq, qkv_stride, table_stride, page_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
-    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, PDL: tl.constexpr,
+    Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row a program: the q heads, then the k heads, then the v heads."""
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    i = tl.arange(0, BLOCK)
+    """SOME heads of one row a program (all of one kind), a warp each: the q heads, then the k heads, then the v heads."""
+    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME
+    head = first + tl.arange(0, SOME)[:, None]
+    i = tl.arange(0, BLOCK)[None, :] + (
+        head - head
+    )  # [SOME, BLOCK]: what all heads share is fetched for each, so that no warp waits for another
     ok = i < HALF
     # Norm weights, places and tables stand since before the pass: fetched while the kernel ahead still runs.
     to = row * 0
-    if head >= HEADS:
-        to = _slot(table, places, row_seq, row, (head - HEADS) % KV_HEADS, table_stride, page_stride, HALF, PAGE)
-    of_q, of_k = tl.where(head < HEADS, HALF, 0), tl.where(head < HEADS, 0, HALF)
+    if first >= HEADS:
+        to = _slot(table, places, row_seq, row, (first - HEADS) % KV_HEADS, table_stride, page_stride, HALF, PAGE)
+    to += (head - first) * (PAGE * 2 * HALF)
+    of_q, of_k = tl.where(first < HEADS, HALF, 0), tl.where(first < HEADS, 0, HALF)
     if Q_NORM:
         qa = tl.load(q_norm + i, mask=i < of_q, other=0.0)
         qb = tl.load(q_norm + HALF + i, mask=i < of_q, other=0.0)
@@ -58,22 +66,22 @@ def rope_write_kernel(
     start(PDL)
     source = head
     if K_EQ_V:
-        source = tl.where(head >= HEADS + KV_HEADS, head - KV_HEADS, head)
+        source = tl.where(first >= HEADS + KV_HEADS, head - KV_HEADS, head)
     base = qkv + row * qkv_stride + source * (2 * HALF)
     kind = q_out.dtype.element_ty
     a = tl.load(base + i, mask=ok, other=0.0).to(tl.float32)
     b = tl.load(base + HALF + i, mask=ok, other=0.0).to(tl.float32)
     c = tl.load(cos + row * HALF + i, mask=ok, other=0.0)
     s = tl.load(sin + row * HALF + i, mask=ok, other=0.0)
-    inv = tl.rsqrt((tl.sum(a * a, 0) + tl.sum(b * b, 0)) / (2 * HALF) + eps)
-    if head < HEADS:
+    inv = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+    if first < HEADS:
         if Q_NORM:
             a = (a * inv * qa).to(kind).to(tl.float32)
             b = (b * inv * qb).to(kind).to(tl.float32)
         q_to = q_out + row * (HEADS * 2 * HALF) + head * (2 * HALF)
         tl.store(q_to + i, (a * c - b * s).to(kind), mask=ok)
         tl.store(q_to + HALF + i, (b * c + a * s).to(kind), mask=ok)
-    elif head < HEADS + KV_HEADS:
+    elif first < HEADS + KV_HEADS:
         if K_NORM:
             a = (a * inv * ka).to(kind).to(tl.float32)
             b = (b * inv * kb).to(kind).to(tl.float32)
@@ -106,18 +114,21 @@ def _slot(table, places, row_seq, row, head, table_stride, page_stride, HALF: tl
 
 
 def rope_write(
-    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView, pdl: bool
-) -> Tensor:
+    qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView, pdl: bool,
+    some: int | None = None,
+) -> Tensor:  # fmt: skip
+    """some: other than the rule's heads of a program, for measuring."""
     rows, half = qkv.shape[0], spec.head_dim // 2
     q = torch.empty((rows, spec.heads * spec.head_dim), dtype=qkv.dtype, device=qkv.device)
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     table = kv.tables[spec.group]
-    rope_write_kernel[(rows, spec.heads + (2 * spec.kv_heads if spec.writes else 0))](
+    some = some or (math.gcd(4, spec.heads, spec.kv_heads if spec.writes else 4) if rows >= PROMPT else 1)
+    rope_write_kernel[(rows, (spec.heads + (2 * spec.kv_heads if spec.writes else 0)) // some)](
         qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
         kv.positions if kv.places is None else kv.places, kv.row_seq, qkv.stride(0), table.stride(0), keys.stride(0), spec.eps,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
-        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, PDL=pdl,
-        num_warps=1, **({"launch_pdl": True} if pdl else {}),
+        Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some, PDL=pdl,
+        num_warps=some, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return q

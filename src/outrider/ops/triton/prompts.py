@@ -1,0 +1,162 @@
+"""Attention of prompt chunks: many queries of a sequence, heads of 256 and 512, splits of one block.
+
+The sums of `attention`, so the same bits, arranged for the matrix units. A split's product with the values is made for a quarter of the
+columns at a time and added to the sums before the next quarter is begun: then one accumulator of all columns is alive and not two, and
+tiles of 128 queries (two warpgroups with 64 whole rows each, so that nothing of a row is exchanged) fit the registers.
+Only blocks at the edge of what a tile sees are masked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...types import AttnSpec, KVView
+from .attention import INDEX, WIDE_HEAD, Cut, _known, choose_cut, power
+from .common import start
+from .quant_tiles import shared_of
+
+CHUNK = 200  # queries of a sequence times the heads that share a K/V head, from which a pass is one of prompts
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a program takes; changes no bit."""
+
+    bq: int  # queries: rows times the heads that share a K/V head
+    warps: int
+    stages: int
+    fold: bool = False
+    edges: bool = True
+
+
+def choose_shape(spec: AttnSpec, cut: Cut) -> Shape:
+    if spec.head_dim > 256:
+        return Shape(64, 8, 2 if cut.bn == 32 else 1)
+    return Shape(128, 8, 2)
+
+
+def suited(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> bool:
+    """Whether all splits that a row of this pass can see are single blocks, and the tile fits."""
+    cut = choose_cut(spec, dtype, shared)
+    return (
+        dtype.itemsize == 2 and spec.head_dim in (256, 512) and kv.paths is None and cut.fine == cut.bn and shared > WIDE_HEAD
+        and kv.max_rows * (spec.heads // spec.kv_heads) > CHUNK and (spec.window is not None or kv.max_context <= cut.near)
+    )  # fmt: skip
+
+
+def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None, shape: Shape | None = None) -> Tensor:
+    """cut, shape: others than the rules', for measuring."""
+    keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
+    assert keys is not None and values is not None
+    cut = cut or choose_cut(spec, q.dtype, shared_of(q.device))
+    shape = shape or choose_shape(spec, cut)
+    out, table = torch.empty_like(q), kv.tables[spec.group]
+    tiles = triton.cdiv(kv.max_rows * (spec.heads // spec.kv_heads), shape.bq)
+    prompt_kernel[(tiles, spec.kv_heads, kv.row_start.shape[0] - 1)](
+        q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634,
+        HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0, BQ=shape.bq, BN=cut.bn,
+        FOLD=shape.fold, EDGES=shape.edges, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _values(values, to, live, FIRST: tl.constexpr, PIECE: tl.constexpr):
+    """A quarter of the columns of a block's values [BN, PIECE]."""
+    return tl.load(values + to[:, None] + (FIRST + tl.arange(0, PIECE))[None, :], mask=live[:, None], other=0.0)
+
+
+@triton.jit
+def _add(sums, before, here, more, FOLD: tl.constexpr):
+    if FOLD:
+        return tl.fma(sums, tl.broadcast_to(before, sums.shape), more)
+    else:
+        return sums * before + more * here
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=INDEX[:3])
+def prompt_kernel(
+    q, keys, values, table, positions, row_start, out, table_stride, page_stride, scale,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, EDGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles first: they see most."""
+    tile, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    PIECE: tl.constexpr = D // 4
+    first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
+    count, begin = (end - first) * GROUP, tile * BQ
+    start(PDL)
+    if begin < count:
+        m = begin + tl.arange(0, BQ)
+        row = (first + tl.minimum(m, count - 1) // GROUP).to(tl.int64)
+        head = kv_head * GROUP + m % GROUP
+        at = tl.load(positions + row).to(tl.int32)  # [BQ]
+        low, high = tl.min(at, 0), tl.max(at, 0)
+        key_from = high * 0
+        if WINDOW > 0:
+            key_from = tl.maximum(low - WINDOW + 1, 0) // BN * BN
+        key_to = high + 1
+        of_row = row * (HEADS * D) + head * D
+        query = tl.load(q + of_row[:, None] + tl.arange(0, D)[None, :])
+        top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
+        total = tl.zeros((BQ, 16), dtype=tl.float32)
+        ones = tl.full((BN, 16), 1.0, dtype=values.dtype.element_ty)
+        acc0 = tl.zeros((BQ, PIECE), dtype=tl.float32)
+        acc1 = tl.zeros((BQ, PIECE), dtype=tl.float32)
+        acc2 = tl.zeros((BQ, PIECE), dtype=tl.float32)
+        acc3 = tl.zeros((BQ, PIECE), dtype=tl.float32)
+        next_key = key_from + tl.arange(0, BN)
+        page = tl.load(table + b * table_stride + next_key // PAGE, mask=next_key < key_to, other=0)
+        for k in range(key_from, key_to, BN):
+            key = k + tl.arange(0, BN)
+            live = key < key_to
+            to = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
+            page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
+            kt = tl.load(keys + to[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
+            s = tl.dot(query, tl.trans(kt)) * scale  # [BQ, BN]
+            if EDGES:
+                edge = k + BN - 1 > low
+                if WINDOW > 0:
+                    edge = edge | (k <= high - WINDOW)
+                if edge:
+                    s = _masked(s, key, at, WINDOW)
+            else:
+                s = _masked(s, key, at, WINDOW)
+            peak = tl.ceil(tl.max(s, 1))
+            new = tl.maximum(top, peak)
+            ref = _known(new)
+            before, here = power(top - ref)[:, None], power(peak - ref)[:, None]
+            top = new
+            p = tl.exp2(s - _known(peak)[:, None])
+            if FOLD:
+                p = p * here
+            p = p.to(values.dtype.element_ty)
+            each = tl.dot(p, ones)
+            total = _add(total, before, here, each, FOLD)
+            acc0 = _add(acc0, before, here, tl.dot(p, _values(values, to, live, 0, PIECE)), FOLD)
+            acc1 = _add(acc1, before, here, tl.dot(p, _values(values, to, live, PIECE, PIECE)), FOLD)
+            acc2 = _add(acc2, before, here, tl.dot(p, _values(values, to, live, 2 * PIECE, PIECE)), FOLD)
+            acc3 = _add(acc3, before, here, tl.dot(p, _values(values, to, live, 3 * PIECE, PIECE)), FOLD)
+        mass = tl.max(total, 1)[:, None]  # all columns are equal
+        ok = (m < count)[:, None]
+        d = of_row[:, None] + tl.arange(0, PIECE)[None, :]
+        tl.store(out + d, (acc0 / mass).to(out.dtype.element_ty), mask=ok)
+        tl.store(out + d + PIECE, (acc1 / mass).to(out.dtype.element_ty), mask=ok)
+        tl.store(out + d + 2 * PIECE, (acc2 / mass).to(out.dtype.element_ty), mask=ok)
+        tl.store(out + d + 3 * PIECE, (acc3 / mass).to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _masked(s, key, at, WINDOW: tl.constexpr):
+    far = at[:, None] - key[None, :]
+    if WINDOW > 0:
+        return tl.where((far >= 0) & (far < WINDOW), s, float("-inf"))
+    else:
+        return tl.where(far >= 0, s, float("-inf"))
