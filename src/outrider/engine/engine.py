@@ -28,7 +28,7 @@ from .graphs import GraphExecutor
 from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
-from .room import Room, free_bytes, gpu_budget, prompt_rows, room, swap_bytes
+from .room import Room, free_bytes, gpu_budget, prompt_rows, room, rows_alone, spare_bytes, swap_bytes
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
 from .text import Detokenizer, Tokenizer
@@ -89,9 +89,11 @@ class Engine:
         exact = self.can.prompts_independent
         self.granularity = config.page_size if exact else self.chunk  # prefixes are shared in multiples of it
         self.share_answers = exact
+        pack = prompt_rows(model.config, self.can.packed_rows)
         self.scheduler = Scheduler(
             self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context, prompt_rows(model.config, self.can.packed_rows), self.can.rows_beside,
+            self.max_context, pack, self.can.rows_beside,
+            rows_alone(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
         )  # fmt: skip
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)

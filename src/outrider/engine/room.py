@@ -49,6 +49,11 @@ def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, r
     return int(free - (1.0 - config.gpu_memory) * total) - work_bytes(model.vocab_size, rows)
 
 
+def spare_bytes(config: EngineConfig, device: torch.device) -> int:
+    """What of a GPU was not granted to weights, K/V and steps; none elsewhere."""
+    return int((1.0 - config.gpu_memory) * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
+
+
 def room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int, batch: int = 8, budget: int | None = None) -> Room:
     """Without a wish: as much as the model knows and the memory holds. batch: sequences at once,
     unless the configuration says; budget: bytes for K/V on a GPU."""
@@ -102,6 +107,15 @@ def prompt_rows(model: ModelConfig, most: int) -> int:
     while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
         rows //= 2
     return rows
+
+
+def rows_alone(model: ModelConfig, rows: int, most: int, spare: int) -> int:
+    """The same where as many sequences wait for their prompt as decode: up to `most`, as far as what a pass holds of its rows is little of
+    `spare`, the memory that nothing was granted of. rows: as `prompt_rows` says."""
+    each = max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in model.layers) + 8 * model.hidden  # numbers of two bytes
+    while most > rows and most * each * 2 > spare // 4:
+        most //= 2
+    return max(rows, most)
 
 
 def _too_long(context: int, need: int, free: int) -> OutriderError:

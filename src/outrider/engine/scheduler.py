@@ -41,15 +41,16 @@ class Cache(Protocol):
 class Scheduler:
     def __init__(
         self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool, max_context: int = 1 << 30,
-        pack: int = 0, beside: int = 0,
+        pack: int = 0, beside: int = 0, alone: int = 0,
     ):  # fmt: skip
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
         pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where
-        most sequences wait for their prompt (0: never more than a chunk and a quarter). `beside`: prompt tokens that a step may have
-        beside sequences that decode, for backends that may cut a prompt anywhere (0: a chunk), until prompts may be packed."""
+        many sequences wait for their prompt (0: never more than a chunk and a quarter), `alone`: where as many wait as decode.
+        `beside`: prompt tokens that a step may have beside sequences that decode, for backends that may cut a prompt anywhere (0: a
+        chunk), until prompts may be packed."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
         self.replay_rows, self.prefix_cache, self.max_context, self.pack = replay_rows, prefix_cache, max_context, pack
-        self.beside = beside
+        self.beside, self.alone = beside, max(alone, pack)
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
@@ -119,8 +120,11 @@ class Scheduler:
         return max(self.chunk + self.chunk // 4, self._crowd(decoding))
 
     def _crowd(self, decoding: int) -> int:
-        """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to `pack` where it is a fifth."""
+        """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to `pack` where it is a fifth, and to
+        `alone` where it is half: each pass less is also a decode step of few sequences less."""
         waiting = len(self.running) - decoding
+        if waiting >= decoding:
+            return self.alone
         return min(self.pack, self.pack * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
     def _may_be_over(self, seq: Seq) -> bool:

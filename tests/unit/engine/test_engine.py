@@ -271,7 +271,10 @@ def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
     scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, pack=2048)
     scheduler.running = [None] * 40  # type: ignore[list-item]
     assert [scheduler._budget(n) for n in (0, 20, 32, 35, 36, 39)] == [2048, 2048, 2048, 1024, 640, 640]
-    scheduler.pack = 0
+    scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, pack=2048, alone=8192)
+    scheduler.running = [None] * 40  # type: ignore[list-item]
+    assert [scheduler._budget(n) for n in (0, 20, 21, 39)] == [8192, 8192, 2048, 640], "as many wait as decode: larger passes"
+    scheduler.pack = scheduler.alone = 0
     assert scheduler._budget(0) == scheduler._budget(39) == 640
 
 
