@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .common import activate, start
 
+PROMPT = 256  # rows of a pass of prompts
+
 
 def width_warps(width: int) -> tuple[int, int]:
     block = triton.next_power_of_2(width)
@@ -74,18 +76,20 @@ def per_layer_inputs(ids: Tensor, table: Tensor, projected: Tensor, scale: float
 @triton.jit
 def residual_norm_kernel(
     x, y, post_w, scale, next_w, second_w, third_w, x_out, h_out, second_out, third_out, n, eps,
-    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    POST: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr, MORE: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """MORE: three norms of the sum instead of one."""
+    """MORE: three norms of the sum instead of one. EARLY: weights are fetched while the kernel ahead still runs; where there are many rows,
+    more programs at a time are worth more than the registers that this takes."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
     kind = x_out.dtype.element_ty
-    if POST:
+    if POST and EARLY:
         pw = tl.load(post_w + i, mask=ok, other=0.0)
-    if NEXT:
+    if NEXT and EARLY:
         nw = tl.load(next_w + i, mask=ok, other=0.0)
-    if MORE:
+    if MORE and EARLY:
         w2, w3 = tl.load(second_w + i, mask=ok, other=0.0), tl.load(third_w + i, mask=ok, other=0.0)
     if SCALE:
         factor = tl.load(scale).to(kind).to(tl.float32)
@@ -93,6 +97,8 @@ def residual_norm_kernel(
     b = tl.load(y + row * n + i, mask=ok, other=0.0).to(tl.float32)
     a = tl.load(x + row * n + i, mask=ok, other=0.0).to(tl.float32)
     if POST:
+        if not EARLY:
+            pw = tl.load(post_w + i, mask=ok, other=0.0)
         b = (b * tl.rsqrt(tl.sum(b * b, 0) / n + eps) * pw).to(kind).to(tl.float32)
     a = (a + b).to(kind)
     if SCALE:
@@ -101,18 +107,24 @@ def residual_norm_kernel(
     if NEXT:
         h = a.to(tl.float32)
         h = h * tl.rsqrt(tl.sum(h * h, 0) / n + eps)
+        if not EARLY:
+            nw = tl.load(next_w + i, mask=ok, other=0.0)
         tl.store(h_out + row * n + i, (h * nw).to(kind), mask=ok)
         if MORE:
+            if not EARLY:
+                w2, w3 = tl.load(second_w + i, mask=ok, other=0.0), tl.load(third_w + i, mask=ok, other=0.0)
             tl.store(second_out + row * n + i, (h * w2).to(kind), mask=ok)
             tl.store(third_out + row * n + i, (h * w3).to(kind), mask=ok)
 
 
 def residual_norm(
     x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool,
-    more: tuple[Tensor, Tensor] | None = None,
+    more: tuple[Tensor, Tensor] | None = None, early: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for)."""
+    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for). early: other than the rule's, for
+    measuring."""
     rows, width = x.shape
+    early = rows < PROMPT if early is None else early
     x, y = x.contiguous(), y.contiguous()
     x_out = torch.empty_like(x)
     h_out = x_out if next_w is None else torch.empty_like(x)
@@ -121,8 +133,8 @@ def residual_norm(
     residual_norm_kernel[(rows,)](
         x, y, x if post_w is None else post_w, x if scale is None else scale, x if next_w is None else next_w, *(more or (x, x)),
         x_out, h_out, second, third, width, eps,
-        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block, PDL=pdl,
-        num_warps=warps, **({"launch_pdl": True} if pdl else {}),
+        POST=post_w is not None, SCALE=scale is not None, NEXT=next_w is not None, MORE=more is not None, BLOCK=block, EARLY=early,
+        PDL=pdl, num_warps=warps, **({"launch_pdl": True} if pdl else {}), **({} if early else {"maxnreg": 64}),
     )  # fmt: skip
     return x_out, h_out, second, third
 

@@ -30,8 +30,6 @@ class Shape:
     bq: int  # queries: rows times the heads that share a K/V head
     warps: int
     stages: int
-    fold: bool = False
-    edges: bool = True
 
 
 def choose_shape(spec: AttnSpec, cut: Cut) -> Shape:
@@ -60,7 +58,7 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     prompt_kernel[(tiles, spec.kv_heads, kv.row_start.shape[0] - 1)](
         q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0, BQ=shape.bq, BN=cut.bn,
-        FOLD=shape.fold, EDGES=shape.edges, PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
+        PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
@@ -73,18 +71,16 @@ def _values(values, to, live, FIRST: tl.constexpr, PIECE: tl.constexpr):
 
 
 @triton.jit
-def _add(sums, before, here, more, FOLD: tl.constexpr):
-    if FOLD:
-        return tl.fma(sums, tl.broadcast_to(before, sums.shape), more)
-    else:
-        return sums * before + more * here
+def _add(sums, before, more):
+    """An explicit addition: the compiler would make `sums * before` the start of the product, whose sums then had another order."""
+    return tl.fma(sums, tl.broadcast_to(before, sums.shape), more)
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=INDEX[:3])
 def prompt_kernel(
     q, keys, values, table, positions, row_start, out, table_stride, page_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, EDGES: tl.constexpr, PDL: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles first: they see most."""
     tile, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -121,29 +117,23 @@ def prompt_kernel(
             page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
             kt = tl.load(keys + to[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
             s = tl.dot(query, tl.trans(kt)) * scale  # [BQ, BN]
-            if EDGES:
-                edge = k + BN - 1 > low
-                if WINDOW > 0:
-                    edge = edge | (k <= high - WINDOW)
-                if edge:
-                    s = _masked(s, key, at, WINDOW)
-            else:
+            edge = k + BN - 1 > low
+            if WINDOW > 0:
+                edge = edge | (k <= high - WINDOW)
+            if edge:
                 s = _masked(s, key, at, WINDOW)
             peak = tl.ceil(tl.max(s, 1))
             new = tl.maximum(top, peak)
             ref = _known(new)
+            # The split's own factor goes into its weights: a power of two rounds nothing there either.
             before, here = power(top - ref)[:, None], power(peak - ref)[:, None]
             top = new
-            p = tl.exp2(s - _known(peak)[:, None])
-            if FOLD:
-                p = p * here
-            p = p.to(values.dtype.element_ty)
-            each = tl.dot(p, ones)
-            total = _add(total, before, here, each, FOLD)
-            acc0 = _add(acc0, before, here, tl.dot(p, _values(values, to, live, 0, PIECE)), FOLD)
-            acc1 = _add(acc1, before, here, tl.dot(p, _values(values, to, live, PIECE, PIECE)), FOLD)
-            acc2 = _add(acc2, before, here, tl.dot(p, _values(values, to, live, 2 * PIECE, PIECE)), FOLD)
-            acc3 = _add(acc3, before, here, tl.dot(p, _values(values, to, live, 3 * PIECE, PIECE)), FOLD)
+            p = (tl.exp2(s - _known(peak)[:, None]) * here).to(values.dtype.element_ty)
+            total = _add(total, before, tl.dot(p, ones))
+            acc0 = _add(acc0, before, tl.dot(p, _values(values, to, live, 0, PIECE)))
+            acc1 = _add(acc1, before, tl.dot(p, _values(values, to, live, PIECE, PIECE)))
+            acc2 = _add(acc2, before, tl.dot(p, _values(values, to, live, 2 * PIECE, PIECE)))
+            acc3 = _add(acc3, before, tl.dot(p, _values(values, to, live, 3 * PIECE, PIECE)))
         mass = tl.max(total, 1)[:, None]  # all columns are equal
         ok = (m < count)[:, None]
         d = of_row[:, None] + tl.arange(0, PIECE)[None, :]

@@ -13,6 +13,7 @@ from ...types import AttnSpec, KVView
 from .common import start
 
 PROMPT = 256  # rows from which a program takes several heads: there are enough programs
+MANY = 4
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
@@ -45,12 +46,16 @@ def rope_write_kernel(
     Q_NORM: tl.constexpr, K_NORM: tl.constexpr, K_EQ_V: tl.constexpr, NORM_V: tl.constexpr, SOME: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SOME heads of one row a program (all of one kind), a warp each: the q heads, then the k heads, then the v heads."""
-    row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * SOME
+    row, number = tl.program_id(0).to(tl.int64), tl.program_id(1) - HEADS // SOME
+    EACH: tl.constexpr = (KV_HEADS + SOME - 1) // SOME  # programs of k, and of v
+    first, last = tl.program_id(1) * SOME, HEADS
+    if number >= 0:
+        last = HEADS + (number // EACH + 1) * KV_HEADS
+        first = last - KV_HEADS + number % EACH * SOME
     head = first + tl.arange(0, SOME)[:, None]
-    i = tl.arange(0, BLOCK)[None, :] + (
-        head - head
-    )  # [SOME, BLOCK]: what all heads share is fetched for each, so that no warp waits for another
-    ok = i < HALF
+    # [SOME, BLOCK]: what all heads share is fetched for each, so that no warp waits for another.
+    i = tl.arange(0, BLOCK)[None, :] + (head - head)
+    ok = (i < HALF) & (head < last)
     # Norm weights, places and tables stand since before the pass: fetched while the kernel ahead still runs.
     to = row * 0
     if first >= HEADS:
@@ -123,8 +128,8 @@ def rope_write(
     keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
     assert keys is not None and values is not None
     table = kv.tables[spec.group]
-    some = some or (math.gcd(4, spec.heads, spec.kv_heads if spec.writes else 4) if rows >= PROMPT else 1)
-    rope_write_kernel[(rows, (spec.heads + (2 * spec.kv_heads if spec.writes else 0)) // some)](
+    some = some or (math.gcd(MANY, spec.heads) if rows >= PROMPT else 1)
+    rope_write_kernel[(rows, spec.heads // some + (2 * triton.cdiv(spec.kv_heads, some) if spec.writes else 0))](
         qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
         kv.positions if kv.places is None else kv.places, kv.row_seq, qkv.stride(0), table.stride(0), keys.stride(0), spec.eps,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
