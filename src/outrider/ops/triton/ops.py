@@ -35,6 +35,7 @@ class TritonOps(ReferenceOps):
         self.pointers = trees.Pointers()
         on_gpu = torch.device(device).type == "cuda"
         self.shared = shared_of(torch.device(device))
+        self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9  # what tiles of prompts were made for and seen on
         self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant) if on_gpu else None
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
@@ -85,7 +86,7 @@ class TritonOps(ReferenceOps):
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
-        if prompts.suited(spec, kv, q.dtype, self.shared):
+        if self.hopper and prompts.suited(spec, kv, q.dtype, self.shared):
             return prompts.attend(q, spec, kv, self.pdl)
         return attention.attend(q, spec, kv, self.pdl)
 
