@@ -287,14 +287,12 @@ def _call(
     )  # fmt: skip
     if shape.fetched and shared >= SHARED and fetchable(x) and fetchable(w):
         tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
-        # Storing float32 takes the shared memory that the next tile's fetching needs.
+        # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that its fetching needs.
         several = splits == 1 and out_dtype.itemsize == 2
-        programs = min(tiles, processors_of(x.device)) if several or splits > 1 else tiles
-        sums = programs * shape.bm * shape.bn
+        programs = min(tiles, processors_of(x.device)) if several else tiles
         fetches = (
             described(x, shape.bm, shape.bk), described(w, shape.bn, shape.bk, gated), bias if bias is not None else out,
-            mul if mul is not None else out, out, torch.empty((sums,), dtype=torch.float32, device=x.device) if splits > 1 else out,
-            rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+            mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
         )  # fmt: skip
         ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several, TOGETHER=max(1, TOGETHER // shape.bm))
         return Launch(wide_kernel, (programs,), fetches, ends, out)

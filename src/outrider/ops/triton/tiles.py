@@ -188,7 +188,7 @@ WIDE = {  # (rows, further rows, rows of weights): share of the matrix units' ra
 FETCHED = {  # the same of programs whose tiles the copy engine fetches: (rows, rows of weights): share of the rate, stages, warps
     (128, 256): (0.95, 3, 8), (256, 128): (0.93, 3, 8), (128, 128): (0.87, 4, 4),
 }  # fmt: skip
-FETCHED_SPANS = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 8)}  # several spans: those before lie in memory
+FETCHED_SPANS = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # several spans: a second accumulator needs room
 
 
 def _fetched(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:

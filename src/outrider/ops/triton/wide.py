@@ -16,17 +16,15 @@ from .common import finish, start
 
 @triton.jit(do_not_specialize=["M"])
 def wide_kernel(
-    x, w, bias, mul, out, part, M, N, K, mul_stride, k_span, softcap,
+    x, w, bias, mul, out, M, N, K, mul_stride, k_span, softcap,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SEVERAL: tl.constexpr, TOGETHER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """x [M, K], w [N, K] (GATED: [2, N, K], the gate first; one instruction takes rows of both), both as descriptors -> out [M, N].
-    part: room for a tile of float32 a program, where there are spans. SEVERAL: it fetches for its next tile while it stores this one."""
+    SEVERAL: a program takes more than one tile, and fetches for the next while it stores this one."""
     start(PDL)
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     SIDES: tl.constexpr = 2 if GATED else 1
-    if SPLITS > 1:  # where a program keeps the spans before: a second accumulator would leave half as wide an instruction
-        mine = part + tl.program_id(0) * (BM * BN) + tl.arange(0, BN // 8)[:, None] * (BM * 8) + tl.arange(0, BM * 8)[None, :]
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=SEVERAL):
         # TOGETHER tiles of rows go through all weights before the next ones begin: their x stays in L2.
         group = tile // (TOGETHER * tiles_n)
@@ -47,28 +45,12 @@ def wide_kernel(
                 sums = tl.zeros((BM, BN), dtype=tl.float32)
                 for k in range(s * k_span, tl.minimum(s * k_span + k_span, K), BK):
                     sums = tl.dot(x.load([row, k]), w.load([col, k]).T, sums)
-                if s > 0:
-                    sums += _taken(tl.load(mine), BM, BN)
-                if s < SPLITS - 1:
-                    tl.store(mine, _laid(sums, BM, BN))
-                acc = sums
+                acc += sums
         up = acc
         if GATED:
             acc, up = tl.split(tl.permute(tl.reshape(acc, (BM, 2, BN)), (0, 2, 1)))
         rows, cols = row + tl.arange(0, BM), col + tl.arange(0, BN)
         finish(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
-
-
-@triton.jit
-def _laid(sums, BM: tl.constexpr, BN: tl.constexpr):
-    """Sums [BM, BN] in the order in which eight warps hold them, each 16 rows: what a thread stores lies together and is its own."""
-    return tl.reshape(tl.permute(tl.reshape(sums, (BM // 16, 2, 8, BN // 8, 4, 2)), (3, 0, 2, 4, 1, 5)), (BN // 8, BM * 8))
-
-
-@triton.jit
-def _taken(laid, BM: tl.constexpr, BN: tl.constexpr):
-    """And back."""
-    return tl.reshape(tl.permute(tl.reshape(laid, (BN // 8, BM // 16, 8, 4, 2, 2)), (1, 4, 2, 0, 3, 5)), (BM, BN))
 
 
 def described(x: Tensor, rows: int, columns: int, gated: bool = False) -> TensorDescriptor:
