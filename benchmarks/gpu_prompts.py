@@ -158,7 +158,7 @@ def models(sizes: list[str], tables: bool) -> None:
     """Whole passes, with the attention of before and with that of prompts."""
     for size in sizes:
         rig = Rig.of(size, slots=8, context=1088)
-        seqs = rig.open(8, 1024, 32)
+        seqs = rig.open(8, 1, 1023)  # with pages for every position: those before a window are given back, and would be shared
         suited: Callable[[AttnSpec, KVView, torch.dtype, int], bool] = prompts.suited
         row = {}
         for batch in (2, 8):

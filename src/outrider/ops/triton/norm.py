@@ -9,6 +9,8 @@ from torch import Tensor
 
 from .common import activate, start
 
+PROMPT = 256  # rows of a pass of prompts
+
 
 def width_warps(width: int) -> tuple[int, int]:
     block = triton.next_power_of_2(width)
@@ -119,10 +121,10 @@ def residual_norm(
     x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float, pdl: bool,
     more: tuple[Tensor, Tensor] | None = None, early: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for). early: other than the default, for
+    """The sum, and its norms by next_w and more (the sum itself in place of those not asked for). early: other than the rule's, for
     measuring."""
     rows, width = x.shape
-    early = True if early is None else early
+    early = rows < PROMPT if early is None else early
     x, y = x.contiguous(), y.contiguous()
     x_out = torch.empty_like(x)
     h_out = x_out if next_w is None else torch.empty_like(x)
