@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=8192)
     parser.add_argument("--every", type=float, default=0.4)
     parser.add_argument("--k", type=int, default=0)
+    parser.add_argument("--pause", type=float, default=None, help="times as long as it wrote the server pauses (server.runner.PAUSE)")
     args = parser.parse_args()
     import torch
     from tests.gpu.place import HERE
@@ -176,6 +177,7 @@ def main() -> None:
     from outrider import LLM
     from outrider.bench.gpu import SIZES
     from outrider.config import EngineConfig
+    from outrider.server import runner
     from outrider.server.main import HttpServer
     from outrider.server.prepare import Backend
     from outrider.server.settings import ServerSettings
@@ -200,6 +202,7 @@ def main() -> None:
     rate = args.streams * args.tokens / alone
     say(what="engine", streams=args.streams, tokens=args.tokens, seconds=alone, tokens_s=rate)
     sys.setswitchinterval(0.0002)  # as `outrider serve` does
+    runner.PAUSE = runner.PAUSE if args.pause is None else args.pause
     gc.collect()
     gc.freeze()
     server = HttpServer(Backend.of(llm), ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning"))

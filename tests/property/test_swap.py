@@ -71,7 +71,7 @@ def test_pages_come_back_bit_by_bit_and_to_other_places() -> None:
     store.commit(seq, 50)
     draw = torch.Generator().manual_seed(1)
     for _, tensor in store._layers:
-        tensor.copy_(torch.randn(tensor.shape, generator=draw))
+        tensor.copy_(torch.randint(0, 256, tensor.shape, generator=draw))
     held = {name: (pages.first, pages.pages[pages.first : 13]) for name, pages in seq.pages.items()}  # of 50 positions
     assert held["sliding"][0] > 0, "pages before the window have gone"
     before = [tensor[held[group][1]].clone() for group, tensor in store._layers]

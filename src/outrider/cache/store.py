@@ -96,6 +96,7 @@ class KVStore:
         self._live: dict[int, SeqCache] = {}
         self.swap = Swap(spec.swap, self.device)
         self._layers = [(self._group_of[i], t) for i in config.kv_layers for t in (self.keys[i], self.values[i]) if t is not None]
+        self._layers = [(name, t.view(torch.uint8)) for name, t in self._layers]  # swapping moves bytes, whatever they mean
 
     def take_ahead(self) -> None:
         """From now on memory is taken before sequences need it: for servers, where one sequence's step is everybody's."""

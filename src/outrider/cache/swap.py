@@ -55,7 +55,7 @@ class Swap:
     def out(
         self, layers: Sequence[tuple[GroupName, Tensor]], committed: int, held: Mapping[GroupName, tuple[int, list[int]]]
     ) -> Kept | None:
-        """Copy pages out: `layers` are the K and V tensors with their groups, `held` each group's first page number and its pages.
+        """Copy pages out: `layers` are the K and V tensors as bytes, with their groups, `held` each group's first page and all its pages.
         None: there is no room for them."""
         size = sum(len(held[group][1]) * _bytes(tensor) for group, tensor in layers)
         blocks = self._take(size)
@@ -64,7 +64,7 @@ class Swap:
         kept = Kept(committed, {name: (first, len(pages)) for name, (first, pages) in held.items()}, blocks)
         where, at = self._indices({name: pages for name, (_, pages) in held.items()}), 0
         for group, tensor in layers:
-            data = tensor.index_select(0, where[group]).view(-1).view(torch.uint8)
+            data = tensor.index_select(0, where[group]).view(-1)
             for piece, stored in self._pieces(kept, at, data):
                 stored.copy_(piece, non_blocking=True)
             at += data.numel()
@@ -79,7 +79,7 @@ class Swap:
             data = torch.empty(len(pages[group]) * _bytes(tensor), dtype=torch.uint8, device=self.device)
             for piece, stored in self._pieces(kept, at, data):
                 piece.copy_(stored, non_blocking=True)
-            tensor.index_copy_(0, where[group], data.view(tensor.dtype).view(-1, *tensor.shape[1:]))
+            tensor.index_copy_(0, where[group], data.view(-1, *tensor.shape[1:]))
             at += data.numel()
         self.ins += 1
         self.drop(kept)
@@ -104,4 +104,4 @@ class Swap:
 
 def _bytes(tensor: Tensor) -> int:
     """Of one page of a layer's keys or values."""
-    return tensor[0].numel() * tensor.element_size()
+    return tensor[0].numel()

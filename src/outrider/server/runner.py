@@ -30,6 +30,7 @@ log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
 TIDY_S = 10.0  # so often memory that nobody uses is looked for
 FEW = 16  # streams: so many are written step by step, whatever the loop has to do
+PAUSE = 3  # times as long as it wrote the loop pauses
 LONGEST_PAUSE = 0.05  # seconds
 UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
 T = TypeVar("T")
@@ -127,8 +128,8 @@ def bundled(one: Event, two: Event) -> Event:
 
 class Outbox:
     """From the engine's thread to the event loop, in one hop a step. Where many streams are open, writing what a step brought may take the
-    loop longer than the step, and the interpreter has one lock for both: so the loop pauses as long as it wrote, and what several steps say
-    of one request meanwhile is written as one."""
+    loop longer than the step, and the interpreter has one lock for both: so the loop pauses for a multiple of the time it wrote, and what
+    several steps say of one request meanwhile is written as one."""
 
     def __init__(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
         self._call_soon, self._lock = call_soon, threading.Lock()
@@ -156,9 +157,9 @@ class Outbox:
             loop.call_soon(self._written, loop, began, len(items) > FEW)  # behind those who were just woken to write
 
     def _written(self, loop: asyncio.AbstractEventLoop, began: float, many: bool) -> None:
-        spent = min(time.perf_counter() - began, LONGEST_PAUSE)
+        spent = time.perf_counter() - began
         if many and spent > 0.001:
-            loop.call_later(spent, self._hand_over)
+            loop.call_later(min(PAUSE * spent, LONGEST_PAUSE), self._hand_over)
         else:
             self._hand_over()
 
