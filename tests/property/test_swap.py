@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -83,12 +84,46 @@ def test_pages_come_back_bit_by_bit_and_to_other_places() -> None:
     for _, tensor in store._layers:
         tensor.zero_()  # whoever had the pages meanwhile
     again = store.restore(kept, 52)
-    assert again is not None and again.room >= 52
+    assert again is not None and store.reserve(again, 52)
     now = {name: pages.pages[pages.first : 13] for name, pages in again.pages.items()}
     assert now != {name: pages for name, (_, pages) in held.items()}
     for (group, tensor), old in zip(store._layers, before):
         assert torch.equal(tensor[now[group]], old)
     store.check()
+
+
+def test_a_long_prompt_that_was_set_back_half_way_comes_back() -> None:
+    """Longer than the sliding group has pages for at once: it needs no more of them than its window and a chunk."""
+    engine = tiny_engine("dense", model=MODEL, max_batch=2, max_context=420, kv_tokens=900, swap=1 * MIB, prefix_cache=False)
+    long, other = request("long", [j % VOCAB for j in range(400)], k=0, max_tokens=4), request("other", [7] * 12, k=0, max_tokens=4)
+    alone = run(tiny_engine("dense", model=MODEL, max_context=420), [request("long", [j % VOCAB for j in range(400)], k=0, max_tokens=4)])
+    engine.submit(long)
+    scheduler = engine.scheduler
+    while not scheduler.running or scheduler.running[0].computed < 32:
+        engine.step()
+    (victim,) = scheduler.running
+    assert victim.computed < 399, "in the middle of its prompt"
+    scheduler.running.pop()  # as `_reserve` sets back the youngest
+    victim.kept = engine.store.keep(victim.held, victim.computed)
+    assert victim.kept is not None
+    engine.store.close(victim.held)
+    victim.cache, victim.has_features, victim.ahead = None, False, 0
+    scheduler.waiting.appendleft(victim)
+    engine.submit(other)
+    got: dict[str, list[int]] = {"long": [], "other": []}
+    for _ in range(500):
+        for event in engine.step() if engine.busy else ():
+            got[event.id] += event.tokens
+    assert got["long"] == alone["long"] and len(got["other"]) == 4 and engine.store.swap.ins == 1
+    engine.check()
+
+
+def test_memory_that_can_not_be_had_means_computing_again(monkeypatch: pytest.MonkeyPatch, plain: dict[str, list[int]]) -> None:
+    engine = crowd(1 * MIB, False)
+    monkeypatch.setattr("outrider.cache.swap.torch.empty", Mock(side_effect=RuntimeError("no memory to be pinned")))
+    assert engine.store.swap._take(10) is None and engine.store.swap.most == 0
+    monkeypatch.undo()
+    assert run(engine, jobs()) == plain and engine.metrics.preemptions > 0 == engine.metrics.swapped_out
 
 
 def test_it_is_refused_where_it_can_not_work() -> None:

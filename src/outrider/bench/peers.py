@@ -67,7 +67,10 @@ class Transformers:
         self, name: str, path: Path, encode: Encode, eos: frozenset[int], threads: int | None, device: str, dtype: str, lookup: bool
     ):
         import torch
+        import torch._meta_registrations
         from transformers import AutoModelForCausalLM
+
+        _ = torch._meta_registrations.register_meta  # transformers makes models without memory: all of torch's rules (cli/quick.py)
 
         self.name, self.encode, self.eos, self.lookup = name, encode, sorted(eos), lookup
         kind = getattr(torch, dtype)

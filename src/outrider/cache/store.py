@@ -158,9 +158,12 @@ class KVStore:
         return self.swap.out(self._layers, committed, held)
 
     def restore(self, kept: Kept, positions: int) -> SeqCache | None:
-        """A slot with these pages again, and room for `positions`. None: there is no room yet."""
+        """A slot with these pages again, where it could go on to `positions`. None: there is no room yet."""
         for name, group in self.groups.items():
-            need = max(kept.pages[name][1], group.pages_for(positions) - kept.pages[name][0])
+            need = group.pages_for(positions) - kept.pages[name][0]
+            if group.window is not None:
+                need = min(need, self._bound(group.window))
+            need = max(need, kept.pages[name][1])
             if need > group.pool.free:
                 self.prefix.evict(name, max(need - group.pool.free, AT_ONCE))
             if need > group.pool.free:
@@ -171,9 +174,14 @@ class KVStore:
             first, count = kept.pages[name]
             back[name] = [group.pool.alloc() for _ in range(count)]
             seq.pages[name].pages, seq.pages[name].first = [0] * first + back[name], first
+            if name in self._ahead and count:
+                self._ahead[name].need(max(back[name]))
         self._enter(seq)
-        self.swap.back(self._layers, kept, back)
-        assert self.reserve(seq, positions), "the pages were counted"
+        try:
+            self.swap.back(self._layers, kept, back)
+        except BaseException:
+            self.close(seq)
+            raise
         return seq
 
     def forget(self, kept: Kept) -> None:

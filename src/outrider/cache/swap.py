@@ -47,7 +47,11 @@ class Swap:
         if count > len(self._free) + self.most - self.made:
             return None
         while len(self._free) < count:
-            self._free.append(torch.empty(self.block, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+            try:
+                self._free.append(torch.empty(self.block, dtype=torch.uint8, pin_memory=self.device.type == "cuda"))
+            except RuntimeError:  # the system gives no more: what there is must do
+                self.most = self.made
+                return None
             self.made += 1
         return [self._free.pop() for _ in range(count)]
 

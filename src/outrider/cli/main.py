@@ -62,7 +62,7 @@ def left_a_team() -> bool:
 
 def run() -> int:
     """The command that the arguments name, and only that one is imported; returns the exit code."""
-    named = next((a for a in sys.argv[1:] if not a.startswith("-")), None)
+    named = sys.argv[1] if len(sys.argv) > 1 else None
     try:
         app((named,) if named in COMMANDS else COMMANDS)()
     except OutriderError as error:

@@ -97,6 +97,10 @@ def predict(
         accepted = model_of.Acceptance.parse("0.72") if known is None else _by_position(known)
     data = model_of.predict(setup, accepted)
     points: list[trees.TreePoint] = []
+    if tree is None and second is not None:
+        raise OutriderError("--second says how often a tree's second guess is right: add --tree N")
+    if tree is not None and setup.drafter is None and accept is None:
+        raise OutriderError("--tree: no drafter is known for this model: name one with --drafter, or what it is worth with --accept")
     if tree is not None:
         second = second if second is not None else known.second if known is not None and known.second is not None else trees.SECOND
         points = trees.tree_points(setup, accepted, tree, second)

@@ -1,8 +1,9 @@
 """A quick start on the CPU: torch without the part of it that only compilers read.
 
 Torch ends its import with shape rules in Python for two thousand operators, a quarter of the time it takes. They serve `torch.compile`,
-`torch.export` and fake tensors, none of which runs a model on a CPU here. A stand-in takes their place until somebody asks it for
-anything; then the rules are imported as if nothing had been there.
+`torch.export`, fake and meta tensors, none of which runs a model on a CPU here. A stand-in takes their place until somebody asks it for
+an attribute; then the rules are imported as if nothing had been there. Whoever runs operators on such tensors must ask first
+(`getattr(torch._meta_registrations, "register_meta")`), as `bench` does before it brings transformers.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: 
 
 
 def swap_bytes(config: EngineConfig) -> int:
-    """Host memory for the K/V of sequences that are pre-empted. What is not there is refused now and not under load."""
+    """Host memory for the K/V of sequences that are pre-empted. What is not free at the start is refused. It is taken
+    when it is needed; where the system then gives none, they are computed again."""
     asked, free = int(config.swap * 2**30), free_bytes(torch.device("cpu"))
     if asked > free:
         raise OutriderError(f"--swap {config.swap:g}: {free / 2**30:.1f} GiB of host memory are free: ask for less")
