@@ -477,8 +477,10 @@ def test_axe_finds_nothing_serious(browser: Any, served: Served, scheme: str) ->
     page = next(pages)
     page.emulate_media(reduced_motion="reduce")  # no half-faded colours
     served.engine.branching = True
-    ask(page, "Give me a list of code.")
-    served.engine.branching = False
+    try:
+        ask(page, "Give me a list of code.")
+    finally:
+        served.engine.branching = False
     served.engine.fail_steps = 1
     ask(page, "Refuse this.")
     for view in ("chat", "race", "server"):

@@ -24,8 +24,8 @@ from outrider.ops.triton.ahead import Ahead  # noqa: E402
 from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
 from outrider.ops.triton.linear import product  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
+from outrider.ops.triton.tiles import SHARED, Tile, choose_tile, for_rows  # noqa: E402
 from outrider.ops.triton.tiles import Shape as Rows  # noqa: E402
-from outrider.ops.triton.tiles import Tile, choose_tile, for_rows  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -367,6 +367,14 @@ def test_prompt_chunks_packed(ops: TritonOps, window: int | None) -> None:
             torch.tensor([0, count], dtype=torch.int32, device=DEVICE), count, first + count,
         )  # fmt: skip
         same(ops.attend(q[mine], spec, one), together[mine])
+
+
+def test_tiles_of_prompts_are_for_bfloat16() -> None:
+    """In float16 a split's factor, put into its weights, would make small ones nothing."""
+    spec = AttnSpec(4, 2, 256, 0, True, window=512)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        kv = cache(spec, [(0, 300)], 16, dtype)
+        assert prompts.suited(spec, kv, dtype, SHARED) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [None, 60])

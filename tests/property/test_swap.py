@@ -133,3 +133,36 @@ def test_it_is_refused_where_it_can_not_work() -> None:
         tiny_engine("dense", model=MODEL, swap=900000)
     with pytest.raises(OutriderError, match="leave it out beside --tensor-parallel"):
         LLM.load("nowhere", tensor_parallel=2, engine=EngineConfig(swap=1))
+
+
+def test_what_others_hold_too_is_not_copied() -> None:
+    store = tiny_engine("dense", model=MODEL, max_batch=3, kv_tokens=300, swap=1 * MIB).store
+    tokens = list(range(40))
+    one, _ = store.open(tokens, 4)
+    assert store.reserve(one, 40)
+    store.prefix.insert(tokens, 40, one.pages)
+    two, hit = store.open(tokens, 4)
+    assert hit >= 32 and store.reserve(two, 44)
+    assert store.keep(two, 42) is None, "all but the end is there when it is computed again"
+    store.close(two)
+    assert store.keep(one, 40) is not None, "nobody else uses it"
+
+
+def test_prefixes_stay_where_giving_them_up_would_not_do() -> None:
+    store = tiny_engine("dense", model=MODEL, max_batch=3, kv_tokens=120, swap=1 * MIB).store
+    seq, _ = store.open([1] * 8, 4, reuse=False)
+    assert store.reserve(seq, 60)
+    store.commit(seq, 60)
+    kept = store.keep(seq, 60)
+    assert kept is not None
+    store.close(seq)
+    short, _ = store.open([3] * 12, 4, reuse=False)
+    assert store.reserve(short, 12)
+    store.prefix.insert([3] * 12, 12, short.pages)
+    store.close(short)
+    other, _ = store.open([2] * 8, 4, reuse=False)
+    assert store.reserve(other, 80)
+    before = len(store.prefix.entries)
+    assert before and store.restore(kept, 60) is None and len(store.prefix.entries) == before
+    store.close(other)
+    assert store.restore(kept, 60) is not None

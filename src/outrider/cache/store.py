@@ -148,9 +148,14 @@ class KVStore:
         self._live[seq.slot] = seq
 
     def keep(self, seq: SeqCache, committed: int) -> Kept | None:
-        """The K/V of its committed positions on the host, before it is closed. None: there is no room, or nothing to keep."""
+        """The K/V of its committed positions on the host, before it is closed. None: there is no room, nothing to keep, or others hold most
+        of it too, so that only the rest is computed again."""
         if not self.spec.swap or not committed:
             return None
+        for name, group in self.groups.items():  # beside this sequence the prefix cache may hold a page
+            shared = sum(group.pool.refs[page] > 2 for page in seq.pages[name].pages if page)
+            if group.window is None and 2 * shared > group.pages_for(committed):
+                return None
         held: dict[GroupName, tuple[int, list[int]]] = {}
         for name, group in self.groups.items():
             pages = seq.pages[name]
@@ -159,14 +164,17 @@ class KVStore:
 
     def restore(self, kept: Kept, positions: int) -> SeqCache | None:
         """A slot with these pages again, where it could go on to `positions`. None: there is no room yet."""
+        wanted: dict[GroupName, int] = {}
         for name, group in self.groups.items():
-            need = group.pages_for(positions) - kept.pages[name][0]
-            if group.window is not None:
-                need = min(need, self._bound(group.window))
-            need = max(need, kept.pages[name][1])
-            if need > group.pool.free:
-                self.prefix.evict(name, max(need - group.pool.free, AT_ONCE))
-            if need > group.pool.free:
+            first, count = kept.pages[name]
+            wanted[name] = max(count, self._most(group, group.pages_for(positions) - first))
+            if wanted[name] > self._evictable(name):
+                return None
+        for name, need in wanted.items():
+            pool = self.groups[name].pool
+            if need > pool.free:
+                self.prefix.evict(name, max(need - pool.free, AT_ONCE))
+            if need > pool.free:
                 return None
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         back: dict[GroupName, list[int]] = {}
@@ -200,12 +208,19 @@ class KVStore:
     def fits(self, seq: SeqCache, positions: int) -> bool:
         """Could it hold `positions` now, if shared prefixes that nobody uses were given up?"""
         for name, group in self.groups.items():
-            need = group.need(seq.pages[name], positions)
-            if group.window is not None:
-                need = min(need, self._bound(group.window))
-            if need > group.pool.free and need > group.pool.free + sum(group.pool.refs[p] == 1 for p in self.prefix.held(name)):
+            need = self._most(group, group.need(seq.pages[name], positions))
+            if need > group.pool.free and need > self._evictable(name):
                 return False
         return True
+
+    def _most(self, group: Group, pages: int) -> int:
+        """So many pages, or as many as a sequence holds at once under a window."""
+        return pages if group.window is None else min(pages, self._bound(group.window))
+
+    def _evictable(self, name: GroupName) -> int:
+        """Pages that are free or would be without the prefixes that nobody uses."""
+        pool = self.groups[name].pool
+        return pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name))
 
     def reserve(self, seq: SeqCache, positions: int) -> bool:
         """Make room for positions 0..positions-1, evicting shared prefixes that nobody uses. False: no room."""

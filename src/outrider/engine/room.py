@@ -111,7 +111,7 @@ def prompt_rows(model: ModelConfig, most: int) -> int:
 
 
 def rows_alone(model: ModelConfig, rows: int, most: int, spare: int) -> int:
-    """The same where as many sequences wait for their prompt as decode: up to `most`, as far as what a pass holds of its rows is little of
+    """The same where no sequence decodes: up to `most`, as far as what a pass holds of its rows is little of
     `spare`, the memory that nothing was granted of. rows: as `prompt_rows` says."""
     each = max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in model.layers) + 8 * model.hidden  # numbers of two bytes
     while most > rows and most * each * 2 > spare // 4:

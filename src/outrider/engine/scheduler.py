@@ -1,8 +1,9 @@
 """Which sequences run in a step, and how far. Torch-free: it sees tokens, positions and a cache that counts pages.
 
 A step holds the decode rows of every running sequence (the newest token and its drafts) and prompt chunks up to a
-budget, so that a long prompt never holds up running streams for more than one chunk (on a CPU: a few tokens). A prompt is prefilled up to
-its last token, which then goes through the first decode cycle like any other.
+budget, so that a long prompt never holds up running streams for more than one chunk (on a CPU: a few tokens); where many prompts wait
+beside few streams a step takes several. A prompt is prefilled up to its last token, which then goes through the first decode cycle like
+any other.
 
 When pages run out the youngest sequence is pre-empted: it gives up its pages and waits at the head of the queue. What it had
 computed is kept on the host where there is room (`--swap`), and computed again otherwise; noise depends on (seed, position) only, so it
@@ -45,7 +46,7 @@ class Scheduler:
     ):  # fmt: skip
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
         pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where
-        many sequences wait for their prompt (0: never more than a chunk and a quarter), `alone`: where as many wait as decode.
+        many sequences wait for their prompt (0: never more than a chunk and a quarter), `alone`: where nobody decodes.
         `beside`: prompt tokens that a step may have beside sequences that decode, for backends that may cut a prompt anywhere (0: a
         chunk), until prompts may be packed."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
@@ -121,9 +122,9 @@ class Scheduler:
 
     def _crowd(self, decoding: int) -> int:
         """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to `pack` where it is a fifth, and to
-        `alone` where it is half: each pass less is also a decode step of few sequences less."""
-        waiting = len(self.running) - decoding
-        if waiting >= decoding:
+        `alone` where nobody decodes, so that nobody waits for the pass but those in it."""
+        waiting = sum(s.computed < len(s.tokens) - 1 for s in self.running)
+        if waiting and not decoding:
             return self.alone
         return min(self.pack, self.pack * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 

@@ -123,7 +123,10 @@ def bundled(one: Event, two: Event) -> Event:
     """What two steps said of one request, as if it had been one step."""
     logprobs = two.logprobs if one.logprobs is None else one.logprobs + (two.logprobs or [])
     whole = cast(EngineEvent, two)
-    return replace(whole, tokens=one.tokens + two.tokens, kinds=one.kinds + two.kinds, texts=one.texts + two.texts, logprobs=logprobs)
+    return replace(
+        whole, tokens=one.tokens + two.tokens, kinds=one.kinds + two.kinds, texts=one.texts + two.texts, logprobs=logprobs,
+        tree=whole.tree or cast(EngineEvent, one).tree,
+    )  # fmt: skip
 
 
 class Outbox:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -268,14 +270,20 @@ def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
 
 
 def test_more_prompt_tokens_a_step_while_most_wait_for_theirs() -> None:
-    scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, pack=2048)
-    scheduler.running = [None] * 40  # type: ignore[list-item]
-    assert [scheduler._budget(n) for n in (0, 20, 32, 35, 36, 39)] == [2048, 2048, 2048, 1024, 640, 640]
-    scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, pack=2048, alone=8192)
-    scheduler.running = [None] * 40  # type: ignore[list-item]
-    assert [scheduler._budget(n) for n in (0, 20, 21, 39)] == [8192, 8192, 2048, 640], "as many wait as decode: larger passes"
-    scheduler.pack = scheduler.alone = 0
-    assert scheduler._budget(0) == scheduler._budget(39) == 640
+    def budgets(decoding: Sequence[int], paused: int = 0, **how: int) -> list[int]:
+        """Of forty sequences so many decode; the others wait for their prompts, but those that are paused."""
+        scheduler = Scheduler(CountingCache(64, 100_000), 64, 512, 512, 1 << 30, True, **how)
+        out = []
+        for n in decoding:
+            states = [8] * (n + paused) + [0] * (40 - n - paused)
+            scheduler.running = [SimpleNamespace(computed=c, tokens=[1] * 9) for c in states]  # type: ignore[misc]
+            out.append(scheduler._budget(n))
+        return out
+
+    assert budgets((0, 20, 32, 35, 36, 39), pack=2048) == [2048, 2048, 2048, 1024, 640, 640]
+    assert budgets((0, 1, 20, 39), pack=2048, alone=8192) == [8192, 2048, 2048, 640], "larger passes hold up nobody who decodes"
+    assert budgets((2,), paused=38, pack=2048, alone=8192) == [640], "who is paused waits for no prompt"
+    assert budgets((0, 39)) == [640, 640]
 
 
 def test_a_paused_request_goes_on_where_it_was() -> None:

@@ -39,9 +39,10 @@ def choose_shape(spec: AttnSpec, cut: Cut) -> Shape:
 
 
 def suited(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> bool:
-    """Whether all splits that a row of this pass can see are single blocks, K/V is held as it is computed, and the tile fits."""
+    """Whether all splits that a row of this pass can see are single blocks, K/V is held as it is computed, and the tile fits. In bfloat16:
+    a split's factor goes into its weights, and float16 has no room for small ones."""
     cut, keys = choose_cut(spec, dtype, shared), kv.keys[spec.kv_layer]
-    plain = dtype.itemsize == 2 and keys is not None and keys.dtype == dtype and kv.paths is None
+    plain = dtype == torch.bfloat16 and keys is not None and keys.dtype == dtype and kv.paths is None
     blocks = cut.fine == cut.bn and (spec.window is not None or kv.max_context <= cut.near)
     many = kv.max_rows * (spec.heads // spec.kv_heads) > CHUNK
     return plain and blocks and many and spec.head_dim in (256, 512) and shared > WIDE_HEAD

@@ -77,7 +77,8 @@ def _total(ptr, DIRECT: tl.constexpr):
         return tl.load(ptr)
     else:
         at = ptr.to(tl.int64, bitcast=True)
-        return tl.inline_asm_elementwise("ld.global.nc.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=True, pack=1)
+        # The kernel before wrote them: not pure, so that it stays behind the wait.
+        return tl.inline_asm_elementwise("ld.global.f32 $0, [$1];", "=f,l", [at], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -55,14 +55,15 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
         part = repack(format.quantise(rows[lo * ROWS : (lo + step) * ROWS]))
         if part is None:
             return None
-        for name, t in (("words", part.words), ("scale", part.scale), ("lift", part.lift), ("factor", part.factor)):
+        for name, t in (("words", part.words), ("scale", part.scale), ("lift", part.lift), ("factor", part.factor), ("high", part.high)):
             if t is not None:
                 each = len(t) // len(part.words)  # a tile has one entry, or one for each of its rows
                 whole.setdefault(name, t.new_empty((tiles * each, *t.shape[1:])))[lo * each : lo * each + len(t)] = t
     assert part is not None
     held = replace(
-        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), lift=whole.get("lift"), factor=whole.get("factor")
-    )
+        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), lift=whole.get("lift"), factor=whole.get("factor"),
+        high=whole.get("high"),
+    )  # fmt: skip
     return QuantExperts((count, n, k), held)
 
 
