@@ -1,0 +1,243 @@
+"""The Triton kernels around K/V (rotation and writing, attention of few rows, of prompts and of trees) against their plain twins."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, same  # noqa: E402
+
+from outrider.engine.tree import Tree  # noqa: E402
+from outrider.ops.triton import TritonOps, prompts, rope  # noqa: E402
+from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
+from outrider.ops.triton.tiles import SHARED  # noqa: E402
+from outrider.types import AttnSpec, KVView  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def ops() -> TritonOps:
+    return TritonOps(DEVICE, pdl=False)
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------------
+def cache(spec: AttnSpec, spans: list[tuple[int, int]], page: int, dtype: torch.dtype = torch.float32) -> KVView:
+    """Shuffled pages; positions before a span hold random K/V, those after it NaN: reading too far shows."""
+    top = max(start + count for start, count in spans)
+    per = -(-top // page)
+    order = 1 + torch.randperm(len(spans) * per, generator=torch.Generator().manual_seed(3))
+    shape = (1 + len(spans) * per, spec.kv_heads, page, spec.head_dim)
+    keys, values = torch.full(shape, float("nan")), torch.full(shape, float("nan"))
+    table = order.view(len(spans), per)
+    for b, (begin, count) in enumerate(spans):
+        for p in range(begin + count):
+            keys[table[b, p // page], :, p % page] = rand(spec.kv_heads, spec.head_dim, seed=7 * p + b).cpu()
+            values[table[b, p // page], :, p % page] = rand(spec.kv_heads, spec.head_dim, seed=7 * p + b + 5000).cpu()
+    counts = [count for _, count in spans]
+    return KVView(
+        page, [keys.to(DEVICE, dtype)], [values.to(DEVICE, dtype)],
+        {"full": table.to(DEVICE, torch.int32), "sliding": table.to(DEVICE, torch.int32)},
+        torch.cat([torch.arange(s, s + c) for s, c in spans]).to(DEVICE),
+        torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(counts)).to(DEVICE),
+        torch.tensor([0, *counts]).cumsum(0).to(DEVICE, torch.int32), max(counts), top,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("writes,k_eq_v,norm_v", [(True, False, True), (True, True, True), (True, False, False), (False, False, True)])
+def test_rope_write(ops: TritonOps, writes: bool, k_eq_v: bool, norm_v: bool) -> None:
+    """v taken after k's norm or rotation; a write to the logical page; q and k norms swapped."""
+    spec = AttnSpec(4, 2, 24, 0, writes, k_eq_v=k_eq_v, norm_v=norm_v)
+    mine, theirs = (cache(spec, [(5, 3), (0, 2)], 4) for _ in range(2))
+    qkv, q_norm, k_norm = rand(5, spec.qkv_rows), rand(24, seed=1), rand(24, seed=2)
+    freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
+    cos, sin = ops.rope_angles(mine.positions * 100, freq)
+    for got, want in zip((cos, sin), REF.rope_angles(mine.positions * 100, freq)):
+        near(got, want)
+    near(ops.rope_write(qkv, cos, sin, q_norm, k_norm, spec, mine), REF.rope_write(qkv, cos, sin, q_norm, k_norm, spec, theirs))
+    for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
+        assert got is not None and want is not None
+        assert torch.equal(got.isnan(), want.isnan())
+        near(got.nan_to_num(0.0), want.nan_to_num(0.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "heads,kv_heads,dim,window,spans",
+    [
+        (4, 2, 16, None, [(0, 1), (150, 5), (30, 2)]),  # ragged batch, several splits, GQA
+        (8, 1, 32, 40, [(300, 17), (3, 4), (127, 3)]),  # window: starts inside a split, splits before it are skipped
+        (2, 2, 24, None, [(261, 2)]),  # a head size that is no power of two
+        (2, 1, 16, 130, [(255, 3)]),  # rows of one sequence whose first visible split differs
+        (4, 2, 16, None, [(0, 70)]),  # a prompt chunk
+        (4, 2, 16, 20, [(40, 66), (0, 3)]),  # a prompt chunk under a window
+    ],
+)
+def test_attend(ops: TritonOps, heads: int, kv_heads: int, dim: int, window: int | None, spans: list, dtype: torch.dtype) -> None:
+    spec = AttnSpec(heads, kv_heads, dim, 0, True, window=window, scale=0.3)
+    kv = cache(spec, spans, 16, dtype)
+    q = rand(kv.positions.shape[0], heads * dim, seed=4, dtype=dtype)
+    near(ops.attend(q, spec, kv), REF.attend(q, spec, kv))
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> None:
+    """Rounded as the definition does, the largest kept finite; read exactly, by one program or many, in bits that
+    do not depend on the rows beside; moved as they are."""
+    fp8, spec = torch.float8_e4m3fn, AttnSpec(4, 2, 24, 0, True, window=window, scale=0.3)
+    mine, theirs = (cache(spec, [(150, 5), (3, 2)], 16, fp8) for _ in range(2))
+    qkv, k_norm = rand(7, spec.qkv_rows), rand(24, seed=2)
+    qkv[:, -1] = 1e4
+    freq = torch.tensor([1.0, 0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005, 0.001, 0.0, 0.0, 0.0], device=DEVICE)
+    cos, sin = REF.rope_angles(mine.positions, freq)
+    q = ops.rope_write(qkv, cos, sin, None, k_norm, spec, mine)
+    REF.rope_write(qkv, cos, sin, None, k_norm, spec, theirs)
+    for got, want in ((mine.keys[0], theirs.keys[0]), (mine.values[0], theirs.values[0])):
+        assert got is not None and want is not None and torch.equal(got.float().isnan(), want.float().isnan())
+        apart = (got.float() - want.float()).nan_to_num(0.0).abs()  # norms differ in the last bit, which may be a step
+        assert float(apart.div(want.float().nan_to_num(0.0).abs() + 0.02).max()) <= 0.13 and float((apart > 0).float().mean()) < 0.001
+    assert float(theirs.values[0].float().nan_to_num(0.0).max()) == 448.0  # type: ignore[union-attr]
+    apart = attend(q, spec, mine, False, shape=Shape(True, 16, 4))
+    near(apart, REF.attend(q, spec, mine))
+    assert torch.equal(attend(q, spec, mine, False, shape=Shape(False, 16, 4)), apart)
+    at = torch.tensor([[0, 2], [0, 1]], device=DEVICE)
+    ops.keep_path(at, torch.tensor([1, 1], device=DEVICE), torch.tensor([150, 3], device=DEVICE), [spec], mine)
+    assert mine.keys[0] is not None
+    where = mine.tables["full"][0, 151 // 16], mine.tables["full"][0, 152 // 16]
+    assert torch.equal(mine.keys[0][where[0], :, 151 % 16].float(), mine.keys[0][where[1], :, 152 % 16].float())
+
+
+def test_attend_long() -> None:
+    """Past the fine splits: an off-by-one where longer ones begin; more splits than one combine block."""
+    cut = Cut(16, 32, near=128, mid=64, far=512, coarse=128)
+    spec = AttnSpec(2, 1, 64, 0, True, scale=0.5)
+    for spans in ([(127, 1)], [(126, 4)], [(510, 3)], [(1200, 2)]):
+        kv = cache(spec, spans, 16)
+        q = rand(kv.positions.shape[0], 128, seed=4)
+        near(attend(q, spec, kv, False, cut), REF.attend(q, spec, kv))
+
+
+@pytest.mark.parametrize("window", [None, 200])
+@pytest.mark.parametrize("bn", [16, 32])
+def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
+    """Splits added up by the program that walks them, or by a second kernel: the same bits, and the right ones. Splits of one block
+    and of several, their borders, rows that see none of a split, maxima that rise and fall from split to split."""
+    cut = Cut(bn, 32, near=64, mid=64, far=256, coarse=128)
+    spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=2.5)
+    for spans in ([(126, 4)], [(290, 3), (0, 1), (31, 2)]):
+        kv = cache(spec, spans, 16)
+        q = rand(kv.positions.shape[0], 96, seed=4)
+        apart = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
+        near(apart, REF.attend(q, spec, kv))
+        assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4)), apart)
+        assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 4, run=3)), apart)
+        same(attend(q, spec, kv, False, cut, Shape(False, 64, 4)), apart)
+
+
+def test_partial_sums_stay_bounded() -> None:
+    """Eight sequences of 256k with 17 rows each would leave 5 GiB for the second kernel: more than a graph may take on the side."""
+    nothing = torch.empty(0)
+    for spec in (AttnSpec(32, 4, 512, 0, True), AttnSpec(32, 16, 256, 0, True, window=1024), AttnSpec(8, 1, 512, 0, True)):
+        cut = choose_cut(spec, torch.bfloat16)
+        for batch in (1, 8, 64, 256):
+            for rows in (1, 5, 17):
+                for context in (1024, 32768, 262144):
+                    kv = KVView(16, [], [], {}, nothing, nothing, nothing, rows, context)
+                    shape = choose_shape(spec, cut, kv, batch, torch.bfloat16)
+                    partial = batch * rows * spec.heads * split_count(spec, kv, cut) * spec.head_dim * 4
+                    assert not shape.split or partial <= 1 << 30
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_prompt_chunks_packed(ops: TritonOps, window: int | None) -> None:
+    """Chunks of several prompts, one with earlier context, beside a verify pass of three rows: as if each came by itself."""
+    spec = AttnSpec(4, 2, 16, 0, True, window=window, scale=0.3)
+    spans = [(0, 40), (66, 20), (100, 3), (5, 1)]
+    kv = cache(spec, spans, 16)
+    q = rand(kv.positions.shape[0], 64, seed=4)
+    together = ops.attend(q, spec, kv)
+    near(together, REF.attend(q, spec, kv))
+    for b, (first, count) in enumerate(spans):
+        mine = slice(int(kv.row_start[b]), int(kv.row_start[b + 1]))
+        one = KVView(
+            16, kv.keys, kv.values, {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[mine], kv.row_seq[mine] * 0,
+            torch.tensor([0, count], dtype=torch.int32, device=DEVICE), count, first + count,
+        )  # fmt: skip
+        same(ops.attend(q[mine], spec, one), together[mine])
+
+
+def test_tiles_of_prompts_are_for_bfloat16() -> None:
+    """In float16 a split's factor, put into its weights, would make small ones nothing."""
+    spec = AttnSpec(4, 2, 256, 0, True, window=512)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        kv = cache(spec, [(0, 300)], 16, dtype)
+        assert prompts.suited(spec, kv, dtype, SHARED) == (dtype == torch.bfloat16)
+
+
+@pytest.mark.parametrize("window", [None, 60])
+def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
+    """Chunks that begin and end inside a tile and inside a block, sequences of one row and of none, blocks that need no mask: the bits
+    of the kernel that takes few queries."""
+    cut = Cut(16, 16)
+    spec = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3)
+    kv = cache(spec, [(0, 40), (66, 21), (5, 1), (9, 0), (100, 9)], 16, torch.bfloat16 if CUDA else torch.float32)
+    q = rand(kv.positions.shape[0], 256, seed=4, dtype=torch.bfloat16 if CUDA else torch.float32)
+    want = attend(q, spec, kv, False, cut, Shape(False, 16, 4))
+    near(want, REF.attend(q, spec, kv))
+    for bq in (16, 64):
+        same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(bq, 4, 2)), want)
+
+
+@pytest.mark.parametrize("heads,kv_heads,k_eq_v", [(8, 4, False), (4, 1, True), (12, 6, False)])
+def test_heads_of_a_program_rotate_alike(heads: int, kv_heads: int, k_eq_v: bool) -> None:
+    """Heads written to a neighbour's place or with its norm; programs with fewer heads than warps."""
+    spec = AttnSpec(heads, kv_heads, 16, 0, True, k_eq_v=k_eq_v, norm_v=True)
+    qkv, norms = rand(5, spec.qkv_rows), (rand(16, seed=1), rand(16, seed=2))
+    found = []
+    for some in (1, 4):
+        kv = cache(spec, [(5, 3), (0, 2)], 4)
+        cos, sin = rope.rope_angles(kv.positions, rand(8, seed=3), False)
+        q = rope.rope_write(qkv, cos, sin, *norms, spec, kv, False, some)
+        assert kv.keys[0] is not None and kv.values[0] is not None
+        found.append(torch.cat([t.nan_to_num(0.0).flatten() for t in (q, kv.keys[0], kv.values[0])]))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_attend_rows_stand_alone(ops: TritonOps, window: int | None) -> None:
+    """One row at a time, or with others of its sequence and beside a longer sequence: the same bits."""
+    spec = AttnSpec(4, 2, 16, 0, True, window=window, scale=0.3)
+    kv = cache(spec, [(130, 6), (400, 2)], 16)
+    q = rand(8, 64, seed=4)
+    together = ops.attend(q, spec, kv)
+    for r in range(6):
+        one = KVView(
+            16, kv.keys, kv.values, kv.tables, kv.positions[r : r + 1], kv.row_seq[r : r + 1],
+            torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), 1, 130 + r + 1,
+        )  # fmt: skip
+        assert torch.equal(ops.attend(q[r : r + 1], spec, one), together[r : r + 1])
+
+
+@pytest.mark.parametrize("heads,kv_heads,window", [(9, 3, None), (32, 1, 20)])
+def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None:
+    """Rows of trees, whose keys lie in the order of rows: each has the bits of a row alone in a line, whose keys lie in the order of
+    positions. A row that sees its neighbours' branches, a path across two splits, heads that fill a tile and more, a tree at position 0."""
+    parents, bases, cut = [[0, 1, 2, 0, 1], [0, 0], []], [30, 0, 5], Cut(16, 32, near=64, mid=64, far=256, coarse=128)
+    tree, spec = Tree.of(parents, torch.device(DEVICE)), AttnSpec(heads, kv_heads, 16, 0, True, window=window, scale=0.3)
+    kv = cache(spec, [(base, len(line) + 1) for base, line in zip(bases, parents)], 16)
+    first = torch.tensor(bases, device=DEVICE)[kv.row_seq]
+    kv.places, kv.paths, kv.positions = kv.positions, tree.paths, first + tree.depth
+    q = rand(len(first), heads * 16, seed=4)
+    together = attend(q, spec, kv, False, cut)
+    near(together, REF.attend(q, spec, kv))
+    assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 8, run=2)), together)
+    for row in (3, 5, 8):
+        b, base, depth = (int(t[row]) for t in (kv.row_seq, first, tree.depth))
+        keys, values = (side[0].clone() for side in (kv.keys, kv.values) if side[0] is not None)
+        line = KVView(
+            16, [keys], [values], {g: t[b : b + 1] for g, t in kv.tables.items()}, kv.positions[row : row + 1], kv.row_seq[:1] * 0,
+            torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), 1, base + depth + 1,
+        )  # fmt: skip
+        at = torch.arange(depth + 1, device=DEVICE)
+        REF.move_kv(at * 0, base + tree.paths[row, : depth + 1].long(), base + at, spec, line)
+        assert torch.equal(attend(q[row : row + 1], spec, line, False, cut, Shape(True, 16, 8)), together[row : row + 1]), row
