@@ -124,9 +124,9 @@ def serve(models: Backend | Shelf, settings: ServerSettings, listener: socket.so
     # A step lets go of the interpreter with every operation, and has to wait this long for it where another thread computes.
     sys.setswitchinterval(0.0002)
     server = HttpServer(models, settings)
-    # A command goes through its objects seldom (cli); here what failed may hold bodies of megabytes. Going through all of them, hundreds of
-    # connections among them, stops everybody for up to 50 ms: less often than Python does.
-    gc.set_threshold(700, 10, 40)
+    # A command goes through its objects seldom (cli); here what failed may hold bodies of megabytes, and going through all objects stops
+    # everybody for as long as connections have left some behind: often, so that it is short (docs/lab/log.md).
+    gc.set_threshold(700, 10, 3)
     gc.collect()
     gc.freeze()  # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
     for model in server.app.state.server.shelf.loaded:

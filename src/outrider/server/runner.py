@@ -29,7 +29,6 @@ from .trim import trim
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
 TIDY_S = 10.0  # so often memory that nobody uses is looked for
-WORTH_TRIMMING = 64 << 20  # bytes of K/V that came free: then the C library's freed memory is looked for too, while nobody can have any
 FEW = 16  # streams: so many are written step by step, whatever the loop has to do
 PAUSE = 3  # times as long as it wrote the loop pauses
 LONGEST_PAUSE = 0.05  # seconds
@@ -283,8 +282,7 @@ class Runner:
             log.error("giving memory back failed: %s", where(e))
             return
         if given:
-            if given >= WORTH_TRIMMING:
-                trim()
+            trim()
             log.info("%d MB of K/V went back to the system: nobody has used it for a while", given >> 20)
 
     def _step(self) -> None:
