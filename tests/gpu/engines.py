@@ -12,6 +12,7 @@ from tests.gpu.place import HERE
 
 from outrider.bench.gpu import Rig
 from outrider.config import EngineConfig, SpecConfig
+from outrider.engine.decode import Key
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.scheduler import Request
@@ -71,6 +72,15 @@ def requests(vocab: int, count: int = len(PARAMS)) -> list[tuple[int, Request]]:
     return out
 
 
+def captured(engine: Engine, refused: bool = True) -> list[Key]:
+    """What its graphs were captured for; they are dropped. refused: some steps may have had none."""
+    executor = engine.executors[0]
+    assert isinstance(executor, GraphExecutor) and executor.broken is None and (refused or not executor._refused), f"no graphs: {executor}"
+    keys = list(executor._graphs)
+    executor.drop()
+    return keys
+
+
 def engine_tokens(size: str = "E2B") -> str:
     """Graphs one cycle behind, eager cycles, and plain decoding alone: the same tokens, whoever joins and leaves."""
     p = HERE
@@ -91,10 +101,7 @@ def engine_tokens(size: str = "E2B") -> str:
             for _, r in jobs:
                 assert got[r.id] == plain[r.id], f"{label}: request {r.id} ({r.params}) differs from plain decoding alone"
             if graphs:
-                executor = engine.executors[0]
-                assert isinstance(executor, GraphExecutor) and executor.broken is None, f"no graphs: {executor}"
-                made = len(executor._graphs)
-                executor.drop()
+                made = len(captured(engine))
             del engine
         return f"{len(jobs)} requests; eager {seconds['eager']:.1f} s, graphs {seconds['graphs']:.1f} s with {made} captures"
     finally:
@@ -160,11 +167,8 @@ def mixed(size: str = "E2B", count: int = 64) -> str:
             assert told[0][r.id] == told[1][r.id], f"request {r.id} ({r.params}) has other logprobs than alone"
         made = 0
         for one in (alone, engine):
-            executor = one.executors[0]
-            assert isinstance(executor, GraphExecutor) and executor.broken is None and not executor._refused, f"no graphs: {executor}"
-            made = len(executor._graphs)
-            most = max(most, max(key.batch for key in executor._graphs))
-            executor.drop()
+            keys = captured(one, refused=False)
+            made, most = len(keys), max(most, max(key.batch for key in keys))
         assert most >= count or not p.gpu, f"never more than {most} at once"
         return f"{count} requests; alone {seconds[0]:.1f} s, together {seconds[1]:.1f} s with {made} captures"
     finally:
@@ -192,9 +196,7 @@ def swapped(size: str = "E2B", count: int = 16) -> str:
             assert bool(m.preemptions) == (label != "roomy") and bool(m.swapped_in) == (label == "swap"), m
             assert m.swapped_in == m.swapped_out <= m.preemptions, m
             notes.append(f"{label} {time.perf_counter() - began:.2f} s, {m.preemptions} set back")
-            executor = engine.executors[0]
-            assert isinstance(executor, GraphExecutor) and executor.broken is None, f"no graphs: {executor}"
-            executor.drop()
+            captured(engine)
         assert got[0] == got[1], "K/V from the host: other tokens"
         assert got[0] == got[2], "K/V computed again: other tokens"
         return "; ".join(notes)

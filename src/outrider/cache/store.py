@@ -95,8 +95,8 @@ class KVStore:
         self._free_slots = list(range(spec.slots - 1, -1, -1))
         self._live: dict[int, SeqCache] = {}
         self.swap = Swap(spec.swap, self.device)
-        self._layers = [(self._group_of[i], t) for i in config.kv_layers for t in (self.keys[i], self.values[i]) if t is not None]
-        self._layers = [(name, t.view(torch.uint8)) for name, t in self._layers]  # swapping moves bytes, whatever they mean
+        both = [(self._group_of[i], t) for i in config.kv_layers for t in (self.keys[i], self.values[i])]
+        self._layers = [(name, t.view(torch.uint8)) for name, t in both if t is not None]  # swapping moves bytes, whatever they mean
 
     def take_ahead(self) -> None:
         """From now on memory is taken before sequences need it: for servers, where one sequence's step is everybody's."""
@@ -160,7 +160,7 @@ class KVStore:
         for name, group in self.groups.items():
             pages = seq.pages[name]
             held[name] = (pages.first, pages.pages[pages.first : group.pages_for(committed)])
-        return self.swap.out(self._layers, committed, held)
+        return self.swap.out(self._layers, held)
 
     def restore(self, kept: Kept, positions: int) -> SeqCache | None:
         """A slot with these pages again, where it could go on to `positions`. None: there is no room yet."""
@@ -168,7 +168,7 @@ class KVStore:
         for name, group in self.groups.items():
             first, count = kept.pages[name]
             wanted[name] = max(count, self._most(group, group.pages_for(positions) - first))
-            if wanted[name] > self._evictable(name):
+            if not self._there(name, wanted[name]):
                 return None
         for name, need in wanted.items():
             pool = self.groups[name].pool
@@ -209,7 +209,7 @@ class KVStore:
         """Could it hold `positions` now, if shared prefixes that nobody uses were given up?"""
         for name, group in self.groups.items():
             need = self._most(group, group.need(seq.pages[name], positions))
-            if need > group.pool.free and need > self._evictable(name):
+            if not self._there(name, need):
                 return False
         return True
 
@@ -217,10 +217,10 @@ class KVStore:
         """So many pages, or as many as a sequence holds at once under a window."""
         return pages if group.window is None else min(pages, self._bound(group.window))
 
-    def _evictable(self, name: GroupName) -> int:
-        """Pages that are free or would be without the prefixes that nobody uses."""
+    def _there(self, name: GroupName, pages: int) -> bool:
+        """Are so many pages free, or would be without the prefixes that nobody uses?"""
         pool = self.groups[name].pool
-        return pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name))
+        return pages <= pool.free or pages <= pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name))
 
     def reserve(self, seq: SeqCache, positions: int) -> bool:
         """Make room for positions 0..positions-1, evicting shared prefixes that nobody uses. False: no room."""

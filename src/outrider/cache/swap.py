@@ -22,7 +22,6 @@ BLOCK = 16 << 20  # bytes; a power of two, as torch takes pinned memory in such 
 class Kept:
     """The K/V of one sequence on the host."""
 
-    committed: int  # positions that are there
     pages: Mapping[GroupName, tuple[int, int]]  # the first page's number, and how many there are
     blocks: list[Tensor] = field(default_factory=list)  # uint8
 
@@ -56,16 +55,14 @@ class Swap:
         return [self._free.pop() for _ in range(count)]
 
     @torch.inference_mode()
-    def out(
-        self, layers: Sequence[tuple[GroupName, Tensor]], committed: int, held: Mapping[GroupName, tuple[int, list[int]]]
-    ) -> Kept | None:
+    def out(self, layers: Sequence[tuple[GroupName, Tensor]], held: Mapping[GroupName, tuple[int, list[int]]]) -> Kept | None:
         """Copy pages out: `layers` are the K and V tensors as bytes, with their groups, `held` each group's first page and all its pages.
         None: there is no room for them."""
         size = sum(len(held[group][1]) * _bytes(tensor) for group, tensor in layers)
         blocks = self._take(size)
         if blocks is None:
             return None
-        kept = Kept(committed, {name: (first, len(pages)) for name, (first, pages) in held.items()}, blocks)
+        kept = Kept({name: (first, len(pages)) for name, (first, pages) in held.items()}, blocks)
         where, at = self._indices({name: pages for name, (_, pages) in held.items()}), 0
         for group, tensor in layers:
             data = tensor.index_select(0, where[group]).view(-1)
