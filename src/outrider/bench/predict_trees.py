@@ -12,10 +12,11 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ..spec.plan import DEEPEST
 from ..types import MAX_DRAFT, OutriderError
 from .predict import Acceptance, Setup, draft_seconds, verify_seconds
 
-BRANCH, WIDTH, DEEPEST = 4, 4, 8  # as ops.trees has them
+BRANCH, WIDTH = 4, 4  # as ops.trees has them, which needs torch; a test compares them
 SECOND = 0.35  # where no card says better: what the shipped drafter shows, a little less
 FADE = 0.7  # a third guess against a second, a fourth against a third (.38, .27, .19 greedily, .35, .23, .18 at T = 1: docs/lab/log.md)
 

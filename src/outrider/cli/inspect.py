@@ -84,7 +84,7 @@ def inspect(
         on = machine(gpu)
         weights = total if bits is not None else kept.gpu
         beside = drafter_size(helper).total * helper_size if helper is not None else 0
-        tokens = room(config, on.memory * 1e9, weights + beside, 1.0 if kv_dtype == "fp8" else 2.0)
+        tokens = room(config, on.memory * 1e9, weights + beside)
         memory = {"memory": round(on.memory * 1e9), "weights": round(weights)}
         data["gpu"] = {"name": on.label, **memory, "fits": tokens > 0, "context": tokens}
     if data["drafter"] is not None:

@@ -161,15 +161,15 @@ def work_bytes(vocab: int, rows: int) -> int:
     return WORK + 2 * 4 * vocab * rows
 
 
-def room(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
+def room(config: ModelConfig, memory: float, weights: float) -> int:
     """Tokens of one sequence whose K/V fits beside the weights; 0: not even the weights fit. What the engine leaves for work is left."""
     free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)
-    if free < kv_bytes(config, 1, item):
+    if free < kv_bytes(config, 1):
         return 0
     low, high = 1, config.max_context + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if kv_bytes(config, middle, item) <= free else (low, middle)
+        low, high = (middle, high) if kv_bytes(config, middle) <= free else (low, middle)
     return low
 
 

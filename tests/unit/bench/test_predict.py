@@ -5,6 +5,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from outrider.bench import predict_trees
 from outrider.bench.predict import (
     MACHINES,
     Acceptance,
@@ -23,6 +24,7 @@ from outrider.bench.predict_trees import likeliest, tree_points
 from outrider.cli.predict import predict as command
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.known import KNOWN
+from outrider.ops import trees
 from outrider.types import OutriderError
 
 
@@ -213,3 +215,7 @@ def test_the_command_knows_trees():
     assert "35%" in run("google/gemma-4-31B-it", "--tree", "15").stdout
     for bad in (["--tree", "1"], ["--tree", "17"], ["--tree", "4", "--second", "1.5"]):
         assert isinstance(run("google/gemma-4-31B-it", *bad).exception, OutriderError)
+
+
+def test_trees_are_as_wide_as_the_ones_that_are_grown() -> None:
+    assert (predict_trees.BRANCH, predict_trees.WIDTH) == (trees.BRANCH, trees.WIDTH)
