@@ -18,13 +18,14 @@ log = logging.getLogger("outrider")
 
 def choose(device: torch.device | str, name: str = "auto", threads: int | None = None) -> Backend:
     """`auto`: Triton kernels on a GPU, C kernels on the CPU; the torch reference where these can't be had (one line says why).
-    A name that was asked for is given or refused; `cpu:avx2` asks for the C kernels of a certain level."""
+    A name that was asked for is given or refused; `cpu:avx2` asks for the C kernels of a certain level,
+    `triton:dense` for Triton kernels over weights in 16 bits, whatever the file holds (more memory, fewer kernels to compile)."""
     from .reference import ReferenceOps
 
     kind = str(device).partition(":")[0]
     plain, _, level = name.partition(":")
-    if plain not in NAMES or (level and plain != "cpu"):
-        raise OutriderError(f"unknown ops {name!r}; known: {', '.join(NAMES)}, cpu:LEVEL")
+    if plain not in NAMES or (level and plain != "cpu" and name != "triton:dense"):
+        raise OutriderError(f"unknown ops {name!r}; known: {', '.join(NAMES)}, cpu:LEVEL, triton:dense")
     wanted = plain if name != "auto" else {"cpu": "cpu", "cuda": "triton"}.get(kind, "reference")
     try:
         if wanted == "cpu":
@@ -40,9 +41,9 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
                 threads = cores
             return CpuOps(threads, level or None)
         if wanted == "triton":
-            from .triton import TritonOps
+            from .triton import DenseTritonOps, TritonOps
 
-            return TritonOps(device)
+            return DenseTritonOps(device) if level else TritonOps(device)
     except OutriderError:
         raise
     except Exception as error:  # no compiler, no triton, a broken toolchain: anything may be missing on a user's machine

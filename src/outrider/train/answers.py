@@ -135,8 +135,9 @@ def as_sequences(prompts: Sequences, answers: Sequence[Answer], vocab: int) -> S
 def answering_engine(
     name: str, config: ModelConfig, device: str, dtype: torch.dtype, slots: int | None, longest: int, drafter: str = "none"
 ) -> Iterator[Engine]:
-    """The engine as answering wants it: room for prompts and answers of `longest` tokens in all, no prefix cache, no text.
-    Afterwards its memory is free again and torch has the threads it had (the CPU kernels leave it one)."""
+    """The engine as answering wants it: room for prompts and answers of `longest` tokens in all, no prefix cache, no text. On a GPU
+    the weights are dense, as training holds them anyway: hundreds of rows gain nothing from 4 bits, and kernels for every format would
+    be compiled first. Afterwards its memory is free again and torch has the threads it had (the CPU kernels leave it one)."""
     cuda = device.startswith("cuda")
     wanted = slots or (GPU_SLOTS if cuda else CPU_SLOTS)
     page = EngineConfig().page_size
@@ -146,9 +147,10 @@ def answering_engine(
     wanted = max(1, min(wanted, room // context))
     settings = EngineConfig(max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page))
     threads = torch.get_num_threads()
-    short = str(dtype).removeprefix("torch.") if cuda else None
+    short, kernels = (str(dtype).removeprefix("torch."), "triton:dense") if cuda else (None, "auto")
+    draft = 0 if drafter == "none" else 4
     try:
-        llm = LLM.load(name, drafter, 0 if drafter == "none" else 4, device=device, dtype=short, engine=settings, say=lambda _: None)
+        llm = LLM.load(name, drafter, draft, device=device, dtype=short, ops=kernels, engine=settings, say=lambda _: None)
         engine = llm.engine
         engine.tokenizer = None  # token ids are all that is wanted
         del llm

@@ -114,6 +114,31 @@ def start_from_target(net: DraftNet, model: TextModel) -> None:
 
 
 @torch.no_grad()
+def fold_biases(net: DraftNet, model: TextModel, batches: list[Batch]) -> None:
+    """Qwen 2's queries have biases, larger than what they are added to; a drafter's have none. What enters a layer has a direction u
+    with u · x = 1 nearly everywhere, so the queries of each layer get bias · uᵀ added to their matrix."""
+    if not model.config.qkv_bias:
+        return
+    reads = [layer.attn.kv_layer for layer in net.layers]
+    entering = tuple(max(0, r - 1) for r in reads)  # the residual stream that enters layer r is the one after layer r - 1
+    rows: list[list[Tensor]] = [[] for _ in reads]
+    for batch in batches:
+        columns = batch.ids.shape[1] - batch.first
+        b, a = batch.anchors[0] // columns, batch.anchors[0] % columns + batch.first
+        for mine, stream in zip(rows, capture(model, batch.ids, entering).taps, strict=True):
+            mine.append(stream[b, a].float())
+    for i, (mine, layer) in enumerate(zip(rows, net.layers, strict=True)):
+        block = model.blocks[reads[i]]
+        assert block.qkv_bias is not None
+        x = rms(torch.cat(mine), block.attn_norm.float(), net.config.norm_eps)  # [A, H]
+        gram = x.T @ x
+        damp = RIDGES[1] * gram.diagonal().mean() * torch.eye(len(gram), device=x.device)
+        constant = torch.linalg.solve((gram + damp).double(), x.sum(0).double()).float()  # u
+        bias = block.qkv_bias[: layer.attn.heads * layer.attn.head_dim].float()
+        net.weight(f"layers.{i}.qkv").add_(bias[:, None] * constant[None])
+
+
+@torch.no_grad()
 def fit_inputs(net: DraftNet, model: TextModel, batches: list[Batch]) -> float:
     """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the token fed. How
     much the solution is held back is chosen on a quarter of the rows. Returns the share of their variance that is explained."""

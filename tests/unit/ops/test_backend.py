@@ -16,6 +16,7 @@ from outrider.models import build
 from outrider.models.config import ModelConfig
 from outrider.ops.backend import Backend, Capabilities
 from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.formats import Integer
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps
 from outrider.weights.load import dummy_weights
@@ -39,6 +40,13 @@ def test_kernels_are_built_for_the_device_that_was_asked_for(monkeypatch: pytest
     monkeypatch.setattr(outrider.ops.triton, "TritonOps", lambda device="cuda": built.append(str(device)))
     ops.choose(torch.device("cuda:1"))
     assert built == ["cuda:1"]
+
+
+def test_dense_kernels_hold_nothing_quantised() -> None:
+    """Whatever a file holds is then dequantised; the usual kernels keep it as it is."""
+    weight = Integer(4, 32).quantise(torch.randn(512, 512))
+    usual, dense = ops.choose("cpu", "triton"), ops.choose("cpu", "triton:dense")
+    assert usual.hold([weight], "cpu") is not None and dense.hold([weight], "cpu") is None
 
 
 @pytest.mark.parametrize("shape", ["llama", "sliding"])

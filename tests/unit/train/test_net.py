@@ -129,3 +129,25 @@ def test_a_drafter_for_four_bits_is_written_in_their_values(tmp_path: Path) -> N
     assert max(len(row.unique()) for row in down) <= 16 and not torch.equal(down, net.weight("layers.0.down"))
     whole = DraftNet(replace(drafter, weight_bits=None), config)
     assert torch.equal(whole.export()["layers.0.down"], whole.weight("layers.0.down"))
+
+
+def test_biases_of_the_target_go_into_the_queries(tmp_path: Path) -> None:
+    """A drafter's queries have no biases. Where as few rows are looked at as a layer has inputs, what is folded in gives them exactly."""
+    config, weights, _ = load_target(str(tiny.write_target("qwen2", tmp_path)), "cpu", torch.float32)
+    model = build(config, weights, DenseOps())
+    net = DraftNet(design.plain(config, reads=(1, 2), intermediate=20), config)
+    design.start_from_target(net, model)
+    ids = np.random.default_rng(0).integers(6, tiny.VOCAB, (1, LENGTH))
+    batch = make_batch(Sequences.of(ids, [2], [0], [True], tiny.VOCAB), np.array([0]), 1)
+    streams = capture(model, batch.ids, (0, 1)).taps
+    at = batch.anchors[0] + batch.first
+    wanted, before = [], [net.weight(f"layers.{i}.qkv").clone() for i in range(2)]
+    for i, read in enumerate((1, 2)):
+        block, count = model.blocks[read], net.layers[i].attn.heads * net.layers[i].attn.head_dim
+        x = torch.nn.functional.rms_norm(streams[i][0, at], (config.hidden,), block.attn_norm, config.norm_eps)
+        assert block.qkv_bias is not None
+        wanted.append((x, x @ before[i].T + block.qkv_bias[:count]))
+    design.fold_biases(net, model, [batch])
+    for i, (x, q) in enumerate(wanted):
+        missed = (q - x @ net.weight(f"layers.{i}.qkv").T).norm()
+        assert missed < 0.1 * (q - x @ before[i].T).norm()

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from tests.engines import LLAMA
 
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.train import finish
 from outrider.train.answers import Answering
+from outrider.train.clock import Budget, Stop
+from outrider.train.data import Sequences
 from outrider.train.design import default_clusters, plain, spread_reads
 from outrider.train.forecast import FEWEST_STEPS, Forecast, check
 from outrider.train.job import TrainJob
@@ -26,7 +31,9 @@ from outrider.train.memory import (
     product_rate,
     round_minutes,
 )
+from outrider.train.parallel import Group
 from outrider.train.recipes import Phase, applied, read_recipe
+from outrider.train.run import Run
 from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError
 from outrider.weights.hub import ASSETS
@@ -125,3 +132,20 @@ def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path
         (tmp_path / "r.toml").write_text(text)
         with pytest.raises(OutriderError, match=message):
             read_recipe(str(tmp_path / "r.toml"))
+
+
+def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are compiled at the first one. A second of that for one answer once left a handful of answers to evaluate on."""
+    rows = [np.arange(40)] * 64
+    aside = Sequences.of(rows, [8] * 64, range(64), [True] * 64, 64)
+    job = TrainJob(target="t", data=tmp_path, out=tmp_path, minutes=1.0, device="cuda")
+    run = Run(job, Budget(1.0, time.perf_counter()), Stop(), Group(), print, None)
+    judged: list[int] = []
+
+    def judge(target: object, net: object, data: Sequences) -> None:
+        judged.append(len(data))
+        time.sleep(0.3 if len(judged) == 1 else 0.0)
+
+    monkeypatch.setattr(finish, "judge", judge)
+    left, seconds = run.reserve(None, None, aside)  # type: ignore[arg-type]
+    assert judged == [1, 32] and len(left) == 64 and seconds < 10

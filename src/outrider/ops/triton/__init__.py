@@ -1,5 +1,7 @@
-"""Kernels for NVIDIA GPUs, written in Triton. `TritonOps` is the twin of `reference.ReferenceOps`, with quantised weights."""
+"""Kernels for NVIDIA GPUs, written in Triton. `TritonOps` is the twin of `reference.ReferenceOps`, with quantised weights;
+`DenseTritonOps` holds all weights dense."""
 
+from .ops import TritonOps as DenseTritonOps
 from .quantised import QuantTritonOps as TritonOps
 
-__all__ = ["TritonOps"]
+__all__ = ["DenseTritonOps", "TritonOps"]
