@@ -30,7 +30,9 @@ Tree = Annotated[str, typer.Option(help="Drafts that branch: most tokens of a tr
 VerifyBy = Annotated[str, typer.Option("--verify", help="coupled (same seed, same text) | rejection | block (same distribution).")]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.")]
-Ops = Annotated[str, typer.Option(help="Kernels: auto | reference | cpu | cpu:LEVEL (avx512bf16, avx512, avx2, generic) | triton[:dense].")]
+Ops = Annotated[
+    str, typer.Option(help="Kernels: auto | reference | cpu | cpu:LEVEL (avx512bf16, avx512, avx2, generic) | triton | triton:dense.")
+]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default, and at most: the cores this process may use.")]
 Quantize = Annotated[str | None, typer.Option(help="int8 | int4, on a GPU fp8 too: quantise a dense checkpoint while loading.")]
 KvDtype = Annotated[str, typer.Option(help="K/V: auto | int8 (half the memory, on the CPU; a little less exact) | fp8 (reference ops).")]

@@ -42,9 +42,10 @@ def test_kernels_are_built_for_the_device_that_was_asked_for(monkeypatch: pytest
     assert built == ["cuda:1"]
 
 
-def test_dense_kernels_hold_nothing_quantised() -> None:
+def test_dense_kernels_hold_nothing_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a file holds is then dequantised; the usual kernels keep it as it is."""
-    weight = Integer(4, 32).quantise(torch.randn(512, 512))
+    monkeypatch.setattr("outrider.ops.formats.base.SMALL", 0)
+    weight = Integer(4, 32).quantise(torch.randn(64, 64))
     usual, dense = ops.choose("cpu", "triton"), ops.choose("cpu", "triton:dense")
     assert usual.hold([weight], "cpu") is not None and dense.hold([weight], "cpu") is None
 
