@@ -20,6 +20,7 @@ import torch
 from gpu_common import BF16, FAILED, RESULTS, attempt, begin, finish, graph_us, kernel_table, kernels, rand, say, view, weight_shapes  # fmt: skip
 
 from outrider.bench.gpu import H200_BYTES_PER_S, Rig, time_ms
+from outrider.cache.store import last_rows
 from outrider.engine.capture import Graph
 from outrider.ops.triton import TritonOps, attention, moe
 from outrider.ops.triton.linear import product
@@ -399,8 +400,8 @@ LAYERS = {"E2B": 10, "E4B": 12, "12B": 6, "26B-A4B": 6, "31B": 6}
 BATCHES = {"E2B": (1, 8, 32, 64, 128), "26B-A4B": (1, 8, 32, 64), "31B": (1, 8, 32, 64)}
 
 
-def packed(rig: Rig, seqs: list[Any], count: int) -> Callable[[], torch.Tensor]:
-    """A pass over `count` prompt tokens of each sequence, and the logits of the last ones."""
+def packed(rig: Rig, seqs: list[Any], count: int, whole: bool = False) -> Callable[[], torch.Tensor]:
+    """A pass over `count` prompt tokens of each sequence, and the logits of the last ones. whole: all rows go through all layers."""
     batch = len(seqs)
     at = torch.arange(count, device="cuda").repeat(batch)
     kv = rig.store.view(
@@ -408,8 +409,10 @@ def packed(rig: Rig, seqs: list[Any], count: int) -> Callable[[], torch.Tensor]:
         (torch.arange(batch + 1, device="cuda") * count).to(torch.int32), count, count,
     )  # fmt: skip
     ids = torch.randint(3, 9999, (batch * count,), device="cuda")
-    last = torch.arange(1, batch + 1, device="cuda") * count - 1
-    return lambda: rig.model.logits(rig.model.forward(ids, kv)[last])
+    last = last_rows(kv, range(batch))
+    if whole:
+        return lambda: rig.model.logits(rig.model.forward(ids, kv)[last.rows])
+    return lambda: rig.model.logits(rig.model.forward(ids, kv, (), last))
 
 
 def models(sizes: list[str], tables: bool) -> None:

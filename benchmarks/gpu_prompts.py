@@ -31,7 +31,6 @@ from outrider.ops.triton import TritonOps, attention, norm, prompts, rope
 from outrider.ops.triton.linear import product
 from outrider.ops.triton.prompts import Shape
 from outrider.ops.triton.tiles import choose_tile, for_rows
-from outrider.types import AttnSpec, KVView
 
 TRIES = {  # (head_dim, keys a block): shapes
     (256, 64): [(128, 8, 2)],
@@ -155,26 +154,25 @@ def rotate() -> None:
 
 
 def models(sizes: list[str], tables: bool) -> None:
-    """Whole passes, with the attention of before and with that of prompts."""
+    """Whole passes: with all rows through all layers, and with those that nobody reads as far as their K/V."""
     for size in sizes:
         rig = Rig.of(size, slots=8, context=1088)
         seqs = rig.open(8, 1, 1023)  # with pages for every position: those before a window are given back, and would be shared
-        suited: Callable[[AttnSpec, KVView, torch.dtype, int], bool] = prompts.suited
         row = {}
         for batch in (2, 8):
             logits = []
-            for title, ask in (("before", lambda *a: False), ("now", suited)):
-                prompts.suited = ask  # type: ignore[assignment]
+            for title, whole in (("all", True), ("last", False)):
                 torch.manual_seed(3)  # the same ids
-                run = Graph(packed(rig, seqs[:batch], 1024), rig.device, rig.pool)
+                run = Graph(packed(rig, seqs[:batch], 1024, whole), rig.device, rig.pool)
                 row[f"{batch} {title}"] = time_ms(run.replay, 3, 1)
                 assert isinstance(run.result, torch.Tensor)
                 logits.append(run.result.clone())
                 del run
             other = differs(logits[1], logits[0], f"{size} {batch} x 1024")
-            was, now = row[f"{batch} before"], row[f"{batch} now"]
-            say(f"{size} {batch} x 1,024 in one pass: {was:.1f} ms before, {now:.1f} now, 8 x 1,024: {now * 8 / batch:.0f}{other}")
-        prompts.suited = suited
+            was, now = row[f"{batch} all"], row[f"{batch} last"]
+            say(
+                f"{size} {batch} x 1,024 in one pass: all rows {was:.1f} ms, the last ones {now:.1f}, 8 x 1,024: {now * 8 / batch:.0f}{other}"
+            )
         if tables:
             rig.ops.pdl = False  # a kernel that is let in early seems to last as long as it waits
             slow = Graph(packed(rig, seqs, 1024), rig.device, rig.pool)

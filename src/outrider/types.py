@@ -100,6 +100,16 @@ class KVView(KVPages):
 
 
 @dataclass(frozen=True)
+class Wanted:
+    """Rows of a pass whose output somebody reads, where not everybody's is read: while a prompt is computed K/V of all rows is, and what
+    comes out of few or none. The others go no further than the last layer that writes K/V. Rows stand alone, so the wanted ones have the
+    bits that they would have in company."""
+
+    rows: Tensor  # int64 [W] of the pass's R rows, ascending
+    kv: KVView  # the same cache as the W rows see it
+
+
+@dataclass(frozen=True)
 class DraftRound:
     """What the steps of one round of an MTP drafter share: the view and the position are constant."""
 

@@ -135,6 +135,8 @@ def crowd(size: str) -> str:
             again = rig.model.logits(rig.prefill(seqs[b], ids, p.context))
             assert torch.equal(again.argmax(-1), alone[0]), f"{size}: sequence {b} as a prompt has other best tokens"
             assert torch.equal(again, alone_logits[0]) or not p.gpu, f"{size}: sequence {b} as a prompt has other logits"
+            last = rig.model.logits(rig.prefill(seqs[b], ids, p.context, last=True))
+            assert torch.equal(last, again[-1:]) or not p.gpu, f"{size}: the last row of a prompt, wanted alone, has other logits"
             del alone_logits, again
         same = speculative_run(rig, seqs, p.context, 4, tokens, logits)
         assert same.equal_tokens, f"{size} K=4 batch {batch}: tokens differ from position {same.first_difference}"

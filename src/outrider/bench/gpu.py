@@ -17,7 +17,7 @@ from typing import TypedDict, Unpack
 import torch
 from torch import Tensor
 
-from ..cache.store import CacheSpec, KVStore, SeqCache
+from ..cache.store import CacheSpec, KVStore, SeqCache, last_rows
 from ..engine.capture import Graph, Pool
 from ..engine.decode import Inputs, Key, Output, State, decode_step
 from ..engine.tree import Tree
@@ -230,13 +230,13 @@ class Rig:
         for seq in seqs:
             self.store.close(seq)
 
-    def prefill(self, seq: SeqCache, ids: Tensor, start: int = 0) -> Tensor:
-        """One chunk of one sequence; hidden [count, H]."""
+    def prefill(self, seq: SeqCache, ids: Tensor, start: int = 0, last: bool = False) -> Tensor:
+        """One chunk of one sequence; hidden [count, H], or of the last row alone [1, H]."""
         count = ids.shape[0]
         at = torch.arange(start, start + count, device=self.device)
         rows = torch.tensor([0, count], dtype=torch.int32, device=self.device)
         kv = self.store.view(torch.tensor([seq.slot], device=self.device), at, torch.zeros_like(at), rows, count, start + count)
-        hidden = self.model.forward(ids, kv)
+        hidden = self.model.forward(ids, kv, (), last_rows(kv, [0]) if last else None)
         assert isinstance(hidden, Tensor)  # no taps were asked for
         return hidden
 

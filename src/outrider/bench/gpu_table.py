@@ -246,18 +246,20 @@ def measure_prefill(rig: Rig) -> dict[str, float]:
 
     def whole() -> None:
         for start in range(0, PROMPT, CHUNK):
-            rig.prefill(seq, ids, start)
+            rig.prefill(seq, ids, start, last=True)
 
     for end in range(CHUNK, PROMPT + 1, CHUNK):
         if not rig.store.reserve(seq, end):
             raise OutriderError(f"no room for a prompt of {PROMPT} tokens")
         rig.store.commit(seq, max(0, end - CHUNK))
-        rig.prefill(seq, ids, end - CHUNK)  # the warm-up
+        rig.prefill(seq, ids, end - CHUNK, last=True)  # the warm-up
     ms = time_ms(whole, 2, 0)  # early sliding pages were given back: what is written there now is nobody's, at the same cost
     rig.store.close(seq)
-    moe, params = rig.config.moe, 0.0
+    moe, params, last = rig.config.moe, 0.0, rig.config.kv_layers[-1]
     for name, w in rig.weights.items():
-        if len(w.shape) >= 2 and name not in ("embed", "head", "ple_embed"):
+        layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
+        through = layer < last or (layer == last and name.endswith(".qkv"))  # all rows: the rest is for the last one alone
+        if len(w.shape) >= 2 and name not in ("embed", "head", "ple_embed") and through:
             params += math.prod(w.shape) * (moe.top_k / moe.experts if moe is not None and ".experts_" in name else 1.0)
     rate = 2 * params * PROMPT / ms * 1e3
     return {"tokens": PROMPT, "ms": ms, "tokens_per_s": PROMPT / ms * 1e3, "tflop_per_s": rate * 1e-12, "share_of_peak": rate / BF16_FLOPS}

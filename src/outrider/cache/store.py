@@ -7,14 +7,14 @@ and one table row per slot (a slot is a running sequence's place). `view()` give
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..models.config import ModelConfig
 from ..ops.cpu.memory import Ahead, Arena
-from ..types import GroupName, KVPages, KVView
+from ..types import GroupName, KVPages, KVView, Wanted
 from .pages import Group, OutOfPages, SeqPages
 from .prefix import PrefixCache
 from .swap import Kept, Swap
@@ -30,6 +30,17 @@ def upload(values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dt
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
     """Elements that a head's key or value of one position takes: int8 ones have a factor in float32 behind them."""
     return head_dim + 4 if dtype == torch.int8 else head_dim
+
+
+def last_rows(kv: KVView, seqs: Sequence[int]) -> Wanted:
+    """Of a pass the last row of some of its sequences. For rows in lines."""
+    device, count = kv.positions.device, len(seqs)
+    if not count:
+        return Wanted(kv.positions[:0], kv)
+    which, start = upload(seqs, torch.int64, device), torch.arange(count + 1, dtype=torch.int32, device=device)
+    rows = kv.row_start.index_select(0, which + 1).long() - 1
+    tables = {name: table.index_select(0, which) for name, table in kv.tables.items()}
+    return Wanted(rows, replace(kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long(), row_start=start, max_rows=1))
 
 
 AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.backend import Backend
 from ..spec.choose import SamplingBatch, accept
 from ..spec.nets import Target
-from ..types import Draft, KVView, Verdict
+from ..types import Draft, KVView, Verdict, Wanted
 from .tree import Tree
 
 
@@ -124,9 +124,9 @@ def cycle(
     return CycleOutput(verdict, features, logits)
 
 
-def forward(model: Target, ids: Tensor, kv: KVView, taps: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """hidden [R, H], and features [R, H·(1 + taps)]: the same where nothing is tapped."""
-    out = model.forward(ids, kv, taps)
+def forward(model: Target, ids: Tensor, kv: KVView, taps: tuple[int, ...], wanted: Wanted | None = None) -> tuple[Tensor, Tensor]:
+    """hidden [R, H], and features [R, H·(1 + taps)]: the same where nothing is tapped. wanted: of these rows alone."""
+    out = model.forward(ids, kv, taps, wanted)
     if isinstance(out, Tensor):
         return out, out
     hidden, streams = out

@@ -16,6 +16,7 @@ import torch
 from ..cache.store import CacheSpec, KVStore
 from ..config import EngineConfig, SpecConfig
 from ..spec.controller import Controller
+from ..spec.draft_model import DraftModel
 from ..spec.drafter import Drafter
 from ..spec.mtp import MTPDrafter
 from ..spec.nets import Target
@@ -158,6 +159,7 @@ class Engine:
         self.validate(request)
         params = request.params
         seq = Seq(request, self.clock(), list(request.prompt), tempered=params.tempered)
+        seq.fed = self._fed(seq)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         seq.answer = Answer(params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None)
         if "ngram" in self.controller.drafters and self._copies(request):
@@ -306,6 +308,12 @@ class Engine:
         if not seq.request.drafter:
             return 0
         return seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
+
+    def _fed(self, seq: Seq) -> bool:
+        """May a draft of this request start from the target's hidden states? A draft model starts from tokens."""
+        if self.drafter is None or isinstance(self.drafter, DraftModel):
+            return False
+        return seq.request.drafter in (True, self.drafter.name) and self._asked(seq) != 0
 
     def _fixed(self, seq: Seq, k: int, widest: int) -> Choice:
         if k == 0:

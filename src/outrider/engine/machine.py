@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..cache.store import KVStore, SeqCache, upload
+from ..cache.store import KVStore, SeqCache, last_rows, upload
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
 from ..spec.nets import Target
@@ -62,7 +62,8 @@ class Machine:
 
     @torch.inference_mode()
     def _pass(self, lanes: Sequence[Lane]) -> None:
-        """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts from it."""
+        """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts from it; nobody reads
+        what comes out of the other rows."""
         device, starts = self.device, [0]
         for lane in lanes:
             starts.append(starts[-1] + lane.count)
@@ -77,11 +78,10 @@ class Machine:
             row_seq = upload([i for i, lane in enumerate(lanes) for _ in range(lane.count)], torch.int64, device)
         furthest, widest = max(lane.start + lane.count for lane in lanes), max(lane.count for lane in lanes)
         kv = self.store.view(slots, positions, row_seq, row_start, widest, furthest)
-        _, features = forward(self.model, upload(ids, torch.int64, device), kv, self.taps)
-        done = [i for i, lane in enumerate(lanes) if lane.start + lane.count == len(lane.seq.tokens) - 1]
-        if done:
-            rows = upload([starts[i + 1] - 1 for i in done], torch.int64, device)
-            self.features.index_copy_(0, upload([lanes[i].slot for i in done], torch.int64, device), features[rows])
+        ends = [i for i, lane in enumerate(lanes) if lane.wanted]
+        _, features = forward(self.model, upload(ids, torch.int64, device), kv, self.taps, last_rows(kv, ends))
+        if ends:
+            self.features.index_copy_(0, upload([lanes[i].slot for i in ends], torch.int64, device), features)
 
     @torch.inference_mode()
     def score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Tensor:

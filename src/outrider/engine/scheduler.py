@@ -98,7 +98,8 @@ class Scheduler:
             if count <= 0 or (count > budget and batch.prompts):
                 continue
             if self._reserve(seq, start + count):
-                batch.prompts.append(Lane(seq, seq.held.slot, start, count, False))
+                ends = start + count == len(seq.tokens) - 1
+                batch.prompts.append(Lane(seq, seq.held.slot, start, count, wanted=ends and seq.fed))
                 budget -= count
             if budget <= 0:
                 break

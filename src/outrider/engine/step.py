@@ -44,6 +44,7 @@ class Seq:
     cache: SeqCache | None = None  # its slot and pages, while it runs
     kept: Kept | None = None  # what the host keeps of its K/V, while it waits to run again
     has_features: bool = False  # the hidden state at tokens[-2] is known, so a drafter can start
+    fed: bool = False  # its drafts start from that state: so it is wanted of the prompt's end
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     drafter_off: bool = False
@@ -77,14 +78,16 @@ class Seq:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One sequence's rows in a step. A chunk of the prompt has `count` rows from position `start` on and wants no logits. A decoding
+    """One sequence's rows in a step. A chunk of the prompt has `count` rows from position `start` on, which write K/V. A decoding
     lane has the newest token at `start` (one later for every token that a step in flight may add), then k drafted ones."""
 
     seq: Seq
     slot: int
     start: int
     count: int = 1
-    logits: bool = True
+    # Somebody reads what comes out: of every row of a decoding lane, and of the last row of a chunk that a draft starts from. Rows that
+    # nobody reads go no further than their K/V (types.Wanted).
+    wanted: bool = True
     k: int = 0  # tokens to draft, one after another; once the step was read: how many were verified
     drafter: str | None = None  # who drafts them
     guess: Sequence[int] | None = None  # drafts that the host knows: k of them, and as many more as a step in flight may add

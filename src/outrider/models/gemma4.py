@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..ops.formats import Held
 from ..ops.reference import plain
-from ..types import KVView
+from ..types import KVView, Wanted
 from .config import ModelConfig
 from .layers import Ops, TextModel
 from .moe import gather_experts, mix_experts
@@ -63,8 +63,11 @@ class Gemma4(TextModel):
             ids, source = torch.arange(ids.shape[0], device=ids.device), replace(source, table=own)
         return ops.per_layer_inputs(ids, source.table, projected, config.hidden**-0.5, source.norm, config.norm_eps)
 
-    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
-        """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
+    def forward(
+        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """ids [R] at kv.positions -> hidden [R, H] after the final norm, of the rows that are wanted (None: all of them, else [W, H]); with
+        taps also their residual streams after those layers."""
         ops, total, moe, eps, act = self.ops, self.total, self.config.moe, self.config.norm_eps, self.config.activation
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
@@ -74,6 +77,13 @@ class Gemma4(TextModel):
         for i, block in enumerate(self.blocks):
             qkv = ops.linear(h, block.qkv)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
+            if wanted is not None and i == self.last_write:  # nobody reads what the other rows would become
+                rows, kv = wanted.rows, wanted.kv
+                if not rows.shape[0]:
+                    return (x[:0], (x[:0],) * len(taps)) if taps else x[:0]
+                q, x, angles = q[rows], x[rows], self.angles(kv.positions)
+                streams = {tap: stream[rows] for tap, stream in streams.items()}
+                ple = None if ple is None else ple[:, rows]
             y = total(ops.linear(ops.attend(q, block.spec, kv), block.out))
             if self.experts is None or moe is None:
                 x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..ops.reference import plain
-from ..types import AttnSpec, KVView
+from ..types import AttnSpec, KVView, Wanted
 from .config import DrafterConfig, LayerSpec, ModelConfig, RopeSpec
 from .split import SOLO, Together, piece
 
@@ -114,6 +114,7 @@ class TextModel:
         share = together.share
         self.tokens = [piece(config.vocab_size, rank, share.world) for rank in range(share.world)]  # of each process
         self.total = together.total
+        self.last_write = config.kv_layers[-1]  # rows that nobody wants go as far as this layer's K/V
         self.table: Held = weights["embed"]  # [V, H]
         self.head: Held = self.table if config.tied else weights["head"]
         norm = plain(weights["norm"])
@@ -138,8 +139,11 @@ class TextModel:
         found = self.ops.embed((ids - lo).clamp(0, hi - lo - 1), table, scale)
         return self.total(found.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
 
-    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
-        """ids [R] at kv.positions -> hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
+    def forward(
+        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """ids [R] at kv.positions -> hidden [R, H] after the final norm, of the rows that are wanted (None: all of them, else [W, H]); with
+        taps also their residual streams after those layers."""
         raise NotImplementedError
 
     def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:

@@ -49,7 +49,7 @@ class LaneTold(NamedTuple):
     ahead: int
     start: int
     rows: int
-    logits: bool
+    wanted: bool
     k: int
     drafter: str | None
     guess: list[int] | None
@@ -133,7 +133,7 @@ class Leader:
         tokens, known.tokens = seq.tokens[known.tokens :], len(seq.tokens)
         guess = list(lane.guess) if lane.guess is not None else None
         return LaneTold(
-            seq.id, lane.slot, fresh, pages, tokens, seq.ahead, lane.start, lane.count, lane.logits, lane.k, lane.drafter, guess,
+            seq.id, lane.slot, fresh, pages, tokens, seq.ahead, lane.start, lane.count, lane.wanted, lane.k, lane.drafter, guess,
             lane.stop, lane.drop, lane.nodes, list(lane.prices) if lane.prices is not None else None,
         )  # fmt: skip
 
@@ -300,7 +300,7 @@ class Follower:
             seq.cache = SeqCache(told.slot)
         self.engine.store.place(told.slot, told.fresh, told.pages)
         return Lane(
-            seq, told.slot, told.start, told.rows, told.logits, told.k, told.drafter, told.guess, told.stop, told.drop,
+            seq, told.slot, told.start, told.rows, told.wanted, told.k, told.drafter, told.guess, told.stop, told.drop,
             told.nodes, told.prices,
         )  # fmt: skip
 

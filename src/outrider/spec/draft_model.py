@@ -13,8 +13,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from ..cache.store import last_rows
 from ..models.config import ModelConfig
-from ..types import Draft, KVView
+from ..types import Draft, KVView, Wanted
 from .drafter import DraftBatch, Score, draft_round
 from .nets import Target
 
@@ -157,17 +158,18 @@ class DraftModel:
             counts = [min(CHUNK, len(texts[b]) - done[b]) for b in which]
             ids = [t for b, s, n in zip(which, starts, counts) for t in texts[b][s : s + n]]
             view = self.pages.view([tracks[b] for b in which], starts, counts)
-            hidden = self._forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view)  # [R, H]
-            row = 0
+            ends = [i for i, b in enumerate(which) if starts[i] + counts[i] == len(texts[b])]
+            wanted = last_rows(view, ends) if len(ends) < len(ids) else None
+            hidden = self._forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted)
             for b, start, count in zip(which, starts, counts):
-                row, done[b] = row + count, start + count
+                done[b] = start + count
                 tracks[b].held[start:] = texts[b][start : start + count]
-                if done[b] == len(texts[b]):
-                    out[b] = hidden[row - 1]
+            for i, state in zip(ends, hidden):
+                out[which[i]] = state
         return torch.stack([h for h in out if h is not None])
 
-    def _forward(self, ids: Tensor, kv: KVView) -> Tensor:
-        hidden = self.model.forward(ids, kv)
+    def _forward(self, ids: Tensor, kv: KVView, wanted: Wanted | None = None) -> Tensor:
+        hidden = self.model.forward(ids, kv, (), wanted)
         assert isinstance(hidden, Tensor)  # no taps were asked for
         return hidden
 

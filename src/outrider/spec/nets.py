@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..models.config import DrafterConfig, ModelConfig
 from ..ops.backend import Backend
-from ..types import DraftRound, KVView
+from ..types import DraftRound, KVView, Wanted
 
 
 class Target(Protocol):
@@ -22,8 +22,11 @@ class Target(Protocol):
         """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
         ...
 
-    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
-        """hidden [R, H] after the final norm; with taps also the residual streams after those layers."""
+    def forward(
+        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """hidden [R, H] after the final norm, of the rows that are wanted (None: all); with taps also their residual streams after those
+        layers."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

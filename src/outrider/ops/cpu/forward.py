@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...types import DraftRound, KVView
+from ...types import DraftRound, KVView, Wanted
 from ..backend import EVERY_ROW
 from .lib import Batch, CCall, CDraft, CLayer, CStack, c_spec
 from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
@@ -97,8 +97,12 @@ class CompiledModel:
         self.together, self.total = model.together, model.total  # of one process: whole passes know nothing of others
         self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
 
-    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = ()) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:
+    def forward(
+        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps)
+        if wanted is not None:
+            hidden, streams = hidden[wanted.rows], [stream[wanted.rows] for stream in streams]
         return (hidden, tuple(streams)) if taps else hidden
 
 
