@@ -43,6 +43,8 @@ class QuantTritonOps(TritonOps):
     def quantize(self, dense: Tensor, mode: str) -> Held:
         if mode not in MODES:
             raise OutriderError(f"--quantize {mode}: the GPU holds {', '.join(MODES)}")
+        if stays_dense(dense.shape):
+            return self.prepare(dense)
         for format in MODES[mode]:
             border = format.border()
             if border <= 1 or dense.shape[-1] % border == 0:
