@@ -166,3 +166,12 @@ def test_dense_weights_are_rounded_when_asked(mode: str) -> None:
     x = rand(2, 256).to(DEVICE, DTYPE)
     near(ops.linear(x, held), REF.linear(x.float(), dense.float()), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
     near(ops.unpack(held), dense.to(torch.bfloat16), {"int4": 0.13, "int8": 0.02, "fp8": 0.05}[mode])
+
+
+def test_a_small_matrix_stays_dense_however_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to four bits E2B's small matrices made a step slower than bfloat16's."""
+    monkeypatch.setattr(base, "SMALL", 64 * 256)
+    ops, dense = TritonOps(DEVICE, pdl=False), rand(64, 256, seed=3).to(DEVICE, DTYPE)
+    assert ops.quantize(dense, "int4") is dense
+    assert ops.hold([Integer(4, 32).quantise(dense)], DEVICE) is None
+    assert isinstance(ops.quantize(rand(65, 256, seed=3).to(DEVICE, DTYPE), "int4"), QuantWeight)
