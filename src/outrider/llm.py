@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,6 +35,7 @@ from .models.pairing import fits, other_weights
 from .models.split import SOLO
 from .ops.backend import Backend
 from .ops.cpu.ops import default_threads
+from .ops.formats import Held
 from .parallel import STARTED_BY_US, Leader, Parted, Team, follow, is_worker, join
 from .spec import card as cards
 from .spec.controller import Controller
@@ -289,7 +290,8 @@ def _assemble(
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = build(config, weights, chosen, together)
-    guesser, names, note = pick_drafter(files, options.drafter, target, chosen, place, kind, load_format, seed)
+    common = lambda: tokenizing.result().everyday() if tokenizing is not None else ()  # noqa: E731
+    guesser, names, note = pick_drafter(files, options.drafter, target, chosen, place, kind, load_format, seed, common)
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
@@ -378,8 +380,10 @@ def pick_drafter(
     dtype: torch.dtype,
     load_format: LoadFormat = "auto",
     seed: int = 0,
+    always: Callable[[], Iterable[int]] = tuple,
 ) -> tuple[Drafter | None, tuple[str, ...], str]:
-    """(the neural drafter or None, the names the controller may choose from, one line that says what and why)."""
+    """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always: tokens that a draft
+    model scores wherever they stand in the vocabulary."""
     if drafter == "none":
         return None, (), "drafter: none (plain decoding)"
     if drafter == "ngram":
@@ -390,25 +394,35 @@ def pick_drafter(
         if where is None:
             return None, ("ngram",), f"drafter: ngram ({note})"
         try:
-            return _load_drafter(model, where, note, target, ops, device, dtype, load_format, seed)
+            return _load_drafter(model, where, note, target, ops, device, dtype, load_format, seed, always)
         except OutriderError as error:
             return None, ("ngram",), f"drafter: ngram ({where} cannot be used: {error})"
-    return _load_drafter(model, drafter, note, target, ops, device, dtype, load_format, seed)
+    return _load_drafter(model, drafter, note, target, ops, device, dtype, load_format, seed, always)
 
 
 def _load_drafter(
     model: Files, where: str, note: str, target: TextModel, ops: Backend, device: torch.device, dtype: torch.dtype,
-    load_format: LoadFormat, seed: int,
+    load_format: LoadFormat, seed: int, always: Callable[[], Iterable[int]],
 ) -> tuple[Drafter, tuple[str, ...], str]:  # fmt: skip
     if where.startswith("draft:"):
-        from .spec.draft_model import DraftModel
+        from .spec.draft_model import DraftModel, shortlist
 
-        config, weights, _ = load_target(where[6:], device, dtype, ops, None, load_format, seed)
+        name, counts = where[6:], [0, 0]
+
+        def cheaper(part: str, weight: Held) -> Held:
+            """A guess need not be exact, only soon. Rows of the embedding are only looked up, one at a time."""
+            made = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
+            counts[made is weight] += 1
+            return made
+
+        config, weights, _ = load_target(name, device, dtype, ops, None, load_format, seed, keep=cheaper)
         if config.vocab_size != target.config.vocab_size:
-            raise OutriderError(
-                f"{where[6:]} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer"
-            )
-        return DraftModel(ops.compile(build(config, weights, ops))), ("draft_model", "ngram"), f"drafter: draft model {where[6:]} ({note})"
+            raise OutriderError(f"{name} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer")
+        listed = shortlist(config.vocab_size, always()) if ops.capabilities.shortlists else None
+        how = ["its weights rounded to 4 bits"] if counts[0] else []
+        how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []
+        small = DraftModel(ops.compile(build(config, weights, ops)), listed)
+        return small, ("draft_model", "ngram"), f"drafter: draft model {name} ({'; '.join([note, *how])})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":
         from .spec.medusa import Medusa

@@ -24,7 +24,13 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")]
-Drafter = Annotated[str, typer.Option(help="auto | none | ngram | an MTP drafter's or Medusa's folder or id | draft:MODEL.")]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        help="auto | none | ngram | an MTP drafter's or Medusa's folder or id | draft:MODEL (on a CPU rounded to 4 bits, with a shortlist "
+        "of tokens)."
+    ),
+]
 DraftTokens = Annotated[str, typer.Option(help="How many tokens to draft a cycle: 0..16, or auto (measured, every cycle).")]
 Tree = Annotated[str, typer.Option(help="Drafts that branch: most tokens of a tree, 2..16; off, or auto (where it pays).")]
 VerifyBy = Annotated[str, typer.Option("--verify", help="coupled (same seed, same text) | rejection | block (same distribution).")]

@@ -2,13 +2,17 @@
 with or without logprobs.
 
 Between two passes over the weights every line of Python runs on cold caches, so the way of a host cycle is kept short: no tensor
-operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`.
+operations, and none of the 40 µs of entering inference mode. The tokens are those of `eager`. An MTP drafter's round is part of the
+call; a draft model's is a call of its own before it.
 """
 
 from __future__ import annotations
 
+import torch
+
 from ..ops.backend import Asked, HostCycle
 from ..spec.choose import SamplingBatch
+from ..spec.draft_model import DraftModel
 from ..spec.plan import Branches
 from ..types import SamplingParams
 from .cycle import logprobs
@@ -22,7 +26,9 @@ class HostExecutor:
 
     def __init__(self, machine: Machine, cycle: HostCycle):
         self.machine, self.cycle = machine, cycle
-        own = (machine.drafter.name,) if machine.drafter is not None and cycle.drafts else ()
+        drafter = machine.drafter
+        self.draft_model = drafter if isinstance(drafter, DraftModel) and drafter.chain is not None else None  # drafts ahead of the call
+        own = (drafter.name,) if drafter is not None and (cycle.drafts or self.draft_model is not None) else ()
         self.trees = cycle.drafts
         self.drafters = (None, "ngram", *own)  # whose drafts the call can take
         self._probes: dict[int, SamplingBatch] = {}
@@ -37,13 +43,33 @@ class HostExecutor:
         flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], machine.clock())
         if batch.decode:
             machine.store.flush()
+            sampling = machine.sampling([lane.seq for lane in batch.decode])
+            sure = self._guess(batch, sampling) if self.draft_model is not None else {}
             asked = []
             for x in batch.decode:
                 guess = x.guess if x.k else None
                 likely = x.seq.request.params.logprobs
                 asked.append(Asked(x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices, likely))
-            flight.payload = self.cycle.run(asked, machine.sampling([lane.seq for lane in batch.decode]), batch.trust)
+            told = self.cycle.run(asked, sampling, batch.trust)
+            flight.payload = [line._replace(confidence=sure[i]) if i in sure else line for i, line in enumerate(told)] if sure else told
         return flight
+
+    def _guess(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, list[float]]:
+        """The draft model's guesses go into their lanes; their confidences by lane."""
+        assert self.draft_model is not None
+        which = [i for i, lane in enumerate(batch.decode) if lane.k and lane.guess is None]
+        if not which:
+            return {}
+        lanes = [batch.decode[i] for i in which]
+        some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
+        made = self.draft_model.guess(
+            [x.seq.id for x in lanes], [x.seq.tokens for x in lanes], max(x.k for x in lanes), some, batch.trust,
+            [x.stop for x in lanes], [x.drop for x in lanes],
+        )  # fmt: skip
+        for lane, brought in zip(lanes, made):
+            lane.k = min(lane.k, brought.length)
+            lane.guess = brought.tokens[: lane.k]
+        return {i: brought.confidence[: batch.decode[i].k + 1] for i, brought in zip(which, made) if brought.confidence}
 
     def read(self, flight: Flight) -> list[Emitted]:
         lanes, out = flight.batch.decode, []
@@ -68,4 +94,7 @@ class HostExecutor:
         guess = [0] * k if part == "verify" else None
         slots = self.machine.scratch_slots(batch, context + k + 1)
         self.machine.store.flush()
+        if self.draft_model is not None and part != "verify":
+            self.draft_model.rehearse(batch, k, context, sampling)
+            guess = [0] * k
         self.cycle.run([Asked(slot, 0, context, k, guess) for slot in slots], sampling, None)

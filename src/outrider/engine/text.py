@@ -106,6 +106,12 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return bytes(token.replace("▁", " "), "utf-8")
 
+    def everyday(self) -> set[int]:
+        """Tokens that any text may hold and that need not stand at the front of a vocabulary: single characters of Latin script, which
+        SentencePiece puts behind all merged ones, and control tokens, among them those that end an answer."""
+        letters = {self.backend.token_to_id(c) for c in ["▁", *map(chr, range(32, 256))]}
+        return {i for i in letters if i is not None} | set(self.eos_ids) | self.special_ids
+
     @property
     def json(self) -> str:
         """The tokenizer in Hugging Face's own format."""

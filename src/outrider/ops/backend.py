@@ -57,6 +57,8 @@ class Capabilities:
     quantizes_tables: bool = False  # embeddings and head too; otherwise these stay dense, as GPU checkpoints keep them
     # What an MTP drafter's matrices are rounded to: a guess need not be exact, only soon. None: they stay as they are stored.
     draft_format: str | None = None
+    # A draft model's head is read row by row, so it pays to score a shortlist of tokens only (spec.draft_model).
+    shortlists: bool = False
 
     def bucket(self, batch: int) -> int:
         """The number of sequences that a captured step for so many has."""
@@ -114,6 +116,33 @@ class HostCycle(Protocol):
         ...
 
 
+class Behind(NamedTuple):
+    """A sequence that a draft model is to guess for: what it has not read of its text, at least the newest token."""
+
+    tokens: Sequence[int]
+    start: int  # the position of the first of them
+    pages: Sequence[int]  # of the draft model's own cache, for the whole text and the guesses
+    seen: Sequence[int]  # tokens of the text that are not listed, and so are scored for this sequence alone
+    stop: float = 0.0  # as in spec.plan.Choice
+    drop: float = 0.0
+
+
+class Guessed(NamedTuple):
+    tokens: list[int]  # every guess that was made,
+    confidence: list[float]  # its probability,
+    length: int  # and how many of them count: fewer where the draft has ended itself
+
+
+class DraftChain(Protocol):
+    """A draft model's rounds in one call each, for requests whose tokens are chosen greedily or by a temperature alone."""
+
+    def run(
+        self, behind: Sequence[Behind], cache: KVPages, k: int, sampling: Tempered, trust: Sequence[float] | None
+    ) -> list[Guessed]:  # fmt: skip
+        """Up to k guesses for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as of HostCycle."""
+        ...
+
+
 class Backend(Protocol):
     """Rows are tokens. Activations keep the dtype of `x`; norm weights are float32; logits are float32. The meaning of each op is
     its body in `ReferenceOps`."""
@@ -130,6 +159,7 @@ class Backend(Protocol):
     def prepare(self, dense: Tensor) -> Held: ...
     def quantize(self, dense: Tensor, mode: str) -> Held: ...
     def take_rows(self, weight: Held, order: Tensor) -> Held: ...
+    def coarse(self, weight: Held) -> Held: ...  # about four bits, for a draft model; the weight itself where that is no quicker
 
     # ---- whole models: stand-ins with the same methods and the same bits, or the thing itself
     def compile(self, model: M) -> M: ...
@@ -137,6 +167,7 @@ class Backend(Protocol):
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None: ...
+    def draft_chain(self, model: object, head: Held, listed: Tensor | None) -> DraftChain | None: ...
 
     # ---- dense pieces
     def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor: ...

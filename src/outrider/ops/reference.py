@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import AttnSpec, KVPages, KVView, OutriderError
-from .backend import Capabilities, HostCycle, M, Norms
+from .backend import Capabilities, DraftChain, HostCycle, M, Norms
 from .formats import Held, Weight
 from .noise import gumbel
 from .trees import TreeOps
@@ -81,6 +81,10 @@ class ReferenceOps(TreeOps):
         """Rows of a matrix in another order, held as they were: a head by clusters."""
         return plain(weight)[order]
 
+    def coarse(self, weight: Held) -> Held:
+        """A draft model's weight in about four bits, where reading it takes the time; here it stays as it is."""
+        return weight
+
     # ---- whole models: backends that run them in fewer calls override these -------------------------------------
     def compile(self, model: M) -> M:
         """A target model whose forward pass takes fewer calls; the same bits."""
@@ -94,6 +98,10 @@ class ReferenceOps(TreeOps):
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None:
         """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are kept up to date. None: there are none of this model."""
+        return None
+
+    def draft_chain(self, model: object, head: Held, listed: Tensor | None) -> DraftChain | None:
+        """A draft model's rounds in one call each, scoring the rows `head` of the tokens `listed` (None: all). None: step by step."""
         return None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------

@@ -3,11 +3,16 @@
 It first catches up on the tokens it has not seen (the whole prompt, the first time), then runs K - 1 steps on its own
 guesses. K/V is written at positions: a rejected guess is simply overwritten, an accepted one is already there.
 Pages are taken as needed and given back by `forget`; the pool grows by doubling.
+
+A guess need not be exact, so a draft model is cheapened where it is loaded (llm._load_drafter): weights in about four bits
+(`Backend.coarse`), and a head over a shortlist of tokens. Where the backend has whole rounds in one call (`Backend.draft_chain`) they are
+taken; requests with filters, and verifiers that draw, go step by step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,12 +20,18 @@ from torch import Tensor
 
 from ..cache.store import last_rows
 from ..models.config import ModelConfig
-from ..types import Draft, KVView, Wanted
+from ..ops.backend import Behind, Guessed
+from ..types import Draft, KVPages, KVView, Wanted
+from .choose import SamplingBatch
 from .drafter import DraftBatch, Score, draft_round
 from .nets import Target
 
 PAGE = 32
 CHUNK = 512  # most tokens of one sequence in a pass while catching up
+READ, NEAR = 256, 16  # tokens read in a pass beside a round in one call, and tokens that such a round reads itself
+LISTED = 49_152  # tokens that are scored for every text (counted: docs/drafting.md)
+BESIDE = 512  # and of a text's own, beside those
+NOTHING = Guessed([], [], 0)
 
 
 @dataclass
@@ -30,12 +41,22 @@ class Track:
     pages: list[int] = field(default_factory=list)
     held: list[int] = field(default_factory=list)
     sure: int = 0  # positions below this were compared before; committed tokens do not change
+    unlisted: dict[int, None] = field(default_factory=dict)  # its tokens that the draft model does not score for everybody, in order
+    looked: int = 0  # positions below this were looked through for them
 
     def agree(self, tokens: Sequence[int]) -> int:
         """How many positions hold the K/V of `tokens`."""
         while self.sure < min(len(self.held), len(tokens)) and self.held[self.sure] == tokens[self.sure]:
             self.sure += 1
         return self.sure
+
+    def beside(self, tokens: Sequence[int], known: bytearray) -> list[int]:
+        """The latest of its tokens that are not listed."""
+        for token in tokens[self.looked :]:
+            if not known[token]:
+                self.unlisted[token] = None
+        self.looked = len(tokens)
+        return list(self.unlisted)[-BESIDE:]
 
 
 class Pages:
@@ -47,6 +68,7 @@ class Pages:
         self.values: list[Tensor | None] = [None] * len(config.layers)
         self.dtype, self.device, self.count = dtype, device, 0
         self.free: list[int] = []
+        self.all = KVPages(PAGE, self.keys, self.values, {})
         self._grow(64)
         self.free.remove(0)
 
@@ -81,50 +103,142 @@ class Pages:
         )  # fmt: skip
 
 
+def shortlist(vocab: int, always: Iterable[int] = ()) -> Tensor | None:
+    """The tokens that a draft model scores, int64 [N] ascending; None: all. A BPE vocabulary has its tokens in the order of merging, so
+    nearly by frequency: the first LISTED of it, and those that are needed `always`, wherever they stand. What a text holds beside them is
+    scored for that text."""
+    if vocab < 2 * LISTED:
+        return None
+    return torch.tensor(sorted({*range(LISTED), *(t for t in always if 0 <= t < vocab)}), dtype=torch.int64)
+
+
 class DraftModel:
     name = "draft_model"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, model: Target):
-        self.model = model
-        self.pages = Pages(model.config, model.ops.kv_dtype(model.dtype), model.device)
+    def __init__(self, model: Target, listed: Tensor | None = None):
+        """listed: see `shortlist`."""
+        self.model, self.listed, ops = model, listed, model.ops
+        self.head = model.head if listed is None else ops.coarse(ops.take_rows(model.head, listed))
+        self.known = bytearray(b"\1" * model.config.vocab_size) if listed is None else bytearray(model.config.vocab_size)
+        for token in listed.tolist() if listed is not None else ():
+            self.known[token] = 1
+        self.chain = ops.draft_chain(model, self.head, listed)
+        self.pages = Pages(model.config, ops.kv_dtype(model.dtype), model.device)
         self.tracks: dict[str, Track] = {}
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
+        if self.chain is not None and not batch.sampled and not batch.sampling.any_filter:
+            return self._told(batch, k)
         self._remember()
-        fit = [i for i, tokens in enumerate(batch.tokens) if len(tokens) + k <= self.model.config.max_context]
+        fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(tokens, k)]
         tokens = batch.last.new_zeros((len(batch.ids), k))
         if not fit:
             return Draft(tokens, torch.zeros_like(batch.length))
         at = torch.tensor(fit, device=batch.last.device)
-        drafted = self._chain(batch, fit, at, k)
+        drafted = self._steps(batch, fit, at, k)
         spread = lambda t: None if t is None else t.new_zeros((len(batch.ids), *t.shape[1:])).index_copy_(0, at, t)  # noqa: E731
         lengths = torch.zeros_like(batch.length).index_copy_(0, at, drafted.lengths)
         return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, spread(drafted.q), spread(drafted.confidence))
 
-    def _chain(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
+    def _fits(self, tokens: Sequence[int], k: int) -> bool:
+        return len(tokens) + k <= self.model.config.max_context
+
+    # ---- in one call ----------------------------------------------------------------------------------------------------------
+    def guess(
+        self, ids: Sequence[str], texts: Sequence[Sequence[int]], k: int, sampling: SamplingBatch, trust: Sequence[float] | None = None,
+        stop: Sequence[float] | None = None, drop: Sequence[float] | None = None,
+    ) -> list[Guessed]:  # fmt: skip
+        """Up to k guesses for each sequence, as the target will choose by temperature and seed alone. A sequence whose text is being read
+        still has none: of all texts at most READ tokens are read at a time, so that nobody waits long for somebody's prompt."""
+        assert self.chain is not None
+        self._remember()
+        fit = [i for i, text in enumerate(texts) if self._fits(text, k)]
+        tracks = [self.tracks.setdefault(ids[i], Track()) for i in fit]
+        self._read(tracks, [texts[i] for i in fit], k)
+        ready = [(i, t) for i, t in zip(fit, tracks) if len(texts[i]) - t.agree(texts[i]) <= NEAR]
+        out = [NOTHING] * len(ids)
+        if not ready:
+            return out
+        behind = []
+        for i, track in ready:
+            start = min(track.sure, len(texts[i]) - 1)
+            ends = (stop[i], drop[i]) if stop is not None and drop is not None else (0.0, 0.0)
+            behind.append(Behind(texts[i][start:], start, track.pages, track.beside(texts[i], self.known), *ends))
+        some = sampling if len(ready) == len(ids) else sampling.select(torch.tensor([i for i, _ in ready]))
+        made = self.chain.run(behind, self.pages.all, k, some, trust)
+        for (i, track), was, brought in zip(ready, behind, made):
+            track.held[was.start :] = [*was.tokens, *brought.tokens[:-1]]
+            out[i] = brought
+        return out
+
+    def _read(self, tracks: Sequence[Track], texts: Sequence[Sequence[int]], k: int) -> None:
+        """One pass over tokens that stand far behind the newest."""
+        some: list[Track] = []
+        starts, counts, ids, left = [], [], list[int](), READ
+        for track, text in zip(tracks, texts):
+            self.pages.reserve(track, len(text) + k)
+            done = track.agree(text)
+            count = min(left, len(text) - 1 - done)
+            if len(text) - done > NEAR and count > 0:
+                some.append(track)
+                starts.append(done)
+                counts.append(count)
+                ids += text[done : done + count]
+                track.held[done:] = text[done : done + count]
+                left -= count
+        if some:
+            view = self.pages.view(some, starts, counts)
+            self._forward(torch.tensor(ids), view, last_rows(view, []))  # nobody reads what becomes of them
+
+    def _told(self, batch: DraftBatch, k: int) -> Draft:
+        """`guess` as tensors."""
+        made = self.guess(batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.stop, batch.drop)
+        fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
+        return Draft(
+            torch.tensor([fill(m.tokens) for m in made]), torch.tensor([m.length for m in made]),
+            confidence=torch.tensor([fill(m.confidence) for m in made], dtype=torch.float32),
+        )  # fmt: skip
+
+    # ---- step by step ---------------------------------------------------------------------------------------------------------
+    def _steps(self, batch: DraftBatch, fit: list[int], at: Tensor, k: int) -> Draft:
         """Of the sequences `fit`: k tokens [F, k], and q [F, k, V] when they were drawn."""
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)
         own = replace(batch, last=batch.last[at], length=batch.length[at], sampling=sampling)
         hidden = self._catch_up(tracks, texts, k)  # [F, H] of the newest token
+        scores, names = self._scores([t.beside(text, self.known) for t, text in zip(tracks, texts)])
+        ids = None if names is None else names.expand(len(fit), -1)
 
-        def score(j: int, token: Tensor, lean: Tensor | None) -> tuple[None, Tensor]:
+        def score(j: int, token: Tensor, lean: Tensor | None) -> tuple[Tensor | None, Tensor]:
             if not j:
-                return None, self.model.logits(hidden)
+                return ids, scores(hidden)
             view = self.pages.view(tracks, [len(t) + j - 1 for t in texts], [1] * len(fit))
-            return None, self.model.logits(self._forward(token, view))
+            return ids, scores(self._forward(token, view))
 
         if batch.sampled:
             drafted, steps = draft_round(own, k, score), k
         else:
-            drafted, steps = self._sure(own, k, score, fit)
+            drafted, steps = self._sure(own, k, score, fit, names)
         self._last = (tracks, drafted.tokens[:, : steps - 1])
         return drafted
 
-    def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int]) -> tuple[Draft, int]:
+    def _scores(self, beside: Sequence[Sequence[int]]) -> tuple[Callable[[Tensor], Tensor], Tensor | None]:
+        """hidden [F, H] -> logits [F, N], and whose they are [N] (None: all tokens'). beside: each sequence's own that are not listed."""
+        model, ops, cap, listed = self.model, self.model.ops, self.model.config.softcap, self.listed
+        if listed is None:
+            return model.logits, None
+        more = sorted({t for tokens in beside for t in tokens})
+        if not more:
+            return lambda hidden: ops.logits(hidden, self.head, cap), listed
+        rows = ops.take_rows(model.head, torch.tensor(more))
+        strange = torch.tensor([[t not in tokens for t in more] for tokens in beside])  # [F, M] of other sequences
+        scored = lambda h: torch.cat((ops.logits(h, self.head, cap), ops.logits(h, rows, cap).masked_fill(strange, -math.inf)), 1)  # noqa: E731
+        return scored, torch.cat((listed, torch.tensor(more)))
+
+    def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int], names: Tensor | None) -> tuple[Draft, int]:
         """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step (plan.Choice); and the
         steps it took. A step costs as much as a token of a small model: far too much for a guess that will hardly be read."""
         size, device = len(fit), batch.last.device
@@ -132,7 +246,8 @@ class DraftModel:
         lengths, path, live = [k] * size, [1.0] * size, [True] * size
 
         def enough(j: int, token: Tensor, logits: Tensor) -> bool:
-            confidence[:, j] = sure = batch.sampling.likely(logits, token)
+            place = token if names is None else (names == token[:, None]).int().argmax(1)
+            confidence[:, j] = sure = batch.sampling.likely(logits, place)
             if batch.trust is None or batch.stop is None or batch.drop is None:
                 return False
             for b, p in enumerate(sure.tolist()):
@@ -186,6 +301,15 @@ class DraftModel:
         track = self.tracks.setdefault(request_id, Track())
         self.pages.reserve(track, len(tokens))
         track.held[:], track.sure = tokens, len(tokens)
+
+    def rehearse(self, batch: int, k: int, context: int, sampling: SamplingBatch, unread: int = 0) -> None:
+        """A round in one call after texts of so many tokens, the last `unread` of them to be read first: to be timed."""
+        names, text = [f"scratch {i}" for i in range(batch)], [0] * (context + 1)
+        for name in names:
+            self.assume(name, text[: context - unread])
+        self.guess(names, [text] * batch, k, sampling)
+        for name in names:
+            self.forget(name)
 
     def forget(self, request_id: str) -> None:
         self._remember()

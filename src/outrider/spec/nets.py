@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..models.config import DrafterConfig, ModelConfig
 from ..ops.backend import Backend
+from ..ops.formats import Held
 from ..types import DraftRound, KVView, Wanted
 
 
@@ -17,6 +18,7 @@ class Target(Protocol):
     ops: Backend
     dtype: torch.dtype
     device: torch.device
+    head: Held  # [V, H]
 
     def embed(self, ids: Tensor) -> Tensor:
         """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""

@@ -64,11 +64,11 @@ enum { TRUST = 16, RIVALS = 2 }; /* bins of confidence; tokens beside the best t
 
 /* With path = product of trust[confidence] so far: a token that brings it below `drop` is left out, one that brings it
  * below `stop` is the last. Returns whether the draft goes on. */
-static int goes_on(const Draft *r, int b, int k, float confidence, double *path) {
+static int goes_on(const double *trust, double stop, double drop, int64_t *length, int k, float confidence, double *path) {
     int bin = (int)(confidence * TRUST);
-    *path *= r->trust[bin < TRUST ? bin : TRUST - 1];
-    if (*path < r->drop[b]) r->lengths[b] = k;
-    else if (*path < r->stop[b]) r->lengths[b] = k + 1;
+    *path *= trust[bin < TRUST ? bin : TRUST - 1];
+    if (*path < drop) *length = k;
+    else if (*path < stop) *length = k + 1;
     else return 1;
     return 0;
 }
@@ -160,7 +160,7 @@ static void draft_region(Team *team, int me, void *job) {
             const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
             if (r->rivals) next_best(z, (int)n, at, sure, r, best, ((long)b * r->steps + k) * RIVALS);
             if (r->state && k == r->steps - 1) memcpy(r->state + (long)b * wide, next + (long)b * wide, (size_t)wide * 4);
-            if (r->trust && d->live[b]) d->live[b] = goes_on(r, b, k, sure, d->path + b);
+            if (r->trust && d->live[b]) d->live[b] = goes_on(r->trust, r->stop[b], r->drop[b], r->lengths + b, k, sure, d->path + b);
         }
         draft_lean(team, d, k + 1);
         /* a member begins the next step with the rows it has chosen for itself */

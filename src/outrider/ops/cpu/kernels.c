@@ -1,6 +1,7 @@
 /* The library: what Python calls. One translation unit; see build.py for the flags. */
+#include "chain.h"
+#include "coarse.h"
 #include "cycle.h"
-#include "pack.h"
 
 int or_isa(void) {
 #if ISA_BF16
@@ -14,7 +15,7 @@ int or_isa(void) {
 #endif
 }
 int or_sizes(int which) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe)};
+    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe), sizeof(Chain)};
     return (int)sizes[which];
 }
 
@@ -62,6 +63,16 @@ void or_pack(Team *team, const Weight *w, int first, const uint8_t *from, int64_
 /* Row i of `to` is row order[i] of `from` */
 void or_take(const Weight *from, const int64_t *order, const Weight *to) {
     for (long i = 0; i < to->n; i++) copy_lane(from, order[i], to, i);
+}
+
+/* `to`, of kind W_Q4, becomes `from` in four bits */
+int or_coarse(Team *team, const Weight *from, const Weight *to) {
+    CoarseJob job = {from, to, NULL};
+    team_begin(team);
+    job.rows = (float *)team_scratch(team, (size_t)team->size * LANES * to->k * 4);
+    if (job.rows) team_run(team, coarse_region, &job);
+    team_end(team);
+    return job.rows ? 0 : 1;
 }
 
 /* ---- products ---- */

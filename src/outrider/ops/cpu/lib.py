@@ -88,6 +88,14 @@ class CCycle(Structure):
     ]  # fmt: skip
 
 
+class CChain(Structure):
+    _fields_ = [
+        ("call", CCall), ("head", CWeight), ("all", CWeight),
+        *[(name, c_void_p) for name in ("listed", "seen", "seen_start")], ("cap", c_float), ("steps", c_int32),
+        *[(name, c_void_p) for name in ("temperature", "hot", "seed", "position", "out", "confidence", "lengths", "stop", "drop", "trust")],
+    ]  # fmt: skip
+
+
 P, I, F, L, I64 = c_void_p, c_int, c_float, c_long, c_int64
 CType = type[c_void_p] | type[c_int] | type[c_float] | type[c_long] | type[c_int64]
 SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
@@ -99,6 +107,7 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_packed_bytes": (I64, [I, I, I, I]),
     "or_pack": (None, [P, P, I, P, I64, I]),
     "or_take": (None, [P, P, P]),
+    "or_coarse": (I, [P, P, P]),
     "or_linear": (None, [P, P, P, I, P, P]),
     "or_gated_linear": (None, [P, P, P, I, I, P]),
     "or_logits": (None, [P, P, P, I, F, P]),
@@ -118,6 +127,7 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_forward": (I, [P, P]),
     "or_draft": (I, [P, P]),
     "or_cycle": (I, [P, P]),
+    "or_chain": (I, [P, P]),
 }
 
 
@@ -127,7 +137,7 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe)]
+    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain)]
     assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "lib.py and the headers disagree"
     return lib
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
-from ..backend import EVERY_ROW, Capabilities, HostCycle, M
+from ..backend import EVERY_ROW, Capabilities, DraftChain, HostCycle, M
 from ..formats import Block, Dense, Held, QuantPart, Weight
 from ..formats.blocks import blocks_of
 from ..reference import ReferenceOps, plain
@@ -59,7 +59,7 @@ class CpuOps(ReferenceOps):
     name = "cpu"
     capabilities = Capabilities(
         independent_rows=EVERY_ROW, prompts_independent=True,
-        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True,
+        quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True, shortlists=True,
         rows_beside=16, rows_alone=64,
     )  # fmt: skip
 
@@ -121,6 +121,15 @@ class CpuOps(ReferenceOps):
     def take_rows(self, weight: Held, order: Tensor) -> Held:
         """Rows in another order, kept as they are held: a head by clusters."""
         return self.packer.take(weight, order.numpy()) if isinstance(weight, PackedWeight) else super().take_rows(weight, order)
+
+    def coarse(self, weight: Held) -> Held:
+        """About four bits a weight, for a model whose answers need not be exact."""
+        if isinstance(weight, PackedWeight):
+            return self.packer.coarse(weight)
+        dense = plain(weight)
+        rows = packing.dense_rows(dense.reshape(-1, dense.shape[-1]).contiguous(), dense.numel() * dense.element_size())
+        packed = self.packer.coarse(rows)
+        return weight if packed is rows else packed.view(*dense.shape)
 
     def prepare(self, dense: Tensor) -> Tensor:
         return dense.contiguous()
@@ -232,6 +241,13 @@ class CpuOps(ReferenceOps):
         if not isinstance(model, CompiledModel) or features.dtype != torch.float32:
             return None
         return CpuCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, cache, features, taps)
+
+    def draft_chain(self, model: object, head: Held, listed: Tensor | None) -> DraftChain | None:
+        """Of a compiled model; None where it was not compiled."""
+        from .chain import CpuChain
+        from .forward import CompiledModel
+
+        return CpuChain(model, head, listed) if isinstance(model, CompiledModel) else None
 
     # ---- attention ------------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:

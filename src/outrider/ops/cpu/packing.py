@@ -22,6 +22,7 @@ from .lib import W_DENSE, W_FILE, W_IQ4, W_IQ4X, W_PARTS, W_Q4, W_Q4K, W_Q4M, W_
 from .memory import Arena
 
 LANES, BLOCK = 16, 32
+COARSE_BITS = 4.75  # a weight; what is no wider is left as it is where others are rounded to four
 SLICE = 16 << 20  # bytes of the file that are packed before their pages are given back
 KINDS = {
     "Q4_0": W_Q4, "Q4_1": W_Q4M, "Q5_0": W_Q5, "Q5_1": W_Q5M, "Q8_0": W_Q8, "Q4_K": W_Q4K, "Q5_K": W_Q5K, "Q6_K": W_Q6K,
@@ -119,6 +120,17 @@ class Packer:
         for lo in range(0, n, step):
             self._fill(out, lo, quantize_rows(dense[lo : lo + step].float().numpy(), mode))
         return out
+
+    def coarse(self, w: PackedWeight) -> PackedWeight:
+        """The same rows in four bits (Q4_0), with the scales that fit best; the weight itself where it is about as small already, or
+        lies in a file."""
+        n, k = w.c.n, w.c.k
+        if k % BLOCK or w.c.kind == W_FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
+            return w
+        out = self._empty(W_Q4, n, k)
+        if self.lib.or_coarse(self.team, w.ref, out.ref):
+            raise MemoryError("scratch of rounding")
+        return out.view(*w.shape)
 
     def take(self, w: PackedWeight, order: np.ndarray) -> PackedWeight:
         """Rows `order` of a packed weight, bit for bit."""

@@ -1,0 +1,130 @@
+"""A cheapened draft model on the CPU: rounds in one call are those step by step, a shortlist and four bits change no answer."""
+
+import random
+
+import pytest
+import torch
+from tests.engines import VARIANTS, VOCAB, request, run, tiny_engine
+from tests.unit.spec.test_draft_model import batch
+
+from outrider.models import build
+from outrider.models.config import ModelConfig
+from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.cpu.packing import W_Q4, PackedWeight
+from outrider.spec import draft_model
+from outrider.spec.draft_model import DraftModel, shortlist
+from outrider.types import SamplingParams
+from outrider.weights.load import dummy_weights
+
+WIDE = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "intermediate_size": 64}
+LISTED = torch.tensor([*range(40), 50, 63])
+HOT = SamplingParams(temperature=1.0, seed=3)
+OPS = CpuOps(2)
+
+
+def compiled(seed: int, coarse: bool = False, variant: str = "llama"):
+    """A tiny model of sizes that the library runs in one call; far from uniform, so that texts differ."""
+    config = ModelConfig.from_hf({**VARIANTS[variant], **WIDE})
+    weights = dummy_weights(config, "cpu", torch.float32, OPS, None, seed)
+    for weight in weights.values():
+        if weight.ndim >= 2:
+            weight *= 6.0
+    if coarse:
+        weights = {name: OPS.coarse(w) if name != "embed" and w.ndim >= 2 else w for name, w in weights.items()}
+    return OPS.compile(build(config, weights, OPS))
+
+
+def stepwise(model, listed) -> DraftModel:
+    made = DraftModel(model, listed)
+    made.chain = None
+    return made
+
+
+@pytest.mark.parametrize("listed", [None, LISTED])
+@pytest.mark.parametrize("params", [SamplingParams(), HOT])
+def test_a_round_in_one_call_is_the_round_step_by_step(listed, params, monkeypatch):
+    """Sequences come and go, guesses are kept or refused at random, texts hold tokens that are not listed."""
+    monkeypatch.setattr(draft_model, "READ", 20)
+    model, rng = compiled(5, coarse=True), random.Random(0)
+    whole, steps = DraftModel(model, listed), stepwise(model, listed)
+    texts = {f"s{i}": [rng.randrange(VOCAB) for _ in range(n)] for i, n in enumerate((1, 9, 24))}
+    for cycle in range(8):
+        k = rng.randint(1, 5)
+        some = {n: t for n, t in texts.items() if rng.random() < 0.7} or texts
+        a, b = (d.propose(batch(some, params), k) for d in (whole, steps))
+        full = a.lengths.tolist()
+        for i, n in enumerate(full):
+            assert n in (0, k) if cycle < 3 else n == k  # two texts at once may be too much for the first reading
+            assert a.tokens[i, :n].tolist() == b.tokens[i, :n].tolist()
+            torch.testing.assert_close(a.confidence[i, :n], b.confidence[i, :n], rtol=1e-4, atol=1e-5)
+        for name, guess in zip(some, b.tokens.tolist()):
+            texts[name] = [*texts[name], *guess[: rng.randint(0, k)], rng.randrange(VOCAB)]
+        whole.check()
+    if listed is not None:
+        assert not {t for t in a.tokens.flatten().tolist()} - {*LISTED.tolist(), *(t for text in texts.values() for t in text)}
+
+
+def test_drafts_end_in_the_call_where_they_end_step_by_step():
+    model, texts = compiled(5), {"a": [5, 6, 7], "b": [9] * 10, "c": [1, 2]}
+    trust = [(i + 0.5) / 16 for i in range(16)]
+    sure = stepwise(model, LISTED).propose(batch(texts), 5).confidence
+    for stop, drop in ((0.3, 0.1), (0.0, float(sure[0, 1])), (2.0, 0.0), (0.0, 2.0)):
+        made = []
+        for drafter in (DraftModel(model, LISTED), stepwise(model, LISTED)):
+            some = batch(texts)
+            some.trust, some.stop, some.drop = trust, [stop] * 3, [drop, 0.0, drop]
+            made.append(drafter.propose(some, 5))
+        assert made[0].lengths.tolist() == made[1].lengths.tolist()
+        for i, n in enumerate(made[0].lengths.tolist()):
+            assert made[0].tokens[i, :n].tolist() == made[1].tokens[i, :n].tolist()
+
+
+REQUESTS = (
+    dict(temperature=0.0), dict(temperature=1.0, seed=3), dict(temperature=0.8, seed=4, top_p=0.9), dict(temperature=0.7, seed=5, top_k=5),
+    dict(temperature=0.0, repetition_penalty=1.3), dict(temperature=1.0, seed=6, presence_penalty=0.5, min_p=0.05), dict(logprobs=2),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("verify", ["coupled", "rejection"])
+def test_a_cheapened_draft_model_changes_no_answer(verify):
+    """The target's texts, alone and together, whatever K; a prompt longer than what is read in one go among them."""
+    target = compiled(5)
+    small = DraftModel(compiled(5, coarse=True), LISTED)  # the target's own weights in four bits, and part of its vocabulary
+    engine = tiny_engine(drafter=small, model=target, names=(), verify=verify, kv=torch.bfloat16, page_size=16, prefill_chunk=32)
+    plain = tiny_engine(model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
+    prompts = [[i + 2, 7, 45, 7] if i else [3, 44, 8] * 100 for i in range(len(REQUESTS))]
+    made = lambda k: [request(str(i), p, k, **r) for i, (p, r) in enumerate(zip(prompts, REQUESTS))]  # noqa: E731
+    want = run(plain, made(0))
+    got = run(engine, [*made(4)[:2], *made(1)[2:4], *made(16)[4:]])
+    small.check()
+    assert not small.tracks
+    assert engine.metrics.accepted > engine.metrics.cycles / 2  # it does foresee something
+    greedy = [str(i) for i, r in enumerate(REQUESTS) if not r.get("temperature")]
+    for name in want if verify == "coupled" else greedy:
+        assert got[name] == want[name], name
+    if verify == "coupled":
+        assert run(engine, made(None)[:2]) == {n: want[n] for n in ("0", "1")}  # by the controller, in the executor of single calls
+        assert engine.executors[0].name == "host" and engine.executors[0].times("draft_model")
+
+
+def test_weights_in_four_bits():
+    """The best scale leaves less error than the largest weight's alone would, and what is in four bits already is left alone."""
+    torch.manual_seed(1)
+    dense = torch.randn(40, 64)
+    dense[3] = 0.0
+    eight = OPS.quantize(dense, "int8")
+    made = OPS.coarse(eight)
+    assert isinstance(made, PackedWeight) and made.c.kind == W_Q4 and made.shape == (40, 64) and OPS.coarse(made) is made
+    error = OPS.unpack(made) - dense
+    block = dense.view(-1, 32)
+    naive = block / (block.abs().amax(1, keepdim=True) / 7).clamp(min=1e-9)
+    naive = (naive.round() - naive) * (block.abs().amax(1, keepdim=True) / 7)
+    assert float(error.norm()) < 0.95 * float(naive.norm()) and not error[3].any()
+    straight = OPS.unpack(OPS.coarse(dense)) - dense  # from float32, not by way of eight bits
+    assert float(straight.norm()) < 1.02 * float(error.norm())
+
+
+def test_the_shortlist_holds_what_stands_elsewhere():
+    listed = shortlist(262_144, [5, 262_143, 300_000])
+    assert listed is not None and listed.tolist() == [*range(draft_model.LISTED), 262_143]
+    assert shortlist(49_152) is None  # a small vocabulary is scored whole
