@@ -21,7 +21,7 @@ from outrider.ops.formats import Float8, Integer, NvFp4, Weight, base  # noqa: E
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.quant import Extras, quant_linear  # noqa: E402
-from outrider.ops.triton.quant_tiles import QuantTile  # noqa: E402
+from outrider.ops.triton.quant_tiles import QuantTile, fit  # noqa: E402
 from outrider.ops.triton.repack import Parts, QuantWeight, repack  # noqa: E402
 from outrider.weights import load_target  # noqa: E402
 
@@ -123,10 +123,19 @@ def test_rows_stand_alone(name: str) -> None:
     assert held is not None
     seen = torch.zeros(64, dtype=torch.int32, device=DEVICE)
     x = rand(130 if CUDA else 40, weight.shape[1]).to(DEVICE, DTYPE)
-    alone = torch.cat([quant_linear(x[i : i + 1], held, seen, Extras(), False) for i in range(3)])
-    for count in (5, 17, 40, 130):
-        together = quant_linear(x[:count], held, seen, Extras(), False)[:3]
-        assert torch.equal(together, alone) if CUDA else torch.allclose(together, alone, rtol=1e-5, atol=1e-5)
+    some = [0, 1, 2, 37]  # 40 tokens are 32 and 8
+    for tile, gated in ((None, False), (None, True), (QuantTile(64, 2, 2), False)):
+        spans = tile and fit(tile, 40, held.columns_of_chunk, held.plane, held.bits, 226 << 10, held.lift is not None, held.per == 1)
+        extras = Extras(act="silu" if gated else "", gated=gated)
+        alone = torch.cat([quant_linear(x[i : i + 1], held, seen, extras, False, tile) for i in some])
+        for count in (5, 17, 40, 130) if tile is None else (40,):
+            bm, cut = spans or (None, None)
+            together = quant_linear(x[:count], held, seen, extras, False, cut, bm)[[i for i in some if i < min(count, len(x))]]
+            assert (
+                torch.equal(together, alone[: len(together)])
+                if CUDA
+                else torch.allclose(together, alone[: len(together)], rtol=1e-5, atol=1e-5)
+            )
 
 
 @pytest.mark.parametrize("scheme", ["ct-int4-g32", "awq", "ct-fp8-channel", "modelopt-nvfp4", "gptq-int8"])

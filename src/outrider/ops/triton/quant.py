@@ -83,13 +83,14 @@ def _total(ptr, DIRECT: tl.constexpr):
 
 @triton.jit
 def add_chunk(
-    acc, words, above, scales, lifts, x_ptr, live, sums, sums_stride, left,
+    acc, beside, words, above, scales, lifts, x_ptr, y_ptr, live, also, sums, sums_stride, left,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
+    BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BM] and the products of one chunk: words [BN, P] with what is above them, their factors and offsets; x at x_ptr [BM, P] and
     on, of which `left` columns are there; live [BM]: tokens that are; sums [BM]: where those of x over the chunk's first group lie, those
-    of the next one sums_stride further (of tokens that are not: anything)."""
+    of the next one sums_stride further (of tokens that are not: anything). beside [BN, MORE], y_ptr, also: further tokens, of groups
+    without an offset."""
     values = planes_of(words, above, CODES, P, BN, x_ptr.dtype.element_ty, PLAIN)
     d = tl.zeros((BN, BM), dtype=tl.float32)
     for i in tl.static_range(PLANES):
@@ -100,16 +101,24 @@ def add_chunk(
         if PER == 0:
             acc = tl.dot(values[i], tl.trans(a), acc, input_precision=PREC)
         else:
+            factor = _half(scales[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None]
             if i % PER == 0:
                 d = tl.dot(values[i], tl.trans(a), input_precision=PREC)
             else:
                 d = tl.dot(values[i], tl.trans(a), d, input_precision=PREC)
             if i % PER == PER - 1:
-                acc += d * _half(scales[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None]
+                acc += d * factor
                 if LIFT:
                     total = _total(sums + i // PER * sums_stride, BM <= 16 and not PLAIN)
                     acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
-    return acc
+            if MORE > 0:
+                tl.static_assert(PER == 1 and not LIFT, "further tokens: a group a plane, no offsets")
+                if EVEN:
+                    b = tl.load(y_ptr + i * P, mask=also[:, None], other=0.0)
+                else:
+                    b = tl.load(y_ptr + i * P, mask=also[:, None] & (tl.arange(0, P)[None, :] < left - i * P), other=0.0)
+                beside += tl.dot(values[i], tl.trans(b), input_precision=PREC) * factor
+    return acc, beside
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -117,18 +126,18 @@ def quant_kernel(
     x, w, high, scale, lift, sums, factor, bias, mul, out, part, seen,
     M, N, K, chunks, chunk_span, x_stride, mul_stride, sums_stride, softcap,
     CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
-    FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr,
-    MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
-    STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
+    FACTOR: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
+    BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
 ):  # fmt: skip
     """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, lift int32 [N / 64, chunks, 64, pairs]; sums
     float32 [groups, M and more]; factor [N]. PER: planes of a group; 0: no factors but those of whole rows. GATED: gate rows, then up
-    rows -> out [M, N / 2]."""
+    rows -> out [M, N / 2]. MORE: tokens beside BM, so that a program may take 40: four drafted ones of eight sequences."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     COLUMNS: tl.constexpr = PLANES * P
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
-    rows = pid_m * BM + tl.arange(0, BM)
+    rows = pid_m * (BM + MORE) + tl.arange(0, BM)
     local = tl.arange(0, BN)
     if GATED:  # gate and up rows alternate in the tile, and so do the sums
         cols = tl.minimum(pid_n * (BN // 2) + local // 2, N // 2 - 1) + (local % 2) * (N // 2)
@@ -150,6 +159,11 @@ def quant_kernel(
         gdc_wait()
     x_ptr = x + rows[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
     acc = tl.zeros((BN, BM), dtype=tl.float32)
+    more, y_ptr, beside = rows, x_ptr, acc  # not read where there are none
+    if MORE > 0:
+        more = pid_m * (BM + MORE) + BM + tl.arange(0, MORE)
+        y_ptr = x + more[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
+        beside = tl.zeros((BN, MORE), dtype=tl.float32)
     if PER > 0:
         s_a, s_b, s_c, s_d = _pairs(s_ptr + first * (64 * PAIRS), PAIRS, PLAIN)
     for chunk in tl.range(first, last, num_stages=STAGES):
@@ -165,36 +179,61 @@ def quant_kernel(
         if LIFT:
             lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
         at_sums = sums + chunk * GROUPS * sums_stride + rows
-        acc = add_chunk(
-            acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, rows < M, at_sums, sums_stride, K - chunk * COLUMNS,
-            CODES, PLANES, P, PER, FP16, LIFT, BM, BN, EVEN, PLAIN, PREC,
+        acc, beside = add_chunk(
+            acc, beside, words, above, scales, lifts, x_ptr + chunk * COLUMNS, y_ptr + chunk * COLUMNS, rows < M, more < M, at_sums,
+            sums_stride, K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, LIFT, BM, MORE, BN, EVEN, PLAIN, PREC,
         )  # fmt: skip
     if FACTOR:
         acc *= tl.load(factor + cols)[:, None]
+        if MORE > 0:
+            beside *= tl.load(factor + cols)[:, None]
     if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
         gdc_launch_dependents()
     if SPLITS > 1:
         # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
         place = pid_n * tl.num_programs(0) + pid_m
-        at = local[:, None] * BM + tl.arange(0, BM)[None, :]
-        live = (rows < M)[None, :] & (local >= 0)[:, None]
-        base_part = part + place.to(tl.int64) * SPLITS * (BM * BN)
-        tl.store(base_part + split * (BM * BN) + at, acc, mask=live)
+        SIZE: tl.constexpr = (BM + MORE) * BN
+        base_part = part + place.to(tl.int64) * SPLITS * SIZE
+        _keep(base_part + split * SIZE, acc, rows < M, BM, BN)
+        if MORE > 0:
+            _keep(base_part + split * SIZE + BM * BN, beside, more < M, MORE, BN)
         tl.debug_barrier()
         done = tl.atomic_add(seen + place, 1, sem="acq_rel")
         if done == SPLITS - 1:
             tl.debug_barrier()
-            acc = tl.zeros((BN, BM), dtype=tl.float32)
-            if BM > 16:
-                for s in range(SPLITS):
-                    acc += tl.load(base_part + s * (BM * BN) + at, mask=live, other=0.0, cache_modifier=".cg")
-            else:  # unrolled: the loads fly together, and there are registers for them
-                for s in tl.static_range(SPLITS):
-                    acc += tl.load(base_part + s * (BM * BN) + at, mask=live, other=0.0, cache_modifier=".cg")
+            acc = _added(base_part, rows < M, SIZE, SPLITS, BM, BN)
+            if MORE > 0:
+                beside = _added(base_part + BM * BN, more < M, SIZE, SPLITS, MORE, BN)
             tl.store(seen + place, 0)
             _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+            if MORE > 0:
+                _finish(beside, bias, mul, out, more, pid_n, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
     else:
         _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+        if MORE > 0:
+            _finish(beside, bias, mul, out, more, pid_n, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+
+
+@triton.jit
+def _keep(part, sums, live, BM: tl.constexpr, BN: tl.constexpr):
+    """A span's sums [BN, BM], of the tokens that are."""
+    at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    tl.store(part + at, sums, mask=live[None, :] & (at >= 0))
+
+
+@triton.jit
+def _added(part, live, SIZE: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """The sums of all spans, in order."""
+    at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+    mask = live[None, :] & (at >= 0)
+    acc = tl.zeros((BN, BM), dtype=tl.float32)
+    if BM > 16:
+        for s in range(SPLITS):
+            acc += tl.load(part + s * SIZE + at, mask=mask, other=0.0, cache_modifier=".cg")
+    else:  # unrolled: the loads fly together, and there are registers for them
+        for s in tl.static_range(SPLITS):
+            acc += tl.load(part + s * SIZE + at, mask=mask, other=0.0, cache_modifier=".cg")
+    return acc
 
 
 @triton.jit
@@ -252,10 +291,12 @@ def quant_linear(
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
     if bm is None:
-        bm, tile = fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, shared or shared_of(x.device), w.lift is not None)
+        bm, tile = fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, shared or shared_of(x.device), w.lift is not None, w.per == 1)
     out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
-    grid = (triton.cdiv(rows, bm), triton.cdiv(n, tile.bn), splits)
-    part = torch.empty((grid[0] * grid[1] * splits, bm * tile.bn), dtype=torch.float32, device=x.device) if splits > 1 else out
+    grid = (triton.cdiv(rows, bm + tile.more), triton.cdiv(n, tile.bn), splits)
+    part = out
+    if splits > 1:
+        part = torch.empty((grid[0] * grid[1] * splits, (bm + tile.more) * tile.bn), dtype=torch.float32, device=x.device)
     bias, mul = extras.bias, extras.mul
     plain = x.dtype != torch.bfloat16 or x.device.type == "cpu"
     sums = group_sums(x, w, bm, pdl) if w.lift is not None else out
@@ -265,7 +306,7 @@ def quant_linear(
         w.factor if w.factor is not None else out, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
         rows, n, k, w.chunks, span, x.stride(0), mul.stride(0) if mul is not None else 0, sums.stride(0), float(extras.softcap or 0.0),
         CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, LIFT=w.lift is not None, FACTOR=w.factor is not None,
-        BM=bm, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None, MUL=mul is not None,
+        BM=bm, MORE=tile.more, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None, MUL=mul is not None,
         SOFTCAP=extras.softcap is not None, EVEN=k % w.columns_of_chunk == 0, SPLITS=splits, PLAIN=plain,
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages,
         AHEAD=tile.ahead if pdl else 0, PDL=pdl,

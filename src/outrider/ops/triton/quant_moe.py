@@ -114,9 +114,9 @@ def quant_experts_kernel(
             if LIFT:
                 lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
             at_sums = sums + chunk * GROUPS * sums_stride + source
-            acc = add_chunk(
-                acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, live, at_sums, sums_stride, K - chunk * COLUMNS,
-                CODES, PLANES, P, PER, FP16, LIFT, BM, BN, EVEN, PLAIN, PREC,
+            acc, _ = add_chunk(
+                acc, acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, x_ptr, live, live, at_sums, sums_stride,
+                K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, LIFT, BM, 0, BN, EVEN, PLAIN, PREC,
             )  # fmt: skip
         _finish(acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
 
