@@ -11,13 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import mtp_drafter, request, run, run_joining, tiny_engine, tiny_model
 from tests.kv import PagedKV, build_kv
+from tests.parity.test_cpu_kernels import MODELS as COMPILED
 from torch import Tensor
 
 from outrider.cache.store import last_rows
 from outrider.engine.engine import Engine
+from outrider.models import build
+from outrider.models.config import ModelConfig
+from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.draft_model import DraftModel
 from outrider.types import KVView, Wanted
+from outrider.weights.load import dummy_weights
 
 OPS = CpuOps(threads=2)  # a row has the same bits in any company, as on a GPU
 MODELS = {name: tiny_model(name, ops=OPS) for name in ("edge", "dense", "moe", "llama", "gemma3")}
@@ -28,30 +33,54 @@ def same_cache(a: PagedKV, b: PagedKV) -> bool:
     return all(x is None or torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in held)  # type: ignore[union-attr]
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    st.sampled_from(sorted(MODELS)), st.lists(st.integers(1, 20), min_size=1, max_size=4), st.integers(0, 15), st.integers(0, 9),
-    st.sampled_from([(), (0, 3), (1, 2)]),
+shapes = st.tuples(
+    st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 15), st.integers(0, 9), st.sampled_from([(), (0, 2), (1, 2)])
 )  # fmt: skip
-def test_wanted_rows_have_the_bits_of_all_rows(name: str, counts: list[int], ends: int, before: int, taps: tuple[int, ...]) -> None:
-    """Whatever is wanted: hidden states, taps and the whole cache are bitwise those of a pass in which all rows are."""
-    model = MODELS[name]
-    taps = tuple(t for t in taps if t < len(model.blocks))
+
+
+def both(
+    model: Any, narrowing: Any, counts: list[int], ends: int, before: int, taps: tuple[int, ...], page: int
+) -> None:  # fmt: skip
+    """Whatever is wanted of `narrowing`: hidden states, taps and the whole cache are bitwise those of a pass of `model` in which all is."""
     seqs = [b for b in range(len(counts)) if ends >> b & 1]
-    caches = [build_kv(model.config, len(counts), 32) for _ in range(2)]
-    rng = torch.Generator().manual_seed(sum(counts))
-    ids = torch.randint(0, 64, (len(counts) * before + sum(counts),), generator=rng)
+    caches = [build_kv(model.config, len(counts), 64, page) for _ in range(2)]
+    ids = torch.randint(0, 64, (len(counts) * before + sum(counts),), generator=torch.Generator().manual_seed(sum(counts)))
     got = []
-    for cache, some in zip(caches, (False, True)):
+    for cache, runs in zip(caches, (model, narrowing)):
         if before:
-            model.forward(ids[: len(counts) * before], cache.view([(0, before)] * len(counts)))
+            runs.forward(ids[: len(counts) * before], cache.view([(0, before)] * len(counts)))
         kv = cache.view([(before, n) for n in counts])
         wanted = last_rows(kv, seqs)
-        out = model.forward(ids[len(counts) * before :], kv, taps, wanted if some else None)
+        out = runs.forward(ids[len(counts) * before :], kv, taps, None if runs is model and not got else wanted)
         hidden, streams = out if taps else (out, ())
-        got.append([t if some else t[wanted.rows] for t in (hidden, *streams)])
+        got.append([t if got else t[wanted.rows] for t in (hidden, *streams)])
     assert all(a.shape == (len(seqs), model.config.hidden) and torch.equal(a, b) for a, b in zip(*got, strict=True))
     assert same_cache(*caches)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(sorted(MODELS)), shapes)
+def test_wanted_rows_have_the_bits_of_all_rows(name: str, shape: Any) -> None:
+    counts, ends, before, taps = shape
+    both(MODELS[name], MODELS[name], counts, ends, before, tuple(t for t in taps if t < len(MODELS[name].blocks)), 4)
+
+
+@pytest.mark.parametrize("quantize", ["int4", None])
+@pytest.mark.parametrize("name", ["gemma4_edge", "gemma4_moe", "llama", "gemma3"])
+def test_wanted_rows_in_one_call(name: str, quantize: str | None) -> None:
+    """The same of a whole pass in one call of the library, with few rows (each member's own work) and many, against single operations."""
+    config = ModelConfig.from_hf(COMPILED[name])
+    model = build(config, dummy_weights(config, "cpu", torch.float32, OPS, quantize, seed=3), OPS)
+    compiled = OPS.compile(model)
+    assert isinstance(compiled, CompiledModel)
+    for counts, ends, before, taps in (
+        ([3, 1, 5], 5, 9, (0, 2)),
+        ([40, 17, 30], 6, 7, (1, 2)),
+        ([48], 1, 0, ()),
+        ([9, 2], 0, 2, (0,)),
+        ([33, 50], 0, 0, ()),
+    ):
+        both(model, compiled, counts, ends, before, taps, 16)
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------------------

@@ -29,27 +29,32 @@ typedef struct {
     const Stack *stack;
     Batch batch;
     const float *features; /* [rows, pre.k] where the stack has `pre` */
-    float *hidden;         /* [rows, H] after the last norm */
+    float *hidden;         /* [rows, H] after the last norm; of the wanted rows alone where not all are */
     float *fed_back;       /* [rows, post.n] where the stack has `post` */
-    float *const *taps;    /* per layer: NULL or [rows, H] for the residual stream after it */
+    float *const *taps;    /* per layer: NULL or [rows, H] for the residual stream after it; likewise */
+    const int64_t *wanted; /* [few.rows] the rows whose output somebody reads, ascending; the others stop at the last layer that writes K/V */
+    Batch few;             /* the batch as the wanted rows see it */
+    int32_t narrow;        /* 0: all rows are wanted, and `wanted` and `few` say nothing */
 } Call;
 
 /* ---- the region ---- */
 typedef struct {
     Call call;
-    Cut cut[2];              /* full, sliding */
+    Cut cut[2], few_cut[2];  /* full, sliding; of all rows, and of the wanted ones */
     float **cos, **sin;      /* per rope variant [rows, half] */
     float *x, *h, *y, *qkv, *mixed, *mlp, *ple, *side; /* x, h: one copy each member when private */
+    float *few_in, *few_ple; /* [few, H] embeddings of the wanted rows; [few, layers·ple] what all layers take of them */
     long xh_step;            /* floats between members' copies */
-    Acts norm, attn, mlp_acts, side_acts;
+    Acts norm, attn, mlp_acts, side_acts, few_acts;
     char *norm_at;           /* members' copies of the quantised stream */
     size_t norm_step;
     char *moe_at;            /* laid out anew for every layer: formats may differ */
     int own;                 /* row work is private */
+    int last_write;          /* the last layer that writes K/V */
     float *tmp;              /* [members, H] */
 } Run;
 
-typedef struct { float *x, *h; Acts acts; int lo, hi; } View; /* what a member sees of the row work */
+typedef struct { float *x, *h; Acts acts; int rows, lo, hi; } View; /* what a member sees of the row work */
 
 INLINE void row_finish(const View *v, int row, const Weight *next) {
     if (next->kind != W_DENSE) acts_row(&v->acts, row);
@@ -74,13 +79,64 @@ static void copy_out(const Run *run, const View *v, int me, float *to, const flo
     memcpy(to + v->lo * n, from + v->lo * n, (size_t)((v->hi - v->lo) * n) * 4);
 }
 
+/* The same of the wanted rows, while all rows are there. */
+static void copy_wanted(const Run *run, const View *v, int me, float *to, const float *from) {
+    const long n = run->call.stack->hidden;
+    for (int i = 0; i < run->call.few.rows; i++) {
+        const int64_t r = run->call.wanted[i];
+        if (r >= v->lo && r < v->hi && !(run->own && me)) memcpy(to + i * n, from + r * n, (size_t)n * 4);
+    }
+}
+
+/* From here on there are the wanted rows alone: what is kept of them moves to the front. Between two barriers. */
+static void keep_wanted(Team *team, int me, const Run *run, View *v, int qkv_n) {
+    const Stack *s = run->call.stack;
+    const long n = s->hidden;
+    v->rows = run->call.few.rows;
+    for (int i = 0; i < v->rows; i++) {
+        const int64_t r = run->call.wanted[i];
+        if (r == i) continue;
+        if (run->own || !me) memcpy(v->x + i * n, v->x + r * n, (size_t)n * 4);
+        if (me) continue;
+        memcpy(run->qkv + (long)i * qkv_n, run->qkv + r * qkv_n, (size_t)qkv_n * 4);
+        for (int k = 0; k < s->ropes; k++) {
+            const long half = s->rope_half[k];
+            memcpy(run->cos[k] + i * half, run->cos[k] + r * half, (size_t)half * 4);
+            memcpy(run->sin[k] + i * half, run->sin[k] + r * half, (size_t)half * 4);
+        }
+    }
+    if (run->own) v->hi = v->rows;
+    else team_share(team, me, v->rows, &v->lo, &v->hi);
+}
+
+/* What the first `layers` layers take of `rows` tokens beside the stream: a projection of the embedding, which `a` holds, and the token's
+ * own part. which: the batch's rows they are; NULL: all. Ends without a barrier. */
+static void ple_phase(Team *team, int me, const Run *run, const Acts *a, int rows, const int64_t *which, int layers, float *out) {
+    const Stack *s = run->call.stack;
+    const int L = s->layers * s->ple, n = layers * s->ple;
+    Weight proj = s->ple_proj;
+    proj.n = n;
+    To to = {TO_STORE, NULL, out, L};
+    int lo, hi;
+    product_phase(team, me, &proj, a, rows, &to);
+    team_barrier(team);
+    team_share(team, me, rows, &lo, &hi);
+    for (int r = lo; r < hi; r++) {
+        float *p = out + (long)r * L, *token = run->side + (long)me * L;
+        weight_row(&s->ple_embed, run->call.batch.ids[which ? which[r] : r], token);
+        for (int i = 0; i < n; i++) p[i] *= s->ple_proj_scale;
+        for (int i = 0; i < layers; i++) norm_row(p + i * s->ple, s->ple, s->ple_norm, s->eps, p + i * s->ple);
+        for (int i = 0; i < n; i++) p[i] = (p[i] + token[i] * s->ple_token_scale) * 0.70710678118654752f;
+    }
+}
+
 /* run->y, the dense MLP's answer, becomes norm(y) + norm(the routed experts' answer): what they read is the stream itself */
 static void moe_beside(Team *team, int me, Run *run, const View *v, const Moe *m) {
     const Stack *s = run->call.stack;
     const long n = s->hidden;
     MoeRun here, *r = &here; /* every member finds the same places */
     int lo, hi;
-    moe_layout(r, m, run->call.batch.rows, run->moe_at);
+    moe_layout(r, m, v->rows, run->moe_at);
     team_share(team, me, r->rows, &lo, &hi);
     for (int i = lo; i < hi; i++) {
         norm_row(v->x + i * n, (int)n, m->router_norm, s->eps, r->router_in + i * n);
@@ -100,8 +156,11 @@ static void moe_beside(Team *team, int me, Run *run, const View *v, const Moe *m
 static void stack_phase(Team *team, int me, Run *run) {
     const Stack *s = run->call.stack;
     const Batch *b = &run->call.batch;
-    const int rows = b->rows, H = s->hidden;
-    View v = {run->x + run->xh_step * (run->own ? me : 0), run->h + run->xh_step * (run->own ? me : 0), run->norm, 0, rows};
+    const Cut *cut = run->cut;
+    const int64_t *wanted = run->call.wanted;
+    const int few = run->call.narrow ? run->call.few.rows : 0, H = s->hidden;
+    int rows = b->rows;
+    View v = {run->x + run->xh_step * (run->own ? me : 0), run->h + run->xh_step * (run->own ? me : 0), run->norm, rows, 0, rows};
     if (run->own) v.acts = acts_at(run->norm_at + run->norm_step * me, rows, H, v.h, H);
     else team_share(team, me, rows, &v.lo, &v.hi);
     int mine_lo, mine_hi;
@@ -127,21 +186,19 @@ static void stack_phase(Team *team, int me, Run *run) {
             if (s->embed_scale != 1.0f) for (int i = 0; i < H; i++) v.x[(long)r * H + i] *= s->embed_scale;
         }
     }
-    if (s->ple) { /* per-layer inputs: the token's own part and a projection of its embedding */
-        const int L = s->layers * s->ple;
+    const float *ple = run->ple;
+    if (s->ple) {
         v.acts.x = v.x;
         for (int r = v.lo; r < v.hi; r++) row_finish(&v, r, &s->ple_proj);
         team_barrier(team);
-        To to = {TO_STORE, NULL, run->ple, L};
-        product_phase(team, me, &s->ple_proj, &v.acts, rows, &to);
-        team_barrier(team);
-        for (int r = mine_lo; r < mine_hi; r++) {
-            float *p = run->ple + (long)r * L, *token = run->side + (long)me * L;
-            weight_row(&s->ple_embed, b->ids[r], token);
-            for (int i = 0; i < L; i++) p[i] *= s->ple_proj_scale;
-            for (int i = 0; i < s->layers; i++) norm_row(p + i * s->ple, s->ple, s->ple_norm, s->eps, p + i * s->ple);
-            for (int i = 0; i < L; i++) p[i] = (p[i] + token[i] * s->ple_token_scale) * 0.70710678118654752f;
+        int lo, hi;
+        team_share(team, me, few, &lo, &hi);
+        for (int i = lo; i < hi; i++) {
+            memcpy(run->few_in + (long)i * H, v.x + wanted[i] * H, (size_t)H * 4);
+            if (s->ple_proj.kind != W_DENSE) acts_row(&run->few_acts, i);
         }
+        ple_phase(team, me, run, &v.acts, rows, NULL, run->call.narrow ? run->last_write : s->layers, run->ple);
+        if (few) ple_phase(team, me, run, &run->few_acts, few, wanted, s->layers, run->few_ple);
     }
     v.acts.x = v.h;
     for (int r = v.lo; r < v.hi; r++) {
@@ -156,6 +213,7 @@ static void stack_phase(Team *team, int me, Run *run) {
         const int qkv_n = l->qkv.n, heads = qkv_n / a->dim, wide = a->heads * a->dim;
         const float *cos = run->cos[l->rope], *sin = run->sin[l->rope];
         const int half = s->rope_half[l->rope];
+        const int narrow = run->call.narrow && i == run->last_write;
         int lo, hi;
 
         /* q, and k with v, are cut alike for product, rotation and attention: lines rarely change cores */
@@ -164,16 +222,23 @@ static void stack_phase(Team *team, int me, Run *run) {
         team_barrier(team);
         for (int part = 0; part < 2; part++) {
             const int before = part ? a->heads : 0, count = part ? heads - a->heads : a->heads;
-            team_share(team, me, rows * count, &lo, &hi);
+            const int only = narrow && !part, these = only ? few : rows;
+            team_share(team, me, these * count, &lo, &hi);
             for (int t = lo; t < hi; t++) {
-                const long r = t % rows;
-                rope_write_head(a, b, (int)r, before + t / rows, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
+                const long r = only ? wanted[t % these] : t % these;
+                rope_write_head(a, b, (int)r, before + t / these, run->qkv + r * qkv_n, cos + r * half, sin + r * half, l->q_norm, l->k_norm);
             }
         }
         team_barrier(team);
+        if (narrow) {
+            if (!few) return;
+            keep_wanted(team, me, run, &v, qkv_n);
+            rows = few; b = &run->call.few; cut = run->few_cut; ple = run->few_ple;
+            team_barrier(team);
+        }
         Acts mixed = run->attn;
         mixed.k = wide; mixed.x = run->mixed; mixed.ldx = wide;
-        attend_phase(team, me, a, b, &run->cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
+        attend_phase(team, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
         team_barrier(team);
         To to_y = {TO_STORE, l->out_bias, run->y, H};
         product_phase(team, me, &l->out, &mixed, rows, &to_y);
@@ -198,7 +263,7 @@ static void stack_phase(Team *team, int me, Run *run) {
             Acts side = run->side_acts;
             side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
             const int plain = l->ple_out.kind == W_DENSE;
-            To to_side = {TO_TIMES, NULL, plain ? run->mlp : NULL, s->ple, s->act, run->ple + (long)i * s->ple, (long)s->layers * s->ple,
+            To to_side = {TO_TIMES, NULL, plain ? run->mlp : NULL, s->ple, s->act, ple + (long)i * s->ple, (long)s->layers * s->ple,
                           0.0f, plain ? NULL : &side};
             product_phase(team, me, &l->ple_gate, &v.acts, rows, &to_side);
             team_barrier(team);
@@ -209,7 +274,9 @@ static void stack_phase(Team *team, int me, Run *run) {
         } else {
             residual_phase(team, me, run, &v, l->post_mlp_norm, l->scalar, l->next_norm, next);
         }
-        if (run->call.taps && run->call.taps[i]) copy_out(run, &v, me, run->call.taps[i], v.x);
+        float *tap = run->call.taps ? run->call.taps[i] : NULL;
+        if (tap && run->call.narrow && i < run->last_write) copy_wanted(run, &v, me, tap, v.x);
+        else if (tap) copy_out(run, &v, me, tap, v.x);
     }
     copy_out(run, &v, me, run->call.hidden, v.h);
     if (s->post.kind != W_NONE) {
@@ -225,7 +292,8 @@ static void stack_region(Team *team, int me, void *job) { stack_phase(team, me, 
 static size_t run_layout(Run *run, const Team *team, char *at) {
     const Stack *s = run->call.stack;
     const Batch *b = &run->call.batch;
-    const size_t R = (size_t)b->rows, H = (size_t)s->hidden, T = (size_t)team->size;
+    const Batch *few = &run->call.few;
+    const size_t R = (size_t)b->rows, W = run->call.narrow ? (size_t)few->rows : 0, H = (size_t)s->hidden, T = (size_t)team->size;
     size_t qkv = 0, wide = 0, inter = s->ple > 32 ? s->ple : 32, used = 0;
     int dense_mlp = 0;
     const Spec *of[2] = {NULL, NULL}; /* layers of a group are alike */
@@ -237,6 +305,7 @@ static size_t run_layout(Run *run, const Team *team, char *at) {
         if ((size_t)l->inter > inter) inter = l->inter;
         dense_mlp |= l->down.kind == W_DENSE || (s->ple && l->ple_out.kind == W_DENSE);
         of[a->group] = a;
+        if (a->writes) run->last_write = i;
     }
     run->own = b->rows <= PRIVATE_ROWS;
     const size_t copies = run->own ? T : 1, ple = (size_t)s->ple * s->layers;
@@ -256,6 +325,10 @@ static size_t run_layout(Run *run, const Team *team, char *at) {
     run->mlp = dense_mlp ? (float *)TAKE(R * inter * 4) : NULL;
     run->ple = (float *)TAKE(R * ple * 4);
     run->side = (float *)TAKE(T * ple * 4);
+    const size_t in = s->ple ? W * H : 0; /* embeddings are kept for these alone */
+    run->few_ple = (float *)TAKE(W * ple * 4);
+    run->few_in = (float *)TAKE(in * 4);
+    run->few_acts = acts_at(TAKE(in ? acts_bytes((int)W, s->hidden) : 0), (int)W, s->hidden, run->few_in, s->hidden);
     run->norm_step = UP(acts_bytes(b->rows, s->hidden));
     run->norm_at = TAKE(copies * run->norm_step);
     run->norm = acts_at(run->norm_at, b->rows, s->hidden, run->h, s->hidden);
@@ -270,11 +343,14 @@ static size_t run_layout(Run *run, const Team *team, char *at) {
         if (need > most) most = need;
     }
     run->moe_at = TAKE(most);
-    for (int g = 0; g < 2; g++)
-        if (of[g]) {
-            cut_plan(&run->cut[g], team, of[g], b);
-            char *cut = TAKE(cut_bytes(&run->cut[g], team, of[g], b));
-            if (cut) cut_place(&run->cut[g], team, of[g], b, cut);
-        }
+    for (int g = 0; g < 4; g++) {
+        const Batch *rows = g < 2 ? b : few;
+        const Spec *a = of[g & 1];
+        Cut *cut = g < 2 ? &run->cut[g] : &run->few_cut[g & 1];
+        if (!a || (g >= 2 && !W)) continue;
+        cut_plan(cut, team, a, rows);
+        char *place = TAKE(cut_bytes(cut, team, a, rows));
+        if (place) cut_place(cut, team, a, rows, place);
+    }
     return used;
 }

@@ -52,15 +52,21 @@ class Stack:
         return bias
 
     def run(
-        self, kv: KVView, ids: Tensor | None = None, features: Tensor | None = None, taps: Sequence[int] = (), shift: int = 0
-    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-        """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`."""
+        self, kv: KVView, ids: Tensor | None = None, features: Tensor | None = None, taps: Sequence[int] = (), shift: int = 0,
+        wanted: Wanted | None = None,
+    ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
+        """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`; of wanted rows."""
         batch = Batch(kv, ids)
         batch.set_cache(self.ops.pages(kv))
         batch.c.rope_shift = shift
-        rows = batch.c.rows
+        rows = batch.c.rows if wanted is None else wanted.rows.shape[0]
         hidden = torch.empty((rows, self.hidden))
         call = CCall(ctypes.pointer(self.c), batch.c, at(features), hidden.data_ptr())
+        if wanted is not None:
+            few, which = Batch(wanted.kv), wanted.rows.contiguous()
+            few.set_cache(self.ops.pages(kv))
+            few.c.rows = rows
+            call.few, call.wanted, call.narrow = few.c, which.data_ptr(), True
         fed_back = None
         if self.c.post.kind:
             fed_back = torch.empty((rows, self.c.post.n))
@@ -100,9 +106,7 @@ class CompiledModel:
     def forward(
         self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
     ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps)
-        if wanted is not None:
-            hidden, streams = hidden[wanted.rows], [stream[wanted.rows] for stream in streams]
+        hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted)
         return (hidden, tuple(streams)) if taps else hidden
 
 

@@ -66,7 +66,7 @@ class CStack(Structure):
 class CCall(Structure):
     _fields_ = [
         ("stack", POINTER(CStack)), ("batch", CBatch),
-        *[(name, c_void_p) for name in ("features", "hidden", "fed_back", "taps")],
+        *[(name, c_void_p) for name in ("features", "hidden", "fed_back", "taps", "wanted")], ("few", CBatch), ("narrow", c_int32),
     ]  # fmt: skip
 
 
