@@ -107,7 +107,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         for (int j = i; j > 0 && (q0 + off[j]) % r.count < (q0 + off[j - 1]) % r.count; j--) { const int k = off[j]; off[j] = off[j - 1]; off[j - 1] = k; }
     for (int i = 0, count; i < no; i += count) {
         const int row = (q0 + off[i]) % r.count, first = lo[off[i]] & -LANES;
-        for (count = 1; count < MIXED && i + count < no && (q0 + off[i + count]) % r.count == row;) count++;
+        for (count = 1; count < MIXED && count < SCORED && i + count < no && (q0 + off[i + count]) % r.count == row;) count++;
         for (int c = tail > first ? tail : first; c <= hi[off[i]]; c += LANES) {
             float *out[MIXED];
             const float *xo[MIXED];

@@ -4,50 +4,42 @@
 #pragma once
 #include "vec.h"
 
+/* Queries whose sums fit the registers: of scores, and of values in COLUMNS vectors at once. DIRECT: widening while loading is free */
 #if ISA_AVX512
-enum { SCORED = 8, MIXED = 6, DIRECT = 1 }; /* queries whose sums fit the registers; DIRECT: widening while loading is free */
+enum { SCORED = 8, MIXED = 6, COLUMNS = 4, DIRECT = 1 };
+#elif ISA_AVX2
+enum { SCORED = 3, MIXED = 6, COLUMNS = 1, DIRECT = 0 };
 #else
-enum { SCORED = 2, MIXED = 2, DIRECT = 0 };
+enum { SCORED = 2, MIXED = 2, COLUMNS = 4, DIRECT = 0 };
 #endif
 /* scores of 16 keys for Q queries: keys are [dim][16] of any type */
 INLINE void score_keys(int Q, const float *const *x, const void *keys, long at, int dtype, int dim, vf scale, float *const *out) {
     vf even[SCORED], odd[SCORED];
     UNROLL for (int i = 0; i < Q; i++) even[i] = odd[i] = vf_set(0.0f);
-    for (int d = 0; d < dim; d += 2) {
-        const vf k0 = vf_any(keys, at + (long)d * LANES, dtype), k1 = vf_any(keys, at + (long)(d + 1) * LANES, dtype);
-        UNROLL for (int i = 0; i < Q; i++) {
-            even[i] = vf_fma(vf_set(x[i][d]), k0, even[i]);
-            odd[i] = vf_fma(vf_set(x[i][d + 1]), k1, odd[i]);
-        }
+    for (int d = 0; d < dim; d += 2) { /* one register of keys after the other: of AVX2's sixteen, twelve hold sums */
+        const vf k0 = vf_any(keys, at + (long)d * LANES, dtype);
+        UNROLL for (int i = 0; i < Q; i++) even[i] = vf_fma(vf_set(x[i][d]), k0, even[i]);
+        const vf k1 = vf_any(keys, at + (long)(d + 1) * LANES, dtype);
+        UNROLL for (int i = 0; i < Q; i++) odd[i] = vf_fma(vf_set(x[i][d + 1]), k1, odd[i]);
     }
     UNROLL for (int i = 0; i < Q; i++) vf_store(out[i], vf_mul(vf_add(even[i], odd[i]), scale));
 }
+#define SCORE(Q) case Q: if (Q <= SCORED) score_keys(Q, x, keys, at, dtype, dim, scale, out); break;
 INLINE void score_some(int count, const float *const *x, const void *keys, long at, int dtype, int dim, vf scale, float *const *out) {
-    switch (count) {
-#if ISA_AVX512
-    case 8: score_keys(8, x, keys, at, dtype, dim, scale, out); break;
-    case 7: score_keys(7, x, keys, at, dtype, dim, scale, out); break;
-    case 6: score_keys(6, x, keys, at, dtype, dim, scale, out); break;
-    case 5: score_keys(5, x, keys, at, dtype, dim, scale, out); break;
-    case 4: score_keys(4, x, keys, at, dtype, dim, scale, out); break;
-    case 3: score_keys(3, x, keys, at, dtype, dim, scale, out); break;
-#endif
-    case 2: score_keys(2, x, keys, at, dtype, dim, scale, out); break;
-    case 1: score_keys(1, x, keys, at, dtype, dim, scale, out); break;
-    }
+    switch (count) { SCORE(1) SCORE(2) SCORE(3) SCORE(4) SCORE(5) SCORE(6) SCORE(7) SCORE(8) }
 }
 /* out[i] (+)= sum of weight times value over keys k0..k1-1 of a chunk, ascending, for Q queries and 16C columns from d.
  * row[t]: where the values of the chunk's tile t begin. */
 INLINE void mix_columns(int Q, int C, const float *const *w, const void *values, const long *row, int dim, int dtype, int d, int k0, int k1,
                         float *const *out, int more) {
-    vf a[MIXED][4];
+    vf a[MIXED][COLUMNS];
     UNROLL for (int i = 0; i < Q; i++)
         UNROLL for (int c = 0; c < C; c++) a[i][c] = more ? vf_load(out[i] + d + LANES * c) : vf_set(0.0f);
     for (int k = k0; k < k1;) {
         const int stop = (k | (LANES - 1)) + 1 < k1 ? (k | (LANES - 1)) + 1 : k1;
         long at = row[k / LANES] + (long)(k % LANES) * dim + d;
         for (; k < stop; k++, at += dim) {
-            vf v[4];
+            vf v[COLUMNS];
             UNROLL for (int c = 0; c < C; c++) v[c] = vf_any(values, at + LANES * c, dtype);
             UNROLL for (int i = 0; i < Q; i++)
                 UNROLL for (int c = 0; c < C; c++) a[i][c] = vf_fma(vf_set(w[i][k]), v[c], a[i][c]);
@@ -59,21 +51,14 @@ INLINE void mix_columns(int Q, int C, const float *const *w, const void *values,
 INLINE void mix_values(int Q, const float *const *w, const void *values, const long *row, int dim, int dtype, int k0, int k1,
                        float *const *out, int more) {
     int d = 0;
-    for (; d + 64 <= dim; d += 64) mix_columns(Q, 4, w, values, row, dim, dtype, d, k0, k1, out, more);
+    for (; COLUMNS > 1 && d + LANES * COLUMNS <= dim; d += LANES * COLUMNS)
+        mix_columns(Q, COLUMNS, w, values, row, dim, dtype, d, k0, k1, out, more);
     for (; d < dim; d += LANES) mix_columns(Q, 1, w, values, row, dim, dtype, d, k0, k1, out, more);
 }
+#define MIX(Q) case Q: if (Q <= MIXED) mix_values(Q, w, values, row, dim, dtype, k0, k1, out, more); break;
 INLINE void mix_some(int count, const float *const *w, const void *values, const long *row, int dim, int dtype, int k0, int k1,
                      float *const *out, int more) {
-    switch (count) {
-#if ISA_AVX512
-    case 6: mix_values(6, w, values, row, dim, dtype, k0, k1, out, more); break;
-    case 5: mix_values(5, w, values, row, dim, dtype, k0, k1, out, more); break;
-    case 4: mix_values(4, w, values, row, dim, dtype, k0, k1, out, more); break;
-    case 3: mix_values(3, w, values, row, dim, dtype, k0, k1, out, more); break;
-#endif
-    case 2: mix_values(2, w, values, row, dim, dtype, k0, k1, out, more); break;
-    case 1: mix_values(1, w, values, row, dim, dtype, k0, k1, out, more); break;
-    }
+    switch (count) { MIX(1) MIX(2) MIX(3) MIX(4) MIX(5) MIX(6) }
 }
 
 #if ISA_BF16
@@ -93,7 +78,7 @@ INLINE void score_pairs(int Q, const uint32_t *const *x, const uint32_t *keys, i
 /* w[i]: pairs of weights by pairs of keys p0..p1-1; `first`, `last`: the bits of the outer pairs that belong to keys in sight of anyone */
 INLINE void mix_pairs(int Q, int C, const uint32_t *const *w, const uint32_t *values, const long *row, int dim, int d, int p0, int p1,
                       uint32_t first, uint32_t last, float *const *out, int more) {
-    vf a[MIXED][4];
+    vf a[MIXED][COLUMNS];
     UNROLL for (int i = 0; i < Q; i++)
         UNROLL for (int c = 0; c < C; c++) a[i][c] = more ? vf_load(out[i] + d + LANES * c) : vf_set(0.0f);
     for (int p = p0; p < p1; p++) {
