@@ -1,10 +1,12 @@
 """HTTP beside the engine alone, with dummy weights: throughput at 64 streams, and the time between tokens while long prompts arrive.
 
     PYTHONPATH=src[:FOLDER_WITH_FASTAPI] python3 benchmarks/gpu_serve.py [--size E2B] [--streams 64] [--tokens 512] [--long 8192] [--k 0]
+    PYTHONPATH=src python benchmarks/gpu_serve.py --stand-in 3.4 --row 10     # no GPU: steps of 3.4 ms, 10 us a row of a prompt
 
 The same answers are made three times: by the engine driven directly, through HTTP from other processes (`/v1/completions`, streamed), and
 through HTTP while a prompt of --long tokens arrives every --every seconds. Every token's text begins with " w" (a vocabulary of such words),
-so clients count tokens in what arrives. A line of JSON for each. Without a GPU a tiny model runs, to see that it runs.
+so clients count tokens in what arrives. A line of JSON for each, with the processor time that the server's threads took for a token. Without a
+GPU a tiny model runs, to see that it runs; with --stand-in its steps are not computed but take a given time (stand_in.py).
 """
 
 from __future__ import annotations
@@ -13,7 +15,9 @@ import argparse
 import gc
 import itertools
 import json
+import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -24,7 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-PROCESSES = 8
+PROCESSES = 8  # of clients
 
 
 # ---- a client process: plain sockets, as little work as can be -----------------------------------------------------------------
@@ -35,6 +39,7 @@ def client() -> None:
     asked = json.load(sys.stdin)
     waiting = sorted(enumerate(asked["streams"]), key=lambda pair: pair[1]["at"])
     seen: list[Any] = [[] for _ in waiting]
+    word = re.compile(rb" w\d")
     chosen, rest, open_ones = selectors.DefaultSelector(), {}, 0
     while waiting or open_ones:
         while waiting and waiting[0][1]["at"] <= time.time():
@@ -57,7 +62,7 @@ def client() -> None:
             text = rest[i] + data
             end = text.rfind(b"\n\n") + 2
             rest[i] = text[end:] if end > 1 else text
-            count = text[:end].count(b" w") if end > 1 else 0
+            count = len(word.findall(text[:end])) if end > 1 else 0
             if b'"error"' in text[:end] or (not seen[i] and text.startswith(b"HTTP/1.1") and b"200 OK" not in text[:20]):
                 seen[i].append([now, -1, text[:300].decode(errors="replace")])
             elif count:
@@ -88,7 +93,7 @@ class Load:
         return out + [(0.3 + self.every * i, {**asked, "prompt": ids(self.long), "max_tokens": 4}) for i in range(self.arrivals)]
 
 
-def through_http(port: int, load: Load, seed: int) -> tuple[list[Any], float]:
+def through_http(port: int, load: Load, seed: int, core: int | None) -> tuple[list[Any], float]:
     """What arrived of each stream, and when all were sent off."""
     start = time.time() + 1.5  # so that every process has started
     jobs = load.bodies(seed)
@@ -96,7 +101,8 @@ def through_http(port: int, load: Load, seed: int) -> tuple[list[Any], float]:
     running = []
     for group in groups:
         if group:
-            process = subprocess.Popen([sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            pinned = [] if core is None else ["taskset", "-c", str(core)]
+            process = subprocess.Popen([*pinned, sys.executable, __file__, "--client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             assert process.stdin is not None
             streams = [{"at": start + jobs[i][0], "body": jobs[i][1]} for i in group]
             process.stdin.write(json.dumps({"port": port, "streams": streams}).encode())
@@ -169,15 +175,19 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=8192)
     parser.add_argument("--every", type=float, default=0.4)
     parser.add_argument("--k", type=int, default=0)
-    parser.add_argument("--pause", type=float, default=None, help="times as long as it wrote the server pauses (server.runner.PAUSE)")
+    parser.add_argument("--stand-in", type=float, default=0.0, help="milliseconds of a step of a stand-in for a GPU")
+    parser.add_argument("--row", type=float, default=10.0, help="microseconds that a row of a prompt takes it")
+    parser.add_argument("--cores", type=int, nargs=2, default=None, help="one for the server, one for the clients")
     args = parser.parse_args()
+    if args.cores:
+        os.sched_setaffinity(0, {args.cores[0]})
+    import stand_in
     import torch
     from tests.gpu.place import HERE
 
     from outrider import LLM
     from outrider.bench.gpu import SIZES
     from outrider.config import EngineConfig
-    from outrider.server import runner
     from outrider.server.main import HttpServer
     from outrider.server.prepare import Backend
     from outrider.server.settings import ServerSettings
@@ -186,13 +196,15 @@ def main() -> None:
     if not HERE.gpu:
         from gpu_scale import small
 
-        model, args.long = small(args.size), min(args.long, 300)
+        model, args.long = small(args.size), args.long if args.stand_in else min(args.long, 300)
     began = time.perf_counter()
     room = max(args.long, args.prompt + args.tokens) + 64
     tokens = args.streams * (args.prompt + args.tokens + 96) + arrivals * room
     settings = EngineConfig(args.streams + arrivals + 2, room, kv_tokens=tokens, prefix_cache=False)
     llm = LLM.load(model, "auto" if args.k else "none", args.k, device=HERE.device, load_format="dummy", engine=settings, say=print)
     llm.tokenizer = llm.engine.tokenizer = words(llm.config.vocab_size)
+    if args.stand_in:
+        stand_in.replace(llm.engine, args.stand_in / 1e3, args.row / 1e6)
     busy = Load(args.streams, args.prompt, args.tokens, args.k, llm.config.vocab_size)
     mixed = Load(args.streams, args.prompt, args.tokens, args.k, llm.config.vocab_size, args.long, arrivals, args.every)
     say(loaded_s=time.perf_counter() - began, torch=torch.__version__)
@@ -202,7 +214,6 @@ def main() -> None:
     rate = args.streams * args.tokens / alone
     say(what="engine", streams=args.streams, tokens=args.tokens, seconds=alone, tokens_s=rate)
     sys.setswitchinterval(0.0002)  # as `outrider serve` does
-    runner.PAUSE = runner.PAUSE if args.pause is None else args.pause
     gc.collect()
     gc.freeze()
     server = HttpServer(Backend.of(llm), ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning"))
@@ -210,7 +221,9 @@ def main() -> None:
         port = int(url.rpartition(":")[2])
         runs = (("http", busy, 2), ("http with long prompts, first time", mixed, 3), ("http with long prompts", mixed, 4))
         for label, load, seed in runs:
-            seen, start = through_http(port, load, seed)
+            before = stand_in.threads()
+            seen, start = through_http(port, load, seed, args.cores and args.cores[1])
+            spent = {name: 1e6 * (s - before.get(name, 0.0)) for name, s in stand_in.threads().items()}
             wrong = [line for stream in seen for line in stream if line[1] < 0]
             streams, long = seen[: load.streams], seen[load.streams :]
             tokens = sum(line[1] for stream in streams for line in stream)
@@ -224,7 +237,7 @@ def main() -> None:
             say(
                 what=label, tokens=tokens, seconds=seconds, tokens_s=tokens / max(1e-9, seconds), of_engine=tokens / max(1e-9, seconds) / rate,
                 chunks=sum(map(len, streams)), errors=len(wrong), first_error=wrong[0][2][:200] if wrong else None, long_first_token_s=late,
-                **gaps(streams, since, until),
+                us_a_token={name: round(s / max(1, tokens), 1) for name, s in spent.items() if s > tokens}, **gaps(streams, since, until),
             )  # fmt: skip
     host = {part: round(seconds, 3) for part, seconds in llm.engine.host_times.items()}
     say(host_seconds=host, steps=llm.engine.metrics.steps)

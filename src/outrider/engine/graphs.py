@@ -33,6 +33,7 @@ from .cycle import logprobs
 from .decode import KNOWN, Choosing, Inputs, Key, Output, Source, State, decode_step
 from .history import NOTHING, Asks, History
 from .machine import Machine
+from .passes import Passes
 from .step import Emitted, Flight, Lane, Seq, StepBatch
 
 log = logging.getLogger("outrider")
@@ -102,6 +103,7 @@ class GraphExecutor:
         self.history = History(self.idle + 1, machine.vocab, machine.eos, self.device)
         self.bits: Tensor | None = None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
         self.pool = Pool(self.device)
+        self.passes = Passes(machine, capabilities, self.pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._refused: set[Key] = set()  # graphs with something special in them that could not be captured: those steps are eager
         self._graphs: dict[Key, Captured] = {}
@@ -208,13 +210,14 @@ class GraphExecutor:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self._graphs.clear()
+        self.passes.drop()
 
     # ---- one step -----------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> Flight:
         """Start the step and return at once. `takes` must have been asked: it captures."""
         if batch.prompts:
-            self.machine.prompts(batch.prompts)
+            self.machine.prompts(batch.prompts, self.passes.run)
         flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], self.machine.clock())
         if not batch.decode:
             return flight

@@ -42,10 +42,10 @@ class Machine:
     def vocab(self) -> int:
         return self.model.config.vocab_size
 
-    def prompts(self, lanes: Sequence[Lane]) -> None:
+    def prompts(self, lanes: Sequence[Lane], run: Callable[[Sequence[Lane]], None] | None = None) -> None:
         """Prompt chunks, packed into few passes. Each leaves the bits that it would leave alone: chunks share a pass only up to the
         number of rows that the backend promises to be independent, and only long ones with long ones, for which attention has other
-        kernels; a chunk beyond that number runs by itself, and always with the same rows."""
+        kernels; a chunk beyond that number runs by itself, and always with the same rows. run: another way to run a pass."""
         can, at = self.model.ops.capabilities, 0
         lanes = sorted(lanes, key=lambda lane: lane.count > can.replay_rows)
         while at < len(lanes):
@@ -53,7 +53,7 @@ class Machine:
             while end < len(lanes) and rows + lanes[end].count <= can.independent_rows and (lanes[end].count > can.replay_rows) == long:
                 rows, end = rows + lanes[end].count, end + 1
             began = self.clock()
-            self._pass(lanes[at:end])
+            (run or self.run)(lanes[at:end])
             seconds = self.clock() - began
             self.prompt_seconds += seconds
             for lane in lanes[at:end]:
@@ -61,7 +61,7 @@ class Machine:
             at = end
 
     @torch.inference_mode()
-    def _pass(self, lanes: Sequence[Lane]) -> None:
+    def run(self, lanes: Sequence[Lane]) -> None:
         """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts from it; nobody reads
         what comes out of the other rows."""
         device, starts = self.device, [0]

@@ -1,0 +1,88 @@
+"""A stand-in for a GPU, to see on any machine what the server costs an engine whose steps take no processor time.
+
+`replace(engine, ...)` swaps an engine's executors for one whose steps take the given time by the clock, one after another as on a device, and
+hand out random tokens. Like a real launch, its own lets go of the interpreter again and again: where another thread computes meanwhile it
+has to wait for it each time. Scheduler, commit, text and server are the real ones.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from outrider.engine.engine import Engine
+from outrider.engine.step import Emitted, Flight, Lane, StepBatch
+
+LAUNCHES, PASS = 20, 420  # how often a captured step and a pass over a prompt's chunk let go of the interpreter
+LAUNCH_S = 8e-6  # processor time between two of them
+SOME = bytes(6 << 10)
+
+
+@dataclass
+class StandIn:
+    """An executor (engine/step.py) whose steps take `step` seconds, and `row` more for every row of a prompt's chunk."""
+
+    step: float
+    row: float
+    vocab: int
+    name: str = "stand-in"
+    behind: bool = True
+    trees: bool = False
+    _free_at: float = 0.0  # when the device has done what was launched so far
+
+    def takes(self, batch: StepBatch) -> bool:
+        return True
+
+    def launch(self, batch: StepBatch) -> Flight:
+        if batch.prompts:
+            self._let_go(PASS)
+        began = time.perf_counter()
+        self._let_go(LAUNCHES)
+        rows = sum(lane.count for lane in batch.prompts)
+        self._free_at = max(time.perf_counter(), self._free_at) + rows * self.row + (self.step if batch.decode else 0.0)
+        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], began)
+        flight.payload, flight.ahead = self._free_at, [lane.k + 1 for lane in batch.decode]
+        return flight
+
+    def read(self, flight: Flight) -> list[Emitted]:
+        assert isinstance(flight.payload, float)
+        time.sleep(max(0.0, flight.payload - time.perf_counter()))
+        return [Emitted(self._tokens(lane)) for lane in flight.batch.decode]
+
+    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+        time.sleep(self.step)
+
+    def times(self, part: str) -> bool:
+        return True
+
+    def _tokens(self, lane: Lane) -> list[int]:
+        return [random.randrange(8, self.vocab) for _ in range(lane.k + 1)]
+
+    @staticmethod
+    def _let_go(times: int) -> None:
+        for _ in range(times):
+            until = time.perf_counter() + LAUNCH_S
+            while time.perf_counter() < until:
+                pass
+            zlib.crc32(SOME)  # of so much it lets go of the interpreter, and does not sleep
+
+
+def replace(engine: Engine, step: float, row: float) -> None:
+    """Prompts are cut as they are on a GPU."""
+    scheduler = engine.scheduler
+    scheduler.chunk, scheduler.beside, scheduler.pack, scheduler.alone = 1024, 512, 2048, 8192
+    engine.executors = [StandIn(step, row, engine.model.config.vocab_size)]
+
+
+def threads() -> dict[str, float]:
+    """Seconds of processor time of this process's threads so far, by their names."""
+    names = {str(t.native_id): t.name for t in threading.enumerate()}
+    spent: dict[str, float] = {}
+    for task in Path("/proc/self/task").iterdir():
+        if task.name in names:
+            spent[names[task.name]] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return spent
