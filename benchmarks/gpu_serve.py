@@ -4,9 +4,8 @@
     PYTHONPATH=src python benchmarks/gpu_serve.py --stand-in 3.4 --row 10     # no GPU: steps of 3.4 ms, 10 us a row of a prompt
 
 The same answers are made three times: by the engine driven directly, through HTTP from other processes (`/v1/completions`, streamed), and
-through HTTP while a prompt of --long tokens arrives every --every seconds. Every token's text begins with " w" (a vocabulary of such words),
-so clients count tokens in what arrives. A line of JSON for each, with the processor time that the server's threads took for a token. Without a
-GPU a tiny model runs, to see that it runs; with --stand-in its steps are not computed but take a given time (stand_in.py).
+through HTTP while a prompt of --long tokens arrives every --every seconds. Every token's text begins with " w" (a vocabulary of such
+words), so clients count tokens in what arrives. A line of JSON for each, with the processor time of the server's threads. Without a GPU a tiny model runs, to see that it runs; with --stand-in its steps are not computed but take a given time (stand_in.py).
 """
 
 from __future__ import annotations

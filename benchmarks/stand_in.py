@@ -1,7 +1,7 @@
 """A stand-in for a GPU, to see on any machine what the server costs an engine whose steps take no processor time.
 
-`replace(engine, ...)` swaps an engine's executors for one whose steps take the given time by the clock, one after another as on a device, and
-hand out random tokens. Like a real launch, its own lets go of the interpreter again and again: where another thread computes meanwhile it
+`replace(engine, ...)` swaps an engine's executors for one whose steps take the given time by the clock, one after another as on a device,
+and hand out random tokens. Like a real launch, its own lets go of the interpreter again and again: where another thread computes meanwhile it
 has to wait for it each time. Scheduler, commit, text and server are the real ones.
 """
 

@@ -29,6 +29,7 @@ from .graphs import GraphExecutor
 from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
+from .passes import likely
 from .room import Room, free_bytes, gpu_budget, prompt_rows, room, rows_alone, spare_bytes, swap_bytes
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
@@ -127,8 +128,11 @@ class Engine:
 
     def serve(self) -> None:
         """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it is needed, and
-        prompts run in pieces that nobody waits long for."""
+        prompts run in pieces that nobody waits long for, in passes that are captured before the first one comes."""
         self.store.take_ahead()
+        for rows, context in likely(self.can, self.store) if self.executors[0].name == "graphs" else ():
+            for ends in (False, True) if self.drafter is not None else (False,):
+                self.executors[0].probe("prompts", int(ends), rows, context)
         if self.can.rows_alone and self.can.prompts_independent:
             self.scheduler.chunk = min(self.scheduler.chunk, self.can.rows_alone)
 
@@ -138,9 +142,9 @@ class Engine:
         vocab, prompt = self.model.config.vocab_size, request.prompt
         if not prompt:
             raise OutriderError("the prompt is empty: give at least one token")
-        for token in prompt:
-            if not 0 <= token < vocab:
-                raise OutriderError(f"prompt token id {token} is outside the vocabulary (0..{vocab - 1})")
+        wrong = min(prompt) if min(prompt) < 0 else max(prompt)
+        if not 0 <= wrong < vocab:
+            raise OutriderError(f"prompt token id {wrong} is outside the vocabulary (0..{vocab - 1})")
         if len(prompt) >= self.max_context:
             most = self.model.config.max_context
             mend = "shorten it" if self.max_context >= most - 1 else f"shorten it or raise --max-context (the model knows up to {most})"

@@ -334,7 +334,11 @@ class GraphExecutor:
 
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the scratch page."""
+        """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the scratch page. Of the
+        part "prompts" a pass of `k` rows, with the last states of its sequences where `batch` is not 0."""
+        if part == "prompts":
+            self.passes.probe(k, context, batch > 0)
+            return
         width = next(w for w in self.can.graph_widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = self.drafter is not None and part == branching(self.drafter.name)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cache.store import upload
+from ..cache.store import KVStore, upload
 from ..ops.backend import Capabilities
 from ..types import Wanted
 from .capture import Graph, Pool
@@ -45,8 +45,7 @@ class Passes:
     def __init__(self, machine: Machine, can: Capabilities, pool: Pool):
         self.machine, self.pool, self.device = machine, pool, machine.device
         self.idle = machine.store.spec.slots  # the table row that is all scratch page
-        self.most = ROWS[-1] if can.prompts_independent and can.independent_rows >= ROWS[-1] else 0
-        self.furthest = next(iter(machine.store.tables.values())).shape[1] * machine.store.spec.page_size
+        self.most, self.furthest = most_rows(can), furthest(machine.store)
         self.broken: str | None = None  # why capturing failed: from then on passes are launched kernel by kernel
         self._graphs: dict[PassKey, Graph] = {}
         self._numbers = torch.zeros(size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device)
@@ -63,11 +62,11 @@ class Passes:
 
     def key(self, lanes: Sequence[Lane]) -> PassKey | None:
         """The graph these chunks run in; None: there is none for so many."""
-        count, furthest = sum(lane.count for lane in lanes), max(lane.start + lane.count for lane in lanes)
+        count, end = sum(lane.count for lane in lanes), max(lane.start + lane.count for lane in lanes)
         if self.broken is not None or count > self.most or len(lanes) > SEQUENCES[-1]:
             return None
         rows, sequences = next(n for n in ROWS if n >= count), next(n for n in SEQUENCES if n >= len(lanes))
-        context = NEAR if furthest <= NEAR < self.furthest else self.furthest
+        context = NEAR if end <= NEAR < self.furthest else self.furthest
         return PassKey(rows, sequences, context, any(lane.wanted for lane in lanes))
 
     def ready(self, key: PassKey) -> bool:
@@ -85,6 +84,15 @@ class Passes:
             log.warning("prompts run without CUDA graphs: capturing %s failed (%s)", key, self.broken)
             return False
         return True
+
+    def probe(self, rows: int, context: int, wanted: bool) -> None:
+        """One pass of few sequences to its end, on the scratch page."""
+        key = PassKey(rows, SEQUENCES[0], context, wanted)
+        if self.broken is None and self.ready(key):
+            self._say([], key)
+            self._graphs[key].replay()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
 
     def drop(self) -> None:
         self._graphs.clear()
@@ -121,6 +129,22 @@ class Passes:
         seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
         _, features = forward(machine.model, ids, kv, machine.taps, Wanted(last, seen))
         machine.features.index_copy_(0, ends, features)
+
+
+def most_rows(can: Capabilities) -> int:
+    """Rows of the largest pass that is captured."""
+    return ROWS[-1] if can.prompts_independent and can.independent_rows >= ROWS[-1] else 0
+
+
+def furthest(store: KVStore) -> int:
+    """Positions that a table has room for."""
+    return next(iter(store.tables.values())).shape[1] * store.spec.page_size
+
+
+def likely(can: Capabilities, store: KVStore) -> list[tuple[int, int]]:
+    """(rows, context) of the passes that a server will want, the largest first: the smaller ones find their memory there."""
+    contexts = sorted({min(NEAR, furthest(store)), furthest(store)})
+    return [(rows, context) for rows in reversed(ROWS) if rows <= most_rows(can) for context in contexts]
 
 
 def size(rows: int, sequences: int) -> int:

@@ -68,6 +68,16 @@ def test_texts_are_the_same_through_captured_passes(models: dict[str, Any]) -> N
     assert texts[0] == texts[1]
 
 
+def test_a_server_has_its_passes_before_the_first_prompt_comes(models: dict[str, Any]) -> None:
+    engine = tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=True)
+    engine.serve()
+    known = set(captured(engine)._graphs)
+    assert {(key.rows, key.wanted) for key in known} == {(rows, wanted) for rows in passes.ROWS for wanted in (False, True)}
+    run(engine, [request(str(n), [t % VOCAB for t in range(n)], max_tokens=3) for n in LENGTHS])
+    assert set(captured(engine)._graphs) == known
+    engine.check()
+
+
 def test_only_rows_that_are_independent_are_filled_up() -> None:
     """Of a backend that promises nothing, a pass has the rows that it was asked for."""
     engine = tiny_engine("llama", graphs=True)
