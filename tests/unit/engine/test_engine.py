@@ -238,8 +238,8 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
         return Engine(model, None, settings, SpecConfig(0), None, Controller(CostTable(), ()), torch.float16)
 
     engine = engine_of()
-    whole = engine.machine._pass
-    engine.machine._pass = lambda lanes: (rows.append([lane.count for lane in lanes]), whole(lanes))[1]  # type: ignore[method-assign]
+    whole = engine.machine.run
+    engine.machine.run = lambda lanes: (rows.append([lane.count for lane in lanes]), whole(lanes))[1]  # type: ignore[method-assign]
     jobs = [request(str(i), [(7 * i + j) % 90 for j in range(n)], max_tokens=12) for i, n in enumerate((5, 9, 70, 3, 33, 130))]
     got = run(engine, jobs)
     assert rows[0] == [4, 8, 64, 2] and max(map(sum, rows[1:])) == 16 and len(rows) < 20, rows
@@ -251,7 +251,7 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
 def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
     engine = tiny_engine("llama", model=MODEL)
     passes: list[list[int]] = []
-    engine.machine._pass = lambda lanes: passes.append([lane.count for lane in lanes])  # type: ignore[method-assign]
+    engine.machine.run = lambda lanes: passes.append([lane.count for lane in lanes])  # type: ignore[method-assign]
     seq = Seq(request("a", PROMPT), 0.0, list(PROMPT))
     lanes = [Lane(seq, 0, 0, n, False) for n in (30, 80, 20, 90, 10, 300, 40)]
     for rows, replay, want in (
