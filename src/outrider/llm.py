@@ -38,8 +38,10 @@ from .ops.cpu.ops import default_threads
 from .ops.formats import Held
 from .parallel import STARTED_BY_US, Leader, Parted, Team, follow, is_worker, join
 from .spec import card as cards
+from .spec import draft_model
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostKey, CostTable, machine_name
+from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import Json, OutriderError, RequestStats, SamplingParams
@@ -301,6 +303,8 @@ def _assemble(
     card = guesser.card if isinstance(guesser, MTPDrafter) else None
     settings = options.engine or EngineConfig()
     prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
+    if isinstance(guesser, DraftModel):  # what small models of a family were seen to do
+        prior, trust = {guesser.name: draft_model.ACCEPTED}, {guesser.name: draft_model.TRUST}
     captured = chosen.capabilities.graphs if settings.graphs is None else settings.graphs  # then no draft ends by its confidence
     controller = Controller(CostTable(), names, prior, trust=None if captured else trust)
     made = Engine(runner, tokenizer, settings, spec, guesser, controller, chosen.kv_dtype(kind, settings.kv_dtype), agree=agree)
@@ -405,8 +409,6 @@ def _load_drafter(
     load_format: LoadFormat, seed: int, always: Callable[[], Iterable[int]],
 ) -> tuple[Drafter, tuple[str, ...], str]:  # fmt: skip
     if where.startswith("draft:"):
-        from .spec.draft_model import DraftModel, shortlist
-
         name, counts = where[6:], [0, 0]
 
         def cheaper(part: str, weight: Held) -> Held:
@@ -418,7 +420,7 @@ def _load_drafter(
         config, weights, _ = load_target(name, device, dtype, ops, None, load_format, seed, keep=cheaper)
         if config.vocab_size != target.config.vocab_size:
             raise OutriderError(f"{name} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer")
-        listed = shortlist(config.vocab_size, always()) if ops.capabilities.shortlists else None
+        listed = draft_model.shortlist(config.vocab_size, always()) if ops.capabilities.shortlists else None
         how = ["its weights rounded to 4 bits"] if counts[0] else []
         how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []
         small = DraftModel(ops.compile(build(config, weights, ops)), listed)

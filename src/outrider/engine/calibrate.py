@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..spec.cost import CostKey, CostTable, agrees, measure
+from ..spec.draft_model import DraftModel
 from ..spec.plan import branching
 from .engine import Engine
 
@@ -44,6 +45,7 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
             key=key,
             whole=whole,
             trees=(branching(name),) if name is not None and fastest.behind and fastest.trees else (),
+            readers=(name,) if name is not None and isinstance(engine.drafter, DraftModel) else (),
         )
     finally:
         engine.machine.close_scratch()

@@ -17,7 +17,7 @@ from ..config import Verify
 from ..spec.choose import SamplingBatch
 from ..spec.draft_model import DraftModel
 from ..spec.drafter import DraftBatch
-from ..spec.plan import Branches
+from ..spec.plan import READING, Branches, reading
 from ..types import Draft, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled
 from .machine import Machine
@@ -237,8 +237,9 @@ class EagerExecutor:
         drafter, ids = machine.drafter, [f"scratch {i}" for i in range(batch)]
         assert drafter is not None
         if isinstance(drafter, DraftModel):  # it keeps K/V of its own: time its steps, not the prompt it never runs again
+            unread = READING if part == reading(drafter.name) else 0
             for name in ids:
-                drafter.assume(name, [0] * context)
+                drafter.assume(name, [0] * max(0, context - unread))
         tokens = [[0] * (context + 1)] * batch
         drafter.propose(self._draft_batch(ids, tokens, slots, last, length, sampling, context + k + 1), k).tokens.tolist()
         for name in ids:

@@ -303,9 +303,13 @@ class Engine:
             views = []
             for s, k in zip(ready, asked):
                 offers = self._offers(s, widest) if k is None else ({}, 0)
-                views.append(SeqView(s.id, *offers, s.remaining, len(s.tokens), k, self._nodes(s, widest) if k is None else 0))
+                nodes, unread = (self._nodes(s, widest), self._unread(s)) if k is None else (0, 0)
+                views.append(SeqView(s.id, *offers, s.remaining, len(s.tokens), k, nodes, unread))
             planned = self.controller.plan(views)
         return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
+
+    def _unread(self, seq: Seq) -> int:
+        return self.drafter.unread(seq.id, seq.tokens) if isinstance(self.drafter, DraftModel) else 0
 
     def _asked(self, seq: Seq) -> int | None:
         """The K this request shall have; None: whatever is fastest."""

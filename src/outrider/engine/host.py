@@ -13,7 +13,7 @@ import torch
 from ..ops.backend import Asked, HostCycle
 from ..spec.choose import SamplingBatch
 from ..spec.draft_model import DraftModel
-from ..spec.plan import Branches
+from ..spec.plan import READING, Branches, reading
 from ..types import SamplingParams
 from .cycle import logprobs
 from .machine import Machine
@@ -82,7 +82,7 @@ class HostExecutor:
         return out
 
     def times(self, part: str) -> bool:
-        return part == "verify" or part in self.drafters
+        return part == "verify" or part in self.drafters or (self.draft_model is not None and part == reading(self.draft_model.name))
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
         """A verify pass of guesses from outside; or a whole cycle with the draft of `part`, which runs within it."""
@@ -95,6 +95,6 @@ class HostExecutor:
         slots = self.machine.scratch_slots(batch, context + k + 1)
         self.machine.store.flush()
         if self.draft_model is not None and part != "verify":
-            self.draft_model.rehearse(batch, k, context, sampling)
+            self.draft_model.rehearse(batch, k, context, sampling, 0 if part == self.draft_model.name else READING)
             guess = [0] * k
         self.cycle.run([Asked(slot, 0, context, k, guess) for slot in slots], sampling, None)

@@ -45,6 +45,8 @@ EXPLORE = 0.008  # share of all time that probing may cost
 PROBE_FIRST, PROBE_LAST = 8, 512  # cycles between probes: doubles while they fail
 BROKEN_AFTER, BROKEN_BELOW = 12, 0.02  # first positions judged, and the acceptance under which a drafter is called broken
 YIELD_WEIGHT = 10.0  # how many cycles of this request the yield over all requests is worth
+HORIZON = 128  # tokens of an answer, where it may be longer, that a drafter's reading of its text must pay in
+BATCH_TOLL = 0.15  # plain time that reading may take of a sequence in a batch
 NEXT = 0.7  # chance of a token that is not drafted yet, given that all before it are right
 SURE = 0.96  # chance of each token in a stretch that the drafter is sure of: says how far a draft that ends itself may reach
 
@@ -126,11 +128,11 @@ class Controller:
             cap, key, shared = self._offer(view, name)
             if cap <= 0:
                 continue
-            times = self.cost.curve(name, 1, view.context)
+            times, toll = self.cost.curve(name, 1, view.context), self._toll(view, name)
             if shared.calibrated:  # drafts end themselves, so no K says what one brings: what counts is what they have brought
                 most = min(cap, self._reach(name, 1, view.context))
                 top = self._risk(seq, times, plain, most)
-                top_rate = self._yield(seq, name, shared, times)
+                top_rate = self._tolled(self._yield(seq, name, shared, times), toll)
                 tree = view.nodes > 1 and top == most  # near its limit of losses: short lines
                 offer = Choice(name, top, nodes=view.nodes if tree else 0)
                 if top > 0 and top_rate > best_rate:
@@ -146,7 +148,7 @@ class Controller:
                 for nodes, deepest, lift, curve in kinds:
                     limit = self._risk(seq, curve, plain, deepest)
                     for k in range(1, deepest + 1):
-                        rate = (1.0 + lift * (expected[k] - 1.0)) / curve[k]
+                        rate = self._tolled((1.0 + lift * (expected[k] - 1.0)) / curve[k], toll)
                         if k <= limit and (name, k, nodes) == (seq.last.drafter, seq.last.k, seq.last.nodes):
                             kept_rate = rate
                         if rate > top_rate:
@@ -162,12 +164,22 @@ class Controller:
             seq.interval = seq.wait = PROBE_FIRST
             best = self._ending(best, view.context, 1, best_rate)
         elif least is not None:  # a probe's draft goes to its end: tokens left out of it would teach nothing
-            best = self._maybe_probe(seq, least, self.cost.curve(least.drafter, 1, view.context)[least.k] - plain)
+            loss = self.cost.curve(least.drafter, 1, view.context)[least.k] - plain
+            best = self._maybe_probe(seq, least, loss + self._toll(view, least.drafter or "") * min(view.remaining, HORIZON))
         runs = branching(best.drafter) if best.drafter and best.nodes and not self.cost.free(branching(best.drafter)) else best.drafter
         self._note(view, seq, best, plain, self.cost.curve(runs, 1, view.context), plain)
         seq.choice, seq.match = best, _bucket(view.match_len)
         seq.hold = HOLD_ONE if best.stop and seq.bank > RISK else 0  # a request near its limit of losses is planned every cycle
         return best
+
+    def _toll(self, view: SeqView, name: str) -> float:
+        """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins to draft with it must
+        believe that it pays, in the tokens that are left, or in so many where nobody knows how many will come."""
+        return view.unread * self.cost.reading.get(name, 0.0) / max(1, min(view.remaining, HORIZON)) if view.unread else 0.0
+
+    @staticmethod
+    def _tolled(rate: float, toll: float) -> float:
+        return rate / (1.0 + rate * toll) if toll else rate
 
     def _reach(self, name: str, size: int, context: int) -> int:
         """How far a draft that ends itself may go: the best K in a stretch that the drafter is sure of."""
@@ -299,7 +311,7 @@ class Controller:
                 for name in self.drafters:
                     if name == runs or self.cost.free(name):
                         cap, key, shared = self._offer(view, name)
-                        if cap <= 0:
+                        if cap <= 0 or self._toll(view, name) > BATCH_TOLL * float(verify[0]) / size:
                             continue
                         expected, times = self._expected(seq, key, shared), self.cost.curve(name, size, context)
                         cap = self._risk(seq, times, float(verify[0]), cap)

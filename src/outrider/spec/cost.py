@@ -25,12 +25,13 @@ from pathlib import Path
 from ..models.config import Foreign
 from ..ops.cpu.build import processor
 from ..types import MAX_DRAFT, OutriderError
+from .plan import READING, reading
 
 WIDTH = MAX_DRAFT + 1  # K = 0..16
 Curve = list[float]  # seconds by K, WIDTH entries
 Probe = Callable[[str, int, int, int], object]  # (part: "verify" or a drafter's name, batch, k, context): runs that part once, to its end
 
-FORMAT = 4  # of stored tables: raised when what is timed changes, or how
+FORMAT = 5  # of stored tables: raised when what is timed changes, or how
 DRIFT_GAIN = 0.1  # share of a surprise that is put down to the machine
 CELL_GAIN = 0.15  # share that is put down to the cell, where the step before was of another kind
 CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
@@ -62,8 +63,10 @@ class CostTable:
         verify: Mapping[tuple[int, int], Sequence[float]] | None = None,
         draft: Mapping[str, Mapping[int, Sequence[float]]] | None = None,
         key: CostKey | None = None,
+        reading: Mapping[str, float] | None = None,
     ) -> None:
-        """Without figures: a careful guess (a row costs 15 % of a plain step, a drafted token 8 %), corrected by `observe`."""
+        """reading: seconds that a token of a text takes a drafter which reads it itself. Without figures: a careful guess (a row costs
+        15 % of a plain step, a drafted token 8 %), corrected by `observe`."""
         if verify is None:
             verify = {(b, 0): [0.85 + 0.15 * b * (k + 1) for k in range(WIDTH)] for b in (1, 32)}
         if draft is None:
@@ -74,7 +77,7 @@ class CostTable:
         for name, curve in curves:
             if len(curve) != WIDTH or any(not (t >= 0.0 and math.isfinite(t)) for t in curve):
                 raise OutriderError(f"cost table: {name} needs {WIDTH} finite times >= 0")
-        self.key = key
+        self.key, self.reading = key, dict(reading or {})
         self.drift = 0.0  # log of how much slower the machine is now than when the table was measured
         self.observed = 0
         self._verify = {knot: _monotone(curve) for knot, curve in verify.items()}
@@ -198,6 +201,7 @@ class CostTable:
             "key": asdict(self.key) if self.key else None,
             "verify": [{"batch": b, "context": c, "seconds": t} for (b, c), t in sorted(self._verify.items())],
             "draft": {n: [{"batch": b, "seconds": t} for b, t in sorted(cs.items())] for n, cs in self._draft.items()},
+            "reading": self.reading,
             "factor": [{"drafter": n, "batch": b, "by_k": f} for (n, b), f in sorted(self._factor.items())],
         }
 
@@ -208,6 +212,7 @@ class CostTable:
                 {(int(e["batch"]), int(e["context"])): e["seconds"] for e in raw["verify"]},
                 {n: {int(e["batch"]): e["seconds"] for e in es} for n, es in raw["draft"].items()},
                 CostKey(**raw["key"]) if raw["key"] else None,
+                {str(n): float(t) for n, t in raw["reading"].items()},
             )
             for entry in raw["factor"]:
                 if len(entry["by_k"]) != WIDTH:
@@ -245,12 +250,13 @@ def measure(
     clock: Callable[[], float] = time.perf_counter,
     whole: bool = False,
     trees: Sequence[str] = (),
+    readers: Sequence[str] = (),
 ) -> CostTable:
     """Time the most telling cells first and stop within the budget; what is left over is read off what was measured.
 
     `drafters` are those whose drafting takes time (an n-gram match does not). `contexts` must fit the engine's cache.
     `whole`: a drafter's probe runs a cycle with it, not the draft alone. `trees`: drafters' trees of a fixed size by depth, of a single
-    sequence (plan.branching); their probes always run a cycle."""
+    sequence (plan.branching); their probes always run a cycle. `readers`: drafters that read texts themselves (plan.reading)."""
     start = clock()
     first = sorted(contexts)[0]
     order = [("verify", batches[0], k, first) for k in ks]
@@ -260,8 +266,11 @@ def measure(
     more = list(dict.fromkeys(more))
     order += [("verify", b, k, first) for b in more for k in (0, 1, 4)]
     order += [(d, b, 4, first) for d in drafters for b in more]
+    order[len(ks) + 3 : len(ks) + 3] = [(reading(d), batches[0], 1, first) for d in readers]
     times: dict[tuple[str, int, int, int], list[float]] = {}
-    near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first]  # a single user's choices rest on these: timed most often
+    near = [
+        cell for cell in order if cell[1] == batches[0] and cell[3] == first and cell[0] not in map(reading, readers)
+    ]  # a single user's choices rest on these: timed most often
     for rounds in range(ROUNDS):  # round by round, so that a slow moment spoils one sample of each cell and not all samples of one
         for cell in order if rounds < 2 else near:
             left = budget_s - (clock() - start)
@@ -281,13 +290,17 @@ def measure(
             probe(*cell)
             times.setdefault(cell, []).append(clock() - began)
     least = {cell: min(found) for cell, found in times.items()}  # whatever else the machine does can only make a sample longer
+    read = {}
+    for d in readers:
+        seconds = least.pop((reading(d), batches[0], 1, first))
+        read[d] = max(0.0, seconds - least[d, batches[0], 1, first]) / READING
     if whole or trees:
         for cell in [cell for cell in least if cell[0] in (trees if not whole else (*drafters, *trees))]:
             seconds = least.pop(cell)
             verify = {k: t for (part, batch, k, context), t in least.items() if part == "verify" and (batch, context) == (cell[1], cell[3])}
             if verify:
                 least[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
-    return _assemble(least, (*drafters, *trees), batches, key)
+    return _assemble(least, (*drafters, *trees), batches, key, read)
 
 
 def agrees(
@@ -339,8 +352,9 @@ def _guess(times: Mapping[tuple[str, int, int, int], Sequence[float]], part: str
 
 
 def _assemble(
-    times: Mapping[tuple[str, int, int, int], float], drafters: Sequence[str], batches: Sequence[int], key: CostKey | None
-) -> CostTable:
+    times: Mapping[tuple[str, int, int, int], float], drafters: Sequence[str], batches: Sequence[int], key: CostKey | None,
+    read: Mapping[str, float],
+) -> CostTable:  # fmt: skip
     groups: dict[tuple[str, int, int], dict[int, float]] = {}
     for (part, batch, k, context), seconds in times.items():
         groups.setdefault((part, batch, context), {})[k] = seconds
@@ -365,7 +379,7 @@ def _assemble(
         for (part, batch, _), known in groups.items():
             if part == name:
                 draft.setdefault(name, {})[batch] = _spread({0: 0.0, **known})
-    return CostTable(verify, draft, key)
+    return CostTable(verify, draft, key, read)
 
 
 def _spread(known: Mapping[int, float]) -> Curve:

@@ -10,6 +10,7 @@ from .acceptance import Arm, Yield
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (branching)
+READING = 48  # unread tokens of the round by which reading is timed
 AUTO_NODES = MAX_DRAFT  # most tokens of a tree where nobody said how many (Engine._nodes says where there are trees at all)
 
 
@@ -23,6 +24,7 @@ class SeqView(NamedTuple):
     context: int
     fixed: int | None = None  # this request asked for a fixed K: obeyed, and kept out of what is learnt
     nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
+    unread: int = 0  # tokens of its text that a draft model would have to read first
 
 
 class Choice(NamedTuple):
@@ -46,6 +48,11 @@ PLAIN = Choice(None, 0)
 def branching(drafter: str) -> str:
     """The name under which the cost table has a drafter's cycles with trees of a fixed size: their seconds by depth."""
     return f"{drafter} tree"
+
+
+def reading(drafter: str) -> str:
+    """The name under which the cost of a drafter that reads texts itself is measured: a draft of one token, READING tokens unread."""
+    return f"{drafter} reading"
 
 
 class Branches(NamedTuple):
