@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -56,10 +57,11 @@ FORMATS = {
 }
 DENSE = {"out of E2B": (1536, 2048, False), "gate_up of 31B": (21504, 5376, True), "embed of 12B": (262144, 3840, False)}  # N, K, gated
 ATTENTION = "full attention of 31B"
+EIGHT_BITS = "sliding attention of E2B, K/V in fp8"
 EXPERTS = "experts of 26B-A4B in "  # and a format
 SHORT = [
     ("int4 g32", 1), ("int4 g32", 64), ("fp8", 16), ("out of E2B", 1), ("gate_up of 31B", 512), (ATTENTION, 512),
-    (EXPERTS + "int8 g128", 512),
+    (EXPERTS + "int8 g128", 512), (EIGHT_BITS, 1),
 ]  # fmt: skip
 CONSTANTS = ("BM", "BN", "BK", "BQ", "D", "GATED", "SPLIT", "WINDOW", "num_warps", "num_stages")
 
@@ -112,17 +114,18 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         each = [QuantExperts((count, n, k), weight(format, count * n, k)) for n, k in ((2 * inner, hidden), (hidden, inner))]
         z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
         moe.experts(list_pairs(z, scale, 8, pdl), shell(rows, hidden), each[0], each[1], "gelu_tanh", pdl)
-    elif kind == ATTENTION:  # heads of 512: what takes most shared memory
-        config = ModelConfig.from_hf(KNOWN["google/gemma-4-31B-it"])
-        spec = next(layer.attn for layer in config.layers if layer.attn.window is None)
-        attention.attend(shell(rows, spec.heads * spec.head_dim), spec, view(config, rows), pdl)
+    elif kind in (ATTENTION, EIGHT_BITS):  # heads of 512 are what takes most shared memory
+        config = ModelConfig.from_hf(KNOWN[f"google/gemma-4-{'31B' if kind == ATTENTION else 'E2B'}-it"])
+        spec = next(layer.attn for layer in config.layers if (layer.attn.window is None) == (kind == ATTENTION))
+        kv = view(config, rows, dtype=torch.bfloat16 if kind == ATTENTION else torch.float8_e4m3fn)
+        attention.attend(shell(rows, spec.heads * spec.head_dim), spec, kv, pdl)
     else:
         n, k, both = DENSE[kind]
         linear.product(shell(rows, k), shell(n * (1 + both), k), seen, gated=both, act="gelu_tanh" if both else "", pdl=pdl)
 
 
-def view(config: ModelConfig, count: int, context: int = 1024, page: int = 16) -> KVView:
-    kv = [shell(context // page, s.attn.kv_heads, page, s.attn.head_dim) if s.attn.writes else None for s in config.layers]
+def view(config: ModelConfig, count: int, context: int = 1024, page: int = 16, dtype: torch.dtype = torch.bfloat16) -> KVView:
+    kv = [shell(context // page, s.attn.kv_heads, page, s.attn.head_dim, dtype=dtype) if s.attn.writes else None for s in config.layers]
     tables = {g: shell(1, context // page, dtype=torch.int32) for g in ("full", "sliding")}
     at = shell(count, dtype=torch.int64)
     return KVView(page, kv, kv, tables, at, at, shell(2, dtype=torch.int32), count, context)
@@ -180,9 +183,11 @@ def cases(args: argparse.Namespace, pdl: bool) -> Iterator[tuple[str | None, Cal
         yield None, lambda: whole_model(args.model, args.rows, pdl)
         return
     rows_of = lambda kind: (1, 16, 32, 64, 512) if kind in FORMATS else (1, 17, 64, 128, 512, 2048)  # noqa: E731
-    every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION) for rows in rows_of(kind)]
+    every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION, EIGHT_BITS) for rows in rows_of(kind)]
     every += [(EXPERTS + kind, rows) for kind in FORMATS for rows in (1, 17, 64, 320, 1024)]
     for kind, rows in every if args.all else SHORT:
+        if kind == EIGHT_BITS and Stub.target.arch < 89:  # no eight-bit floats
+            continue
         yield f"{kind}, {rows} rows", lambda kind=kind, rows=rows: product(kind, rows, pdl)  # type: ignore[misc]
 
 
@@ -205,7 +210,7 @@ def main() -> None:
     JITFunction.run = warm
     for arch in args.only:
         room = SHARED[arch]
-        stub.target = GPUTarget("cuda", arch, 32)
+        Stub.target = GPUTarget("cuda", arch, 32)
         attention.shared_of = linear.shared_of = moe.shared_of = quant.shared_of = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
         for title, call in cases(args, arch >= 90):
             made.clear()
@@ -215,7 +220,8 @@ def main() -> None:
                 shared = kernel.metadata.shared
                 most = ATTENTION_SPILLS if ATTENTION in (title or "") else SPILLS
                 fits = shared <= room << 10 and stack <= most
-                row = dict(sm=arch, kernel=title or name, registers=registers, stack=stack, shared=shared, fits=fits)
+                widths = sorted({int(n) for n in re.findall(r"kWidth = (\d+)", kernel.asm["ttgir"])})  # neighbours that a thread multiplies
+                row = dict(sm=arch, kernel=title or name, registers=registers, stack=stack, shared=shared, fits=fits, widths=widths)
                 print(json.dumps(row), flush=True)
 
 

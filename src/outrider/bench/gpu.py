@@ -117,6 +117,7 @@ class Room(TypedDict, total=False):
     context: int
     tokens: int | None
     compiled: bool
+    kv: str
 
 
 class Rig:
@@ -125,10 +126,12 @@ class Rig:
     def __init__(
         self, raw: Foreign, drafter: Foreign | None, ops: Backend, device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None,
-        weights: dict[str, Held] | None = None, compiled: bool = False,
+        weights: dict[str, Held] | None = None, compiled: bool = False, kv: str = "auto",
     ):  # fmt: skip
         """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all; weights: given
-        ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the ops can."""
+        ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the ops can; kv: what K/V is
+        held as."""
+        self.kv = kv
         self.raw, self.ops, self.device = raw, ops, torch.device(device)
         self.config = ModelConfig.from_hf(raw)
         self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, 0)
@@ -155,7 +158,7 @@ class Rig:
 
     def _cache(self, slots: int, context: int, tokens: int | None) -> KVStore:
         spec = CacheSpec(slots, context, 16, 1024, tokens or slots * context)
-        return KVStore(self.config, spec, self.model.dtype, self.device)
+        return KVStore(self.config, spec, self.ops.kv_dtype(self.model.dtype, self.kv), self.device)
 
     def free(self) -> None:
         """Give everything back: the next model needs the room. Graphs of this rig must not be replayed any more."""
@@ -212,8 +215,8 @@ class Rig:
         """`batch` sequences with `context` random positions in the cache and room for `room` more."""
         g = torch.Generator(device=self.device).manual_seed(7)
         for tensor in (*self.store.keys, *self.store.values):
-            if tensor is not None:
-                tensor.normal_(0.0, 1.0, generator=g)
+            if tensor is not None:  # through the dtype of activations: torch draws no eight-bit numbers
+                tensor.copy_(torch.empty(tensor.shape, dtype=self.model.dtype, device=self.device).normal_(0.0, 1.0, generator=g))
         seqs = []
         chunk = self.store.spec.chunk
         for _ in range(batch):

@@ -27,6 +27,7 @@ from ...types import AttnSpec, KVView
 from .common import gdc_launch_dependents, gdc_wait, prefetch
 from .quant_tiles import shared_of
 from .tiles import SHARED
+from .unpack import widened
 
 WIDE_HEAD = 200 << 10  # bytes of shared memory that the tiles of heads of 512 want
 MOST_APART = 1 << 30  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
@@ -171,19 +172,21 @@ def _place(key, live, paths, row, base, DEEP: tl.constexpr):
 
 
 @triton.jit
-def _keys(keys, values, page, page_stride, kv_head, place, live, d, D: tl.constexpr, PAGE: tl.constexpr):
-    """A block of keys [BN, DP] and its values [BN, DP], as they are stored."""
+def _keys(
+    keys, values, page, page_stride, kv_head, place, live, d, D: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr
+):
+    """A block of keys [BN, DP] and its values [BN, DP]."""
     at = page.to(tl.int64) * page_stride + (kv_head * PAGE + place % PAGE) * D
     ok = live[:, None] & (d < D)[None, :]
     to = at[:, None] + d[None, :]
-    return tl.load(keys + to, mask=ok, other=0.0), tl.load(values + to, mask=ok, other=0.0)
+    kt, vt = tl.load(keys + to, mask=ok, other=0.0), tl.load(values + to, mask=ok, other=0.0)
+    return widened(kt, KIND, ASM), widened(vt, KIND, ASM)
 
 
 @triton.jit
 def _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr):
     """Take a block of keys into the running sums of its split."""
     key = k + tl.arange(0, BN)
-    kt, vt = kt.to(query.dtype), vt.to(query.dtype)  # of eight bits, exactly
     s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale  # [BQ, BN]
     seen = (key[None, :] <= at[:, None]) & live[None, :]
     if WINDOW > 0:
@@ -212,7 +215,8 @@ def attend_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr, WALKS: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    LONE: tl.constexpr, DEEP: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr, PDL: tl.constexpr,
+    LONE: tl.constexpr, DEEP: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself (WALKS: there may be several). LONE: a split is a
     single block. DEEP: entries of a row's path in a tree (0: lines); then programs beyond the last slot walk the TAIL splits that hold
@@ -220,6 +224,7 @@ def attend_kernel(
     slot, b = tl.program_id(0) * RUN, tl.program_id(2)
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    KIND: tl.constexpr = q.dtype.element_ty
     if PDL:
         gdc_launch_dependents()
     # Positions and tables stand since before the pass: where the keys are is known before the kernel ahead is done.
@@ -282,7 +287,7 @@ def attend_kernel(
         WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
         total = tl.zeros((BQ, WIDE), dtype=tl.float32)
         acc = tl.zeros((BQ, DP), dtype=tl.float32)
-        ones = tl.full((BN, WIDE), 1.0, dtype=q.dtype.element_ty)
+        ones = tl.full((BN, WIDE), 1.0, dtype=KIND)
         to = (row * HEADS + head) * slots + slot
         if SPLIT and WALKS:
             none_acc, none_total, none_top = acc, total, top
@@ -291,7 +296,7 @@ def attend_kernel(
                 here, lies = page, place  # those of the next block are asked for ahead of time
                 place = _place(key + BN, key + BN < key_to, paths, mine, base, DEEP)
                 page = tl.load(table + b * table_stride + place // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, lies, key < key_to, d, D, PAGE)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, lies, key < key_to, d, D, PAGE, KIND, ASM)
                 acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
                 if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
                     _leave(part, part_ml, to, acc, total, top, d, ok, D)
@@ -299,14 +304,14 @@ def attend_kernel(
                     acc, total, top = none_acc, none_total, none_top
         elif SPLIT and LONE:
             live = key_from + tl.arange(0, BN) < key_to
-            kt, vt = _keys(keys, values, page, page_stride, kv_head, next_key, live, d, D, PAGE)
+            kt, vt = _keys(keys, values, page, page_stride, kv_head, next_key, live, d, D, PAGE, KIND, ASM)
             acc, total, top = _block(query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         elif SPLIT:
             for k in range(key_from, key_to, BN):
                 key = k + tl.arange(0, BN)
                 here = page
                 page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE, KIND, ASM)
                 acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         else:
             all_acc, all_total, all_top = acc, total, top
@@ -315,7 +320,7 @@ def attend_kernel(
                 key = k + tl.arange(0, BN)
                 here = page
                 page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE)
+                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE, KIND, ASM)
                 if LONE:
                     acc, total, top = _block(
                         query, kt, vt, k, key < key_to, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC
@@ -427,7 +432,8 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
         PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=spec.window is not None and cut.fine == cut.bn,
-        WALKS=shape.run > 1 or deep > 0, DEEP=deep, TAIL=tail, EACH=each, num_warps=shape.warps, num_stages=shape.stages, **same,
+        WALKS=shape.run > 1 or deep > 0, DEEP=deep, TAIL=tail, EACH=each, ASM=q.device.type != "cpu",
+        num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:
         block = min(32, triton.cdiv(slots, 4) * 4)

@@ -39,8 +39,8 @@ class TritonOps(ReferenceOps):
         self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant) if on_gpu else None
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        if asked == "fp8" and self.seen.is_cuda:
-            raise OutriderError("--kv-dtype fp8: not on a GPU yet, drafts in a batch would change answers there; leave it out")
+        if asked == "fp8" and self.seen.is_cuda and torch.cuda.get_device_capability(self.seen.device) < (8, 9):
+            raise OutriderError("--kv-dtype fp8: this GPU has no eight-bit floats (sm_89 and later have); leave it out")
         return super().kv_dtype(dtype, asked)
 
     # ---- dense pieces -------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ...types import AttnSpec, KVView
 from .attention import INDEX, WIDE_HEAD, Cut, _known, choose_cut, power
 from .common import start
 from .quant_tiles import shared_of
+from .unpack import widened
 
 CHUNK = 200  # queries of a sequence times the heads that share a K/V head, from which a pass is one of prompts
 
@@ -39,10 +40,10 @@ def choose_shape(spec: AttnSpec, cut: Cut) -> Shape:
 
 
 def suited(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> bool:
-    """Whether all splits that a row of this pass can see are single blocks, K/V is held as it is computed, and the tile fits. In bfloat16:
+    """Whether all splits that a row of this pass can see are single blocks, and the tile fits. In bfloat16:
     a split's factor goes into its weights, and float16 has no room for small ones."""
-    cut, keys = choose_cut(spec, dtype, shared), kv.keys[spec.kv_layer]
-    plain = dtype == torch.bfloat16 and keys is not None and keys.dtype == dtype and kv.paths is None
+    cut = choose_cut(spec, dtype, shared)
+    plain = dtype == torch.bfloat16 and kv.paths is None
     blocks = cut.fine == cut.bn and (spec.window is not None or kv.max_context <= cut.near)
     many = kv.max_rows * (spec.heads // spec.kv_heads) > CHUNK
     return plain and blocks and many and spec.head_dim in (256, 512) and shared > WIDE_HEAD
@@ -59,16 +60,16 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     prompt_kernel[(tiles, spec.kv_heads, kv.row_start.shape[0] - 1)](
         q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0, BQ=shape.bq, BN=cut.bn,
-        PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
+        ASM=q.device.type != "cpu", PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _values(values, to, live, FIRST: tl.constexpr, PIECE: tl.constexpr):
+def _values(values, to, live, FIRST: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """A quarter of the columns of a block's values [BN, PIECE]."""
-    return tl.load(values + to[:, None] + (FIRST + tl.arange(0, PIECE))[None, :], mask=live[:, None], other=0.0)
+    return widened(tl.load(values + to[:, None] + (FIRST + tl.arange(0, PIECE))[None, :], mask=live[:, None], other=0.0), KIND, ASM)
 
 
 @triton.jit
@@ -81,11 +82,12 @@ def _add(sums, before, more):
 def prompt_kernel(
     q, keys, values, table, positions, row_start, out, table_stride, page_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles first: they see most."""
     tile, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    KIND: tl.constexpr = q.dtype.element_ty
     PIECE: tl.constexpr = D // 4
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
     count, begin = (end - first) * GROUP, tile * BQ
@@ -104,7 +106,7 @@ def prompt_kernel(
         query = tl.load(q + of_row[:, None] + tl.arange(0, D)[None, :])
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BQ, 16), dtype=tl.float32)
-        ones = tl.full((BN, 16), 1.0, dtype=values.dtype.element_ty)
+        ones = tl.full((BN, 16), 1.0, dtype=KIND)
         acc0 = tl.zeros((BQ, PIECE), dtype=tl.float32)
         acc1 = tl.zeros((BQ, PIECE), dtype=tl.float32)
         acc2 = tl.zeros((BQ, PIECE), dtype=tl.float32)
@@ -117,7 +119,7 @@ def prompt_kernel(
             to = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
             page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
             kt = tl.load(keys + to[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
-            s = tl.dot(query, tl.trans(kt)) * scale  # [BQ, BN]
+            s = tl.dot(query, tl.trans(widened(kt, KIND, ASM))) * scale  # [BQ, BN]
             edge = k + BN - 1 > low
             if WINDOW > 0:
                 edge = edge | (k <= high - WINDOW)
@@ -129,12 +131,12 @@ def prompt_kernel(
             # The split's own factor goes into its weights: a power of two rounds nothing there either.
             before, here = power(top - ref)[:, None], power(peak - ref)[:, None]
             top = new
-            p = (tl.exp2(s - _known(peak)[:, None]) * here).to(values.dtype.element_ty)
+            p = (tl.exp2(s - _known(peak)[:, None]) * here).to(KIND)
             total = _add(total, before, tl.dot(p, ones))
-            acc0 = _add(acc0, before, tl.dot(p, _values(values, to, live, 0, PIECE)))
-            acc1 = _add(acc1, before, tl.dot(p, _values(values, to, live, PIECE, PIECE)))
-            acc2 = _add(acc2, before, tl.dot(p, _values(values, to, live, 2 * PIECE, PIECE)))
-            acc3 = _add(acc3, before, tl.dot(p, _values(values, to, live, 3 * PIECE, PIECE)))
+            acc0 = _add(acc0, before, tl.dot(p, _values(values, to, live, 0, PIECE, KIND, ASM)))
+            acc1 = _add(acc1, before, tl.dot(p, _values(values, to, live, PIECE, PIECE, KIND, ASM)))
+            acc2 = _add(acc2, before, tl.dot(p, _values(values, to, live, 2 * PIECE, PIECE, KIND, ASM)))
+            acc3 = _add(acc3, before, tl.dot(p, _values(values, to, live, 3 * PIECE, PIECE, KIND, ASM)))
         mass = tl.max(total, 1)[:, None]  # all columns are equal
         ok = (m < count)[:, None]
         d = of_row[:, None] + tl.arange(0, PIECE)[None, :]

@@ -3,6 +3,8 @@
 `planes_of` is inline PTX on a GPU and plain arithmetic elsewhere (the interpreter, other dtypes): the same numbers. What each kind costs,
 in instructions for two weights: int4 a shift, a mask and a subtraction; five and six bits two more for what stands above the nibble; int8
 the like with two masks; fp8 and fp4 put sign, exponent and mantissa in place and multiply by a power of two.
+
+`widened` is the like for keys and values that are stored in eight bits.
 """
 
 from __future__ import annotations
@@ -66,6 +68,14 @@ def _fp4() -> str:
     return text + "}"
 
 
+def _bytes() -> str:
+    """Four neighbouring e4m3 of a register, as above."""
+    text = "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x07F007F0; mov.b32 h, 0x80008000; mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;\n"
+    for half, pick in enumerate(("0x1404", "0x3424")):
+        text += f"prmt.b32 s, $2, 0, {pick}; shr.u32 t, s, 4; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA; fma.rn.bf16x2 ${half}, t, f, z;\n"
+    return text + "}"
+
+
 INT4 = tl.constexpr(_int4(8))
 UINT4 = tl.constexpr(_int4(0))
 INT5 = tl.constexpr(_above(1, 16))
@@ -77,6 +87,8 @@ FP4 = tl.constexpr(_fp4())
 EIGHT = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 EIGHT_ABOVE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 FOUR = tl.constexpr("=r,=r,=r,=r,r,r")
+BYTES = tl.constexpr(_bytes())
+BYTES_TO_HALVES = tl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}")
 
 
 @triton.jit
@@ -150,3 +162,21 @@ def planes_of(words, above, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constex
         return tl.inline_asm_elementwise(INT8, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
     else:
         return tl.inline_asm_elementwise(FP8, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
+
+
+@triton.jit
+def widened(x, KIND: tl.constexpr, ASM: tl.constexpr):
+    """Keys or values as a matrix product of KIND takes them: those of eight bits exactly.
+
+    is_pure=False is what keeps a row's bits. Through pure operations the compiler sees that bytes were loaded, and gives a matrix
+    instruction of 16 queries four neighbouring columns a thread instead of two: other columns then share an instruction than in one of 64
+    queries, whose operands come from shared memory in their order, and sums round differently. What it cannot see through it takes for
+    bfloat16, so products have the instructions, and the bits, that they have where K/V is held in bfloat16."""
+    if x.dtype != KIND:
+        if ASM and tl.bfloat16 == KIND:
+            x = tl.inline_asm_elementwise(BYTES, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4)
+        elif ASM and tl.float16 == KIND:
+            x = tl.inline_asm_elementwise(BYTES_TO_HALVES, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
+        else:
+            x = x.to(KIND)
+    return x
