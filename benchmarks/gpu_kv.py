@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import triton
 from gpu_common import FAILED, Rig, collect, graph_us, say, verdict
 
 from outrider.bench.gpu import plain_run, speculative_run, tree_run
 from outrider.ops.reference import ReferenceOps
-from outrider.ops.triton import TritonOps, rope
+from outrider.ops.triton import TritonOps, attention, rope
 from outrider.types import AttnSpec, KVView
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -77,8 +78,10 @@ class Texts:
         scale = 0.5 if spec.head_dim >= 256 else 2.0
         self.queries = (made(size.batch, 256, spec.heads * spec.head_dim) * scale).to(BF16)  # by position modulo 256
 
-    def run(self, dtype: torch.dtype, spans: dict[int, tuple[int, int]], bound: int, tree: bool = False) -> torch.Tensor:
-        """spans: sequence -> (first position, rows). [rows, heads * dim], as the ops choose their kernels."""
+    def run(
+        self, dtype: torch.dtype, spans: dict[int, tuple[int, int]], bound: int, tree: bool = False, shape: attention.Shape | None = None
+    ) -> torch.Tensor:
+        """spans: sequence -> (first position, rows). [rows, heads * dim], as the ops choose their kernels, or of this shape."""
         dev, counts = self.size.device, [c for _, c in spans.values()]
         at = torch.cat([torch.arange(s, s + c) for s, c in spans.values()]).to(dev)
         seq = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(counts)).to(dev)
@@ -90,7 +93,7 @@ class Texts:
         if tree:  # rows one behind the other, said as paths
             row = torch.cat([torch.arange(c) for c in counts])[:, None]
             kv.paths = torch.minimum(row, torch.arange(max(counts))[None, :]).to(dev, torch.int32)
-        return self.ops.attend(q, self.spec, kv)
+        return self.ops.attend(q, self.spec, kv) if shape is None else attention.attend(q, self.spec, kv, self.ops.pdl, shape=shape)
 
 
 def attention_bits(name: str, size: Size) -> None:
@@ -214,12 +217,20 @@ def times(size: Size) -> None:
         rows: list[tuple[str, dict[int, tuple[int, int]]]] = [
             ("1 x 1", {0: (2999, 1)}), ("1 x 5", {0: (2999, 5)}), ("8 x 1", {b: (2999, 1) for b in range(8)}),
             ("8 x 5", {b: (2999, 5) for b in range(8)}), ("prompt of 1,000", {0: (0, 1000)}),
+            ("1,000 more", {0: (2000, 1000)}),
         ]  # fmt: skip
         line = []
         for what, spans in rows:
             top = max(s + c for s, c in spans.values())
             us = [graph_us(lambda i, d=d, spans=spans, top=top, many=many: many[i % 3].run(d, spans, top), 6, 6) for d in (BF16, FP8)]
             line.append(f"{what} {us[0]:.1f} -> {us[1]:.1f}")
+            if "000" in what:  # what the prompt kernel, or its tile, is worth
+                for shape in (attention.Shape(False, 64, 8), attention.Shape(False, 16, 8)):
+                    call = lambda i, spans=spans, top=top, many=many, shape=shape: many[i % 3].run(FP8, spans, top, shape=shape)  # noqa: E731
+                    try:
+                        line[-1] += f" ({shape.bq} queries {graph_us(call, 3, 3):.1f})"
+                    except triton.runtime.OutOfResources:
+                        line[-1] += f" ({shape.bq} queries do not fit)"
         say(f"  {name}, us at 3,000, bfloat16 -> fp8: " + "; ".join(line))
 
 

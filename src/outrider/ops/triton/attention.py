@@ -71,11 +71,13 @@ def choose_cut(spec: AttnSpec, dtype: torch.dtype, shared: int = SHARED) -> Cut:
     return Cut(32, 32, coarse=256)
 
 
-def fitted(shape: Shape, spec: AttnSpec, shared: int) -> Shape:
-    """The shape where a program may take less than on the card it was measured on: fewer queries. No bit changes."""
+def fitted(shape: Shape, spec: AttnSpec, shared: int, narrow: bool = False) -> Shape:
+    """The shape where a program may take less than on the card it was measured on: fewer queries. narrow: K/V of eight bits, which
+    shared memory holds as it is stored and as it is multiplied. No bit changes."""
     if shared > WIDE_HEAD or spec.head_dim < 256:
         return shape
-    return replace(shape, bq=min(shape.bq, 16 if spec.head_dim > 256 else 32), stages=min(shape.stages, 2))
+    large = spec.head_dim > 256
+    return replace(shape, bq=min(shape.bq, 16 if large else 32), stages=min(shape.stages, 1 if large and narrow else 2))
 
 
 def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.dtype) -> Shape:
@@ -409,7 +411,7 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
     shared = shared_of(q.device)
     cut = cut or choose_cut(spec, q.dtype, shared)
-    shape = shape or fitted(choose_shape(spec, cut, kv, batch, q.dtype), spec, shared)
+    shape = shape or fitted(choose_shape(spec, cut, kv, batch, q.dtype), spec, shared, keys.itemsize == 1)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded = triton.next_power_of_2(dim)
