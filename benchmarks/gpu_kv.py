@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -78,10 +79,8 @@ class Texts:
         scale = 0.5 if spec.head_dim >= 256 else 2.0
         self.queries = (made(size.batch, 256, spec.heads * spec.head_dim) * scale).to(BF16)  # by position modulo 256
 
-    def run(
-        self, dtype: torch.dtype, spans: dict[int, tuple[int, int]], bound: int, tree: bool = False, shape: attention.Shape | None = None
-    ) -> torch.Tensor:
-        """spans: sequence -> (first position, rows). [rows, heads * dim], as the ops choose their kernels, or of this shape."""
+    def asked(self, dtype: torch.dtype, spans: dict[int, tuple[int, int]], bound: int, tree: bool = False) -> tuple[torch.Tensor, KVView]:
+        """Queries and K/V of a pass. spans: sequence -> (first position, rows)."""
         dev, counts = self.size.device, [c for _, c in spans.values()]
         at = torch.cat([torch.arange(s, s + c) for s, c in spans.values()]).to(dev)
         seq = torch.repeat_interleave(torch.arange(len(spans)), torch.tensor(counts)).to(dev)
@@ -93,7 +92,12 @@ class Texts:
         if tree:  # rows one behind the other, said as paths
             row = torch.cat([torch.arange(c) for c in counts])[:, None]
             kv.paths = torch.minimum(row, torch.arange(max(counts))[None, :]).to(dev, torch.int32)
-        return self.ops.attend(q, self.spec, kv) if shape is None else attention.attend(q, self.spec, kv, self.ops.pdl, shape=shape)
+        return q, kv
+
+    def run(self, dtype: torch.dtype, spans: dict[int, tuple[int, int]], bound: int, tree: bool = False) -> torch.Tensor:
+        """[rows, heads * dim], as the ops choose their kernels."""
+        q, kv = self.asked(dtype, spans, bound, tree)
+        return self.ops.attend(q, self.spec, kv)
 
 
 def attention_bits(name: str, size: Size) -> None:
@@ -211,27 +215,45 @@ def model_bits(name: str, k: int, size: Size) -> None:
 
 # ---- times ------------------------------------------------------------------------------------------------------------------------
 def times(size: Size) -> None:
-    """Several caches in turn, so that K/V comes from memory."""
-    for name, spec in SPECS.items():
-        many = [Texts(spec, size) for _ in range(3)]
-        rows: list[tuple[str, dict[int, tuple[int, int]]]] = [
-            ("1 x 1", {0: (2999, 1)}), ("1 x 5", {0: (2999, 5)}), ("8 x 1", {b: (2999, 1) for b in range(8)}),
-            ("8 x 5", {b: (2999, 5) for b in range(8)}), ("prompt of 1,000", {0: (0, 1000)}),
-            ("1,000 more", {0: (2000, 1000)}),
-        ]  # fmt: skip
-        line = []
-        for what, spans in rows:
-            top = max(s + c for s, c in spans.values())
-            us = [graph_us(lambda i, d=d, spans=spans, top=top, many=many: many[i % 3].run(d, spans, top), 6, 6) for d in (BF16, FP8)]
-            line.append(f"{what} {us[0]:.1f} -> {us[1]:.1f}")
-            if "000" in what:  # what the prompt kernel, or its tile, is worth
-                for shape in (attention.Shape(False, 64, 8), attention.Shape(False, 16, 8)):
-                    call = lambda i, spans=spans, top=top, many=many, shape=shape: many[i % 3].run(FP8, spans, top, shape=shape)  # noqa: E731
-                    try:
-                        line[-1] += f" ({shape.bq} queries {graph_us(call, 3, 3):.1f})"
-                    except triton.runtime.OutOfResources:
-                        line[-1] += f" ({shape.bq} queries do not fit)"
-        say(f"  {name}, us at 3,000, bfloat16 -> fp8: " + "; ".join(line))
+    """Two caches in turn, so that K/V comes from memory. Prompts in fp8 also by the kernel of few queries, of several shapes."""
+    few = {
+        "8 x 1": (8, 2999, 1),
+        "8 x 5": (8, 2999, 5),
+        "64 x 5": (64, 2999, 5),
+        "1,000 rows": (1, 0, 1000),
+        "1,000 rows more": (1, 2000, 1000),
+    }
+    calls: dict[tuple[str, str, str], Callable[[int], torch.Tensor]] = {}
+    for name in ("E2B sliding", "E2B full", "31B sliding", "31B full"):
+        spec, many = SPECS[name], [Texts(SPECS[name], replace(size, batch=64)) for _ in range(2)]
+        for what, (batch, first, rows) in few.items():
+            spans = {b: (first, rows) for b in range(batch)}
+            for kind, dtype in (("bf16", BF16), ("fp8", FP8)):
+                given = [texts.asked(dtype, spans, first + rows) for texts in many]
+                calls[name, what, kind] = lambda i, given=given, spec=spec, ops=many[0].ops: ops.attend(
+                    given[i % 2][0], spec, given[i % 2][1]
+                )
+            for bq in (64, 32, 16) if rows == 1000 else ():
+                shape = attention.Shape(False, bq, 8)
+                calls[name, what, f"fp8, {bq} queries"] = lambda i, given=given, spec=spec, shape=shape: attention.attend(
+                    given[i % 2][0], spec, given[i % 2][1], True, shape=shape
+                )
+
+    def compiled(call: Callable[[int], torch.Tensor]) -> bool:
+        try:
+            call(0)
+        except triton.runtime.OutOfResources:
+            return False
+        return True
+
+    with ThreadPoolExecutor(16) as pool:
+        fits = dict(zip(calls, pool.map(compiled, calls.values())))
+    torch.cuda.synchronize()
+    say(f"  {len(calls)} kernels compiled")
+    for name, what in dict.fromkeys((n, w) for n, w, _ in calls):
+        mine = {kind: call for (n, w, kind), call in calls.items() if (n, w) == (name, what)}
+        line = [f"{kind} {graph_us(c, 4, 4):.1f}" if fits[name, what, kind] else f"{kind} does not fit" for kind, c in mine.items()]
+        say(f"  {name}, {what}, us: " + "; ".join(line))
 
 
 def jobs() -> dict[str, Callable[[Size], None]]:

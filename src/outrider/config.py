@@ -21,7 +21,7 @@ class EngineConfig:
     page_size: int = 32
     prefill_chunk: int | None = None  # prompt tokens of one sequence in one pass; None: what the backend does best
     kv_tokens: int | None = None  # positions of K/V in all; None: what the memory holds (engine.room)
-    kv_dtype: str = "auto"  # auto: what the backend does best; half of that: int8 on a CPU; fp8: by the definition only, so far
+    kv_dtype: str = "auto"  # auto: what the backend does best; half of that: int8 on a CPU, fp8 on a GPU
     gpu_memory: float = 0.9  # share of a GPU's memory that weights, K/V and work may take together
     swap: float = 0.0  # GiB of host memory for the K/V of sequences that are pre-empted; 0: it is computed again
     prefix_cache: bool = True

@@ -186,6 +186,12 @@ def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
     near(want, REF.attend(q, spec, kv))
     for bq in (16, 64):
         same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(bq, 4, 2)), want)
+    assert kv.keys[0] is not None and kv.values[0] is not None
+    eight = [t.to(torch.float8_e4m3fn) for t in (kv.keys[0], kv.values[0])]  # has the bits of the same numbers held as they are computed
+    kv.keys[0], kv.values[0] = (t.to(q.dtype) for t in eight)
+    want = attend(q, spec, kv, False, cut, Shape(False, 16, 4))
+    kv.keys[0], kv.values[0] = eight
+    same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(64, 4, 2)), want)
 
 
 @pytest.mark.parametrize("heads,kv_heads,k_eq_v", [(8, 4, False), (4, 1, True), (12, 6, False)])

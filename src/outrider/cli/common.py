@@ -41,7 +41,7 @@ Ops = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default, and at most: the cores this process may use.")]
 Quantize = Annotated[str | None, typer.Option(help="int8 | int4, on a GPU fp8 too: quantise a dense checkpoint while loading.")]
-KvDtype = Annotated[str, typer.Option(help="K/V: auto | int8 (half the memory, on the CPU; a little less exact) | fp8 (reference ops).")]
+KvDtype = Annotated[str, typer.Option(help="K/V: auto | half the memory, a little less exact: int8 (CPU), fp8 (GPU).")]
 TensorParallel = Annotated[int, typer.Option(help="Divide the model over so many processes, one a GPU (gloo on the CPU).")]
 MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. Default: what model and memory hold.")]
 GpuMemory = Annotated[float, typer.Option(help="Share of the GPU's memory for weights, K/V and work together.")]

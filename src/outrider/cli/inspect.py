@@ -78,13 +78,14 @@ def inspect(
     if bits is not None:
         size = helper_size = bits / 8
         total = model_size(config).total * size
-    data = {"model": model, **report(config, helper, size, helper_size, context, total)}
+    kv_item = 1.0 if kv_dtype == "fp8" else 2.0
+    data = {"model": model, **report(config, helper, size, helper_size, context, total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
     if gpu is not None:
         on = machine(gpu)
         weights = total if bits is not None else kept.gpu
         beside = drafter_size(helper).total * helper_size if helper is not None else 0
-        tokens = room(config, on.memory * 1e9, weights + beside)
+        tokens = room(config, on.memory * 1e9, weights + beside, kv_item)
         memory = {"memory": round(on.memory * 1e9), "weights": round(weights)}
         data["gpu"] = {"name": on.label, **memory, "fits": tokens > 0, "context": tokens}
     if data["drafter"] is not None:

@@ -161,15 +161,16 @@ def work_bytes(vocab: int, rows: int) -> int:
     return WORK + 2 * 4 * vocab * rows
 
 
-def room(config: ModelConfig, memory: float, weights: float) -> int:
-    """Tokens of one sequence whose K/V fits beside the weights; 0: not even the weights fit. What the engine leaves for work is left."""
+def room(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
+    """Tokens of one sequence whose K/V, `item` bytes a number, fits beside the weights; 0: not even the weights fit. What the engine leaves
+    for work is left."""
     free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)
-    if free < kv_bytes(config, 1):
+    if free < kv_bytes(config, 1, item):
         return 0
     low, high = 1, config.max_context + 1
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if kv_bytes(config, middle) <= free else (low, middle)
+        low, high = (middle, high) if kv_bytes(config, middle, item) <= free else (low, middle)
     return low
 
 
@@ -187,10 +188,10 @@ def layer_row(config: ModelConfig, i: int, size: LayerSize) -> ForeignDict:
 
 def report(
     config: ModelConfig, drafter: DrafterConfig | None = None, weight_bytes: float = 2.0, drafter_bytes: float = 2.0, context: int = 1024,
-    total_bytes: float | None = None,
+    total_bytes: float | None = None, kv_item: float = 2.0,
 ) -> ForeignDict:  # fmt: skip
     """Everything `outrider inspect` shows, as plain data. `context`: at which length passes are compared; weight_bytes: of a weight
-    that a token reads, on average; total_bytes: of all weights, where it is not the same for each."""
+    that a token reads, on average; total_bytes: of all weights, where it is not the same for each; kv_item: bytes of a number of K/V."""
     size = model_size(config)
     total = size.total * weight_bytes if total_bytes is None else total_bytes
     out: ForeignDict = {
@@ -211,8 +212,8 @@ def report(
         "bits_per_weight": round(8 * total / size.total, 3),
         "bytes": round(total),
         "bytes_per_token": round(size.active * weight_bytes),
-        "kv_bytes_per_token": kv_bytes_per_token(config),
-        "kv_bytes_full_context": kv_bytes(config, config.max_context),
+        "kv_bytes_per_token": kv_bytes_per_token(config, kv_item),
+        "kv_bytes_full_context": kv_bytes(config, config.max_context, kv_item),
         "context": context,
         "intensity": {
             "prefill": round(intensity(config, context, 0, weight_bytes, head_rows=1), 3),

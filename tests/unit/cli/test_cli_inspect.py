@@ -89,6 +89,8 @@ def test_a_quantised_config_is_counted_as_it_is_stored() -> None:
     assert 19.2e9 < data["bytes"] < 19.5e9 and data["bytes_per_token"] < 19.5e9 and 61e9 < dense["bytes"] < 62e9
     assert data["formats"]["int4 g32"] > 16e9 and data["formats"]["dense"] < 3e9
     assert data["gpu"]["fits"] and data["gpu"]["context"] >= 32768
+    eight = json.loads(call("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--kv-dtype", "fp8", "--json"))
+    assert eight["kv_bytes_per_token"] * 2 == data["kv_bytes_per_token"] and eight["gpu"]["context"] > 2 * data["gpu"]["context"]
     assert not dense["gpu"]["fits"] and dense["gpu"]["context"] == 0
 
 
