@@ -5,6 +5,7 @@
 attention: one query alone against the same query among 1 to 40 rows, in a batch, in a tree and in a prompt, and fp8 against bfloat16 of
 the same numbers. written: K/V as passes of 1 to 512 rows store it. model: logits and tokens of plain decoding against those with 1 to 16
 drafts. Each runs in a process of its own, since compiling takes most of the time; then, alone, `times`: microseconds of attention.
+`--job times` and `--job steps` (milliseconds of E2B's steps at 3,000) by themselves.
 --dry: on a CPU with tiny shapes (set TRITON_INTERPRET=1), to try the script itself.
 """
 
@@ -216,27 +217,27 @@ def model_bits(name: str, k: int, size: Size) -> None:
 # ---- times ------------------------------------------------------------------------------------------------------------------------
 def times(size: Size) -> None:
     """Two caches in turn, so that K/V comes from memory. Prompts in fp8 also by the kernel of few queries, of several shapes."""
+    far, chunk, batch = max(size.contexts), size.prompt, size.batch
     few = {
-        "8 x 1": (8, 2999, 1),
-        "8 x 5": (8, 2999, 5),
-        "64 x 5": (64, 2999, 5),
-        "1,000 rows": (1, 0, 1000),
-        "1,000 rows more": (1, 2000, 1000),
-    }
+        f"{batch} x 1": (batch, far, 1), f"{batch} x 5": (batch, far, 5), f"{8 * batch} x 5": (8 * batch, far, 5),
+        f"{chunk} rows": (1, 0, chunk), f"{chunk} rows at {far - chunk}": (1, far - chunk, chunk),
+    }  # fmt: skip
+    pdl = TritonOps(size.device).pdl
     calls: dict[tuple[str, str, str], Callable[[int], torch.Tensor]] = {}
     for name in ("E2B sliding", "E2B full", "31B sliding", "31B full"):
-        spec, many = SPECS[name], [Texts(SPECS[name], replace(size, batch=64)) for _ in range(2)]
-        for what, (batch, first, rows) in few.items():
-            spans = {b: (first, rows) for b in range(batch)}
+        spec = SPECS[name] if size.device == "cuda" else AttnSpec(4, 1, 32, 0, True, scale=0.3)
+        many = [Texts(spec, replace(size, batch=8 * batch)) for _ in range(2)]
+        for what, (count, first, rows) in few.items():
+            spans = {b: (first, rows) for b in range(count)}
             for kind, dtype in (("bf16", BF16), ("fp8", FP8)):
                 given = [texts.asked(dtype, spans, first + rows) for texts in many]
                 calls[name, what, kind] = lambda i, given=given, spec=spec, ops=many[0].ops: ops.attend(
                     given[i % 2][0], spec, given[i % 2][1]
                 )
-            for bq in (64, 32, 16) if rows == 1000 else ():
+            for bq in (64, 32, 16) if rows == chunk else ():
                 shape = attention.Shape(False, bq, 8)
                 calls[name, what, f"fp8, {bq} queries"] = lambda i, given=given, spec=spec, shape=shape: attention.attend(
-                    given[i % 2][0], spec, given[i % 2][1], True, shape=shape
+                    given[i % 2][0], spec, given[i % 2][1], pdl, shape=shape
                 )
 
     def compiled(call: Callable[[int], torch.Tensor]) -> bool:
@@ -246,14 +247,25 @@ def times(size: Size) -> None:
             return False
         return True
 
-    with ThreadPoolExecutor(16) as pool:
+    with ThreadPoolExecutor(16 if size.device == "cuda" else 1) as pool:
         fits = dict(zip(calls, pool.map(compiled, calls.values())))
-    torch.cuda.synchronize()
     say(f"  {len(calls)} kernels compiled")
     for name, what in dict.fromkeys((n, w) for n, w, _ in calls):
         mine = {kind: call for (n, w, kind), call in calls.items() if (n, w) == (name, what)}
         line = [f"{kind} {graph_us(c, 4, 4):.1f}" if fits[name, what, kind] else f"{kind} does not fit" for kind, c in mine.items()]
         say(f"  {name}, {what}, us: " + "; ".join(line))
+
+
+def steps(size: Size) -> None:
+    """Milliseconds of whole steps of E2B, plain and with four drafts, by K/V."""
+    for kv in ("auto", "fp8"):
+        rig = Rig.of("E2B", slots=8 * size.batch, context=3 * 1024 + 256, compiled=True, kv=kv)
+        seqs = rig.open(8 * size.batch, 3000, 64)
+        for batch, k in ((1, 0), (size.batch, 0), (size.batch, 4), (8 * size.batch, 0), (8 * size.batch, 4)):
+            ms = rig.graph(seqs[:batch], k, 3000, 3100).time(10)
+            say(f"  E2B, K/V {kv}, {rig.store.bytes() / 2**30:.2f} GiB for {8 * size.batch} x 3,328: batch {batch}, K = {k}: {ms:.3f} ms")
+        rig.close(seqs)
+        rig.free()
 
 
 def jobs() -> dict[str, Callable[[Size], None]]:
@@ -262,8 +274,7 @@ def jobs() -> dict[str, Callable[[Size], None]]:
     for name in ("E2B", "31B"):
         for k in (16, 8, 4, 1):
             out[f"model:{name}:{k}"] = lambda size, name=name, k=k: model_bits(name, k, size)
-    out["times"] = times
-    return out
+    return out | {"times": times, "steps": steps}
 
 
 def parent(seconds: float, dry: bool) -> None:
@@ -290,7 +301,7 @@ def parent(seconds: float, dry: bool) -> None:
                 bad.append(job)
             print(f"{time.perf_counter() - began:6.1f} {job}: exit code {code}\n{''.join(tail[-12:])}", flush=True)
 
-    names = [name for name in jobs() if name != "times"]
+    names = [name for name in jobs() if name not in ("times", "steps")]
     threads = [threading.Thread(target=one, args=(name, seconds)) for name in names]
     if dry:  # two cores
         for thread in threads:
