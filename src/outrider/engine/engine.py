@@ -30,7 +30,7 @@ from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
 from .passes import likely
-from .room import Room, free_bytes, gpu_budget, prompt_rows, room, rows_alone, spare_bytes, swap_bytes
+from .room import Room, free_bytes, gpu_budget, prompt_rows, room, rows_alone, rows_beside, spare_bytes, swap_bytes
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
 from .text import Detokenizer, Tokenizer
@@ -94,7 +94,7 @@ class Engine:
         pack = prompt_rows(model.config, self.can.packed_rows)
         self.scheduler = Scheduler(
             self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context, pack, self.can.rows_beside,
+            self.max_context, pack, rows_beside(model.config, self.can.rows_beside, self.can.work_beside, self.chunk),
             rows_alone(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
         )  # fmt: skip
         self.metrics = Metrics()

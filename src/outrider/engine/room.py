@@ -110,6 +110,15 @@ def prompt_rows(model: ModelConfig, most: int) -> int:
     return rows
 
 
+def rows_beside(model: ModelConfig, rows: int, work: float, most: int) -> int:
+    """Prompt tokens of a step beside sequences that decode: `rows`, or up to `most` where the model is so small that these take
+    no more operations than `work`."""
+    size = model_size(model)
+    while rows and 2 * rows <= most and flops(size, 2 * rows, 0, 0) <= work:
+        rows *= 2
+    return rows
+
+
 def rows_alone(model: ModelConfig, rows: int, most: int, spare: int) -> int:
     """The same where no sequence decodes: up to `most`, as far as what a pass holds of its rows is little of
     `spare`, the memory that nothing was granted of. rows: as `prompt_rows` says."""

@@ -106,15 +106,16 @@ def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.
 
 
 def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
-    """Multiplications and additions of `rows` new tokens after `context` earlier ones."""
-    config = size.config
+    """Multiplications and additions of `rows` new tokens after `context` earlier ones. head_rows: those whose output is wanted; the others
+    go through the layers that write K/V."""
+    config, last = size.config, size.config.kv_layers[-1]
     top_k = config.moe.top_k if config.moe else 0
     total = 2.0 * head_rows * size.head + 2.0 * rows * (size.outside - config.hidden)
-    for layer, part in zip(config.layers, size.layers, strict=True):
-        attn = layer.attn
+    for i, (layer, part) in enumerate(zip(config.layers, size.layers, strict=True)):
+        attn, through = layer.attn, rows if i <= last else min(rows, head_rows)
         seen = context + (rows + 1) / 2  # keys that a row sees, on average
         seen = seen if attn.window is None else min(seen, attn.window)
-        total += rows * (2.0 * (part.matrices + top_k * part.expert) + 4.0 * attn.heads * attn.head_dim * seen)
+        total += through * (2.0 * (part.matrices + top_k * part.expert) + 4.0 * attn.heads * attn.head_dim * seen)
     return total
 
 

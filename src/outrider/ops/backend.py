@@ -49,6 +49,8 @@ class Capabilities:
     packed_rows: int = 0
     # Prompt tokens in a step beside sequences that decode, which wait for them, while few wait for their prompt. 0: a chunk and a quarter.
     rows_beside: int = 0
+    # The same for small models: twice as many, and again, as long as their operations stay below this.
+    work_beside: float = 0.0
     # Prompt tokens of one sequence in a step of a server where nobody decodes: somebody may come, and would wait for them. 0: a chunk.
     rows_alone: int = 0
     quantizes: tuple[str, ...] = ()  # what `quantize` can make of dense weights

@@ -7,7 +7,7 @@ import torch
 from tests.engines import VARIANTS, request, tiny_engine
 
 from outrider.config import EngineConfig
-from outrider.engine.room import KV_BYTES, free_bytes, prompt_rows, room, rows_alone
+from outrider.engine.room import KV_BYTES, free_bytes, prompt_rows, room, rows_alone, rows_beside
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
 from outrider.types import OutriderError
@@ -73,6 +73,11 @@ def test_small_models_take_more_prompts_at_once() -> None:
     rows = {size: prompt_rows(ModelConfig.from_hf(KNOWN[f"google/gemma-4-{size}-it"]), 8192) for size in ("E2B", "12B", "26B-A4B", "31B")}
     assert rows == {"E2B": 8192, "12B": 4096, "26B-A4B": 8192, "31B": 2048}
     assert prompt_rows(ModelConfig.from_hf(KNOWN["google/gemma-4-31B-it"]), 0) == 0, "where prompts run one by one they still do"
+    beside = {
+        size: rows_beside(ModelConfig.from_hf(KNOWN[f"google/gemma-4-{size}-it"]), 512, 1.5e12, 1024) for size in ("E2B", "E4B", "31B")
+    }
+    assert beside == {"E2B": 1024, "E4B": 512, "31B": 512}
+    assert rows_beside(ModelConfig.from_hf(KNOWN["google/gemma-4-E2B-it"]), 16, 0.0, 512) == 16, "a CPU says how many, whatever the model"
     large = ModelConfig.from_hf(KNOWN["google/gemma-4-31B-it"])
     rows = {gib: rows_alone(large, 2048, 8192, gib << 30) for gib in (0, 2, 4, 14)}
     assert rows == {0: 2048, 2: 2048, 4: 4096, 14: 8192}, "a card with little room to spare takes no larger passes"

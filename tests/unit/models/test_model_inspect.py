@@ -14,7 +14,7 @@ import transformers
 from tests import tiny
 
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.models.inspect import drafter_size, kv_bytes, model_size, report
+from outrider.models.inspect import drafter_size, flops, kv_bytes, model_size, report
 from outrider.models.known import KNOWN
 from outrider.weights.names import tensor_plan
 
@@ -91,6 +91,13 @@ def test_kv_of_sliding_layers_stops_at_the_window() -> None:
     assert report(config)["kv_bytes_per_token"] == (12 * 256 + 3 * 512) * 4
     assert kv_bytes(config, 100_000) == 12 * 256 * 4 * 512 + 3 * 512 * 4 * 100_000
     assert kv_bytes(config, 512) == 512 * report(config)["kv_bytes_per_token"]
+
+
+def test_prompts_go_as_far_as_their_kv() -> None:
+    """Of E2B's 35 layers 15 write K/V, and the others have MLPs of twice the width: a quarter of the work is left."""
+    size = model_size(ModelConfig.from_hf(KNOWN["google/gemma-4-E2B-it"]))
+    assert 3.0 < (flops(size, 1024, 0, 1024) - 2.0 * 1024 * size.head) / flops(size, 1024, 0, 0) < 4.0
+    assert flops(size, 1, 500, 1) == flops(size, 2, 499.5, 2) / 2, "decoding rows are all wanted"
 
 
 @pytest.mark.parametrize("name", TARGETS)

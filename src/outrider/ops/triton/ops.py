@@ -25,7 +25,7 @@ class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = Capabilities(
         independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=8192,
-        rows_beside=512,
+        rows_beside=512, work_beside=1.5e12,  # three milliseconds on an H200
     )  # fmt: skip
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
