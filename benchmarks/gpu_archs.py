@@ -53,6 +53,7 @@ FORMATS = {
     "int8 g128": (Codes.INT8, 4, 32, False, False),
     "nvfp4": (Codes.FP4, 1, 16, False, True),
     "Q5_K": (Codes.UINT5, 1, 32, True, False),
+    "Q5_0": (Codes.INT5, 1, 32, False, False),
     "Q6_K": (Codes.INT6, 1, 16, False, False),
 }
 DENSE = {"out of E2B": (1536, 2048, False), "gate_up of 31B": (21504, 5376, True), "embed of 12B": (262144, 3840, False)}  # N, K, gated

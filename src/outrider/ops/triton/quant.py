@@ -291,7 +291,8 @@ def quant_linear(
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
     if bm is None:
-        bm, tile = fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, shared or shared_of(x.device), w.lift is not None, w.per == 1)
+        room, lifted, above = shared or shared_of(x.device), w.lift is not None, w.high is not None
+        bm, tile = fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, room, lifted, w.per == 1, above)
     out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm + tile.more), triton.cdiv(n, tile.bn), splits)
     part = out

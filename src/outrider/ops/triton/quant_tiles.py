@@ -48,14 +48,23 @@ def choose_quant_tile(n: int, k: int, bits: int) -> QuantTile:
 
 
 def fit(
-    tile: QuantTile, rows: int, columns: int, plane: int, bits: int, shared: int, lifted: bool = False, lone: bool = False
+    tile: QuantTile,
+    rows: int,
+    columns: int,
+    plane: int,
+    bits: int,
+    shared: int,
+    lifted: bool = False,
+    lone: bool = False,
+    above: bool = False,
 ) -> tuple[int, QuantTile]:
     """Tokens of a tile, and the tile that goes with them. columns: of a chunk; plane: words of a row's chunk; lone: a
-    group is one plane."""
+    group is one plane; above: there are bits above the nibbles."""
     if rows <= 8 and plane == 32:  # 4 bits: two warps with 32 rows each share what there is beside the weights
-        return 8, replace(tile, warps=2, stages=3, registers=160) if bits == 4 else tile
+        # Not five bits: by two warps, which take Hopper's older instruction, rows of Q5_1 and Q5_K had other bits than among more tokens.
+        return 8, replace(tile, warps=2, stages=3, registers=160) if bits == 4 and not above else tile
     if rows > 64 and shared >= 226 << 10:  # 31B's gate_up in int4 at 1,024 rows: 1,239 us on an H200, with half the weights a program 2,185
-        return 128, replace(tile, bn=128, warps=8, stages=2 if lifted else 3)  # offsets take room too
+        return 128, replace(tile, bn=128, warps=8, stages=2 if lifted or above else 3)  # offsets and bits above take room too
     if 32 < rows <= 40 and bits == 4 and lone and not lifted and shared >= 226 << 10:  # four drafted tokens of eight sequences
         # 31B in int4, us, 64 tokens before: gate_up 121 -> 95, down 84 -> 64, qkv 56 -> 44, out 44 -> 33
         return 32, replace(tile, more=8, stages=3, registers=168 if tile.splits == 1 else None)
