@@ -361,7 +361,7 @@ def test_files_in_every_format(ops: CpuOps, raw: dict[str, object], fmt: str, tm
     assert at == 40
 
 
-@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("float32", "bfloat16")])
+@pytest.mark.parametrize("kinds", [("Q4_0", "Q4_0"), ("Q4_K", "Q6_K"), ("Q8_0", "IQ4_NL"), ("float32", "bfloat16")])
 def test_experts(ops: CpuOps, kinds: tuple[str, str]) -> None:
     """Rows are grouped by expert: each keeps its own bits, and the answer is the reference's on the same values."""
     count, hidden, inter, top = 7, 256, 256, 3

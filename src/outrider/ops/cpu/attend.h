@@ -311,7 +311,7 @@ static void attend_queries(const Spec *s, const Batch *b, const Cut *cut, int me
         const long row = r.row + i % r.count, at = (long)(head * per + i / r.count) * dim;
         merge_chunks(part + (long)(i - q0) * cut->most * step, c1 - c0, step, dim, out + row * ldo + at);
         if (quantised)
-            quantize_row(out + row * ldo + at, dim, quantised->q + row * quantised->k + at, quantised->blk + (row * quantised->k + at) / 32);
+            quantize_row(out + row * ldo + at, dim, quantised, row * quantised->k + at);
     }
 }
 

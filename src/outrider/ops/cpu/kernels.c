@@ -93,7 +93,7 @@ static void run_product(Team *team, const Weight *w, const float *x, int rows, T
     team_begin(team);
     ProductJob job = {w, {0}, rows, to};
     job.a = acts_at(w->kind == W_DENSE ? NULL : team_scratch(team, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
-    if (w->kind != W_DENSE && rows == 1) quantize_row(x, w->k, job.a.q, job.a.blk);
+    if (w->kind != W_DENSE && rows == 1) acts_row(&job.a, 0);
     team_run(team, product_region, &job);
     team_end(team);
 }

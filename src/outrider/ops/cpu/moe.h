@@ -91,10 +91,8 @@ static void moe_phase(Team *team, int me, const Moe *m, MoeRun *r, int act) {
     team_share(team, me, pairs, &lo, &hi);
     for (long p = lo; p < hi; p++) {
         const long row = r->row_of[p];
-        if (packed) {
-            memcpy(r->pair_acts.q + p * H, r->acts.q + row * H, (size_t)H);
-            memcpy(r->pair_acts.blk + p * (H / 32), r->acts.blk + row * (H / 32), (size_t)(H / 32) * sizeof(Blk));
-        } else memcpy(r->pair_in + p * H, r->in + row * H, (size_t)H * 4);
+        if (packed) acts_copy(&r->pair_acts, p, &r->acts, row);
+        else memcpy(r->pair_in + p * H, r->in + row * H, (size_t)H * 4);
     }
     team_barrier(team);
     To to_mid = {TO_GATED, NULL, packed_mid ? NULL : r->mid, r->inter, act, NULL, 0, 0.0f, packed_mid ? &r->mid_acts : NULL};

@@ -16,7 +16,14 @@ typedef struct { /* R rows of activations, quantised and as they were */
     int8_t *q;      /* [R, k] */
     Blk *blk;       /* [R, k/32] */
     const float *x; /* [R, ldx] */
+    int16_t *wide;  /* [R, k] where WIDE: of every four columns the first, third, second, fourth */
 } Acts;
+
+#if ISA_AVX2 && !defined(__AVXVNNI__) && !defined(ISA_TWIN)
+#define WIDE 1 /* signed codes are multiplied in 16 bits (tile_avx2.h) */
+#else
+#define WIDE 0
+#endif
 
 #if ISA_AVX512
 #define TILE_ROWS 9 /* 8 weight registers, 9 sums and the dot products in flight: K = 8 drafts and one in one tile */
@@ -28,15 +35,29 @@ typedef struct { /* R rows of activations, quantised and as they were */
 #define BLOCK_ROWS 128 /* activation rows that stay in the second-level cache while weights pass by */
 
 INLINE size_t acts_bytes(int rows, int k) { /* scratch that `acts_at` needs */
-    return UP((size_t)rows * k) + UP((size_t)rows * (k / 32) * sizeof(Blk));
+    return UP((size_t)rows * k) * (WIDE ? 3 : 1) + UP((size_t)rows * (k / 32) * sizeof(Blk));
 }
 INLINE Acts acts_at(char *at, int rows, int k, const float *x, int ldx) {
-    Acts a = {k, ldx, (int8_t *)at, (Blk *)(at + UP((size_t)rows * k)), x};
+    const size_t bytes = UP((size_t)rows * k);
+    Acts a = {k, ldx, (int8_t *)at, (Blk *)(at + bytes * (WIDE ? 3 : 1)), x, WIDE ? (int16_t *)(at + bytes) : NULL};
     return a;
 }
 
-/* 32 activations -> int8, scale and sum */
-INLINE void quantize_block(const float *x, int8_t *q, Blk *blk) {
+#if WIDE
+INLINE void widen_block(const int8_t *q, int16_t *wide) {
+    const __m256i order = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15));
+    const __m256i v = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)q), order);
+    _mm256_storeu_si256((__m256i *)wide, _mm256_cvtepi8_epi16(_mm256_castsi256_si128(v)));
+    _mm256_storeu_si256((__m256i *)(wide + 16), _mm256_cvtepi8_epi16(_mm256_extracti128_si256(v, 1)));
+}
+#else
+INLINE void widen_block(const int8_t *q, int16_t *wide) { (void)q, (void)wide; }
+#endif
+
+/* 32 activations -> int8, scale and sum: those at `at` = row·k + column of a */
+INLINE void quantize_block(const float *x, const Acts *acts, long at) {
+    int8_t *q = acts->q + at;
+    Blk *blk = acts->blk + at / 32;
     vf a = vf_load(x), b = vf_load(x + 16);
     float top = vf_hmax(vf_max(vf_abs(a), vf_abs(b)));
     vf inv = vf_set(top > 0.0f ? 127.0f / top : 0.0f);
@@ -49,13 +70,20 @@ INLINE void quantize_block(const float *x, int8_t *q, Blk *blk) {
     blk->s = blk->d * (float)sum;
     blk->i = -128 * sum;
     blk->i0 = -128 * front;
+    if (WIDE) widen_block(q, acts->wide + at);
 }
-static void quantize_row(const float *x, int k, int8_t *q, Blk *blk) {
-    for (int b = 0; b < k / 32; b++) quantize_block(x + 32 * b, q + 32 * b, blk + b);
+INLINE void quantize_row(const float *x, int n, const Acts *acts, long at) { /* n activations from `at` on */
+    for (int i = 0; i < n; i += 32) quantize_block(x + i, acts, at + i);
 }
 
-INLINE void acts_row(const Acts *a, long r) { /* quantise row r of x */
-    quantize_row(a->x + r * a->ldx, a->k, a->q + r * a->k, a->blk + r * (a->k / 32));
+static void acts_row(const Acts *a, long r) { /* quantise row r of x */
+    quantize_row(a->x + r * a->ldx, a->k, a, r * a->k);
+}
+static void acts_copy(const Acts *to, long t, const Acts *from, long r) { /* what was quantised as row r becomes row t */
+    const long k = from->k;
+    memcpy(to->q + t * k, from->q + r * k, (size_t)k);
+    memcpy(to->blk + t * (k / 32), from->blk + r * (k / 32), (size_t)(k / 32) * sizeof(Blk));
+    if (WIDE) memcpy(to->wide + t * k, from->wide + r * k, (size_t)k * 2);
 }
 
 /* tile[mc][16]: outputs 16g.. of rows m0.. (mc <= TILE_ROWS). In tiles.c */

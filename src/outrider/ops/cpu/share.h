@@ -66,7 +66,7 @@ static void product_units(const Weight *w, const Acts *a, const To *to, int n, i
                     const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
                     vf_store(x, vf_load(tile[0] + LANES * m));
                     vf_store(x + LANES, vf_load(tile[1] + LANES * m));
-                    quantize_block(x, to->quantised->q + at, to->quantised->blk + at / 32);
+                    quantize_block(x, to->quantised, at);
                 }
             }
     }

@@ -2,7 +2,7 @@
  *
  * Steps outside, rows inside: both halves of a step are in registers while one broadcast of each row's activations meets them, so that
  * the loads do not set the pace. Without VNNI products of pairs are 16 bits wide; as many as fit are added before they are widened:
- * 8 of 4-bit codes (15·127·2 each), 4 of 5 bits, 2 of 6 bits, 1 of int8 (whose sign goes to the activation).
+ * 8 of 4-bit codes (15·127·2 each), 4 of 5 bits, 2 of 6 bits, 1 of int8 (whose sign goes to the activation; several rows: wide_dots).
  */
 #pragma once
 
@@ -44,6 +44,27 @@ INLINE __m256i step_codes(int kind, const uint8_t *data, int j) {
         return VNNI256 ? _mm256_xor_si256(v, flip) : v;
     }
     return v;
+}
+
+/* Signed codes without VNNI, for several rows: in 16 bits, as 256 times the code, where a byte in the upper half of its place needs no sign
+ * of its own. Half the products an instruction, but nothing to do with signs or widening for each row. 32·128·127·256 < 2^31. */
+INLINE void wide_dots(int kind, const uint8_t *data, const int16_t *x, long ldx, int MT, __m256i dot[][2]) {
+    const __m256i upper = _mm256_set1_epi16((short)0xff00);
+    UNROLL for (int j = 0; j < 8; j++)
+        UNROLL for (int odd = 0; odd < 2; odd++) {
+            const __m256i v[2] = {step_codes(kind, data, j), step_codes(kind, data + 32, j)};
+            const __m256i w[2] = {odd ? _mm256_and_si256(v[0], upper) : _mm256_slli_epi16(v[0], 8),
+                                  odd ? _mm256_and_si256(v[1], upper) : _mm256_slli_epi16(v[1], 8)};
+            UNROLL for (int m = 0; m < MT; m++) {
+                const __m256i y = _mm256_set1_epi32(word((const int8_t *)(x + m * ldx + 4 * j + 2 * odd)));
+                UNROLL for (int h = 0; h < 2; h++) {
+                    const __m256i two = _mm256_madd_epi16(w[h], y);
+                    dot[m][h] = j || odd ? _mm256_add_epi32(dot[m][h], two) : two;
+                }
+            }
+        }
+    UNROLL for (int m = 0; m < MT; m++)
+        UNROLL for (int h = 0; h < 2; h++) dot[m][h] = _mm256_srai_epi32(dot[m][h], 8);
 }
 
 /* dot[m][half] of the steps `from`.. of a block, offsets of unsigned codes taken off */
@@ -90,7 +111,8 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
             __m256i dot[TILE_ROWS][2];
             if (MT > 1) UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(data + ahead + 64 * j, 0, 2);
             UNROLL for (int from = 0; from < 8; from += count) {
-                block_dots(kind, data, x, a->k, s, kb, MT, from, count, dot);
+                if (WIDE && is_signed(kind) && MT > 1) wide_dots(kind, data, a->wide + (x - a->q), a->k, MT, dot);
+                else block_dots(kind, data, x, a->k, s, kb, MT, from, count, dot);
                 UNROLL for (int h = 0; h < 2; h++) {
                     __m256 d = m256_half(scale + 16 * h);
                     if (k_super(kind)) d = _mm256_mul_ps(d, k_min(kind) ? m256_u8(bytes + 8 * h) : m256_i8(bytes + 8 * h + (from ? 16 : 0)));
