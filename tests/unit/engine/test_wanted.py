@@ -16,11 +16,13 @@ from torch import Tensor
 
 from outrider.cache.store import last_rows
 from outrider.engine.engine import Engine
-from outrider.models import build
+from outrider.models import build, build_drafter
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.draft_model import DraftModel
+from outrider.spec.mtp import MTPDrafter
+from outrider.train import design
 from outrider.types import KVView, Wanted
 from outrider.weights.load import dummy_weights
 
@@ -169,3 +171,29 @@ def test_who_does_not_draft_wants_nothing() -> None:
     engine = tiny_engine("llama", DraftModel(small.model), names=(), model=target.model)
     assert run(engine, [request("a", prompts(1, 40)[0])]) == run(tiny_engine("llama"), [request("a", prompts(1, 40)[0], drafter=False)])
     assert {n for n in target.wanted if n >= 0} == {0} and 1 in small.wanted and engine.metrics.accepted > 0
+
+
+@pytest.mark.parametrize("room", [{}, {"kv_tokens": 176}], ids=["roomy", "crowded"])
+def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
+    """An edge model compiled for the CPU, whose drafter reads streams from before and after the last layer that writes K/V."""
+    config = ModelConfig.from_hf(COMPILED["gemma4_edge"] | {"eos_token_id": 1})
+    model = OPS.compile(build(config, dummy_weights(config, "cpu", torch.float32, OPS, None, seed=3), OPS))
+    own = design.plain(config, reads=(0, 1), intermediate=64, taps=(0, 3))
+    forward = model.forward
+    net = OPS.compile_drafter(build_drafter(own, dummy_weights(own, "cpu", torch.float32, OPS, None, seed=4), OPS, model))
+    told, metrics = [], []
+    for whole in (True, False):
+
+        def ran(ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None, whole: bool = whole) -> Any:
+            if not whole or wanted is None:
+                return forward(ids, kv, taps, wanted)
+            hidden, streams = forward(ids, kv, taps)
+            return hidden[wanted.rows], tuple(stream[wanted.rows] for stream in streams)
+
+        model.forward = ran
+        engine = tiny_engine("", MTPDrafter(net, model), model=model, page_size=16, **room)
+        assert engine.executors[0].name == "host"
+        told.append(jobs(engine, {}))
+        metrics.append((engine.metrics.drafted, engine.metrics.accepted, engine.metrics.preemptions))
+        assert (engine.metrics.preemptions > 0) == bool(room)
+    assert told[0] == told[1] and metrics[0] == metrics[1]
