@@ -339,7 +339,8 @@ static void attend_phase(Team *team, int me, const Spec *s, const Batch *b, cons
         }
         return;
     }
-    while (team_next(team, tasks * cut->most, 1, &lo, &hi)) {
+    const int units = tasks * cut->most, fair = units / (16 * team->size), grain = fair < 1 ? 1 : fair > 8 ? 8 : fair; /* a chunk fetches for the next one */
+    while (team_next(team, units, grain, &lo, &hi)) for (; lo < hi; lo++) {
         const int t = lo / cut->most, c = lo % cut->most, head = t % s->kv_heads;
         RowBlock r = cut->blocks[t / s->kv_heads];
         int c0, c1;

@@ -1,6 +1,8 @@
 /* Attention over one chunk of keys, for every type of K/V. A translation unit of its own: most of all the compiling. See attend.h. */
 #include "attend.h"
 
+#define AHEAD (3 * LANES) /* keys from those that are scored to those that are fetched */
+
 /* Sixteen keys (or values) from `position` on as a row off the main line sees them: committed ones, then those of its path, zeros past
  * its own position. Laid out as a tile of the cache; where pages hold no tiles, keys [dim][16] and values [16][wide] in float32. */
 static void own_tile(const Spec *s, const Batch *b, int seq, int row, int head, int64_t position, int values, void *out) {
@@ -78,10 +80,17 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
         xs[i] = (const uint32_t *)half;
     }
 #endif
+    const int64_t newest = b->positions[r.row + r.count - 1];
     for (int c = from & -LANES; c <= to; c += LANES) {
+        const char *ahead = NULL, *beside = NULL; /* what shall be fetched while this tile is scored: keys to come, and its values */
         if (whole) { /* the cache is larger than the caches, its pages lie anywhere */
-            fetch_tile(keys, at[(c + 3 * LANES <= to ? c + 3 * LANES : c) / LANES], dim, dtype);
-            fetch_tile(values, at[c / LANES], dim, dtype);
+            const int soon = c + AHEAD; /* its place in the next chunk, which mostly follows at once */
+            const long next = soon <= to ? at[soon / LANES] : soon >= CHUNK && base + soon <= newest ? kv_offset(s, b, r.seq, base + soon, head) : at[c / LANES];
+            if (pairs) ahead = (const char *)keys + next * 2, beside = (const char *)values + at[c / LANES] * 2;
+            else {
+                fetch_tile(keys, next, dim, dtype);
+                fetch_tile(values, at[c / LANES], dim, dtype);
+            }
         }
         if (!whole) {
             for (int i = 0; i < LANES; i++) { /* outside from..to stands a neighbour that is finite: its weight is 0 */
@@ -97,7 +106,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
             float *out[SCORED];
             for (int j = 0; j < count; j++) out[j] = scores + (long)(i + j) * CHUNK + c;
 #if ISA_BF16
-            if (pairs) { score_some_pairs(count, xs + i, (const uint32_t *)keys + at[c / LANES] / 2, dim, scale, out); continue; }
+            if (pairs) { score_some_pairs(count, xs + i, (const uint32_t *)keys + at[c / LANES] / 2, dim, scale, out, i ? NULL : ahead, beside); continue; }
 #endif
             if (direct) score_some(count, x + i, keys, at[c / LANES], dtype, dim, by, out);
             else score_some(count, x + i, tile, 0, DT_F32, dim, by, out);
@@ -116,7 +125,7 @@ INLINE void attend_typed(int dtype, int dim, int pairs, const Spec *s, const Bat
 #if ISA_BF16
             const uint32_t *xp[MIXED];
             for (int j = 0; pairs && j < count; j++) xp[j] = xs[off[i + j]];
-            if (pairs) { score_some_pairs(count, xp, (const uint32_t *)own, dim, scale, out); continue; }
+            if (pairs) { score_some_pairs(count, xp, (const uint32_t *)own, dim, scale, out, NULL, NULL); continue; }
 #endif
             score_some(count, xo, own, 0, whole ? dtype : DT_F32, dim, dtype == DT_I8 ? vf_mul(scale, tile_factors(own, 0, dim)) : scale, out);
         }

@@ -63,11 +63,19 @@ INLINE void mix_some(int count, const float *const *w, const void *values, const
 
 #if ISA_BF16
 /* The same for pairs: x[i] [dim / 2] pairs of a query, keys [dim / 2][16] pairs */
-INLINE void score_pairs(int Q, const uint32_t *const *x, const uint32_t *keys, int dim, vf scale, float *const *out) {
+INLINE void score_pairs(int Q, const uint32_t *const *x, const uint32_t *keys, int dim, vf scale, float *const *out, const char *ahead,
+                        const char *beside) {
     vf even[SCORED], odd[SCORED];
     UNROLL for (int i = 0; i < Q; i++) even[i] = odd[i] = vf_set(0.0f);
     for (int d = 0; d < dim / 2; d += 2) {
         const vi k0 = vi_load((const int32_t *)keys + d * LANES), k1 = vi_load((const int32_t *)keys + (d + 1) * LANES);
+        if (ahead) { /* as much of another tile of keys, and of values, as is read here: all at once would hold up the sums */
+            const long line = (long)d * LANES * 4;
+            __builtin_prefetch(ahead + line, 0, 2);
+            __builtin_prefetch(ahead + line + 64, 0, 2);
+            __builtin_prefetch(beside + line, 0, 2);
+            __builtin_prefetch(beside + line + 64, 0, 2);
+        }
         UNROLL for (int i = 0; i < Q; i++) {
             even[i] = vf_dot2(even[i], k0, vi_set((int32_t)x[i][d]));
             odd[i] = vf_dot2(odd[i], k1, vi_set((int32_t)x[i][d + 1]));
@@ -92,8 +100,9 @@ INLINE void mix_pairs(int Q, int C, const uint32_t *const *w, const uint32_t *va
     }
     UNROLL for (int i = 0; i < Q; i++) UNROLL for (int c = 0; c < C; c++) vf_store(out[i] + d + LANES * c, a[i][c]);
 }
-#define SCORE_PAIRS(Q) case Q: score_pairs(Q, x, keys, dim, scale, out); break;
-INLINE void score_some_pairs(int count, const uint32_t *const *x, const uint32_t *keys, int dim, vf scale, float *const *out) {
+#define SCORE_PAIRS(Q) case Q: score_pairs(Q, x, keys, dim, scale, out, ahead, beside); break;
+INLINE void score_some_pairs(int count, const uint32_t *const *x, const uint32_t *keys, int dim, vf scale, float *const *out, const char *ahead,
+                             const char *beside) {
     switch (count) { SCORE_PAIRS(1) SCORE_PAIRS(2) SCORE_PAIRS(3) SCORE_PAIRS(4) SCORE_PAIRS(5) SCORE_PAIRS(6) SCORE_PAIRS(7) SCORE_PAIRS(8) }
 }
 #define MIX_PAIRS(Q)                                                                                              \
