@@ -150,6 +150,14 @@ def mixed() -> dict[str, Any]:
     return settings | {"ignore": ["lm_head", "re:.*v_proj$"]}
 
 
+def dynamic() -> dict[str, Any]:
+    """FP8-dynamic: the inputs of products are meant to be rounded too."""
+    settings = groups("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="channel", symmetric=True)
+    asked = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True, "symmetric": True}
+    settings["config_groups"]["group_0"]["input_activations"] = asked
+    return settings
+
+
 Maker = Callable[[Tensor], Made]
 SCHEMES: dict[str, tuple[Maker | dict[str, Maker | None], dict[str, Any]]] = {  # a maker, or one by part of the module's name
     "ct-int4-g32": (compressed(4, 32, True), ct(4, 32)),
@@ -169,6 +177,7 @@ SCHEMES: dict[str, tuple[Maker | dict[str, Maker | None], dict[str, Any]]] = {  
         fp8("block", block=(128, 128)),
         groups("float-quantized", ["lm_head"], num_bits=8, type="float", strategy="block", block_structure=[128, 128]),
     ),
+    "ct-fp8-dynamic": (fp8("channel"), dynamic()),
     "ct-mixed": ({"down_proj": compressed(8, 32, True), "v_proj": None, "": compressed(4, 32, True)}, mixed()),
     "ct-nvfp4": (
         nvfp4(False), groups("nvfp4-pack-quantized", ["lm_head"], num_bits=4, type="float", strategy="tensor_group", group_size=16),

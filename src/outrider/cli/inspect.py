@@ -81,6 +81,7 @@ def inspect(
     kv_item = 1.0 if kv_dtype == "fp8" else 2.0
     data = {"model": model, **report(config, helper, size, helper_size, context, total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
+    data["rounded_activations"] = asked_of_activations(raw)
     if gpu is not None:
         on = machine(gpu)
         weights = total if bits is not None else kept.gpu
@@ -105,6 +106,12 @@ def rounding(model: str, quantize: str | None, kv_dtype: str) -> dict[str, objec
         raise OutriderError(f"--quantize takes int8 or int4, got {quantize!r}")
     found = measure(model, quantize, kv_dtype=kv_dtype)
     return {"held": quantize or "as stored", "kv": kv_dtype, "line": found.line(), **asdict(found)}
+
+
+def asked_of_activations(raw: ForeignDict) -> str | None:
+    from ..weights.recipe import rounded_activations
+
+    return rounded_activations(raw)
 
 
 def stored(name: str, kind: Kind) -> tuple[ForeignDict, StoredSize]:
@@ -155,6 +162,8 @@ def show(data: ForeignDict) -> None:
     kinds = {name: nbytes for name, nbytes in data.get("formats", {}).items() if nbytes >= 0.001 * data["bytes"]}
     if len(kinds) > 1 or (kinds and "dense" not in kinds):
         facts.add_row("weights", f"{amount(data['bytes'], 'B')}: " + ", ".join(f"{amount(n, 'B')} {name}" for name, n in kinds.items()))
+    if data["rounded_activations"]:
+        facts.add_row("activations", f"stay 16 bits: {data['rounded_activations']}, as the checkpoint has it, is not done; weights only")
     if "gpu" in data:
         card = data["gpu"]
         said = f"[green]fits[/green] with {card['context']:,} tokens of context" if card["fits"] else "[red]does not fit[/red]"

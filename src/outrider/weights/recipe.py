@@ -27,10 +27,37 @@ METHODS: dict[str, Callable[[Settings], Recipe]] = {
 }
 
 
+def settings_of(config: Settings) -> object:
+    """A configuration's `quantization_config`, wherever it stands; None: there is none."""
+    text = config.get("text_config")
+    return config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+
+
+def rounded_activations(config: Settings) -> str | None:
+    """How a checkpoint would have the inputs of its products rounded (`float8 by token`); None: it does not ask for that. It is not done:
+    products are those of the weights alone, and so a little closer to the model that was quantised."""
+    found = settings_of(config)
+    if not isinstance(found, dict):
+        return None
+    method = found.get("quant_method")
+    if method == "compressed-tensors":
+        groups = found.get("config_groups")
+        for group in groups.values() if isinstance(groups, dict) else ():
+            asked = group.get("input_activations") if isinstance(group, dict) else None
+            if isinstance(asked, dict):
+                return f"{asked.get('type', 'int')}{asked.get('num_bits', 8)} by {asked.get('strategy') or 'tensor'}"
+    if method == "fp8" and found.get("activation_scheme"):
+        return f"float8, {found['activation_scheme']}"
+    if method in ("modelopt", "modelopt_fp4"):
+        inner = found.get("quantization")
+        algorithm = (inner if isinstance(inner, dict) else found).get("quant_algo")
+        return {"NVFP4": "float4 by 16 columns", "FP8": "float8 by tensor"}.get(str(algorithm))
+    return None
+
+
 def recipe(config: Settings, where: str) -> Recipe | None:
     """What a checkpoint's configuration says about its quantised matrices; None: it has none."""
-    text = config.get("text_config")
-    found = config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    found = settings_of(config)
     if not found:
         return None
     method = found.get("quant_method") if isinstance(found, dict) else None

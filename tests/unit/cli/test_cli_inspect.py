@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from tests import tiny
+from tests import quantised, tiny
 from typer.testing import CliRunner
 
 from outrider.cli.inspect import inspect
@@ -107,3 +107,22 @@ def test_a_quantised_folder_is_counted_by_its_recipe(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     data = json.loads(call(str(tmp_path), "--json"))
     assert data["bytes"] < dense["bytes"] and set(data["formats"]) == {"dense", "fp8"}
+
+
+@pytest.mark.parametrize(
+    "settings,said",
+    [
+        (quantised.dynamic(), "float8 by token"),
+        (quantised.ct(4, 32), None),
+        ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "float8, dynamic"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4"}}, "float4 by 16 columns"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}, None),
+    ],
+)
+def test_activations_that_a_checkpoint_would_round_are_named(settings: object, said: str | None, tmp_path: Path) -> None:
+    """Products are of the weights alone: that is told, not passed over."""
+    tiny._config("llama").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    assert json.loads(call(str(tmp_path), "--json"))["rounded_activations"] == said
+    assert ("weights only" in " ".join(call(str(tmp_path)).split())) == (said is not None)
