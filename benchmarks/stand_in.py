@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.engine import Engine
+from outrider.engine.passes import ROWS
 from outrider.engine.step import Emitted, Flight, Lane, StepBatch
 
 LAUNCHES, PASS = 20, 420  # how often a captured step and a pass over a prompt's chunk let go of the interpreter
@@ -38,11 +39,11 @@ class StandIn:
         return True
 
     def launch(self, batch: StepBatch) -> Flight:
-        if batch.prompts:
-            self._let_go(PASS)
+        rows = sum(lane.count for lane in batch.prompts)
+        if rows > ROWS[-1]:
+            self._let_go(PASS)  # not captured
         began = time.perf_counter()
         self._let_go(LAUNCHES)
-        rows = sum(lane.count for lane in batch.prompts)
         self._free_at = max(time.perf_counter(), self._free_at) + rows * self.row + (self.step if batch.decode else 0.0)
         flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], began)
         flight.payload, flight.ahead = self._free_at, [lane.k + 1 for lane in batch.decode]

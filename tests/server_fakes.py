@@ -68,6 +68,7 @@ class FakeEngine:
     ) -> None:
         self.tokenizer, self.say, self.draft, self.delay, self.batch = tok, say or self.babble, draft, delay, batch
         self.metrics = Metrics()
+        self.meanwhile: Callable[[], None] = lambda: None
         self.running: dict[str, _Running] = {}
         self.seen: list[Request] = []
         self.fail_steps = 0  # this many steps raise

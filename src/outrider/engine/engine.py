@@ -108,6 +108,7 @@ class Engine:
         self._landed = 0.0  # when the last step was read
         self._timed: list[Seq] = []  # the batch whose last step was timed
         self.host_times = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)  # seconds of the host by part; only `wait` is idle
+        self.meanwhile: Callable[[], None] = lambda: None  # called when the host has nothing to do until the device is done with a step
         self._warned = 0  # how many of the controller's warnings were passed on
         self._seqs: dict[str, Seq] = {}
         self._events: list[Event] = []
@@ -216,6 +217,7 @@ class Engine:
                 self._launched(flight)
             spent["launch"] += clock() - planned
             if self._flight is not None:
+                self.meanwhile()
                 self._land()
             self._flight = flight if batch.decode else None
             if not executor.behind:

@@ -1,9 +1,9 @@
 """The engine thread. The engine is single-threaded; everything that touches it happens here.
 
-Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one
-cycle. Events go out to asyncio in one hop a step. An exception in a step fails the requests that were in it with an
-`EngineError` and the thread goes on; after three failing steps in a row with nothing finished between them it gives up
-and `healthy` turns false. Now and then, when there is nothing to compute, the engine gives memory back.
+Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one cycle. Events go out
+to asyncio while the engine waits for its device (outbox.py). An exception in a step fails the requests that were in it with an
+`EngineError` and the thread goes on; after three failing steps in a row with nothing finished between them it gives up and `healthy` turns
+false. Now and then, when there is nothing to compute, the engine gives memory back.
 """
 
 from __future__ import annotations
@@ -14,44 +14,27 @@ import queue
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
-from ..engine.engine import Event as EngineEvent
 from ..engine.metrics import Metrics
 from ..engine.scheduler import Request
-from ..spec.plan import Branches
-from ..types import OutriderError, RequestStats
+from ..types import OutriderError
+from .outbox import Event, Item, Outbox
 from .trim import trim
 
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
 TIDY_S = 10.0  # so often memory that nobody uses is looked for
-FEW = 16  # streams: so many are written step by step, whatever the loop has to do
-PAUSE = 3  # times as long as it wrote the loop pauses
-LONGEST_PAUSE = 0.05  # seconds
 UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
 T = TypeVar("T")
 
 
-class Event(Protocol):
-    """What the engine says of one request after one step (see engine/engine.py)."""
-
-    id: str
-    tokens: list[int]
-    kinds: list[str]
-    texts: list[str]
-    logprobs: list[dict[int, float]] | None
-    finish_reason: str | None
-    stats: RequestStats | None
-    error: str | None
-    tree: Branches | None
-
-
 class EngineLike(Protocol):
     metrics: Metrics
+    meanwhile: Callable[[], None]  # is called when a step was launched and the host would wait for its device
 
     @property
     def busy(self) -> bool: ...
@@ -72,9 +55,6 @@ class EngineError(Exception):
     """The engine failed under this request. The message is safe to show; the traceback is in the log."""
 
 
-Item = Event | Exception  # what a stream receives
-
-
 class Stream:
     """The events of a group of requests (the choices of one call), merged. Close it, and what still runs is aborted.
 
@@ -82,18 +62,21 @@ class Stream:
 
     def __init__(self, runner: Runner, ids: Iterable[str]) -> None:
         self._runner = runner
-        self._queue: asyncio.Queue[tuple[str, Item]] = asyncio.Queue()
+        self._items: deque[tuple[str, Item]] = deque()
+        self._waiter: asyncio.Future[None] | None = None  # of the reader, while there is nothing to read
+        self._alarm: asyncio.TimerHandle | None = None  # one for many waits: it looks whether the one that is on has become too long
+        self._until = 0.0
         self._paused: set[str] = set()
         self.open = set(ids)
 
     async def next(self, timeout: float) -> Event | None:
-        """The next event, or None when none came in `timeout` seconds. Raises what the engine raised."""
-        try:
-            async with asyncio.timeout(timeout):
-                id, item = await self._queue.get()
-        except TimeoutError:
+        """The next event, or None when none came in `timeout` seconds. Raises what the engine raised. For one reader."""
+        if not self._items:
+            await self._wait(timeout)
+        if not self._items:
             return None
-        if self._paused and self._queue.qsize() <= UNREAD // 4:
+        id, item = self._items.popleft()
+        if self._paused and len(self._items) <= UNREAD // 4:
             for paused in self._paused & self.open:
                 self._runner.pause(paused, False)
             self._paused.clear()
@@ -104,11 +87,36 @@ class Stream:
             self.open.discard(id)
         return item
 
+    async def _wait(self, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._until = loop.time() + timeout
+        if self._alarm is not None and self._alarm.when() > self._until:
+            self._alarm.cancel()
+            self._alarm = None
+        if self._alarm is None:
+            self._alarm = loop.call_at(self._until, self._ring, loop)
+        self._waiter = loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    def _ring(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._alarm = None
+        if self._waiter is None:
+            return  # the next wait sets it anew
+        if loop.time() < self._until:
+            self._alarm = loop.call_at(self._until, self._ring, loop)
+        elif not self._waiter.done():
+            self._waiter.set_result(None)
+
     def put(self, id: str, item: Item) -> None:
         if id not in self.open:
             return
-        self._queue.put_nowait((id, item))
-        if self._queue.qsize() >= UNREAD and id not in self._paused:
+        self._items.append((id, item))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+        if len(self._items) >= UNREAD and id not in self._paused:
             self._paused.add(id)
             self._runner.pause(id, True)
 
@@ -116,69 +124,10 @@ class Stream:
         for id in self.open:
             self._runner.abort(id)
         self.open = set()
-        self._queue = asyncio.Queue()  # what waited may be megabytes, and the call that holds this may live on for a while
-
-
-def bundled(one: Event, two: Event) -> Event:
-    """What two steps said of one request, as if it had been one step."""
-    logprobs = two.logprobs if one.logprobs is None else one.logprobs + (two.logprobs or [])
-    whole = cast(EngineEvent, two)
-    return replace(
-        whole, tokens=one.tokens + two.tokens, kinds=one.kinds + two.kinds, texts=one.texts + two.texts, logprobs=logprobs,
-        tree=whole.tree or cast(EngineEvent, one).tree,
-    )  # fmt: skip
-
-
-class Outbox:
-    """From the engine's thread to the event loop, in one hop a step. Where many streams are open, writing what a step brought may take the
-    loop longer than the step, and the interpreter has one lock for both: so the loop pauses for a multiple of the time it wrote, and what
-    several steps say of one request meanwhile is written as one."""
-
-    def __init__(self, call_soon: Callable[[Callable[[], None]], None]) -> None:
-        self._call_soon, self._lock = call_soon, threading.Lock()
-        self._items: list[tuple[Stream, str, Item]] = []
-        self._due = False  # somebody will call `_hand_over`
-
-    def add(self, items: list[tuple[Stream, str, Item]]) -> None:
-        with self._lock:
-            self._items += items
-            due, self._due = self._due, True
-        if not due:
-            self._call_soon(self._hand_over)
-
-    def _hand_over(self) -> None:
-        """On the loop."""
-        with self._lock:
-            items, self._items = self._items, []
-            self._due = bool(items)
-        if len({id for _, id, _ in items}) > FEW:
-            items = self._bundle(items)
-        for stream, id, item in items:
-            stream.put(id, item)
-        if items:
-            loop, began = asyncio.get_running_loop(), time.perf_counter()
-            loop.call_soon(self._written, loop, began, len(items) > FEW)  # behind those who were just woken to write
-
-    def _written(self, loop: asyncio.AbstractEventLoop, began: float, many: bool) -> None:
-        spent = time.perf_counter() - began
-        if many and spent > 0.001:
-            loop.call_later(min(PAUSE * spent, LONGEST_PAUSE), self._hand_over)
-        else:
-            self._hand_over()
-
-    @staticmethod
-    def _bundle(items: list[tuple[Stream, str, Item]]) -> list[tuple[Stream, str, Item]]:
-        out: list[tuple[Stream, str, Item]] = []
-        at: dict[str, int] = {}  # where each request's last event stands
-        for stream, id, item in items:
-            known = at.get(id)
-            before = None if known is None else out[known][2]
-            if known is None or before is None or isinstance(before, Exception) or isinstance(item, Exception):
-                at[id] = len(out)
-                out.append((stream, id, item))
-            else:
-                out[known] = (stream, id, bundled(before, item))
-        return out
+        self._items.clear()  # what waited may be megabytes, and the call that holds this may live on for a while
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
 
 class Runner:
@@ -189,6 +138,8 @@ class Runner:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # touched by the engine thread only
         self._outbox = Outbox(self._call_soon)
+        self._written = False  # the step that runs gave time to write
+        engine.meanwhile = self._meanwhile
         self._thread = threading.Thread(target=self._run, name="outrider-engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failures = 0
@@ -256,6 +207,8 @@ class Runner:
     def _run(self) -> None:
         while True:
             idle = not (self._engine.busy and self.healthy)
+            if idle:
+                self._outbox.flush()
             try:
                 # wait only when there is nothing to compute
                 command = self._commands.get(idle, max(0.0, self._tidy_at - time.monotonic()))
@@ -273,6 +226,7 @@ class Runner:
             self._abort(id)
         self._streams = dict(running)
         self._deliver([(id, EngineError("the server is shutting down")) for id, _ in running])
+        self._outbox.flush()
 
     def _tidy(self) -> None:
         self._tidy_at = time.monotonic() + TIDY_S
@@ -285,7 +239,12 @@ class Runner:
             trim()
             log.info("%d MB of K/V went back to the system: nobody has used it for a while", given >> 20)
 
+    def _meanwhile(self) -> None:
+        self._written = True
+        self._outbox.open(len(self._streams))
+
     def _step(self) -> None:
+        self._written = False
         try:
             events = self._engine.step()
         except Exception as e:
@@ -298,6 +257,8 @@ class Runner:
             if event.finish_reason == "error":
                 out[i] = (event.id, OutriderError(event.error) if event.error else EngineError("the engine failed on this request"))
         self._deliver(out)
+        if not self._written:  # nothing runs on a device: the next step is as good a time as any
+            self._outbox.open(len(self._streams))
 
     def _fail(self, error: Exception) -> None:
         """A step raised: nobody knows which sequences it has spoilt, so all that were in it fail."""
@@ -320,6 +281,7 @@ class Runner:
         if self._failures >= MAX_FAILURES:
             self.healthy = False
         self._deliver([(id, EngineError("the engine failed while this request was running")) for id in ids])
+        self._outbox.flush()
 
     def _submit(self, requests: Sequence[Request], stream: Stream, taken: asyncio.Future[None]) -> None:
         for request in requests:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from typing import Any
 
 import pytest
 
 from outrider.engine.engine import Event
-from outrider.server.runner import FEW, EngineError, Outbox
+from outrider.server.outbox import FEW, Outbox
+from outrider.server.runner import EngineError
 
 
 class Heard:
@@ -32,7 +34,9 @@ async def tell(streams: int, steps: int, logprobs: bool = False) -> list[list[An
     def engine() -> None:
         for step in range(steps):
             finish = "length" if step == steps - 1 else None
-            box.add([(one, str(i), said(str(i), step, finish, logprobs)) for i, one in enumerate(heard)])  # type: ignore[misc]
+            box.add([(one, str(i), said(str(i), step, finish, logprobs)) for i, one in enumerate(heard)])
+            box.open(streams)
+        box.flush()
 
     await asyncio.to_thread(engine)
     async with asyncio.timeout(60):
@@ -51,31 +55,60 @@ def test_nothing_is_lost_or_out_of_order_where_many_are_open(logprobs: bool) -> 
         assert [e.finish_reason for e in items] == [None] * (len(items) - 1) + ["length"]
 
 
+async def now(calls: list[Any]) -> None:
+    """What the loop was asked to do, and what follows from it."""
+    for call in calls:
+        call()
+    calls.clear()
+    await asyncio.sleep(0)
+
+
 def test_what_waits_is_bundled_where_many_are_open_and_only_there() -> None:
     for streams, bundled in ((FEW, False), (FEW + 1, True)):
-        heard = [Heard() for _ in range(streams)]
-        waiting: list[Any] = []
-        box = Outbox(waiting.append)
+        heard, calls = [Heard() for _ in range(streams)], list[Any]()
+        box = Outbox(calls.append)
         for step in range(3):  # the loop has no time for them
-            box.add([(one, str(i), said(str(i), step)) for i, one in enumerate(heard)])  # type: ignore[misc]
-        assert len(waiting) == 1
-
-        async def hand_over(call: Any) -> None:
-            call()
-
-        asyncio.run(hand_over(waiting[0]))
+            box.add([(one, str(i), said(str(i), step)) for i, one in enumerate(heard)])
+            box.open(streams)
+        assert len(calls) == 1
+        box.flush()
+        asyncio.run(now(calls))
         assert {len(one.items) for one in heard} == ({1} if bundled else {3})
         assert [t for e in heard[0].items for t in e.tokens] == [0, 1, 2]
 
 
+def test_a_window_is_for_as_many_as_there_is_time_for_and_those_who_begin_or_end_come_first() -> None:
+    heard, calls, at = [Heard() for _ in range(4 * FEW)], list[Any](), [0.0]
+    box = Outbox(calls.append, lambda: at[0])
+
+    def step(number: int, some: range, finish: str | None = None) -> list[int]:
+        """Who heard something in the window behind this step."""
+        before = [len(one.items) for one in heard]
+        box.add([(heard[i], str(i), said(str(i), number, finish)) for i in some])
+        at[0] += 0.003
+        box.open(len(heard))
+        box._each = 1e-4  # as if so long was written to each
+        asyncio.run(now(calls))
+        return [i for i, one in enumerate(heard) if len(one.items) > before[i]]
+
+    old, new = range(3 * FEW), range(3 * FEW, 4 * FEW)
+    turns = [step(number, old) for number in range(60)]
+    assert all(0 < len(turn) < len(old) for turn in turns[5:]), "a window is not for everybody"
+    for i in old:
+        times = [number for number, turn in enumerate(turns) if i in turn]
+        assert max(b - a for a, b in itertools.pairwise(times)) <= 0.06 / 0.003, "each has its turn in time"
+    first, last = step(60, new[:3]), step(61, range(5, 8), "length")
+    assert set(new[:3]) <= set(first) and {5, 6, 7} <= set(last)
+    box.flush()
+    asyncio.run(now(calls))
+    assert [t for e in heard[0].items for t in e.tokens] == list(range(60))
+
+
 def test_an_error_ends_a_stream_behind_what_was_said() -> None:
-    heard, waiting = [Heard() for _ in range(FEW + 1)], list[Any]()
-    box = Outbox(waiting.append)
-    box.add([(one, str(i), said(str(i), 7)) for i, one in enumerate(heard)])  # type: ignore[misc]
-    box.add([(heard[0], "0", EngineError("gone"))])  # type: ignore[list-item]
-
-    async def hand_over() -> None:
-        waiting[0]()
-
-    asyncio.run(hand_over())
+    heard, calls = [Heard() for _ in range(FEW + 1)], list[Any]()
+    box = Outbox(calls.append)
+    box.add([(one, str(i), said(str(i), 7)) for i, one in enumerate(heard)])
+    box.add([(heard[0], "0", EngineError("gone"))])
+    box.flush()
+    asyncio.run(now(calls))
     assert [type(item) for item in heard[0].items] == [Event, EngineError] and len(heard[1].items) == 1

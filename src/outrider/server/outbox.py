@@ -1,0 +1,138 @@
+"""From the engine's thread to the event loop: what steps say of requests, on its way to their streams.
+
+The interpreter has one lock for both threads, and writing what a step brought to many streams may take the loop longer than the step. So
+where many streams are open, writing has its time: while the engine waits for its device (`open`), and as much as fits into a share of a
+step; those who have waited longest come first. What several steps say of one request meanwhile is written as one. Few streams are written
+to after every step, and so is everybody when the engine has nothing to do (`flush`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol, cast
+
+from ..engine.engine import Event as EngineEvent
+from ..spec.plan import Branches
+from ..types import RequestStats
+
+FEW = 16  # streams: so many are written to step by step, whatever the loop has to do
+SHARE = 0.3  # of the time between two windows is for writing
+LONGEST = 0.05  # seconds that something waits, if the loop can help it
+WRITE_S, SHORTEST = 1e-4, 1e-5  # seconds that writing to one stream takes, until that was measured; and at least
+
+
+class Event(Protocol):
+    """What the engine says of one request after one step (see engine/engine.py)."""
+
+    id: str
+    tokens: list[int]
+    kinds: list[str]
+    texts: list[str]
+    logprobs: list[dict[int, float]] | None
+    finish_reason: str | None
+    stats: RequestStats | None
+    error: str | None
+    tree: Branches | None
+
+
+Item = Event | Exception  # what a stream receives
+
+
+class Receiver(Protocol):
+    def put(self, id: str, item: Item) -> None: ...
+
+
+def bundled(events: Sequence[Event]) -> Event:
+    """What several steps said of one request, as if it had been one step."""
+    if len(events) == 1:
+        return events[0]
+    last = cast(EngineEvent, events[-1])
+    told = [e.logprobs for e in events]
+    return replace(
+        last,
+        tokens=[token for e in events for token in e.tokens],
+        kinds=[kind for e in events for kind in e.kinds],
+        texts=[text for e in events for text in e.texts],
+        logprobs=[entry for some in told for entry in some or ()] if any(some is not None for some in told) else None,
+        tree=next((e.tree for e in reversed(events) if e.tree is not None), None),
+    )
+
+
+class Outbox:
+    def __init__(self, call_soon: Callable[[Callable[[], None]], None], clock: Callable[[], float] = time.perf_counter) -> None:
+        self._call_soon, self._clock, self._lock = call_soon, clock, threading.Lock()
+        self._waiting: dict[str, tuple[Receiver, list[Item]]] = {}  # by request, who has waited longest first
+        self._known: set[str] = set()  # requests that something was said of
+        self._soon: set[str] = set()  # of those who wait the ones that begin or end: they come first
+        self._writing = False  # the loop has not done with what it was handed
+        self._opened = 0.0  # the last window
+        self._between = 0.0  # seconds between two windows, lately
+        self._each = WRITE_S  # seconds that writing to a stream takes, lately
+
+    # ---- on the engine's thread
+
+    def add(self, items: Sequence[tuple[Receiver, str, Item]]) -> None:
+        with self._lock:
+            for to, id, item in items:
+                waiting = self._waiting.get(id)
+                if waiting is None:
+                    self._waiting[id] = (to, [item])
+                else:
+                    waiting[1].append(item)
+                ends = isinstance(item, Exception) or item.finish_reason is not None
+                if ends or id not in self._known:
+                    self._soon.add(id)
+                    (self._known.discard if ends else self._known.add)(id)
+
+    def open(self, streams: int) -> None:
+        """Now is the time to write. streams: how many there are."""
+        now = self._clock()
+        gap, self._opened = now - self._opened, now
+        self._between = 0.8 * self._between + 0.2 * min(gap, LONGEST)
+        with self._lock:
+            if self._writing or not self._waiting:
+                return
+            self._writing = True
+        if streams <= FEW:
+            self._call_soon(lambda: self._hand_over(None))
+        else:
+            room = max(SHARE * self._between / self._each, len(self._waiting) * self._between / LONGEST)
+            self._call_soon(lambda: self._hand_over(max(1, round(room))))
+
+    def flush(self) -> None:
+        """Everything, at once."""
+        if self._waiting:
+            self._call_soon(lambda: self._hand_over(None))
+
+    # ---- on the loop
+
+    def _hand_over(self, most: int | None) -> None:
+        """To so many streams; None: to all, each step for itself where they are few."""
+        with self._lock:
+            order = sorted(self._waiting, key=lambda id: id not in self._soon)[:most]
+            taken = {id: self._waiting.pop(id) for id in order}
+            self._soon.difference_update(order)
+        apart = most is None and len(taken) <= FEW
+        for id, (to, items) in taken.items():
+            for item in items if apart else together(items):
+                to.put(id, item)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(self._written, len(taken), time.thread_time())  # behind those who were just woken to write
+
+    def _written(self, count: int, began: float) -> None:
+        if count:
+            each = min((time.thread_time() - began) / count, 1.5 * self._each)  # the loop may have had something else to do in between
+            self._each = max(SHORTEST, 0.8 * self._each + 0.2 * each)
+        with self._lock:
+            self._writing = False
+
+
+def together(items: Sequence[Item]) -> list[Item]:
+    """What was said, as one event; an error behind it ends the stream."""
+    events = [item for item in items if not isinstance(item, Exception)]
+    errors = [item for item in items if isinstance(item, Exception)]
+    return [*([bundled(events)] if events else []), *errors]
