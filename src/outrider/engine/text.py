@@ -108,9 +108,10 @@ class Tokenizer:
 
     def everyday(self) -> set[int]:
         """Tokens that any text may hold and that need not stand at the front of a vocabulary: single characters of Latin script, which
-        SentencePiece puts behind all merged ones, and control tokens, among them those that end an answer."""
+        SentencePiece puts behind all merged ones, and control tokens, among them those that end an answer (of thousands, kept for later
+        use, only these)."""
         letters = {self.backend.token_to_id(c) for c in ["▁", *map(chr, range(32, 256))]}
-        return {i for i in letters if i is not None} | set(self.eos_ids) | self.special_ids
+        return {i for i in letters if i is not None} | set(self.eos_ids) | (self.special_ids if len(self.special_ids) < 512 else set())
 
     @property
     def json(self) -> str:

@@ -29,7 +29,7 @@ from .nets import Target
 PAGE = 32
 CHUNK = 512  # most tokens of one sequence in a pass while catching up
 READ, NEAR = 256, 16  # tokens read in a pass beside a round in one call, and tokens that such a round reads itself
-LISTED = 49_152  # tokens that are scored for every text (counted: docs/drafting.md)
+LISTED = 49_152  # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
 BESIDE = 512  # and of a text's own, beside those
 NOTHING = Guessed([], [], 0)
 # What the controller takes for granted of a draft model before it has seen any: acceptance by position, and by confidence in 16 bins, as
@@ -109,11 +109,11 @@ class Pages:
 
 def shortlist(vocab: int, always: Iterable[int] = ()) -> Tensor | None:
     """The tokens that a draft model scores, int64 [N] ascending; None: all. A BPE vocabulary has its tokens in the order of merging, so
-    nearly by frequency: the first LISTED of it, and those that are needed `always`, wherever they stand. What a text holds beside them is
+    nearly by frequency: the first of it, and those that are needed `always`, wherever they stand. What a text holds beside them is
     scored for that text."""
     if vocab < 2 * LISTED:
         return None
-    return torch.tensor(sorted({*range(LISTED), *(t for t in always if 0 <= t < vocab)}), dtype=torch.int64)
+    return torch.tensor(sorted({*range(max(LISTED, vocab // 4)), *(t for t in always if 0 <= t < vocab)}), dtype=torch.int64)
 
 
 class DraftModel:

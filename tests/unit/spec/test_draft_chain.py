@@ -126,5 +126,6 @@ def test_weights_in_four_bits():
 
 def test_the_shortlist_holds_what_stands_elsewhere():
     listed = shortlist(262_144, [5, 262_143, 300_000])
-    assert listed is not None and listed.tolist() == [*range(draft_model.LISTED), 262_143]
+    assert listed is not None and listed.tolist() == [*range(65_536), 262_143]
+    assert len(shortlist(151_936)) == draft_model.LISTED
     assert shortlist(49_152) is None  # a small vocabulary is scored whole
