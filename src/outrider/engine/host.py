@@ -64,7 +64,7 @@ class HostExecutor:
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
         made = self.draft_model.guess(
             [x.seq.id for x in lanes], [x.seq.tokens for x in lanes], max(x.k for x in lanes), some, batch.trust,
-            [x.stop for x in lanes], [x.drop for x in lanes],
+            [x.stop for x in lanes], [x.drop for x in lanes], len(batch.decode) == 1,
         )  # fmt: skip
         for lane, brought in zip(lanes, made):
             lane.k = min(lane.k, brought.length)

@@ -28,7 +28,8 @@ from .nets import Target
 
 PAGE = 32
 CHUNK = 512  # most tokens of one sequence in a pass while catching up
-READ, NEAR = 256, 16  # tokens read in a pass beside a round in one call, and tokens that such a round reads itself
+READ, READ_BESIDE = 256, 64  # tokens read in a pass before a round in one call: of one sequence alone, and where others wait for it
+NEAR = 16  # tokens that such a round reads itself
 LISTED = 49_152  # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
 BESIDE = 512  # and of a text's own, beside those
 NOTHING = Guessed([], [], 0)
@@ -152,15 +153,15 @@ class DraftModel:
     # ---- in one call ----------------------------------------------------------------------------------------------------------
     def guess(
         self, ids: Sequence[str], texts: Sequence[Sequence[int]], k: int, sampling: SamplingBatch, trust: Sequence[float] | None = None,
-        stop: Sequence[float] | None = None, drop: Sequence[float] | None = None,
+        stop: Sequence[float] | None = None, drop: Sequence[float] | None = None, alone: bool = False,
     ) -> list[Guessed]:  # fmt: skip
         """Up to k guesses for each sequence, as the target will choose by temperature and seed alone. A sequence whose text is being read
-        still has none: of all texts at most READ tokens are read at a time, so that nobody waits long for somebody's prompt."""
+        still has none: few tokens are read at a time, so that nobody waits long for somebody's prompt. alone: it is the step's only one."""
         assert self.chain is not None
         self._remember()
         fit = [i for i, text in enumerate(texts) if self._fits(text, k)]
         tracks = [self.tracks.setdefault(ids[i], Track()) for i in fit]
-        self._read(tracks, [texts[i] for i in fit], k)
+        self._read(tracks, [texts[i] for i in fit], k, READ if alone else READ_BESIDE)
         ready = [(i, t) for i, t in zip(fit, tracks) if len(texts[i]) - t.agree(texts[i]) <= NEAR]
         out = [NOTHING] * len(ids)
         if not ready:
@@ -177,10 +178,10 @@ class DraftModel:
             out[i] = brought
         return out
 
-    def _read(self, tracks: Sequence[Track], texts: Sequence[Sequence[int]], k: int) -> None:
-        """One pass over tokens that stand far behind the newest."""
+    def _read(self, tracks: Sequence[Track], texts: Sequence[Sequence[int]], k: int, left: int) -> None:
+        """One pass over tokens that stand far behind the newest, at most `left` of them."""
         some: list[Track] = []
-        starts, counts, ids, left = [], [], list[int](), READ
+        starts, counts, ids = [], [], list[int]()
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
             done = track.agree(text)
@@ -198,7 +199,7 @@ class DraftModel:
 
     def _told(self, batch: DraftBatch, k: int) -> Draft:
         """`guess` as tensors."""
-        made = self.guess(batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.stop, batch.drop)
+        made = self.guess(batch.ids, batch.tokens, k, batch.sampling, batch.trust, batch.stop, batch.drop, len(batch.ids) == 1)
         fill = lambda values: [*values, *[0] * (k - len(values))]  # noqa: E731
         return Draft(
             torch.tensor([fill(m.tokens) for m in made]), torch.tensor([m.length for m in made]),
@@ -316,7 +317,7 @@ class DraftModel:
         names, text = [f"scratch {i}" for i in range(batch)], [0] * (context + 1)
         for name in names:
             self.assume(name, text[: max(0, context - unread)])
-        self.guess(names, [text] * batch, k, sampling)
+        self.guess(names, [text] * batch, k, sampling, alone=batch == 1)
         for name in names:
             self.forget(name)
 

@@ -44,7 +44,7 @@ def stepwise(model, listed) -> DraftModel:
 @pytest.mark.parametrize("params", [SamplingParams(), HOT])
 def test_a_round_in_one_call_is_the_round_step_by_step(listed, params, monkeypatch):
     """Sequences come and go, guesses are kept or refused at random, texts hold tokens that are not listed."""
-    monkeypatch.setattr(draft_model, "READ", 20)
+    monkeypatch.setattr(draft_model, "READ_BESIDE", 20)
     model, rng = compiled(5, coarse=True), random.Random(0)
     whole, steps = DraftModel(model, listed), stepwise(model, listed)
     texts = {f"s{i}": [rng.randrange(VOCAB) for _ in range(n)] for i, n in enumerate((1, 9, 24))}
