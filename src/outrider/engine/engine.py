@@ -29,7 +29,8 @@ from .graphs import GraphExecutor
 from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
-from .passes import likely
+from .pace import Pace
+from .passes import ROWS, likely
 from .room import Room, free_bytes, gpu_budget, prompt_rows, room, rows_alone, rows_beside, spare_bytes, swap_bytes
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
@@ -97,6 +98,7 @@ class Engine:
             self.max_context, pack, rows_beside(model.config, self.can.rows_beside, self.can.work_beside, self.chunk),
             rows_alone(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
         )  # fmt: skip
+        self.pace = Pace(self.scheduler.beside, ROWS)
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
@@ -257,14 +259,18 @@ class Engine:
         self.host_times["commit"] += self.clock() - now
 
     def _observe(self, flight: Flight, now: float) -> None:
-        """Tell the controller what the step took. Not of a step that prompts ran in; and, where steps do not overlap, not of the
-        first of a batch, which finds caches cold and buffers untouched."""
+        """Tell the controller what the step took, and the pace of prompts. The controller not of a step that prompts ran in; and, where
+        steps do not overlap, not of the first of a batch, which finds caches cold and buffers untouched."""
         lanes = flight.batch.decode
         if not lanes:
             return
         if flight.executor.behind:
             seconds, known = now - max(flight.began, self._landed), not flight.batch.prompts
             self._landed = now
+            rows = sum(lane.count for lane in flight.batch.prompts)
+            if self.scheduler.beside and rows <= ROWS[-1]:
+                self.pace.observe(rows, seconds)
+                self.scheduler.beside = self.pace.rows
         else:
             before, self._timed = self._timed, [lane.seq for lane in lanes]
             seconds, known = self.clock() - flight.began, before == self._timed

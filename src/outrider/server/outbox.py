@@ -88,6 +88,13 @@ class Outbox:
                     self._soon.add(id)
                     (self._known.discard if ends else self._known.add)(id)
 
+    def forget(self, id: str) -> None:
+        """Nobody listens to this request any more."""
+        with self._lock:
+            self._waiting.pop(id, None)
+            self._known.discard(id)
+            self._soon.discard(id)
+
     def open(self, streams: int) -> None:
         """Now is the time to write. streams: how many there are."""
         now = self._clock()

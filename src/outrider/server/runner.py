@@ -302,6 +302,7 @@ class Runner:
     def _abort(self, id: str) -> None:
         if self._streams.pop(id, None) is None:
             return  # finished in the meantime
+        self._outbox.forget(id)
         try:
             self._engine.abort(id)
         except Exception as e:

@@ -112,3 +112,13 @@ def test_an_error_ends_a_stream_behind_what_was_said() -> None:
     box.flush()
     asyncio.run(now(calls))
     assert [type(item) for item in heard[0].items] == [Event, EngineError] and len(heard[1].items) == 1
+
+
+def test_of_requests_that_were_aborted_nothing_is_kept() -> None:
+    heard, calls = Heard(), list[Any]()
+    box = Outbox(calls.append)
+    box.add([(heard, "a", said("a", 1))])
+    box.forget("a")
+    box.flush()
+    asyncio.run(now(calls))
+    assert not heard.items and not box._waiting and not box._known and not box._soon
