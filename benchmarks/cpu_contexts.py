@@ -16,6 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from cpu_kernels import read_speed
 
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.models import build
@@ -59,6 +60,7 @@ def main() -> None:
     caches = {kind: Cache(config, ops.kv_dtype(torch.float32, kind), most) for kind in ("auto", "int8")}
     for kind, cache in caches.items():
         print(f"K/V {kind}: {cache.store.bytes() / most / 1024:.1f} KiB a token")
+    print(f"{ops.threads} threads read {read_speed(ops.threads) / 1e9:.1f} GB/s")
     times: dict[tuple[str, int, int], list[float]] = {}
     for context in contexts:
         for rows in ROWS:
