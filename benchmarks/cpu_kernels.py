@@ -5,6 +5,7 @@
     python benchmarks/cpu_kernels.py MODEL.gguf --numba          # the two largest products in Numba as well (docs/adr/0001)
     python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
     python benchmarks/cpu_kernels.py MODEL.gguf --drafter DIR    # an MTP drafter's steps and whole cycles as well
+    python benchmarks/cpu_kernels.py MODEL.gguf --passes --cycles 1,2,3,4,5,7,9   # whole cycles that check given guesses
 
 Times are medians with (least to greatest) over the repetitions; `x` columns are multiples of one row in the same run.
 """
@@ -126,6 +127,23 @@ class Ours:
             self.ops.linear(x, block.gate_up)
 
 
+def greedy(ours: Ours) -> SamplingBatch:
+    return SamplingBatch.build([SamplingParams(temperature=0.0)], [[5]], [[]], ours.config.vocab_size, torch.device("cpu"))
+
+
+class Given:
+    """Whole cycles without a drafter: so many rows in one call, all but the first given guesses."""
+
+    def __init__(self, ours: Ours):
+        self.ours, self.sampling = ours, greedy(ours)
+        self.features = torch.zeros((8, ours.config.hidden))
+        self.cycle = ours.ops.host_cycle(ours.model, None, ours.store.pages(), self.features, ())
+        assert self.cycle is not None, "the library runs no whole cycles of this model"
+
+    def run(self, rows: int) -> None:
+        self.cycle.run([Asked(self.ours.seq.slot, 5, CONTEXT, rows - 1, [7] * (rows - 1))], self.sampling, None)
+
+
 class Cycles:
     """An MTP drafter beside the target: rounds of K steps, and whole cycles (draft K, verify K + 1, choose, accept) in one call."""
 
@@ -136,7 +154,7 @@ class Cycles:
         self.features = torch.randn((8, ours.config.hidden * (1 + len(own.taps))), generator=torch.Generator().manual_seed(1))
         self.cycle = ours.ops.host_cycle(ours.model, self.drafter, ours.store.pages(), self.features, own.taps)
         assert self.cycle is not None and self.cycle.drafts, "the library runs no whole cycles of this pair"
-        self.sampling = SamplingBatch.build([SamplingParams(temperature=0.0)], [[5]], [[]], ours.config.vocab_size, torch.device("cpu"))
+        self.sampling = greedy(ours)
         self.cold, self.zero = torch.zeros(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64)
 
     def draft(self, steps: int) -> None:
@@ -204,6 +222,7 @@ def main() -> None:
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--drafter", help="an MTP drafter's folder")
+    parser.add_argument("--cycles", default="", help="numbers of rows: whole cycles that check given guesses")
     parser.add_argument("--numba", action="store_true")
     parser.add_argument("--json", help="append the medians to this file")
     args = parser.parse_args()
@@ -221,6 +240,7 @@ def main() -> None:
 
         numba = NumbaProducts(ours)
     cycles = Cycles(ours, args.drafter) if args.drafter else None
+    given, counts = Given(ours) if args.cycles else None, [int(rows) for rows in args.cycles.split(",") if rows]
     speed = read_speed(ours.ops.threads)
     print(f"{ours.ops.threads} threads read {speed / 1e9:.1f} GB/s: a step takes {ours.step_bytes / speed * 1e3:.2f} ms at least")
     began = time.perf_counter()
@@ -244,6 +264,8 @@ def main() -> None:
             for _ in range(0, args.repeat, 4):
                 for k in (0, *DRAFTS):
                     clock.run(f"cycle, K = {k}", lambda k=k: cycles.run(k), 4)
+        for rows in counts:
+            clock.run(f"cycle of {rows} rows", lambda rows=rows: given.run(rows), args.repeat)
         if turn < 2:
             clock.run(f"prefill of {PREFILL}", ours.prefill, 1)
             clock.run(f"prefill of {PREFILL}, all rows", lambda: ours.prefill(True), 1)
@@ -266,6 +288,8 @@ def main() -> None:
             clock.show(f"draft of {k}", "pass, 1 rows")
         for k in (0, *DRAFTS):
             clock.show(f"cycle, K = {k}", "cycle, K = 0")
+    for rows in counts:
+        clock.show(f"cycle of {rows} rows", f"cycle of {counts[0]} rows")
     print(f"  a plain pass is {ours.step_bytes / speed * 1e3 / clock.median(f'pass, {PASS_ROWS[0]} rows'):.0%} of the memory limit")
     clock.show(f"prefill of {PREFILL}", per=PREFILL)
     clock.show(f"prefill of {PREFILL}, all rows", per=PREFILL)

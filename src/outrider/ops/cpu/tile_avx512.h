@@ -54,8 +54,8 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
                 else d[0] = vf_mul(first, vf_i8(bytes));
                 if (kind == W_Q6K) d[1] = vf_mul(first, vf_i8(bytes + 16));
             }
-            if (MT > 1) { /* one row keeps up with memory; more rows compute while the next group arrives in the second-level cache:
-                             the first level has too few places for lines under way */
+            if (MT > (lines == 8 ? 3 : 1)) { /* few rows keep up with memory (8 bits: up to three), and asking costs them time; more rows compute
+                             while the next group arrives in the second-level cache: the first level has too few places for lines under way */
                 UNROLL for (int j = 0; j < lines; j++) __builtin_prefetch(data + ahead + 64 * j, 0, 2);
                 __builtin_prefetch(scale + ahead_scale + 40 * sub, 0, 2);
             }
