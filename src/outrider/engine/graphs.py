@@ -217,7 +217,7 @@ class GraphExecutor:
     def launch(self, batch: StepBatch) -> Flight:
         """Start the step and return at once. `takes` must have been asked: it captures."""
         if batch.prompts:
-            self.machine.prompts(batch.prompts, self.passes.run)
+            self.machine.prompts(batch.prompts, self.passes.run, self.passes.most)
         flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], self.machine.clock())
         if not batch.decode:
             return flight

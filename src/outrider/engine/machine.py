@@ -42,15 +42,17 @@ class Machine:
     def vocab(self) -> int:
         return self.model.config.vocab_size
 
-    def prompts(self, lanes: Sequence[Lane], run: Callable[[Sequence[Lane]], None] | None = None) -> None:
+    def prompts(self, lanes: Sequence[Lane], run: Callable[[Sequence[Lane]], None] | None = None, most: int = 0) -> None:
         """Prompt chunks, packed into few passes. Each leaves the bits that it would leave alone: chunks share a pass only up to the
         number of rows that the backend promises to be independent, and only long ones with long ones, for which attention has other
-        kernels; a chunk beyond that number runs by itself, and always with the same rows. run: another way to run a pass."""
+        kernels; a chunk beyond that number runs by itself, and always with the same rows. run: another way to run a pass, of
+        at most so many rows (0: as many as are independent)."""
         can, at = self.model.ops.capabilities, 0
+        fit = min(most or can.independent_rows, can.independent_rows)
         lanes = sorted(lanes, key=lambda lane: lane.count > can.replay_rows)
         while at < len(lanes):
             rows, end, long = lanes[at].count, at + 1, lanes[at].count > can.replay_rows
-            while end < len(lanes) and rows + lanes[end].count <= can.independent_rows and (lanes[end].count > can.replay_rows) == long:
+            while end < len(lanes) and rows + lanes[end].count <= fit and (lanes[end].count > can.replay_rows) == long:
                 rows, end = rows + lanes[end].count, end + 1
             began = self.clock()
             (run or self.run)(lanes[at:end])

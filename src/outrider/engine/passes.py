@@ -2,8 +2,8 @@
 
 A pass is captured for a number of rows, a number of sequences and a bound of the context, when it is first needed. Rows beyond those of the
 chunks belong to an idle sequence on the scratch page and stand at position 0. So only backends whose rows are independent have captured
-passes: there a row has the bits that it has in any other pass. Passes of very many rows keep the device busy for longer than launching them
-takes, and are not captured.
+passes: there a row has the bits that it has in any other pass. Many rows go in several passes of at most `ROWS[-1]`: on a small model
+launching one large pass kernel by kernel takes the host longer than these take the device, and on a large one they take no longer.
 
 On a device without graphs the captured function itself runs: the same code is tested on the CPU.
 """

@@ -78,6 +78,17 @@ def test_a_server_has_its_passes_before_the_first_prompt_comes(models: dict[str,
     engine.check()
 
 
+def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None:
+    engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=32)
+    passed = captured(engine)
+    passed.most, whole, rows = 64, passed.run, list[int]()
+    passed.run = lambda lanes: (rows.append(sum(lane.count for lane in lanes)), whole(lanes))[1]  # type: ignore[method-assign]
+    engine.scheduler.alone, engine.scheduler.beside = 512, 0
+    jobs = [request(str(i), [(i + j) % VOCAB for j in range(31)], max_tokens=3) for i in range(8)]
+    assert len(run(engine, jobs)) == 8
+    assert rows == [60, 60, 60, 60] and {key.rows for key in passed._graphs} == {64}
+
+
 def test_only_rows_that_are_independent_are_filled_up() -> None:
     """Of a backend that promises nothing, a pass has the rows that it was asked for."""
     engine = tiny_engine("llama", graphs=True)
