@@ -186,7 +186,10 @@ def cases(args: argparse.Namespace, pdl: bool) -> Iterator[tuple[str | None, Cal
     rows_of = lambda kind: (1, 16, 32, 64, 512) if kind in FORMATS else (1, 17, 64, 128, 512, 2048)  # noqa: E731
     every = [(kind, rows) for kind in (*FORMATS, *DENSE, ATTENTION, EIGHT_BITS) for rows in rows_of(kind)]
     every += [(EXPERTS + kind, rows) for kind in FORMATS for rows in (1, 17, 64, 320, 1024)]
-    for kind, rows in every if args.all else SHORT:
+    short = (
+        [*SHORT, ("Q5_K", 1)] if Stub.target.arch == 90 else SHORT
+    )  # bits above nibbles are bytes: do they change how columns are paired?
+    for kind, rows in every if args.all else short:
         if kind == EIGHT_BITS and Stub.target.arch < 89:  # no eight-bit floats
             continue
         yield f"{kind}, {rows} rows", lambda kind=kind, rows=rows: product(kind, rows, pdl)  # type: ignore[misc]

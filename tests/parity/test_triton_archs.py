@@ -28,6 +28,9 @@ def test_kernels_fit_every_architecture() -> None:
     # Bytes of K/V made the compiler pair four neighbours instead of two, at some numbers of rows: other sums, other tokens with drafts.
     eight = [row for row in rows if "K/V in fp8" in row["kernel"] and row["shared"]]
     assert {row["sm"] for row in eight} == {89, 90, 100, 120} and all(row["widths"] == [2] for row in eight), eight
+    # The same of the byte above a word of five-bit weights.
+    products = [row for row in rows if row["sm"] == 90 and row["kernel"].startswith(("int4 g32", "fp8", "Q5_K")) and row["widths"]]
+    assert len(products) >= 4 and all(row["widths"] == [2] for row in products), products
 
 
 @pytest.mark.parametrize("kib", [98, 162])
