@@ -156,7 +156,7 @@ class ExpertTile:
 def choose_tile(pairs: Pairs, w: QuantWeight, gated: bool, shared: int) -> ExpertTile:
     """By how many pairs an expert has on average (measured on an H200: docs/gpu.md)."""
     mean = pairs.count / pairs.experts
-    if mean <= 6 and w.plane == 32:
+    if mean <= 6 and w.plane == 32 and w.high is None:  # five bits take no tile of 8 (quant_tiles.fit)
         if gated or pairs.count <= 16:
             return ExpertTile(8, 64, 4, 4)
         return ExpertTile(8, 64, 3, 2, 160) if w.bits == 4 else ExpertTile(8, 64, 4, 2)
