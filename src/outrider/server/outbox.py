@@ -2,13 +2,15 @@
 
 The interpreter has one lock for both threads, and writing what a step brought to many streams may take the loop longer than the step. So
 where many streams are open, writing has its time: while the engine waits for its device (`open`), and as much as fits into a share of a
-step; those who have waited longest come first. What several steps say of one request meanwhile is written as one. Few streams are written
-to after every step, and so is everybody when the engine has nothing to do (`flush`).
+step; those who begin or end come first, and do not wait for the next such time (`hurry`), then those who have waited longest. What several
+steps say of one request meanwhile is written as one. Few streams are written to after every step, and so is everybody when the engine has
+nothing to do (`flush`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ from ..engine.engine import Event as EngineEvent
 from ..spec.plan import Branches
 from ..types import RequestStats
 
+log = logging.getLogger("outrider")
 FEW = 16  # streams: so many are written to step by step, whatever the loop has to do
 SHARE = 0.3  # of the time between two windows is for writing
 LONGEST = 0.05  # seconds that something waits, if the loop can help it
@@ -110,6 +113,14 @@ class Outbox:
             room = max(SHARE * self._between / self._each, len(self._waiting) * self._between / LONGEST)
             self._call_soon(lambda: self._hand_over(max(1, round(room))))
 
+    def hurry(self) -> None:
+        """Those who begin or end do not wait for the next window: before it there may be kernels to compile."""
+        with self._lock:
+            if self._writing or not self._soon:
+                return
+            self._writing, count = True, len(self._soon)
+        self._call_soon(lambda: self._hand_over(count))
+
     def flush(self) -> None:
         """Everything, at once."""
         if self._waiting:
@@ -125,8 +136,11 @@ class Outbox:
             self._soon.difference_update(order)
         apart = most is None and len(taken) <= FEW
         for id, (to, items) in taken.items():
-            for item in items if apart else together(items):
-                to.put(id, item)
+            try:
+                for item in items if apart else together(items):
+                    to.put(id, item)
+            except Exception:  # one stream's trouble is nobody else's
+                log.exception("what request %s was told could not be handed over", id)
         loop = asyncio.get_running_loop()
         loop.call_soon(self._written, len(taken), time.thread_time())  # behind those who were just woken to write
 

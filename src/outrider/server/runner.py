@@ -22,7 +22,7 @@ from typing import Protocol, TypeVar
 from ..engine.metrics import Metrics
 from ..engine.scheduler import Request
 from ..types import OutriderError
-from .outbox import Event, Item, Outbox
+from .outbox import FEW, Event, Item, Outbox
 from .trim import trim
 
 log = logging.getLogger("outrider.server")
@@ -125,6 +125,8 @@ class Stream:
             self._runner.abort(id)
         self.open = set()
         self._items.clear()  # what waited may be megabytes, and the call that holds this may live on for a while
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)  # who still reads is told that nothing comes
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
@@ -257,8 +259,12 @@ class Runner:
             if event.finish_reason == "error":
                 out[i] = (event.id, OutriderError(event.error) if event.error else EngineError("the engine failed on this request"))
         self._deliver(out)
-        if not self._written:  # nothing runs on a device: the next step is as good a time as any
+        if (
+            not self._written or len(self._streams) <= FEW
+        ):  # nothing runs on a device, or there is little to write: now is as good a time as any
             self._outbox.open(len(self._streams))
+        else:
+            self._outbox.hurry()
 
     def _fail(self, error: Exception) -> None:
         """A step raised: nobody knows which sequences it has spoilt, so all that were in it fail."""

@@ -122,3 +122,31 @@ def test_of_requests_that_were_aborted_nothing_is_kept() -> None:
     box.flush()
     asyncio.run(now(calls))
     assert not heard.items and not box._waiting and not box._known and not box._soon
+
+
+def test_those_who_begin_or_end_need_no_window() -> None:
+    heard, calls = [Heard() for _ in range(FEW + 4)], list[Any]()
+    box = Outbox(calls.append)
+    box.add([(one, str(i), said(str(i), 0)) for i, one in enumerate(heard)])
+    box.flush()
+    asyncio.run(now(calls))
+    box.add([(one, str(i), said(str(i), 1, "stop" if i == 7 else None)) for i, one in enumerate(heard)])
+    box.hurry()
+    asyncio.run(now(calls))
+    assert [len(one.items) for one in heard] == [2 if i == 7 else 1 for i in range(FEW + 4)]
+    box.hurry()
+    assert not calls
+
+
+def test_a_stream_that_fails_takes_nobody_with_it() -> None:
+    class Broken:
+        def put(self, id: str, item: Any) -> None:
+            raise RuntimeError("no")
+
+    good, calls = Heard(), list[Any]()
+    box = Outbox(calls.append)
+    for step in range(2):
+        box.add([(Broken(), "0", said("0", step)), (good, "1", said("1", step))])
+        box.open(2)
+        asyncio.run(now(calls))
+    assert [t for e in good.items for t in e.tokens] == [0, 1]
