@@ -45,7 +45,7 @@ class StandIn:
         began = time.perf_counter()
         self._let_go(LAUNCHES)
         self._free_at = max(time.perf_counter(), self._free_at) + rows * self.row + (self.step if batch.decode else 0.0)
-        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], began)
+        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], began, rows)
         flight.payload, flight.ahead = self._free_at, [lane.k + 1 for lane in batch.decode]
         return flight
 
@@ -56,6 +56,9 @@ class StandIn:
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
         time.sleep(self.step)
+
+    def prepare(self) -> None:
+        pass
 
     def times(self, part: str) -> bool:
         return True

@@ -116,6 +116,7 @@ def main() -> None:
                 follow(ahead, team)
             else:
                 Leader(ahead, team)
+                ahead.executors[0].prepare()
                 one["ahead"] = answers(ahead, True, "ahead")
                 team.send(None)
         if team.share.rank:

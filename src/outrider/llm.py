@@ -260,8 +260,9 @@ def assemble(options: Options, say: Callable[[str], None], team: Team | None = N
         if team is None:
             return room
         agreed = True
-        context, tokens, window = team.least((room.max_context, room.tokens, -1 if room.window_tokens is None else room.window_tokens))
-        return Room(context, tokens, None if window < 0 else window)
+        window = -1 if room.window_tokens is None else room.window_tokens
+        context, tokens, window, rows = team.least((room.max_context, room.tokens, window, room.pass_rows))
+        return Room(context, tokens, None if window < 0 else window, rows)
 
     try:
         return _assemble(options, say, team, agree)

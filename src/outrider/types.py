@@ -105,7 +105,7 @@ class Wanted:
     comes out of few or none. The others go no further than the last layer that writes K/V. Rows stand alone, so the wanted ones have the
     bits that they would have in company."""
 
-    rows: Tensor  # int64 [W] of the pass's R rows, ascending
+    rows: Tensor  # int64 [W] of the pass's R rows, none before the one in front of it; one may come twice
     kv: KVView  # the same cache as the W rows see it
 
 

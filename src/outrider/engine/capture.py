@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+ONE = threading.Lock()  # torch captures one graph at a time in a process, and another model may be loading in another thread
 
 
 class Pool:
@@ -32,16 +35,19 @@ class Graph:
         self.fn = fn
         self.graph: torch.cuda.CUDAGraph | None = None
         self.result: Tensor | None = None
-        if device.type != "cuda":
-            return
+        if device.type == "cuda":
+            with ONE:
+                self._capture(device, pool)
+
+    def _capture(self, device: torch.device, pool: Pool | None) -> None:
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            fn()
+            self.fn()
         torch.cuda.current_stream(device).wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool.handle() if pool is not None else None, capture_error_mode="thread_local"):
-            self.result = fn()
+            self.result = self.fn()
 
     def replay(self) -> None:
         if self.graph is None:

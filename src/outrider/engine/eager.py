@@ -216,6 +216,9 @@ class EagerExecutor:
         self.metrics.drafter_failures += 1
 
     # ---- timing ---------------------------------------------------------------------------------------------------------------
+    def prepare(self) -> None:
+        pass  # it needs nothing
+
     def times(self, part: str) -> bool:
         return True
 

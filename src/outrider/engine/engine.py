@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,7 +30,7 @@ from .host import HostExecutor
 from .machine import Machine
 from .metrics import Metrics
 from .pace import Pace
-from .passes import ROWS, likely
+from .passes import LIKELY, ROWS, most_rows
 from .room import Room, free_bytes, gpu_budget, prompt_rows, room, rows_alone, rows_beside, spare_bytes, swap_bytes
 from .scheduler import Scheduler
 from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
@@ -82,7 +82,8 @@ class Engine:
         if self.device.type == "cuda":
             rows = min(self.can.graph_rows, self.max_batch * (MAX_DRAFT + 1))
             budget = gpu_budget(config, model.config, self.device, rows)
-        self.room = agree(room(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget))
+        found = room(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget)
+        self.room = agree(replace(found, pass_rows=most_rows(model.config, self.can)))
         ahead = max(self.chunk, MAX_DRAFT + 1)
         layout = CacheSpec(
             self.max_batch, self.room.max_context, config.page_size, ahead, self.room.tokens, self.room.window_tokens, swap_bytes(config)
@@ -98,7 +99,7 @@ class Engine:
             self.max_context, pack, rows_beside(model.config, self.can.rows_beside, self.can.work_beside, self.chunk),
             rows_alone(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
         )  # fmt: skip
-        self.pace = Pace(self.scheduler.beside, ROWS)
+        self.pace = Pace(self.scheduler.beside, LIKELY)
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
@@ -123,7 +124,7 @@ class Engine:
         mtp = self.drafter.model if isinstance(self.drafter, MTPDrafter) else None
         if self.spec.verify == "coupled":
             if self.graphs and (self.drafter is None or mtp is not None):
-                made.append(GraphExecutor(machine, self.can))
+                made.append(GraphExecutor(machine, self.can, self.room.pass_rows))
             cycle = self.model.ops.host_cycle(self.model, mtp, self.store.pages(), machine.features, machine.taps)
             if cycle is not None and not made:
                 made.append(HostExecutor(machine, cycle))
@@ -131,11 +132,10 @@ class Engine:
 
     def serve(self) -> None:
         """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it is needed, and
-        prompts run in pieces that nobody waits long for, in passes that are captured before the first one comes."""
+        prompts run in pieces that nobody waits long for; on a GPU the likely passes are captured before the first one comes."""
         self.store.take_ahead()
-        for rows, context in likely(self.can, self.store) if self.executors[0].name == "graphs" else ():
-            for ends in (False, True) if self.drafter is not None else (False,):
-                self.executors[0].probe("prompts", int(ends), rows, context)
+        if self.device.type == "cuda":
+            self.executors[0].prepare()
         if self.can.rows_alone and self.can.prompts_independent:
             self.scheduler.chunk = min(self.scheduler.chunk, self.can.rows_alone)
 
@@ -267,9 +267,8 @@ class Engine:
         if flight.executor.behind:
             seconds, known = now - max(flight.began, self._landed), not flight.batch.prompts
             self._landed = now
-            rows = sum(lane.count for lane in flight.batch.prompts)
-            if self.scheduler.beside and rows <= ROWS[-1]:
-                self.pace.observe(rows, seconds)
+            if self.scheduler.beside and flight.rows <= ROWS[-1]:
+                self.pace.observe(flight.rows, seconds)
                 self.scheduler.beside = self.pace.rows
         else:
             before, self._timed = self._timed, [lane.seq for lane in lanes]

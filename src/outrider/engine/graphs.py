@@ -93,7 +93,8 @@ class GraphExecutor:
     name = "graphs"
     behind = True
 
-    def __init__(self, machine: Machine, capabilities: Capabilities):
+    def __init__(self, machine: Machine, capabilities: Capabilities, pass_rows: int = 0):
+        """pass_rows: of the largest pass over prompts that is captured."""
         drafter = machine.drafter
         assert drafter is None or isinstance(drafter, MTPDrafter), "only MTP drafters run inside a graph"
         self.machine, self.device, self.drafter, self.can = machine, machine.device, drafter, capabilities
@@ -103,7 +104,7 @@ class GraphExecutor:
         self.history = History(self.idle + 1, machine.vocab, machine.eos, self.device)
         self.bits: Tensor | None = None  # int32 [rows, V / 32]: masks of the rows of a step, made when the first grammar comes
         self.pool = Pool(self.device)
-        self.passes = Passes(machine, capabilities, self.pool)
+        self.passes = Passes(machine, pass_rows, self.pool)
         self.broken: str | None = None  # why capturing failed: from then on steps are eager
         self._refused: set[Key] = set()  # graphs with something special in them that could not be captured: those steps are eager
         self._graphs: dict[Key, Captured] = {}
@@ -216,9 +217,10 @@ class GraphExecutor:
     @torch.inference_mode()
     def launch(self, batch: StepBatch) -> Flight:
         """Start the step and return at once. `takes` must have been asked: it captures."""
+        before = self.passes.ran
         if batch.prompts:
-            self.machine.prompts(batch.prompts, self.passes.run, self.passes.most)
-        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], self.machine.clock())
+            self.machine.prompts(batch.prompts, self.passes.run, self.passes.pack)
+        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], self.machine.clock(), self.passes.ran - before)
         if not batch.decode:
             return flight
         known, key = self._next
@@ -332,13 +334,12 @@ class GraphExecutor:
     def times(self, part: str) -> bool:
         return self.broken is None
 
+    def prepare(self) -> None:
+        self.passes.prepare()
+
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the scratch page. Of the
-        part "prompts" a pass of `k` rows, with the last states of its sequences where `batch` is not 0."""
-        if part == "prompts":
-            self.passes.probe(k, context, batch > 0)
-            return
+        """One verify pass of drafts from the host, one draft, or a cycle with a tree so deep, to its end, on the scratch page."""
         width = next(w for w in self.can.graph_widths if w >= k)
         rows = self.can.bucket(min(batch, self.can.graph_batches[-1]))
         tree = self.drafter is not None and part == branching(self.drafter.name)

@@ -1,7 +1,8 @@
 """How many prompt tokens a step may have beside sequences that decode: so many that it lasts little more than twice as long. Torch-free.
 
 Both are measured as the engine runs: what a step without prompts takes, and what a row of a prompt adds to one. So a long prompt holds up
-running streams as little on a large model as on a small one, and at every batch. Rows are those of captured passes.
+running streams as little on a large model as on a small one, and at every batch. Rows are those that
+ran, with what filled a captured pass up.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 LONGER = 2.3  # times a step without prompts; streams notice three
+FEW = 64  # rows: a pass of fewer takes what reading the weights takes, which says nothing of a row
 OLD = 0.85  # what the last measurement leaves of those before it
 
 
@@ -23,7 +25,7 @@ class Pace:
         """A step with so many rows of prompts took so long. What holds up a single step (another process, a first run) counts little."""
         if not rows:
             self._plain = self._mixed(self._plain, seconds)
-        elif self._plain:
+        elif self._plain and rows >= FEW:
             self._row = self._mixed(self._row, max(0.0, seconds - self._plain) / rows)
             fit = (LONGER - 1) * self._plain / self._row if self._row else 0.0
             self.rows = max([n for n in self._choices if n <= fit], default=self._least) if fit else self.rows

@@ -1,9 +1,13 @@
 """Passes over chunks of prompts as CUDA graphs: hundreds of launches as one, so that the host is done long before the device.
 
-A pass is captured for a number of rows, a number of sequences and a bound of the context, when it is first needed. Rows beyond those of the
-chunks belong to an idle sequence on the scratch page and stand at position 0. So only backends whose rows are independent have captured
-passes: there a row has the bits that it has in any other pass. Many rows go in several passes of at most `ROWS[-1]`: on a small model
-launching one large pass kernel by kernel takes the host longer than these take the device, and on a large one they take no longer.
+A pass is captured for a number of rows, a number of sequences and a bound of the context, when it is first needed; or a few of them before
+the first request comes (`prepare`), and then no others: chunks run in the smallest that holds them, or launched kernel by kernel. Rows
+beyond those of the chunks belong to an idle sequence on the scratch page and stand at position 0. So only backends whose rows are
+independent have captured passes: there a row has the bits that it has in any other pass.
+
+Rows that fill a pass up cost what others cost. So a pass is captured only up to as many rows as take the device no longer than launching
+takes the host (`most_rows`): what is filled up within that is done sooner than it would be launched. On a small model, where that is
+all of `ROWS`, more rows go in several captured passes; on a large one in a single one that is launched and keeps the device busy.
 
 On a device without graphs the captured function itself runs: the same code is tested on the CPU.
 """
@@ -13,10 +17,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from ..cache.store import KVStore, upload
+from ..models.config import ModelConfig
+from ..models.inspect import flops, model_size
 from ..ops.backend import Capabilities
 from ..types import Wanted
 from .capture import Graph, Pool
@@ -26,9 +34,14 @@ from .machine import Machine
 from .step import Lane
 
 log = logging.getLogger("outrider")
-ROWS = (16, 64, 128, 256, 512, 1024, 2048)
+ROWS = (16, 64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # from 256 on a fifth at most fills up
 SEQUENCES = (8, 64)
 NEAR = 1024  # positions: a pass that stays below them is a graph of its own, since attention has faster kernels there
+LAUNCHING = 1.6e13  # operations of 30 ms on an H200, which the host takes at least to launch a pass kernel by kernel
+# What a server captures before the first request comes, for few sequences and any context; some of it also for the near context, and for
+# many sequences up to FAR positions, since attention keeps sums of every last row by pieces of its context.
+LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)
+NEARBY, CROWDED, FAR = (256, 1024), (512, 2048), 8192
 
 
 @dataclass(frozen=True)
@@ -40,13 +53,20 @@ class PassKey:
     context: int  # no position may reach it
     wanted: bool  # the last hidden state of some sequence
 
+    def holds(self, rows: int, sequences: int, end: int, wanted: bool) -> bool:
+        return self.wanted == wanted and self.rows >= rows and self.sequences >= sequences and self.context >= end
+
 
 class Passes:
-    def __init__(self, machine: Machine, can: Capabilities, pool: Pool):
+    def __init__(self, machine: Machine, most: int, pool: Pool):
+        """most: rows of the largest pass that is captured (`most_rows`); 0: none is."""
         self.machine, self.pool, self.device = machine, pool, machine.device
         self.idle = machine.store.spec.slots  # the table row that is all scratch page
-        self.most, self.furthest = most_rows(can), furthest(machine.store)
-        self.broken: str | None = None  # why capturing failed: from then on passes are launched kernel by kernel
+        self.most, self.furthest = most, furthest(machine.store)
+        self.pack = most if most == ROWS[-1] else 0  # rows of several chunks in one pass; 0: as many as are independent
+        self.fixed = False  # somebody waits for every step: nothing is captured any more
+        self.ran = 0  # rows so far, with those that filled passes up
+        self._refused: set[PassKey] = set()  # could not be captured
         self._graphs: dict[PassKey, Graph] = {}
         self._numbers = torch.zeros(size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device)
 
@@ -54,45 +74,54 @@ class Passes:
         """One pass over some chunks."""
         key = self.key(lanes)
         if key is None or not self.ready(key):
+            self.ran += sum(lane.count for lane in lanes)
             self.machine.run(lanes)
             return
+        self.ran += key.rows
         self.machine.store.flush()
         self._say(lanes, key)
         self._graphs[key].replay()
 
     def key(self, lanes: Sequence[Lane]) -> PassKey | None:
-        """The graph these chunks run in; None: there is none for so many."""
+        """The graph these chunks run in, which may have to be captured; None: there is none, and will be none."""
         count, end = sum(lane.count for lane in lanes), max(lane.start + lane.count for lane in lanes)
-        if self.broken is not None or count > self.most or len(lanes) > SEQUENCES[-1]:
-            return None
-        rows, sequences = next(n for n in ROWS if n >= count), next(n for n in SEQUENCES if n >= len(lanes))
-        context = NEAR if end <= NEAR < self.furthest else self.furthest
-        return PassKey(rows, sequences, context, any(lane.wanted for lane in lanes))
+        wanted = any(lane.wanted for lane in lanes)
+        if not self.fixed and count <= self.most and len(lanes) <= SEQUENCES[-1]:
+            rows, sequences = next(n for n in ROWS if n >= count), next(n for n in SEQUENCES if n >= len(lanes))
+            key = PassKey(rows, sequences, NEAR if end <= NEAR < self.furthest else self.furthest, wanted)
+            if key not in self._refused:
+                return key
+        there = [key for key in self._graphs if key.holds(count, len(lanes), end, wanted)]
+        return min(there, key=lambda key: (key.rows, key.sequences, key.context), default=None)
 
     def ready(self, key: PassKey) -> bool:
-        """Capture it if that has not been done. A failure ends the use of captured passes, with one line."""
-        if key in self._graphs:
-            return True
+        """Capture it if that has not been done. After a failure only passes of fewer rows are captured from then on; a line says so."""
+        if key in self._graphs or key in self._refused:
+            return key in self._graphs
         self._say([], key)  # the warm-up runs on the scratch page alone
         try:
             with torch.inference_mode():
-                self._graphs[key] = Graph(lambda: self._pass(key), self.device, self.pool)
+                self._graphs[key] = Graph(partial(prompt_pass, self.machine, self._numbers, key), self.device, self.pool)
         except Exception as error:
             if self.device.type != "cuda":
                 raise
-            self.broken = f"{type(error).__name__}: {error}".splitlines()[0]
-            log.warning("prompts run without CUDA graphs: capturing %s failed (%s)", key, self.broken)
+            self._refused.add(key)
+            if key.rows <= self.most:
+                self.most = max((n for n in ROWS if n < key.rows), default=0)
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                log.warning("prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, why)
             return False
         return True
 
-    def probe(self, rows: int, context: int, wanted: bool) -> None:
-        """One pass of few sequences to its end, on the scratch page."""
-        key = PassKey(rows, SEQUENCES[0], context, wanted)
-        if self.broken is None and self.ready(key):
-            self._say([], key)
-            self._graphs[key].replay()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+    def prepare(self) -> None:
+        """Capture what a server will want, the largest first (the smaller ones find their memory there), and nothing after that. Every
+        process of a team tries the same passes in the same order, whatever fails: there are exchanges in them."""
+        began, ends = self.machine.clock(), (False, True) if self.machine.drafter is not None else (False,)
+        for key in likely(self.most, self.furthest, ends):
+            self.ready(key)
+        self.fixed = True
+        if self._graphs:
+            log.info("captured %d passes over prompts in %.1f s", len(self._graphs), self.machine.clock() - began)
 
     def drop(self) -> None:
         self._graphs.clear()
@@ -115,25 +144,28 @@ class Passes:
         line = [*ids, *nothing, *positions, *nothing, *owner, *[key.sequences] * fill, *starts, *slots, *ends]
         self._numbers[: len(line)].copy_(upload(line, torch.int64, self.device))
 
-    def _pass(self, key: PassKey) -> None:
-        """The function that is captured: it looks at no value."""
-        machine, count = self.machine, key.sequences + 1
-        numbers = self._numbers[: size(key.rows, key.sequences)]
-        ids, positions, owner, starts, slots, ends = numbers.split([key.rows] * 3 + [count + 1, count, count])
-        pages = Pages.of(machine.store, slots, key.context)
-        kv = pages.view(slots, positions, owner, starts.to(torch.int32), key.rows, key.context)
-        if not key.wanted:
-            forward(machine.model, ids, kv, machine.taps, Wanted(positions[:0], kv))
-            return
-        last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=self.device)
-        seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
-        _, features = forward(machine.model, ids, kv, machine.taps, Wanted(last, seen))
-        machine.features.index_copy_(0, ends, features)
+
+def prompt_pass(machine: Machine, numbers: Tensor, key: PassKey) -> None:
+    """The function that is captured: it looks at no value. numbers: as `Passes._say` writes them."""
+    count = key.sequences + 1
+    parts = numbers[: size(key.rows, key.sequences)].split([key.rows] * 3 + [count + 1, count, count])
+    ids, positions, owner, starts, slots, ends = parts
+    pages = Pages.of(machine.store, slots, key.context)
+    kv = pages.view(slots, positions, owner, starts.to(torch.int32), key.rows, key.context)
+    if not key.wanted:
+        forward(machine.model, ids, kv, machine.taps, Wanted(positions[:0], kv))
+        return
+    last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
+    seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
+    _, features = forward(machine.model, ids, kv, machine.taps, Wanted(last, seen))
+    machine.features.index_copy_(0, ends, features)
 
 
-def most_rows(can: Capabilities) -> int:
-    """Rows of the largest pass that is captured."""
-    return ROWS[-1] if can.prompts_independent and can.independent_rows >= ROWS[-1] else 0
+def most_rows(model: ModelConfig, can: Capabilities) -> int:
+    """Rows of the largest pass that is captured: it takes a device no longer than launching it would take the host."""
+    work = model_size(model)
+    fit = [n for n in ROWS if n <= can.independent_rows and flops(work, n, 0, 0) <= LAUNCHING]
+    return max(fit, default=0) if can.prompts_independent else 0
 
 
 def furthest(store: KVStore) -> int:
@@ -141,10 +173,14 @@ def furthest(store: KVStore) -> int:
     return next(iter(store.tables.values())).shape[1] * store.spec.page_size
 
 
-def likely(can: Capabilities, store: KVStore) -> list[tuple[int, int]]:
-    """(rows, context) of the passes that a server will want, the largest first: the smaller ones find their memory there."""
-    contexts = sorted({min(NEAR, furthest(store)), furthest(store)})
-    return [(rows, context) for rows in reversed(ROWS) if rows <= most_rows(can) for context in contexts]
+def likely(most: int, furthest: int, ends: Sequence[bool]) -> list[PassKey]:
+    """The passes that a server will want, the largest first: of up to `most` rows and `furthest` positions, with and without last states
+    as `ends` says. At most twelve for each."""
+    few, many = SEQUENCES
+    rows = [n for n in LIKELY if n <= most]
+    shapes = {(n, few, furthest) for n in rows} | {(n, few, min(NEAR, furthest)) for n in NEARBY if n <= most}
+    shapes |= {(min(n, rows[-1]), many, min(FAR, furthest)) for n in CROWDED if rows}
+    return [PassKey(*shape, wanted) for shape in sorted(shapes, reverse=True) for wanted in ends]
 
 
 def size(rows: int, sequences: int) -> int:

@@ -30,6 +30,7 @@ class Room:
     max_context: int  # prompt and answer of one sequence
     tokens: int  # positions of K/V of full layers in all
     window_tokens: int | None = None  # of sliding layers; None: as many as all slots can ever hold
+    pass_rows: int = 0  # of the largest pass over prompts that is captured as a CUDA graph
 
 
 def free_bytes(device: torch.device) -> int:

@@ -43,7 +43,7 @@ class Seq:
     computed: int = 0
     cache: SeqCache | None = None  # its slot and pages, while it runs
     kept: Kept | None = None  # what the host keeps of its K/V, while it waits to run again
-    has_features: bool = False  # the hidden state at tokens[-2] is known, so a drafter can start
+    has_features: bool = False  # a drafter can start: of one that starts from it (`fed`) the hidden state at tokens[-2] is known
     fed: bool = False  # its drafts start from that state: so it is wanted of the prompt's end
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
@@ -130,6 +130,7 @@ class Flight:
     batch: StepBatch
     holders: list[SeqCache]
     began: float  # when its decode rows were started: prompt chunks come before
+    rows: int = 0  # of its prompts' passes, with those that filled them up
     width: float = 0.0  # drafted tokens a sequence, as the cost table counts them
     context: int = 0  # positions, likewise
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
@@ -154,6 +155,10 @@ class Executor(Protocol):
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
         """Run one part of a step on scratch sequences to its end, to be timed: "verify", or the draft of the drafter of that name."""
+        ...
+
+    def prepare(self) -> None:
+        """Whatever can be made before the first request comes is made now, and from now on nobody is kept waiting for such a thing."""
         ...
 
     def times(self, part: str) -> bool:

@@ -71,7 +71,7 @@ class StepTold:
 
 @dataclass(frozen=True)
 class Order:
-    """What to do: "takes" or "launch" a step with an executor, "probe" one, or "score" a text."""
+    """What to do: "takes" or "launch" a step with an executor, "probe" or "prepare" one, or "score" a text."""
 
     what: str
     executor: int = 0
@@ -200,6 +200,11 @@ class Led:
             self.leader.team.send(Order("probe", self.index, probe=(part, batch, k, context)))
             self.inner.probe(part, batch, k, context)
 
+    def prepare(self) -> None:
+        with self.leader.together():
+            self.leader.team.send(Order("prepare", self.index))
+            self.inner.prepare()
+
     def times(self, part: str) -> bool:
         return self.inner.times(part)
 
@@ -264,6 +269,9 @@ class Follower:
         executor, machine = self.engine.executors[order.executor], self.engine.machine
         if order.probe is not None:
             executor.probe(*order.probe)
+            return
+        if order.what == "prepare":
+            executor.prepare()
             return
         machine.close_scratch()  # what was timed is over
         if order.score is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outrider.engine.pace import LONGER, Pace
-from outrider.engine.passes import ROWS
+from outrider.engine.passes import LIKELY
 
 
 def driven(pace: Pace, plain: float, pass_s: float, row: float, steps: int = 200) -> int:
@@ -19,16 +19,16 @@ def driven(pace: Pace, plain: float, pass_s: float, row: float, steps: int = 200
 @pytest.mark.parametrize(("plain", "row"), [(3.4e-3, 3.3e-6), (23e-3, 100e-6), (2e-3, 3.3e-6), (70e-3, 100e-6)])
 def test_a_step_with_prompts_lasts_little_more_than_twice_as_long(plain: float, row: float) -> None:
     for begin in (512, 1024):
-        rows = driven(Pace(begin, ROWS), plain, 1e-3, row)
-        assert rows in ROWS and (plain + rows * row <= LONGER * plain or rows == begin // 4)
-        assert 2 * rows * row > (LONGER - 1) * plain or rows == ROWS[-1], "and no shorter than that"
+        rows = driven(Pace(begin, LIKELY), plain, 1e-3, row)
+        assert rows in LIKELY and (plain + rows * row <= LONGER * plain or rows == begin // 4)
+        assert 2 * rows * row > (LONGER - 1) * plain or rows == LIKELY[-1], "and no shorter than that"
 
 
 def test_it_follows_the_batch_and_forgets_what_held_up_one_step() -> None:
-    pace = Pace(512, ROWS)
+    pace = Pace(512, LIKELY)
     few = driven(pace, 3e-3, 1e-3, 10e-6)
     many = driven(pace, 12e-3, 1e-3, 10e-6)
-    assert few == 256 and many == 1024
+    assert few == 256 and many == 1536
     pace.observe(pace.rows, 5.0)
     pace.observe(0, 5.0)
     driven(pace, 12e-3, 1e-3, 10e-6, 40)
@@ -36,6 +36,14 @@ def test_it_follows_the_batch_and_forgets_what_held_up_one_step() -> None:
 
 
 def test_before_anything_is_known_it_is_what_it_was() -> None:
-    pace = Pace(512, ROWS)
+    pace = Pace(512, LIKELY)
     pace.observe(512, 1.0)
     assert pace.rows == 512
+
+
+def test_a_pass_of_few_rows_says_nothing_of_a_row() -> None:
+    pace = Pace(512, LIKELY)
+    rows = driven(pace, 12e-3, 1e-3, 10e-6)
+    for _ in range(50):
+        pace.observe(16, 15e-3)
+    assert pace.rows == rows

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +15,10 @@ from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_mo
 from outrider.engine import passes
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
+from outrider.engine.passes import LIKELY, ROWS, PassKey, likely, most_rows
+from outrider.models.config import ModelConfig
+from outrider.models.known import KNOWN
+from outrider.ops.backend import Capabilities
 from outrider.ops.cpu.ops import CpuOps
 
 LENGTHS = (3, 40, 1, 17, 70, 16, 33)
@@ -71,17 +78,91 @@ def test_texts_are_the_same_through_captured_passes(models: dict[str, Any]) -> N
 def test_a_server_has_its_passes_before_the_first_prompt_comes(models: dict[str, Any]) -> None:
     engine = tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=True)
     engine.serve()
+    assert not captured(engine)._graphs, "of use on a GPU alone"
+    engine.executors[0].prepare()
     known = set(captured(engine)._graphs)
-    assert {(key.rows, key.wanted) for key in known} == {(rows, wanted) for rows in passes.ROWS for wanted in (False, True)}
+    assert {(key.rows, key.wanted) for key in known} == {(rows, wanted) for rows in LIKELY for wanted in (False, True)}
+    assert len(known) <= 24 and {key.sequences for key in known} == {8, 64}
     run(engine, [request(str(n), [t % VOCAB for t in range(n)], max_tokens=3) for n in LENGTHS])
     assert set(captured(engine)._graphs) == known
     engine.check()
 
 
+def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> None:
+    """Chunks run in the smallest pass that is there and holds them; where none does they are launched."""
+    engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=100, prefix_cache=False)
+    passed, launched, launch = captured(engine), list[int](), engine.machine.run
+    passed.most, passed.furthest = 256, 512
+    passed.prepare()
+    assert {(key.rows, key.sequences) for key in passed._graphs} == {(64, 8), (128, 8), (256, 8), (256, 64)}
+    engine.machine.run = lambda lanes: (launched.append(sum(lane.count for lane in lanes)), launch(lanes))[1]  # type: ignore[method-assign]
+    engine.scheduler.alone, engine.scheduler.beside = 1024, 0
+    alone = run(engine, [request("a", [t % VOCAB for t in range(81)], max_tokens=3)])
+    assert not launched and passed.ran == 128
+    many = run(engine, [request(str(i), [t % VOCAB for t in range(81)], max_tokens=3) for i in range(4)])
+    assert launched == [320] and passed.ran == 128 + 320 and len(passed._graphs) == 4
+    assert {tuple(tokens) for tokens in many.values()} == {tuple(alone["a"])}
+
+
+def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    passed, tried = captured(tiny_engine("llama", model=models["llama"], graphs=True)), list[int]()
+
+    def graph(fn: Any, device: Any, pool: Any) -> Any:
+        tried.append(fn.args[-1].rows)
+        if tried[-1] > 512:
+            raise RuntimeError("out of memory\nand so on")
+        return fn
+
+    class Pretended:
+        type = "cuda"
+
+    monkeypatch.setattr(passes, "Graph", graph)
+    monkeypatch.setattr(passed, "_say", lambda lanes, key: None)
+    passed.device = Pretended()  # type: ignore[assignment]
+    passed.prepare()
+    assert passed.most == 640 and {key.rows for key in passed._graphs} == {64, 128, 256, 512}
+    said = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert len(said) == len([n for n in LIKELY if n > 512]) and "and so on" not in caplog.text, "a line for each number of rows"
+    before = len(tried)
+    assert not any(passed.ready(key) for key in passed._refused) and len(tried) == before, "and is not tried again"
+    smallest = PassKey(ROWS[0], 8, 512, False)
+    monkeypatch.setattr(passes, "Graph", lambda *_: 1 / 0)
+    assert not passed.ready(smallest) and passed.most == 0
+
+
+def test_passes_are_captured_where_launching_is_what_they_wait_for() -> None:
+    can = Capabilities(independent_rows=8192, prompts_independent=True)
+    sizes = ("E2B", "E4B", "12B", "26B-A4B", "31B")
+    most = {size: most_rows(ModelConfig.from_hf(KNOWN[f"google/gemma-4-{size}-it"]), can) for size in sizes}
+    assert most == {"E2B": 2048, "E4B": 2048, "12B": 640, "26B-A4B": 2048, "31B": 256}
+    keys = likely(most["E2B"], 32768, (False,))
+    assert len(keys) == 12 and [key.rows for key in keys] == sorted((key.rows for key in keys), reverse=True)
+    assert max(key.context for key in keys if key.sequences > 8) == 8192
+    assert len(likely(most["31B"], 32768, (False, True))) == 10 and likely(0, 32768, (False,)) == []
+    assert all(5 * (b - a) <= b for a, b in pairwise(ROWS[3:])), "of more than 256 rows a fifth at most fills up"
+
+
+def test_an_engine_that_is_dropped_leaves_its_cache_at_once(models: dict[str, Any]) -> None:
+    engine = tiny_engine("llama", model=models["llama"], graphs=True)
+    run(engine, [request("a", [t % VOCAB for t in range(40)], max_tokens=3)])
+    assert captured(engine)._graphs
+    store = weakref.ref(engine.store)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert store() is None
+    finally:
+        gc.enable()
+
+
 def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None:
     engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=32)
     passed = captured(engine)
-    passed.most, whole, rows = 64, passed.run, list[int]()
+    assert passed.pack == ROWS[-1]
+    passed.pack, whole, rows = 64, passed.run, list[int]()
     passed.run = lambda lanes: (rows.append(sum(lane.count for lane in lanes)), whole(lanes))[1]  # type: ignore[method-assign]
     engine.scheduler.alone, engine.scheduler.beside = 512, 0
     jobs = [request(str(i), [(i + j) % VOCAB for j in range(31)], max_tokens=3) for i in range(8)]
