@@ -12,7 +12,7 @@ import pytest
 import torch
 from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
 
-from outrider.engine import passes
+from outrider.engine import capture, passes
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.passes import LIKELY, ROWS, PassKey, likely, most_rows
@@ -142,6 +142,13 @@ def test_passes_are_captured_where_launching_is_what_they_wait_for() -> None:
     assert max(key.context for key in keys if key.sequences > 8) == 8192
     assert len(likely(most["31B"], 32768, (False, True))) == 10 and likely(0, 32768, (False,)) == []
     assert all(5 * (b - a) <= b for a, b in pairwise(ROWS[3:])), "of more than 256 rows a fifth at most fills up"
+
+
+def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    monkeypatch.setattr(capture.Graph, "_capture", lambda self, device, pool: held.append(capture.ONE.locked()))
+    capture.Graph(lambda: None, torch.device("cuda"))
+    assert held == [True] and not capture.ONE.locked()
 
 
 def test_an_engine_that_is_dropped_leaves_its_cache_at_once(models: dict[str, Any]) -> None:
