@@ -39,7 +39,9 @@ enum { N = 48, K = 512, R = 11 };
 static void check_format(Team *one, Team *three, int kind) {
     static float x[R * K], all[R * N], alone[N], row[K], same[K];
     static int8_t q[K];
+    static int16_t wide[K];
     static Blk blk[K / 32];
+    const Acts acts = {.k = K, .q = q, .blk = blk, .wide = wide};
     uint8_t *file = malloc((size_t)N * (K / 32 / k_blocks(kind)) * raw_bytes(kind));
     random_rows(kind, N, K, file);
     Weight w = packed(three, kind, N, K, file), in_file = {W_FILE, N, K, kind, file, NULL};
@@ -51,7 +53,7 @@ static void check_format(Team *one, Team *three, int kind) {
         expect(!memcmp(row, same, sizeof row), "a packed row is the file's", kind, 1);
         for (int r = 0; r < R; r++) {
             double want = 0, reach = 0;
-            quantize_row(x + r * K, K, q, blk);
+            quantize_row(x + r * K, K, &acts, 0);
             for (int i = 0; i < K; i++) {
                 const double term = (double)row[i] * q[i] * blk[i / 32].d;
                 want += term;
