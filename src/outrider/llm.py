@@ -420,7 +420,8 @@ def _load_drafter(
 
         config, weights, _ = load_target(name, device, dtype, ops, None, load_format, seed, keep=cheaper)
         if config.vocab_size != target.config.vocab_size:
-            raise OutriderError(f"{name} has {config.vocab_size} tokens, the target {target.config.vocab_size}: not the same tokenizer")
+            sizes = f"{name} has {config.vocab_size} tokens, the target {target.config.vocab_size}"
+            raise OutriderError(f"{sizes}: not the same tokenizer, or filled up to another size")
         listed = draft_model.shortlist(config.vocab_size, always()) if ops.capabilities.shortlists else None
         how = ["its weights rounded to 4 bits"] if counts[0] else []
         how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []

@@ -35,6 +35,16 @@ def told(sure: list[float]) -> list[float]:
     return sure[:-1] if sure and sure[-1] == 0.0 else sure
 
 
+def switch_off(drafter: str, lanes: Sequence[Lane], error: Exception, metrics: Metrics) -> None:
+    """The drafter failed on these: they go on plainly."""
+    reason = f"{type(error).__name__}: {error}".splitlines()[0]
+    log.warning("drafter %s switched off for %d request(s): %s", drafter, len(lanes), reason)
+    for lane in lanes:
+        lane.seq.drafter_off = True
+        lane.seq.stats.drafter_off = reason
+    metrics.drafter_failures += 1
+
+
 class EagerExecutor:
     name = "eager"
     behind = False
@@ -135,7 +145,8 @@ class EagerExecutor:
             try:
                 draft = self._checked(self._neural(lanes, rest, x, trust), [lanes[i] for i in rest])
             except Exception as error:
-                self._failed([lanes[i] for i in rest], error)
+                assert self.machine.drafter is not None
+                switch_off(self.machine.drafter.name, [lanes[i] for i in rest], error, self.metrics)
             else:
                 if len(rest) == len(lanes):
                     return replace(draft, lengths=torch.minimum(draft.lengths, x.rows.limit).clamp(min=0))
@@ -205,15 +216,6 @@ class EagerExecutor:
         kv = machine.store.view(slots, length - 1, each, start, 1, max_context)
         features = machine.features[slots]
         return DraftBatch(ids, tokens, last, length, features, kv, sampling, self.sampled, machine.model.ops, machine.vocab)
-
-    def _failed(self, lanes: Sequence[Lane], error: Exception) -> None:
-        assert self.machine.drafter is not None
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        log.warning("drafter %s switched off for %d request(s): %s", self.machine.drafter.name, len(lanes), reason)
-        for lane in lanes:
-            lane.seq.drafter_off = True
-            lane.seq.stats.drafter_off = reason
-        self.metrics.drafter_failures += 1
 
     # ---- timing ---------------------------------------------------------------------------------------------------------------
     def prepare(self) -> None:

@@ -127,7 +127,7 @@ class Engine:
                 made.append(GraphExecutor(machine, self.can, self.room.pass_rows))
             cycle = self.model.ops.host_cycle(self.model, mtp, self.store.pages(), machine.features, machine.taps)
             if cycle is not None and not made:
-                made.append(HostExecutor(machine, cycle))
+                made.append(HostExecutor(machine, cycle, self.metrics))
         return [*made, EagerExecutor(machine, self.spec.verify, self.metrics)]
 
     def serve(self) -> None:

@@ -16,7 +16,9 @@ from ..spec.draft_model import DraftModel
 from ..spec.plan import READING, Branches, reading
 from ..types import SamplingParams
 from .cycle import logprobs
+from .eager import switch_off
 from .machine import Machine
+from .metrics import Metrics
 from .step import Emitted, Flight, StepBatch
 
 
@@ -24,8 +26,8 @@ class HostExecutor:
     name = "host"
     behind = False
 
-    def __init__(self, machine: Machine, cycle: HostCycle):
-        self.machine, self.cycle = machine, cycle
+    def __init__(self, machine: Machine, cycle: HostCycle, metrics: Metrics):
+        self.machine, self.cycle, self.metrics = machine, cycle, metrics
         drafter = machine.drafter
         self.draft_model = drafter if isinstance(drafter, DraftModel) and drafter.chain is not None else None  # drafts ahead of the call
         own = (drafter.name,) if drafter is not None and (cycle.drafts or self.draft_model is not None) else ()
@@ -62,10 +64,16 @@ class HostExecutor:
             return {}
         lanes = [batch.decode[i] for i in which]
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
-        made = self.draft_model.guess(
-            [x.seq.id for x in lanes], [x.seq.tokens for x in lanes], max(x.k for x in lanes), some, batch.trust,
-            [x.stop for x in lanes], [x.drop for x in lanes], len(batch.decode) == 1,
-        )  # fmt: skip
+        try:
+            made = self.draft_model.guess(
+                [x.seq.id for x in lanes], [x.seq.tokens for x in lanes], max(x.k for x in lanes), some, batch.trust,
+                [x.stop for x in lanes], [x.drop for x in lanes], len(batch.decode) == 1,
+            )  # fmt: skip
+        except Exception as error:
+            switch_off(self.draft_model.name, lanes, error, self.metrics)
+            for lane in lanes:
+                lane.k = 0
+            return {}
         for lane, brought in zip(lanes, made):
             lane.k = min(lane.k, brought.length)
             lane.guess = brought.tokens[: lane.k]

@@ -34,7 +34,7 @@ LISTED = 49_152  # tokens that are scored for every text, or a quarter of a voca
 BESIDE = 512  # and of a text's own, beside those
 NOTHING = Guessed([], [], 0)
 # What the controller takes for granted of a draft model before it has seen any: acceptance by position, and by confidence in 16 bins, as
-# counted on 1,340 greedy and 640 drawn tokens of a pair of Qwen2.5 (docs/drafting.md).
+# counted on 1,340 greedy and 640 drawn tokens of Qwen2.5-Coder-0.5B beside a stand-in for the 1.5B (benchmarks/cpu_standin.py).
 ACCEPTED = (0.72, 0.76, 0.78, 0.81, 0.83)
 TRUST = (0.2, 0.25, 0.25, 0.25, 0.32, 0.4, 0.38, 0.38, 0.48, 0.54, 0.55, 0.7, 0.72, 0.74, 0.82, 0.97)
 
@@ -59,9 +59,12 @@ class Track:
         """The latest of its tokens that are not listed."""
         for token in tokens[self.looked :]:
             if not known[token]:
+                self.unlisted.pop(token, None)  # the latest stand last
                 self.unlisted[token] = None
         self.looked = len(tokens)
-        return list(self.unlisted)[-BESIDE:]
+        while len(self.unlisted) > BESIDE:
+            del self.unlisted[next(iter(self.unlisted))]
+        return list(self.unlisted)
 
 
 class Pages:

@@ -107,6 +107,31 @@ def test_a_cheapened_draft_model_changes_no_answer(verify):
         assert engine.executors[0].name == "host" and engine.executors[0].times("draft_model")
 
 
+def test_a_draft_model_that_fails_leaves_its_requests_to_plain_decoding(monkeypatch):
+    target = compiled(5)
+    small = DraftModel(compiled(5, coarse=True), LISTED)
+    engine = tiny_engine(drafter=small, model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
+    plain = tiny_engine(model=target, names=(), kv=torch.bfloat16, page_size=16, prefill_chunk=32)
+    monkeypatch.setattr(small, "guess", lambda *args: 1 / 0)
+    assert run(engine, [request("a", [3, 44, 8], 4)]) == run(plain, [request("a", [3, 44, 8], 0)])
+    assert engine.executors[0].name == "host" and engine.metrics.drafter_failures == 1
+
+
+def test_rounded_copies_keep_no_memory_of_what_they_are_made_from():
+    block = OPS.packer.arena.block
+    rounded = OPS.coarse(OPS.quantize(torch.randn((64, 128)), "int8"))
+    held = OPS.packer.arena.block
+    assert isinstance(rounded, PackedWeight) and rounded.c.kind == W_Q4 and held is not None and (block is None or held is block)
+    assert not held.data_ptr() <= rounded.c.data < held.data_ptr() + held.numel()
+
+
+def test_the_latest_tokens_of_a_text_are_scored(monkeypatch):
+    monkeypatch.setattr(draft_model, "BESIDE", 2)
+    track, known = draft_model.Track(), bytearray(10)
+    assert track.beside([5, 6, 7], known) == [6, 7]
+    assert track.beside([5, 6, 7, 6], known) == [7, 6]
+
+
 def test_weights_in_four_bits():
     """The best scale leaves less error than the largest weight's alone would, and what is in four bits already is left alone."""
     torch.manual_seed(1)

@@ -65,7 +65,7 @@ enum { TRUST = 16, RIVALS = 2 }; /* bins of confidence; tokens beside the best t
 /* With path = product of trust[confidence] so far: a token that brings it below `drop` is left out, one that brings it
  * below `stop` is the last. Returns whether the draft goes on. */
 static int goes_on(const double *trust, double stop, double drop, int64_t *length, int k, float confidence, double *path) {
-    int bin = (int)(confidence * TRUST);
+    const int bin = confidence > 0 ? (int)(confidence * TRUST) : 0; /* no number: no confidence */
     *path *= trust[bin < TRUST ? bin : TRUST - 1];
     if (*path < drop) *length = k;
     else if (*path < stop) *length = k + 1;

@@ -54,6 +54,7 @@ class Packer:
 
     def __init__(self, lib: ctypes.CDLL, team: int, arena: Arena):
         self.lib, self.team, self.arena = lib, team, arena
+        self.rounded = Arena()  # copies of weights that then go: beside them they would keep their memory
 
     def pack(self, parts: Sequence[QuantPart]) -> PackedWeight | None:
         """Rows of all parts in order; None where the width does not divide into blocks."""
@@ -91,9 +92,9 @@ class Packer:
             if part.release is not None:
                 part.release(lo, hi)
 
-    def _empty(self, kind: int, n: int, k: int) -> PackedWeight:
+    def _empty(self, kind: int, n: int, k: int, arena: Arena | None = None) -> PackedWeight:
         sizes = [self.lib.or_packed_bytes(kind, n, k, which) for which in (0, 1)]
-        data, scale = (self.arena.empty((size,), torch.uint8) for size in sizes)
+        data, scale = ((arena or self.arena).empty((size,), torch.uint8) for size in sizes)
         return PackedWeight((n, k), CWeight(kind, n, k, 0, data.data_ptr(), scale.data_ptr()), sum(sizes), (data, scale))
 
     def halves(self, parts: Sequence[Weight]) -> PackedWeight:
@@ -127,7 +128,7 @@ class Packer:
         n, k = w.c.n, w.c.k
         if k % BLOCK or w.c.kind == W_FILE or w.nbytes * 8 <= COARSE_BITS * -(-n // LANES) * LANES * k:
             return w
-        out = self._empty(W_Q4, n, k)
+        out = self._empty(W_Q4, n, k, self.rounded)
         if self.lib.or_coarse(self.team, w.ref, out.ref):
             raise MemoryError("scratch of rounding")
         return out.view(*w.shape)
