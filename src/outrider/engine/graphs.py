@@ -112,8 +112,7 @@ class GraphExecutor:
         self._next: tuple[StepBatch, Key | None] = (StepBatch(), None)  # what `takes` was asked last, and the graph for it
         self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, Asks] = ([], "greedy", NOTHING)  # of the last batch
-        widest = next(iter(machine.store.tables.values())).shape[1] * machine.store.spec.page_size
-        self._furthest = widest - MAX_DRAFT - 1
+        self._furthest = self.passes.furthest - MAX_DRAFT - 1
 
     # ---- what it takes ------------------------------------------------------------------------------------------------
     def takes(self, batch: StepBatch) -> bool:

@@ -1,8 +1,8 @@
 """How many prompt tokens a step may have beside sequences that decode: so many that it lasts little more than twice as long. Torch-free.
 
 Both are measured as the engine runs: what a step without prompts takes, and what a row of a prompt adds to one. So a long prompt holds up
-running streams as little on a large model as on a small one, and at every batch. Rows are those that
-ran, with what filled a captured pass up.
+running streams as little on a large model as on a small one, and at every batch. Rows are those that ran, with what filled a captured
+pass up.
 """
 
 from __future__ import annotations

@@ -146,6 +146,13 @@ class TextModel:
         taps also their residual streams after those layers."""
         raise NotImplementedError
 
+    def narrowed(
+        self, wanted: Wanted, q: Tensor, x: Tensor, streams: dict[int, Tensor]
+    ) -> tuple[Tensor, Tensor, KVView, list[tuple[Tensor, Tensor]], dict[int, Tensor]]:
+        """Queries, residual stream, view, angles and taps of the wanted rows alone."""
+        rows, kv = wanted.rows, wanted.kv
+        return q[rows], x[rows], kv, self.angles(kv.positions), {tap: stream[rows] for tap, stream in streams.items()}
+
     def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """cos, sin [R, D/2] of every rope variant."""
         return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]

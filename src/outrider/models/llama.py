@@ -28,11 +28,9 @@ class Llama(TextModel):
             qkv = ops.linear(h, block.qkv, block.qkv_bias)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
             if wanted is not None and i == self.last_write:  # nobody reads what the other rows would become
-                rows, kv = wanted.rows, wanted.kv
-                if not rows.shape[0]:
+                if not wanted.rows.shape[0]:
                     return (x[:0], (x[:0],) * len(taps)) if taps else x[:0]
-                q, x, angles = q[rows], x[rows], self.angles(kv.positions)
-                streams = {tap: stream[rows] for tap, stream in streams.items()}
+                q, x, kv, angles, streams = self.narrowed(wanted, q, x, streams)
             y = total(ops.linear(ops.attend(q, block.spec, kv), block.out, block.out_bias))
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
 
