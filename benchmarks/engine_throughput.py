@@ -1,4 +1,4 @@
-"""Engine throughput end to end on dummy weights: scheduler, host and executor included. The measure behind docs/gpu.md, "With the host".
+"""Engine throughput end to end on dummy weights: scheduler, host and executor included. The measure behind docs/gpu-measured.md, "Many sequences".
 
     PYTHONPATH=src python benchmarks/engine_throughput.py CONFIG_FOLDER SIZE K ACCEPT_LEN BATCHES TOKENS [CONTEXT]
 
