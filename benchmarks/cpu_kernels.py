@@ -2,7 +2,6 @@
 
     python benchmarks/cpu_kernels.py MODEL.gguf                  # everything, two rounds interleaved with the peer
     python benchmarks/cpu_kernels.py MODEL.gguf --passes --repeat 8 --rounds 20 --seconds 60   # no single products, many short rounds
-    python benchmarks/cpu_kernels.py MODEL.gguf --numba          # the two largest products in Numba as well (docs/adr/0001)
     python benchmarks/cpu_kernels.py MODEL.gguf --isa avx2       # another instruction set
     python benchmarks/cpu_kernels.py MODEL.gguf --drafter DIR    # an MTP drafter's steps and whole cycles as well
     python benchmarks/cpu_kernels.py MODEL.gguf --passes --cycles 1,2,3,4,5,7,9   # whole cycles that check given guesses
@@ -200,15 +199,12 @@ class Peer:
         self.model.eval(self.ids)
 
 
-def products(ours: Ours, clock: Clock, repeat: int, numba: Any) -> None:
+def products(ours: Ours, clock: Clock, repeat: int) -> None:
     k = ours.config.hidden
     for rows in PRODUCT_ROWS:
         x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows))
         clock.run(f"gate_up of all layers, {rows} rows", lambda x=x: ours.gate_ups(x), repeat)
         clock.run(f"head, {rows} rows", lambda x=x: ours.ops.logits(x, ours.model.head, None), repeat)
-        if numba is not None and rows in (1, 5, 9):
-            clock.run(f"numba gate_up, {rows} rows", lambda x=x: numba.gate_ups(x), max(3, repeat // 3))
-            clock.run(f"numba head, {rows} rows", lambda x=x: numba.head(x), max(3, repeat // 3))
 
 
 def main() -> None:
@@ -223,11 +219,10 @@ def main() -> None:
     parser.add_argument("--passes", action="store_true")
     parser.add_argument("--drafter", help="an MTP drafter's folder")
     parser.add_argument("--cycles", default="", help="numbers of rows: whole cycles that check given guesses")
-    parser.add_argument("--numba", action="store_true")
     parser.add_argument("--json", help="append the medians to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)  # torch's own threads would spin beside ours
-    ours, clock, peer, numba = Ours(args.model, args.threads, args.isa), Clock(), None, None
+    ours, clock, peer = Ours(args.model, args.threads, args.isa), Clock(), None
     if not args.no_peer:
         try:
             peer = Peer(args.model, ours.ops.threads, ours.ids.tolist())
@@ -235,10 +230,6 @@ def main() -> None:
             print("llama-cpp-python is not installed: no peer")
         except ValueError as error:
             print(f"no peer: {error}")
-    if args.numba:
-        from numba_products import NumbaProducts
-
-        numba = NumbaProducts(ours)
     cycles = Cycles(ours, args.drafter) if args.drafter else None
     given, counts = Given(ours) if args.cycles else None, [int(rows) for rows in args.cycles.split(",") if rows]
     speed = read_speed(ours.ops.threads)
@@ -248,7 +239,7 @@ def main() -> None:
         if turn and time.perf_counter() - began > args.seconds:
             break
         if not args.passes:
-            products(ours, clock, args.repeat, numba)
+            products(ours, clock, args.repeat)
         for rows in PASS_ROWS:
             if peer is None:
                 clock.run(f"pass, {rows} rows", lambda rows=rows: ours.one_pass(rows), args.repeat)
@@ -276,8 +267,6 @@ def main() -> None:
         for what in ("gate_up of all layers", "head"):
             for rows in PRODUCT_ROWS:
                 clock.show(f"{what}, {rows} rows", f"{what}, {PRODUCT_ROWS[0]} rows")
-    for name in [n for n in clock.times if n.startswith("numba")]:
-        clock.show(name, name.replace("numba gate_up,", "gate_up of all layers,").replace("numba head", "head"))
     print(f"one pass at {CONTEXT} tokens of context")
     for rows in PASS_ROWS:
         clock.show(f"pass, {rows} rows", f"pass, {PASS_ROWS[0]} rows", rows)
