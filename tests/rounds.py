@@ -7,7 +7,8 @@ after it. `short` is how far a guess lies below the best score, in standard devi
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,9 +19,7 @@ from outrider.engine.capture import Graph
 from outrider.models.gemma4_assistant import Gemma4Assistant
 from outrider.ops.reference import ReferenceOps, plain
 from outrider.spec.choose import SamplingBatch
-from outrider.spec.drafter import DraftBatch, Drafter, draft_round
-from outrider.spec.mtp import MTPDrafter
-from outrider.spec.nets import DraftNet
+from outrider.spec.drafter import DraftBatch, Drafter, guess_next
 from outrider.types import SamplingParams
 
 
@@ -72,37 +71,22 @@ class Followed:
 
 def follow(reference: Gemma4Assistant, rig: Rig, batch: DraftBatch, tokens: Tensor) -> Followed:
     """tokens: int64 [B, K], guesses of the path under test."""
-    wide = replace(batch, features=batch.features.float(), ops=reference.ops)
-    own, states, scores = _round(reference, rig, wide, tokens.shape[1], tokens)
-    short = 0.0
-    for token, g, z in zip(tokens.T, states, scores) if not batch.sampling.any_hot else ():
-        # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
-        row = token if reference.cluster_ids is None else (reference.cluster_ids.flatten() == token[:, None]).int().argmax(1)
-        score = (plain(reference.head).reshape(-1, g.shape[1])[row] * g).sum(1)
-        short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))
-    return Followed(round(short, 4), round(float((own == tokens).float().mean()), 3), states[-1])
-
-
-@torch.inference_mode()
-def plain_round(model: DraftNet, rig: Rig, batch: DraftBatch, steps: int) -> tuple[Tensor, Tensor]:
-    """Guesses [B, steps] of a drafter's own steps, and what its head was given last."""
-    tokens, states, _ = _round(model, rig, batch, steps, None)
-    return tokens, states[-1]
-
-
-def _round(
-    model: DraftNet, rig: Rig, batch: DraftBatch, steps: int, tokens: Tensor | None
-) -> tuple[Tensor, list[Tensor], list[Tensor]]:  # fmt: skip
-    """Guesses behind `tokens` (None: behind themselves), and what the head was given and made of it at every step."""
-    states: list[Tensor] = []
-    scores: list[Tensor] = []
-
-    def saw(g: Tensor, z: Tensor) -> None:
-        states.append(g)
-        scores.append(z)
-
-    drafted = draft_round(batch, steps, MTPDrafter(model, rig.model).score(batch, saw), model.cluster_ids, tokens)
-    return drafted.tokens, states, scores
+    sampling, clusters, ops = batch.sampling, reference.cluster_ids, reference.ops
+    features = batch.features.float()
+    state, hidden, before = reference.start(batch.kv, features), features[:, : rig.config.hidden], batch.last
+    own, short = [], 0.0
+    for j, token in enumerate(tokens.T):
+        at = batch.length + 1 + j  # the position being guessed
+        g, hidden = reference.step(rig.model.embed(before).float(), hidden, state)
+        guess, z = guess_next(sampling, at, partial(reference.candidates, g), ops, clusters)
+        own.append(guess)
+        before = token
+        if not sampling.any_hot:
+            # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
+            row = token if clusters is None else (clusters.flatten() == token[:, None]).int().argmax(1)
+            score = (plain(reference.head).reshape(-1, g.shape[1])[row] * g).sum(1)
+            short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))
+    return Followed(round(short, 4), round(float((torch.stack(own, 1) == tokens).float().mean()), 3), g)
 
 
 class Clock:

@@ -73,12 +73,10 @@ def guess_next(
 
 
 def draft_round(
-    batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None, follow: Tensor | None = None,
-    enough: Callable[[int, Tensor, Tensor], bool] | None = None,
-) -> Draft:  # fmt: skip
+    batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None, enough: Callable[[int, Tensor, Tensor], bool] | None = None
+) -> Draft:
     """k guesses, one after another. Each is chosen as the target will choose (the same noise at the same position), or drawn from its
-    own law where `batch.sampled`, and is the token before the next one. clusters [C, S]: ids of a clustered head. follow [B, k]: tokens
-    that stand in for the guesses as the tokens before, so that one wrong guess does not spoil what is measured behind it.
+    own law where `batch.sampled`, and is the token before the next one. clusters [C, S]: ids of a clustered head.
     enough(j, guesses, logits): asked after every step; where it says so, the round ends early and fewer tokens are returned."""
     sampling, token = batch.sampling, batch.last
     guesses: list[Tensor] = []
@@ -94,5 +92,4 @@ def draft_round(
         guesses.append(token)
         if enough is not None and enough(j, token, logits):
             break
-        token = token if follow is None else follow[:, j]
     return Draft(torch.stack(guesses, 1), torch.full_like(batch.length, len(guesses)), torch.stack(laws, 1) if laws else None)

@@ -6,8 +6,6 @@ it attends to the target's K/V at one constant position; its own hidden state an
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -44,18 +42,15 @@ class MTPDrafter:
         )  # fmt: skip
         return Draft(tokens, lengths, confidence=confidence)
 
-    def score(self, batch: DraftBatch, saw: Callable[[Tensor, Tensor], None] | None = None) -> Score:
-        """The steps of one round. saw(g, logits): is shown what the head was given at each, and what it made of it."""
+    def score(self, batch: DraftBatch) -> Score:
+        """The steps of one round."""
         model, state = self.model, self.model.start(batch.kv, batch.features)
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
 
         def step(j: int, token: Tensor, lean: Tensor | None) -> tuple[Tensor | None, Tensor]:
             nonlocal hidden
             g, hidden = model.step(self.target.embed(token).to(hidden.dtype), hidden, state)
-            ids, logits = model.candidates(g, lean)
-            if saw is not None:
-                saw(g, logits)
-            return ids, logits
+            return model.candidates(g, lean)
 
         return step
 
