@@ -27,7 +27,8 @@ import numpy as np
 import torch
 
 from outrider.cache.store import CacheSpec, KVStore, last_rows
-from outrider.models import build, build_drafter
+from outrider.models import build
+from outrider.models.drafter import MTPNet
 from outrider.ops.backend import Asked
 from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
@@ -149,7 +150,7 @@ class Cycles:
     def __init__(self, ours: Ours, folder: str):
         own, weights = load_drafter(folder, ops=ours.ops, quantize=ours.ops.capabilities.draft_format)
         self.ours = ours
-        self.drafter = ours.ops.compile_drafter(build_drafter(own, weights, ours.ops, ours.model.model))
+        self.drafter = ours.ops.compile_drafter(MTPNet(own, weights, ours.ops, ours.model.model))
         self.features = torch.randn((8, ours.config.hidden * (1 + len(own.taps))), generator=torch.Generator().manual_seed(1))
         self.cycle = ours.ops.host_cycle(ours.model, self.drafter, ours.store.pages(), self.features, own.taps)
         assert self.cycle is not None and self.cycle.drafts, "the library runs no whole cycles of this pair"

@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.models.gemma4_assistant import Gemma4Assistant
+from outrider.models.drafter import MTPNet
 from outrider.models.known import KNOWN
 from outrider.ops.trees import WIDTH, Front, Nodes, Noise
 from outrider.ops.triton import TritonOps, attention, linear, moe, quant
@@ -164,8 +164,8 @@ def whole_model(name: str, rows: list[int], pdl: bool) -> None:
         at = kv.positions[: len(logits)]
         ops.gumbel_argmax(logits, at, at, None, shell(len(logits), dtype=torch.bool))
     tree_step(config, ops)
-    assistant, hidden = Gemma4Assistant(draft, shapes(draft), ops, model), shell(1, config.hidden)
-    assistant.candidates(assistant.step(hidden, hidden, assistant.start(view(config, 1)))[0])
+    assistant, hidden = MTPNet(draft, shapes(draft), ops, model), shell(1, config.hidden)
+    assistant.candidates(assistant.step(hidden, hidden, assistant.start(view(config, 1), hidden))[0])
 
 
 def resources(kernel: object) -> tuple[int, int]:

@@ -8,8 +8,9 @@ import torch
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine, Request
-from outrider.models import build, build_drafter
+from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.drafter import MTPNet
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
@@ -73,7 +74,7 @@ def tiny_model(variant: str, seed: int = 0, ops: Any = None) -> Any:
 def mtp_drafter(model: Any, variant: str, clustered: bool = False, seed: int = 1) -> MTPDrafter:
     config = DrafterConfig.from_hf(assistant(VARIANTS[variant], clustered))
     weights = dummy_weights(config, "cpu", torch.float32, model.ops, None, seed)
-    return MTPDrafter(build_drafter(config, weights, model.ops, model), model)
+    return MTPDrafter(MTPNet(config, weights, model.ops, model), model)
 
 
 def tiny_engine(

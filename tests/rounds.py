@@ -16,7 +16,7 @@ from torch import Tensor
 from outrider.bench.gpu import Rig, time_ms
 from outrider.cache.store import SeqCache
 from outrider.engine.capture import Graph
-from outrider.models.gemma4_assistant import Gemma4Assistant
+from outrider.models.drafter import MTPNet
 from outrider.ops.reference import ReferenceOps, plain
 from outrider.spec.choose import SamplingBatch
 from outrider.spec.drafter import DraftBatch, Drafter, guess_next
@@ -36,11 +36,11 @@ def gentle(rig: Rig) -> None:
             keys.mul_(0.25)
 
 
-def float32_drafter(rig: Rig) -> Gemma4Assistant:
+def float32_drafter(rig: Rig) -> MTPNet:
     """The rig's drafter in float32 with the plain ops."""
     assert rig.drafter is not None
     weights = {name: w.float() if w.is_floating_point() else w for name, w in rig.drafter_weights.items()}
-    return Gemma4Assistant(rig.drafter.model.config, weights, ReferenceOps(), rig.model)
+    return MTPNet(rig.drafter.model.config, weights, ReferenceOps(), rig.model)
 
 
 def batch_of(rig: Rig, seqs: list[SeqCache], contexts: int | list[int], params: list[SamplingParams]) -> DraftBatch:
@@ -69,7 +69,7 @@ class Followed:
         return float(((g.float() - self.g).norm(dim=1) / self.g.norm(dim=1)).max())
 
 
-def follow(reference: Gemma4Assistant, rig: Rig, batch: DraftBatch, tokens: Tensor) -> Followed:
+def follow(reference: MTPNet, rig: Rig, batch: DraftBatch, tokens: Tensor) -> Followed:
     """tokens: int64 [B, K], guesses of the path under test."""
     sampling, clusters, ops = batch.sampling, reference.cluster_ids, reference.ops
     features = batch.features.float()

@@ -29,7 +29,8 @@ from .engine.engine import Engine, Event
 from .engine.room import Room
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
-from .models import build, build_drafter
+from .models import build
+from .models.drafter import MTPNet
 from .models.layers import TextModel
 from .models.pairing import fits, other_weights
 from .models.split import SOLO
@@ -437,7 +438,7 @@ def _load_drafter(
     reason = fits(own, target.config)
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
-    drafter = build_drafter(own, parts, ops, target)
+    drafter = MTPNet(own, parts, ops, target)
     made = MTPDrafter(ops.compile_drafter(drafter) if share.world == 1 else drafter, target)
     if load_format == "auto":
         made.card = cards.read(Path(files.path), fingerprint(files))

@@ -18,8 +18,9 @@ from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
 from torch import Tensor
 
 from outrider.engine.tree import Tree
-from outrider.models import build, build_drafter
+from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
 from outrider.ops.cpu.lib import W_DENSE, W_Q4M, W_Q8
 from outrider.ops.cpu.ops import CpuOps
@@ -406,7 +407,7 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
     target_config = ModelConfig.from_hf(MODELS[of])
     target = build(target_config, dummy_weights(target_config, "cpu", torch.float32, ops, quantize, seed=3), ops)
     weights = dummy_weights(config, "cpu", torch.float32, ops, quantize, seed=4)
-    drafter = build_drafter(config, weights, ops, target)
+    drafter = MTPNet(config, weights, ops, target)
     compiled = ops.compile_drafter(drafter)
     assert isinstance(compiled, CompiledDrafter)
     kv = build_kv(target_config, 3, 64, 16, torch.float16)

@@ -21,7 +21,7 @@ from transformers import DynamicCache
 
 from outrider.models import build
 from outrider.models.config import DrafterConfig
-from outrider.models.gemma4_assistant import Gemma4Assistant
+from outrider.models.drafter import MTPNet
 from outrider.models.layers import TextModel
 from outrider.ops.reference import ReferenceOps
 from outrider.weights.load import load_drafter, load_target
@@ -115,6 +115,12 @@ def test_a_pass_does_not_depend_on_its_taps(name: str) -> None:
     assert worst(whole, this.hidden[0]) <= tolerance(name)
 
 
+def whole_logits(drafter: MTPNet, g: Tensor) -> Tensor:
+    """Float32 [B, V]; -inf where the clustered head did not look."""
+    ids, z = drafter.candidates(g)
+    return z if ids is None else torch.full((len(g), drafter.config.vocab_size), float("-inf")).scatter_(1, ids, z)
+
+
 @pytest.mark.parametrize("offset", [2, 1])
 @pytest.mark.parametrize("clustered", [False, True], ids=["full", "clustered"])
 @pytest.mark.parametrize("name", tiny.GEMMA4S)
@@ -124,16 +130,16 @@ def test_four_chained_drafter_steps(name: str, clustered: bool, offset: int, tmp
     read, weights = load_drafter(tiny.write(reference, tmp_path, tokenizer=False))
     assert read.position_offset == 2
     config: DrafterConfig = replace(read, position_offset=offset)
-    drafter = Gemma4Assistant(config, weights, ReferenceOps(), this.model)
+    drafter = MTPNet(config, weights, ReferenceOps(), this.model)
     lengths = [29, 6]  # beyond the window and within it
     seen = [n - 2 for n in lengths]
     token = torch.stack([this.ids[b][n - 1] for b, n in enumerate(lengths)])
     hidden = torch.stack([this.hidden[b][p] for b, p in enumerate(seen)])
-    state = drafter.start(this.kv.view([(p, 1) for p in seen]))
+    state = drafter.start(this.kv.view([(p, 1) for p in seen]), hidden)
     their_hidden = [this.theirs[b].hidden_states[-1][:, p : p + 1] for b, p in enumerate(seen)]
     for _ in range(4):
         g, hidden = drafter.step(this.model.embed(token), hidden, state)
-        z, embedded = drafter.full_logits(g), this.model.embed(token)
+        z, embedded = whole_logits(drafter, g), this.model.embed(token)
         for b, n in enumerate(lengths):
             with torch.no_grad():
                 out = reference(

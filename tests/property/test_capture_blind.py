@@ -12,8 +12,9 @@ from outrider.bench.gpu import Synthetic
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.decode import Choosing, Inputs, Key, Output, State, decode_step
 from outrider.engine.history import NOTHING, Asks, History
-from outrider.models import build, build_drafter
+from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.drafter import MTPNet
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.mtp import MTPDrafter
 from outrider.weights.load import kept_dtype
@@ -41,7 +42,7 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
         return {n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in tensor_plan(c).items()}
 
     model = build(config, blank(config), ops)
-    guesser = MTPDrafter(build_drafter(drafter, blank(drafter), ops, model), model)
+    guesser = MTPDrafter(MTPNet(drafter, blank(drafter), ops, model), model)
     store = KVStore(config, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta")
     state, inputs = State.of(torch.zeros(5, 32, device="meta")), Inputs.of(torch.device("meta"), 4, 2)
     assumed = Synthetic([0.5] * 2, 2, torch.device("meta"))

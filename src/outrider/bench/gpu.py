@@ -23,7 +23,7 @@ from ..engine.decode import Inputs, Key, Output, State, decode_step
 from ..engine.tree import Tree
 from ..models import build
 from ..models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
-from ..models.gemma4_assistant import Gemma4Assistant
+from ..models.drafter import MTPNet
 from ..models.inspect import kv_bytes
 from ..models.known import KNOWN
 from ..ops.backend import Backend
@@ -142,7 +142,7 @@ class Rig:
         if drafter is not None:
             config = DrafterConfig.from_hf(drafter)
             self.drafter_weights = plain_all(dummy_weights(config, self.device, dtype, ops, None, 1))
-            assistant = Gemma4Assistant(config, self.drafter_weights, ops, self.model)
+            assistant = MTPNet(config, self.drafter_weights, ops, self.model)
             if compiled:
                 assistant = ops.compile_drafter(assistant)
                 self.draft_narrow = bool(vars(assistant).get("narrow"))

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from ..types import AttnSpec, OutriderError
@@ -136,7 +136,7 @@ class DrafterConfig:
     tied_to_target: bool = False  # the head is the target's embedding, behind a projection
     taps: tuple[int, ...] = ()  # target layers whose hidden states are fed beside the last one
     target_hash: str | None = None  # what it was trained for (own drafters)
-    style: Literal["gemma", "plain"] = "gemma"  # plain (own drafters): see models/outrider_drafter.py
+    style: Literal["gemma", "plain"] = "gemma"  # plain (own drafters): see models/drafter.py
     weight_bits: int | None = None  # 4: trained so that its layers' matrices may be held in 4 bits (blocks of 32, scale and minimum)
 
     @property
@@ -241,6 +241,17 @@ def _rope(params: Foreign | None, theta: float, head_dim: int) -> RopeSpec:
     raise OutriderError(f"config.json: rope type {kind!r} is not supported; known: default, linear, llama3, proportional")
 
 
+def _layers(
+    raw: Foreign, spec: AttnSpec, kinds: Sequence[str], window: int | None, full: RopeSpec, local: RopeSpec
+) -> tuple[LayerSpec, ...]:  # fmt: skip
+    """Layers of one shape, each with K/V of its own: those of the kind "sliding_attention" with a window and the rope `local`."""
+    inter, layers = _field(raw, "intermediate_size", int), []
+    for i in range(_field(raw, "num_hidden_layers", int)):
+        sliding = kinds[i] == "sliding_attention"
+        layers.append(LayerSpec(replace(spec, kv_layer=i, window=window if sliding else None), local if sliding else full, inter))
+    return tuple(layers)
+
+
 def _llama(kind: str, raw: Foreign) -> ModelConfig:
     hidden, heads = _field(raw, "hidden_size", int), _field(raw, "num_attention_heads", int)
     count = _field(raw, "num_hidden_layers", int)
@@ -256,18 +267,8 @@ def _llama(kind: str, raw: Foreign) -> ModelConfig:
         first = int(raw.get("max_window_layers", 28)) if kind in ("qwen2", "qwen3") else 0
         kinds = ["sliding_attention" if window and i >= first else "full_attention" for i in range(count)]
     bias = bool(raw.get("attention_bias", kind == "qwen2"))
-    layers = tuple(
-        LayerSpec(
-            AttnSpec(
-                heads, kv_heads, head_dim, i, True,
-                window=int(window) if window and kinds[i] == "sliding_attention" else None,
-                scale=head_dim**-0.5, eps=eps,
-            ),
-            rope,
-            _field(raw, "intermediate_size", int),
-        )
-        for i in range(count)
-    )  # fmt: skip
+    spec = AttnSpec(heads, kv_heads, head_dim, 0, True, scale=head_dim**-0.5, eps=eps)
+    layers = _layers(raw, spec, kinds, int(window) if window else None, rope, rope)
     return ModelConfig(
         model_type=kind, family="llama", vocab_size=_field(raw, "vocab_size", int), hidden=hidden, layers=layers,
         activation=_activation(raw.get("hidden_act", "silu")), norm_eps=eps, embed_scale=1.0, softcap=None,
@@ -291,17 +292,8 @@ def _gemma3(kind: str, raw: Foreign) -> ModelConfig:
     if raw.get("final_logit_softcapping") or raw.get("attn_logit_softcapping"):
         raise OutriderError("gemma3: soft-capped attention is Gemma 2's; this model_type does not have it")
     _text_decoder(kind, raw)
-    layers = tuple(
-        LayerSpec(
-            AttnSpec(
-                heads, int(raw.get("num_key_value_heads", 4)), head_dim, i, True,
-                window=window if kinds[i] == "sliding_attention" else None, scale=scale, eps=eps,
-            ),
-            local if kinds[i] == "sliding_attention" else full,
-            _field(raw, "intermediate_size", int),
-        )
-        for i in range(count)
-    )  # fmt: skip
+    spec = AttnSpec(heads, int(raw.get("num_key_value_heads", 4)), head_dim, 0, True, scale=scale, eps=eps)
+    layers = _layers(raw, spec, kinds, window, full, local)
     return ModelConfig(
         model_type=kind, family="gemma3", vocab_size=int(raw.get("vocab_size", 262208)), hidden=hidden, layers=layers,
         activation=_activation(raw.get("hidden_activation", "gelu_pytorch_tanh")), norm_eps=eps,

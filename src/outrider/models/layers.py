@@ -17,7 +17,7 @@ from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import AttnSpec, KVView, Wanted
-from .config import DrafterConfig, LayerSpec, ModelConfig, RopeSpec
+from .config import LayerSpec, ModelConfig, RopeSpec
 from .split import SOLO, Together, piece
 
 Ops = Backend
@@ -163,47 +163,3 @@ class TextModel:
 
     def scores(self, hidden: Tensor, softcap: float | None) -> Tensor:
         return self.together.gather(self.ops.logits(hidden, self.head, softcap), [hi - lo for lo, hi in self.tokens])
-
-
-class DraftHead:
-    """What an MTP drafter's state g becomes: the whole vocabulary scored, or the tokens of the best clusters only."""
-
-    ops: Ops
-    config: DrafterConfig
-    target: TextModel
-    head: Held  # [V, h], or by cluster [C, S, h]
-    centroids: Held | None = None  # [C, h]
-    cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
-    most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
-    combs = False
-
-    def cluster(self, weights: Mapping[str, Held]) -> None:
-        """The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece."""
-        order = plain(weights["token_ordering"]).long()
-        self.centroids = weights["centroids"]
-        self.cluster_ids = order.view(self.config.clusters, -1)
-        self.head = self.ops.take_rows(self.head, order).view(self.config.clusters, -1, self.config.head_hidden)
-
-    def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
-        lean [B, C]: added to the clusters' scores where the tokens will be chosen with noise (ops.cluster_lean)."""
-        if self.centroids is None or self.cluster_ids is None:
-            return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(g, self.head, None)
-        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, lean)  # [B, top], [B, top, S]
-        return self.cluster_ids[best].flatten(1), z.flatten(1)
-
-    def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
-        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-        raise NotImplementedError("this drafter goes step by step")
-
-    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("this drafter goes step by step")
-
-    def full_logits(self, g: Tensor) -> Tensor:
-        """Float32 [B, V]; -inf where the clustered head did not look."""
-        ids, z = self.candidates(g)
-        if ids is None:
-            return z
-        return torch.full((g.shape[0], self.config.vocab_size), float("-inf"), device=g.device).scatter_(1, ids, z)

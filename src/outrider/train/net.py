@@ -1,5 +1,4 @@
-"""The drafter as a trainable network: the arithmetic of `models/outrider_drafter.py` and `models/gemma4_assistant.py`,
-batched over all anchors of whole sequences.
+"""The drafter as a trainable network: the arithmetic of `models/drafter.py`, batched over all anchors of whole sequences.
 
 Anchor a is a position that the target has seen: hidden state a, keys 0..a. Step j is fed the embedding of token a + j
 (for all anchors at once: the sequence shifted by j) and predicts token a + j + 1. The K/V, the mask and the rotary

@@ -12,8 +12,9 @@ from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
-from outrider.models import build, build_drafter
+from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
@@ -142,7 +143,7 @@ def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, A
     config = ModelConfig.from_hf(EVEN)
     model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
     own = design.plain(config, reads=(0, 2), intermediate=64)
-    compiled = ops.compile_drafter(build_drafter(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
+    compiled = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate("ab")]
     texts, mean = [], []
     for stop, drop in ((0.0, 0.0), (0.02, 0.0), (0.0, 0.02), (1.0, 0.0), (1.0, 1.0)):

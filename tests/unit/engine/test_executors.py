@@ -12,8 +12,9 @@ from tests.unit.engine.test_host_cycle import SHAPES
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.step import Lane, Request, Seq, StepBatch, pick
-from outrider.models import build, build_drafter
+from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
@@ -29,7 +30,7 @@ def engine_of(shape: str, kind: str) -> Engine:
     ops, config = CpuOps(threads=1), ModelConfig.from_hf(SHAPES[shape])
     model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
     own = design.plain(config, reads=(0, 2), intermediate=64, clusters=8, cluster_top=3)
-    net = ops.compile_drafter(build_drafter(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
+    net = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     settings = EngineConfig(max_batch=6, max_context=256, page_size=16, prefill_chunk=32, graphs=kind == "graphs")
     controller = Controller(CostTable(), ("mtp", "ngram"))
     engine = Engine(model, None, settings, SpecConfig(None), MTPDrafter(net, model), controller, torch.float16)

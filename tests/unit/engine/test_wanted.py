@@ -16,8 +16,9 @@ from torch import Tensor
 
 from outrider.cache.store import last_rows
 from outrider.engine.engine import Engine
-from outrider.models import build, build_drafter
+from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.draft_model import DraftModel
@@ -180,7 +181,7 @@ def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
     model = OPS.compile(build(config, dummy_weights(config, "cpu", torch.float32, OPS, None, seed=3), OPS))
     own = design.plain(config, reads=(0, 1), intermediate=64, taps=(0, 3))
     forward = model.forward
-    net = OPS.compile_drafter(build_drafter(own, dummy_weights(own, "cpu", torch.float32, OPS, None, seed=4), OPS, model))
+    net = OPS.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, OPS, None, seed=4), OPS, model))
     told, metrics = [], []
     for whole in (True, False):
 

@@ -149,7 +149,7 @@ class CompiledDrafter:
     def __init__(self, drafter: Any, stack: Stack):
         config = drafter.config
         self.drafter, self.stack, self.ops, self.config = drafter, stack, stack.ops, config
-        self.candidates, self.full_logits, self.rivals = drafter.candidates, drafter.full_logits, drafter.rivals
+        self.candidates, self.rivals = drafter.candidates, drafter.rivals
         self.unit = not config.gemma  # ours bring the inputs to unit scale
         self.shift = 2 - config.position_offset
         target = drafter.target

@@ -219,7 +219,7 @@ def unsupported(drafter: Any) -> str | None:
 
 
 class FusedDrafter:
-    """Gemma4Assistant's own methods, and `draft` for a whole round."""
+    """The drafter's own methods, and `draft` for a whole round."""
 
     combs = True
 
@@ -231,7 +231,7 @@ class FusedDrafter:
         the keys of a windowed and of a full layer; pdl: programmatic dependent launch; probe: ticks whose clocks are kept."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
-        self.start, self.step, self.candidates, self.full_logits = drafter.start, drafter.step, drafter.candidates, drafter.full_logits
+        self.start, self.step, self.candidates = drafter.start, drafter.step, drafter.candidates
         self.cluster_ids: Tensor = drafter.cluster_ids
         self.most, self.warps = most, warps
         self.runs = runs_of(drafter.blocks)

@@ -79,7 +79,7 @@ def rounded(dense: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SteppedDrafter:
-    """Gemma4Assistant's own methods, and `draft` for a whole round."""
+    """The drafter's own methods, and `draft` for a whole round."""
 
     combs = True
     most = 1  # sequences in a round: more of them are sooner step by step, where products share the weights among rows
@@ -90,7 +90,7 @@ class SteppedDrafter:
         """pdl: as TritonOps; processors: None asks the device."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
-        self.start, self.step, self.candidates, self.full_logits = drafter.start, drafter.step, drafter.candidates, drafter.full_logits
+        self.start, self.step, self.candidates = drafter.start, drafter.step, drafter.candidates
         self.cluster_ids: Tensor | None = drafter.cluster_ids
         self.narrow = narrow
         if processors is None:

@@ -1,0 +1,98 @@
+"""An MTP drafter's network: Gemma 4's assistants (`gemma4_assistant`, `gemma4_unified_assistant`) and our own, which are free of their
+layout where that pays.
+
+It owns no K/V. Fed by the target's embedding of the newest token and the target's last hidden state (after the final norm), a few
+query-only layers attend to the target's cache at one constant position; what it hands out is fed back for the next token. Let the
+sequence have L tokens, the newest sampled but not yet run through the target: the view has one row a sequence at position L - 2, the last
+visible key. With a clustered head only the tokens of the best clusters are scored.
+
+What is different in our own, the plain style:
+
+- every layer reads the K/V of a target layer of its own choosing (`reads`), not only of the last one;
+- the inputs are brought to unit scale (scale-free RMSNorm), so embedding and hidden state weigh alike; residual
+  streams of further target layers at the last seen position (`taps`) may be fed beside them, once a round;
+- layers are plain pre-norm blocks: the target's K needs no q norm to be matched, and two norms a layer are saved;
+- the head is the target's own embedding (`tied_to_target`): the drafter predicts the target's next hidden state in
+  the target's space, and that prediction is both what the head reads and what is fed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..ops.formats import Held
+from ..ops.reference import plain
+from ..types import DraftRound, KVView
+from .config import DrafterConfig
+from .layers import Ops, TextModel, gather_blocks, rope_variants
+from .pairing import bind
+
+
+class MTPNet:
+    most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
+    combs = False
+
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Held], ops: Ops, target: TextModel):
+        layers = bind(config, target.config)
+        self.config, self.ops, self.target = config, ops, target
+        self.device, self.dtype = plain(weights["norm"]).device, target.dtype
+        self.pre: Held = weights["pre"]  # [h, (2 + taps)·Hb]
+        self.post: Held | None = weights["post"] if config.has_post else None  # [Hb, h]
+        rope_of, self.inv_freqs = rope_variants(layers, self.device)
+        gemma = config.gemma
+        self.blocks = gather_blocks(weights, layers, rope_of, qk_norm=gemma, sandwich=gemma, layer_scalar=gemma)
+        self.head: Held = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
+        self.centroids: Held | None = None  # [C, Hb or h]
+        self.cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
+        # Over a head that is divided over processes, by tokens, all tokens are scored.
+        if config.clusters and not (config.tied_to_target and target.together.share.world > 1):
+            order = plain(weights["token_ordering"]).long()
+            self.centroids, self.cluster_ids = weights["centroids"], order.view(config.clusters, -1)
+            # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
+            self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)
+
+    def start(self, kv: KVView, features: Tensor) -> DraftRound:
+        """kv: one row a sequence at the last position that the target has seen; features [B, Hb·(1 + taps)] at it."""
+        positions = kv.positions + 2 - self.config.position_offset
+        wide, taps = self.config.backbone_hidden, None
+        if self.config.taps:
+            streams = features[:, wide:].reshape(-1, wide)
+            taps = self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
+        return DraftRound(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], taps)
+
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
+        """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g for the head, next hidden [B, Hb]."""
+        ops, kv, eps, act = self.ops, state.kv, self.config.norm_eps, self.config.activation
+        parts = [token_embedding, hidden]
+        if not self.config.gemma:
+            parts = [ops.rms_norm(part, None, eps) for part in parts]
+        x = ops.linear(torch.cat(parts if state.taps is None else [*parts, state.taps], dim=-1), self.pre)  # [B, h] the residual stream
+        h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
+        for block in self.blocks:
+            q = ops.rope_write(ops.linear(h, block.qkv), *state.angles[block.rope], block.q_norm, None, block.spec, kv)
+            y = self.target.total(ops.linear(ops.attend(q, block.spec, kv), block.out))
+            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
+            y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
+            x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
+        nxt = h if self.post is None else ops.linear(h, self.post)
+        return (nxt if self.config.tied_to_target else h), nxt
+
+    def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
+        lean [B, C]: added to the clusters' scores where the tokens will be chosen with noise (ops.cluster_lean)."""
+        if self.centroids is None or self.cluster_ids is None:
+            return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(g, self.head, None)
+        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, lean)  # [B, top], [B, top, S]
+        return self.cluster_ids[best].flatten(1), z.flatten(1)
+
+    def draft(
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        raise NotImplementedError("this drafter goes step by step")
+
+    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("this drafter goes step by step")
