@@ -39,24 +39,14 @@ class Joined(NamedTuple):
 
 
 class LaneTold(NamedTuple):
-    """A `Lane`, and what is new of its sequence."""
+    """A `Lane` without its sequence, which everybody has, and what is new of that."""
 
+    lane: Lane
     id: str
-    slot: int
     fresh: bool  # it has another place in the cache than last time
     pages: Mapping[GroupName, tuple[int, list[int]]]  # new ones: the first one's number, and where they are
     tokens: list[int]  # new ones
     ahead: int
-    start: int
-    rows: int
-    wanted: bool
-    k: int
-    drafter: str | None
-    guess: list[int] | None
-    stop: float
-    drop: float
-    nodes: int
-    prices: list[float] | None
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ class StepTold:
     serial: int
     prompts: list[LaneTold]
     decode: list[LaneTold]
-    trust: list[float] | None
+    trust: Sequence[float] | None
     joined: dict[str, Joined]
     left: list[str]
 
@@ -114,8 +104,7 @@ class Leader:
             del self._known[name]
         joined: dict[str, Joined] = {}
         prompts, decode = ([self._lane(lane, joined) for lane in lanes] for lanes in (batch.prompts, batch.decode))
-        trust = list(batch.trust) if batch.trust is not None else None
-        return StepTold(self._serial, prompts, decode, trust, joined, left)
+        return StepTold(self._serial, prompts, decode, batch.trust, joined, left)
 
     def _lane(self, lane: Lane, joined: dict[str, Joined]) -> LaneTold:
         seq = lane.seq
@@ -131,11 +120,7 @@ class Leader:
             known.cache, known.pages = seq.held, {}
         pages = new_pages(seq.held, known.pages)
         tokens, known.tokens = seq.tokens[known.tokens :], len(seq.tokens)
-        guess = list(lane.guess) if lane.guess is not None else None
-        return LaneTold(
-            seq.id, lane.slot, fresh, pages, tokens, seq.ahead, lane.start, lane.count, lane.wanted, lane.k, lane.drafter, guess,
-            lane.stop, lane.drop, lane.nodes, list(lane.prices) if lane.prices is not None else None,
-        )  # fmt: skip
+        return LaneTold(replace(lane, seq=None), seq.id, fresh, pages, tokens, seq.ahead)  # type: ignore[arg-type]
 
     def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
         self.team.send(Order("score", score=(cache.slot, new_pages(cache, {}), tokens, begin, logits)))
@@ -305,12 +290,9 @@ class Follower:
         seq.tokens += told.tokens
         seq.ahead = told.ahead
         if told.fresh:
-            seq.cache = SeqCache(told.slot)
-        self.engine.store.place(told.slot, told.fresh, told.pages)
-        return Lane(
-            seq, told.slot, told.start, told.rows, told.wanted, told.k, told.drafter, told.guess, told.stop, told.drop,
-            told.nodes, told.prices,
-        )  # fmt: skip
+            seq.cache = SeqCache(told.lane.slot)
+        self.engine.store.place(told.lane.slot, told.fresh, told.pages)
+        return replace(told.lane, seq=seq)
 
 
 def follow(engine: Engine, team: Team) -> None:
