@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.models.layers import DraftHead
+from outrider.models.drafter import MTPNet
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.choose import SamplingBatch
 from outrider.spec.drafter import DraftBatch
@@ -20,7 +20,7 @@ C, S, H = 64, 12, 16
 OPS = ReferenceOps()
 
 
-class Head(DraftHead):
+class Head(MTPNet):
     """A drafter whose state is a sum of what it is fed; its clusters are directions with the tokens scattered around them."""
 
     def __init__(self, top: int) -> None:
