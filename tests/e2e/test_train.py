@@ -292,7 +292,7 @@ def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> Non
     opened = open_target(str(target), "cpu", torch.float32)
     net = load_net(str(out / "drafter"), opened)
     for temperature in (0.0, 1.0):
-        encoded = encode(read_prompts(data, 12), opened.text, opened.config.vocab_size, texts=False, max_tokens=64)
+        encoded = encode(read_prompts(data, 12), describe(str(target)).text, opened.config.vocab_size, texts=False, max_tokens=64)
         prompts, seeds = [encoded[i].tolist() for i in range(12)], list(range(12))
         plain = [  # by the same ops: other kernels round otherwise, and may draw another token
             llm.generate([p], SamplingParams(temperature=temperature, max_tokens=24, seed=s), drafter=False)[0].token_ids

@@ -229,10 +229,10 @@ def answer_to_file(
 
 def answer_once(
     name: str, config: ModelConfig, device: str, dtype: torch.dtype, prompts: Sequences, temperature: float, max_new: int,
-    slots: int | None = None, drafter: str = "none", seed: int = 0,
+    slots: int | None, drafter: str,
 ) -> Sequences:  # fmt: skip
-    """One answer to every prompt, at one temperature: for evaluation. Sampled ones have the engine's noise of seed + line."""
-    tasks = [Task(i, 0, temperature, seed + int(prompts.index[i])) for i in range(len(prompts))]
+    """One answer to every prompt, at one temperature: for evaluation. The seed of each is its prompt's line."""
+    tasks = [Task(i, 0, temperature, int(prompts.index[i])) for i in range(len(prompts))]
     wanted = min(slots or (GPU_SLOTS if device.startswith("cuda") else CPU_SLOTS), len(prompts))
     longest = int(prompts.lengths.max()) + max_new
     with answering_engine(name, config, device, dtype, wanted, longest, drafter) as engine:

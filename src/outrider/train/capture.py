@@ -33,10 +33,6 @@ class DenseKV:
     keys: dict[int, Tensor] = field(default_factory=dict)  # by layer [B, kv_heads, T, D]
     values: dict[int, Tensor] = field(default_factory=dict)
 
-    @staticmethod
-    def of(batch: int, length: int, device: torch.device) -> DenseKV:
-        return DenseKV(batch, length, torch.arange(length, device=device).repeat(batch))
-
 
 class DenseOps(ReferenceOps):
     """The reference ops over DenseKV, with fused norms and attention where the library has them."""
@@ -124,31 +120,15 @@ class Captured:
     taps: tuple[Tensor, ...]  # residual streams [B, T, H]
 
 
-def forward(model: TextModel, ids: Tensor, kv: DenseKV, taps: tuple[int, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The target's forward over dense K/V: hidden states, and the residual streams that were asked for."""
-    out = model.forward(ids, kv, taps)  # type: ignore[arg-type]
-    return (out, ()) if isinstance(out, Tensor) else out
-
-
 @torch.no_grad()
 def capture(model: TextModel, ids: Tensor, taps: tuple[int, ...] = ()) -> Captured:
     """ids [B, T] from position 0. `model` must have been built over DenseOps."""
     batch, length = ids.shape
-    kv = DenseKV.of(batch, length, ids.device)
-    hidden, streams = forward(model, ids.reshape(-1), kv, taps)
+    kv = DenseKV(batch, length, torch.arange(length, device=ids.device).repeat(batch))
+    out = model.forward(ids.reshape(-1), kv, taps)  # type: ignore[arg-type]
+    hidden, streams = (out, ()) if isinstance(out, Tensor) else out
     shape = (batch, length, hidden.shape[-1])
     return Captured(hidden.view(shape), kv.keys, kv.values, tuple(s.view(shape) for s in streams))
-
-
-@dataclass(frozen=True)
-class Shown:
-    """One sequence's captured states, as they are kept."""
-
-    hidden: Tensor  # [T, H]
-    keys: dict[int, Tensor]  # by layer [kv_heads, T, D]
-    values: dict[int, Tensor]
-    taps: tuple[Tensor, ...]  # [T, H]
-    likely: Tensor  # int32 [judged positions, LIKELY] the likeliest tokens, where a loss looks at some of them only
 
 
 class Recorder:
@@ -160,38 +140,36 @@ class Recorder:
     ):
         self.model, self.data, self.reads, self.taps, self.keep = model, data, reads, taps, keep
         self.rank = rank  # `likely` will be asked for
-        self.kept: dict[int, Shown] = {}
+        # By sequence: its states (a batch of one), and int32 [judged positions, LIKELY] the likeliest tokens, where they will be asked for.
+        self.kept: dict[int, tuple[Captured, Tensor]] = {}
 
     def take(self, batch: Batch) -> Captured:
         if not self.keep:
             return capture(self.model, batch.ids, self.taps)
-        rows = [self._shown(int(i)) for i in batch.which]
+        rows = [self._shown(int(i))[0] for i in batch.which]
         width = batch.ids.shape[1]
 
-        def stack(parts: list[Tensor], at: int) -> Tensor:  # padded with zeros along dimension `at` of each
-            padding = [[0, 0] * (p.ndim - 1 - at) + [0, width - p.shape[at]] for p in parts]
-            return torch.stack([F.pad(p, tuple(pad)) for p, pad in zip(parts, padding, strict=True)])
+        def joined(parts: list[Tensor]) -> Tensor:  # [1, (kv_heads,) T, D] each, padded with zeros to the batch's width
+            return torch.cat([F.pad(p, (0, 0, 0, width - p.shape[-2])) for p in parts])
 
         return Captured(
-            stack([r.hidden for r in rows], 0), {l: stack([r.keys[l] for r in rows], 1) for l in self.reads},
-            {l: stack([r.values[l] for r in rows], 1) for l in self.reads},
-            tuple(stack([r.taps[n] for r in rows], 0) for n in range(len(self.taps))),
+            joined([r.hidden for r in rows]), {l: joined([r.keys[l] for r in rows]) for l in self.reads},
+            {l: joined([r.values[l] for r in rows]) for l in self.reads},
+            tuple(joined([r.taps[n] for r in rows]) for n in range(len(self.taps))),
         )  # fmt: skip
 
     def likely(self, batch: Batch, seen: Captured) -> Tensor:
         """The target's likeliest tokens at the batch's judged positions [N, LIKELY]."""
         if self.keep:
-            return torch.cat([self._shown(int(i)).likely for i in batch.which]).long()
+            return torch.cat([self._shown(int(i))[1] for i in batch.which]).long()
         return likely_tokens(self.model, seen.hidden.flatten(0, 1)[batch.teacher])
 
-    def _shown(self, i: int) -> Shown:
+    def _shown(self, i: int) -> tuple[Captured, Tensor]:
         if i not in self.kept:
             ids = torch.from_numpy(self.data[i].astype(np.int64))[None].to(self.model.device)
             seen = capture(self.model, ids, self.taps)
             judged = seen.hidden[0, int(self.data.prompts[i]) : ids.shape[1] - 1]
             likely = likely_tokens(self.model, judged).int() if self.rank else torch.zeros((0, 0), dtype=torch.int32)
-            self.kept[i] = Shown(
-                seen.hidden[0], {l: seen.keys[l][0].contiguous() for l in self.reads},
-                {l: seen.values[l][0].contiguous() for l in self.reads}, tuple(t[0] for t in seen.taps), likely,
-            )  # fmt: skip
+            keys, values = ({l: side[l].contiguous() for l in self.reads} for side in (seen.keys, seen.values))
+            self.kept[i] = Captured(seen.hidden, keys, values, seen.taps), likely
         return self.kept[i]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..types import OutriderError
 
+TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # clusters scored a step that a drafter may have
 BANDS = (16, 8, 4)  # likely_together: 1/16 of the clusters for the likeliest tokens, then 1/8 and 1/4; the rest last
 CPU_WIDTH, CPU_ITERATIONS = 128, 5  # k-means of 151,936 rows of 896 numbers took minutes on two cores
 MEANING = 1.0  # likely_together: weight of the head's rows beside the profiles
@@ -34,8 +35,9 @@ def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int
         x = F.normalize(x @ torch.randn(x.shape[1], CPU_WIDTH, generator=generator), dim=-1)
         iterations = min(iterations, CPU_ITERATIONS)
     centres = x[torch.randperm(vocab, generator=generator)[:clusters].to(x.device)]
+    every = torch.arange(vocab, device=x.device)
     for _ in range(iterations):  # unbalanced first: cheap, and most of the way
-        near = nearest(x, centres)
+        near = closest(x, every, centres)[1]
         sums = torch.zeros_like(centres).index_add_(0, near, x)
         count = torch.bincount(near, minlength=clusters)
         centres = F.normalize(torch.where(count[:, None] > 0, sums, centres), dim=-1)
@@ -44,8 +46,10 @@ def balanced_kmeans(rows: Tensor, clusters: int, iterations: int = 12, seed: int
     return order, cluster_means(rows, order, clusters)
 
 
-def nearest(x: Tensor, centres: Tensor, chunk: int = 16384) -> Tensor:
-    return torch.cat([(x[lo : lo + chunk] @ centres.T).argmax(-1) for lo in range(0, x.shape[0], chunk)])
+def closest(x: Tensor, rows: Tensor, centres: Tensor) -> tuple[Tensor, Tensor]:
+    """Of these rows of x: the score with the best of the centres, and which that is."""
+    found = [(x[part] @ centres.T).max(-1) for part in rows.split(16384)]
+    return torch.cat([f.values for f in found]), torch.cat([f.indices for f in found])
 
 
 def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
@@ -57,12 +61,8 @@ def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
     left = torch.arange(vocab, device=x.device)
     while left.numel():
         open_ids = (room > 0).nonzero()[:, 0]
-        best, at = [], []
-        for lo in range(0, left.numel(), 16384):
-            s, c = (x[left[lo : lo + 16384]] @ centres[open_ids].T).max(-1)
-            best.append(s)
-            at.append(open_ids[c])
-        score, want = torch.cat(best), torch.cat(at)
+        score, at = closest(x, left, centres[open_ids])
+        want = open_ids[at]
         # by cluster, closest first: the rank inside the cluster decides
         order = score.argsort(descending=True, stable=True)
         order = order[want[order].argsort(stable=True)]
@@ -79,8 +79,8 @@ def fill_clusters(x: Tensor, centres: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def likely_together(
-    g: Tensor, head: Tensor, clusters: int, *, bands: tuple[int, ...] = BANDS, width: int = 256, chunk: int = 4096, seed: int = 0
-) -> Tensor:
+    g: Tensor, head: Tensor, clusters: int, *, bands: tuple[int, ...] = BANDS, width: int = 256
+) -> Tensor:  # fmt: skip
     """token_ordering [V] by use: g [A, h] states of a drafter, q = softmax(g · head). Tokens are cut into bands by how likely they
     are over all states (the first of 1 / bands[0] of the clusters, ...), and inside a band grouped by the places where they are
     likely (√q over the states, projected at random). A context then needs few clusters: at T = 1 the mass that the best
@@ -88,9 +88,9 @@ def likely_together(
     vocab = head.shape[0]
     if clusters < 1 or vocab % clusters:
         raise OutriderError(f"{vocab} tokens do not divide into {clusters} clusters of one size")
-    size, generator = vocab // clusters, torch.Generator().manual_seed(seed)
+    size, generator = vocab // clusters, torch.Generator().manual_seed(0)
     where, mean = torch.zeros(vocab, width, device=g.device), torch.zeros(vocab, device=g.device)
-    for part in g.split(chunk):
+    for part in g.split(4096):
         q = (part @ head.T).float().softmax(-1)  # [chunk, V]
         mean += q.sum(0)
         where += q.sqrt_().T @ torch.randn(part.shape[0], width, generator=generator).to(g.device)
@@ -104,7 +104,7 @@ def likely_together(
         if count <= 0:
             continue
         ids = rank[lo * size : (lo + count) * size]
-        made.append(ids[balanced_kmeans(features[ids], count, seed=seed)[0]])
+        made.append(ids[balanced_kmeans(features[ids], count)[0]])
         lo += count
     return torch.cat(made)
 
@@ -141,25 +141,22 @@ class Recall:
 
 
 @torch.no_grad()
-def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor, tops: tuple[int, ...], chunk: int = 8192) -> list[Recall]:
+def recall_curve(g: Tensor, choice: Tensor, centroids: Tensor, order: Tensor) -> list[Recall]:
     """g [A, h] states, choice [A] the full head's tokens."""
     clusters, vocab, width = centroids.shape[0], order.shape[0], g.shape[1]
-    of = cluster_of(order, clusters)
-    found = torch.zeros(len(tops), dtype=torch.float64)
-    for lo in range(0, g.shape[0], chunk):
-        z = (g[lo : lo + chunk] @ centroids.to(g.dtype).T).float()
-        mine = z.gather(1, of[choice[lo : lo + chunk]][:, None])
-        rank = (z > mine).sum(1)  # clusters that score above the right one
-        found += torch.tensor([float((rank < top).sum()) for top in tops], dtype=torch.float64)
-    size = vocab // clusters
+    right, size = cluster_of(order, clusters)[choice], vocab // clusters
+    ranks = []  # of the right cluster: how many score above it
+    for states, label in zip(g.split(8192), right.split(8192), strict=True):
+        z = (states @ centroids.to(g.dtype).T).float()
+        ranks.append((z > z.gather(1, label[:, None])).sum(1))
+    rank = torch.cat(ranks)
     return [
-        Recall(top, top * size / vocab, float(found[i] / g.shape[0]), (top * size + clusters) * width)
-        for i, top in enumerate(tops)
+        Recall(top, top * size / vocab, int((rank < top).sum()) / len(g), (top * size + clusters) * width)
+        for top in TOPS
         if top <= clusters
     ]
 
 
-@torch.no_grad()
 def choose_top(curve: list[Recall], need: float = 0.99, most: float = 0.1) -> Recall:
     """The cheapest point that finds the token often enough; else the best one under the allowed share of the vocabulary."""
     allowed = [r for r in curve if r.share < most]

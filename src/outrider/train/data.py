@@ -7,13 +7,12 @@ stored. Everything here is numpy and the standard library; batches hold torch te
 
 from __future__ import annotations
 
-import contextlib
 import gzip
 import hashlib
 import json
-import queue
-import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -69,11 +68,8 @@ def _prompt(line: str, where: str, number: int) -> Prompt:
 
 
 def file_hash(path: str | Path) -> str:
-    digest = hashlib.sha256()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # ---- token sequences ------------------------------------------------------------------------------------------------
@@ -218,35 +214,12 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
 
 
 def prefetch(items: Iterator[T], depth: int = 4) -> Iterator[T]:
-    """Make items in a thread ahead of their use; an error there is raised here."""
-    ready: queue.Queue[tuple[T, None] | tuple[None, BaseException]] = queue.Queue(depth)
-    stop = threading.Event()
-
-    def put(entry: tuple[T, None] | tuple[None, BaseException]) -> None:
-        while not stop.is_set():
-            with contextlib.suppress(queue.Full):
-                return ready.put(entry, timeout=0.2)
-
-    def work() -> None:
-        try:
-            for item in items:
-                put((item, None))
-                if stop.is_set():
-                    return
-            put((None, StopIteration()))
-        except BaseException as error:
-            put((None, error))
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    """Make items (none of them None) in a thread ahead of their use; an error there is raised here."""
+    pool = ThreadPoolExecutor(1)
     try:
-        while True:
-            item, error = ready.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield item  # type: ignore[misc]
+        ahead = deque(pool.submit(next, items, None) for _ in range(depth))
+        while (item := ahead.popleft().result()) is not None:
+            ahead.append(pool.submit(next, items, None))
+            yield item
     finally:
-        stop.set()
-        thread.join()  # a thread inside torch while the interpreter ends would abort the process
+        pool.shutdown(cancel_futures=True)  # and wait: a thread inside torch while the interpreter ends would abort the process

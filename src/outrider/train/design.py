@@ -73,15 +73,14 @@ def plain(
 
 
 def gemma(
-    target: ModelConfig, *, hidden: int = 256, intermediate: int | None = None, heads: int | None = None, sliding: int = 3,
-    clusters: int = 0, cluster_top: int = 0, target_hash: str | None = None,
+    target: ModelConfig, *, hidden: int, intermediate: int | None = None, sliding: int = 3, clusters: int = 0, cluster_top: int = 0,
+    target_hash: str | None = None,
 ) -> DrafterConfig:  # fmt: skip
     """Gemma 4's layout for a Gemma target: `gemma4_assistant` when the target is Gemma 4, else our own model_type."""
-    kinds = ["sliding"] * sliding + ["full"]
     layers = []
-    for kind in kinds:
+    for kind in ["sliding"] * sliding + ["full"]:
         donor = target.layers[target.donor(kind)]
-        spec = replace(donor.attn, heads=heads or donor.attn.heads, kv_layer=-1, writes=False, scale=1.0, norm_v=True)
+        spec = replace(donor.attn, kv_layer=-1, writes=False, scale=1.0, norm_v=True)
         layers.append(LayerSpec(spec, donor.rope, intermediate or 4 * hidden))
     unified = "unified" in target.model_type
     kind = ("gemma4_unified_assistant" if unified else "gemma4_assistant") if target.family == "gemma4" else "outrider_drafter"
@@ -220,13 +219,13 @@ def drawn_states(net: DraftNet, model: TextModel, data: Sequences) -> tuple[Tens
     return g, torch.cat(drawn)
 
 
-def cluster_by_use(net: DraftNet, model: TextModel, data: Sequences, steps: int = 300, most: int = 300_000) -> int:
+def cluster_by_use(net: DraftNet, model: TextModel, data: Sequences) -> int:
     """Clusters of tokens that are likely in the same places; centroids fitted to drawn tokens before they learn along.
     Returns the number of states looked at."""
     g, token = drawn_states(net, model, data)
     clusters, head = net.config.clusters, held_dense(model.head) if net.config.tied_to_target else net.weight("embed").to(g.dtype)
-    order = likely_together(g[:: max(1, g.shape[0] // most)], head, clusters)
-    fitted = fit_centroids(g, cluster_of(order, clusters)[token], cluster_means(head, order, clusters), steps, 1e-2, 16384)
+    order = likely_together(g[:: max(1, g.shape[0] // 300_000)], head, clusters)
+    fitted = fit_centroids(g, cluster_of(order, clusters)[token], cluster_means(head, order, clusters), 300, 1e-2, 16384)
     with torch.no_grad():
         net.weight("token_ordering").copy_(order)
         net.weight("centroids").copy_(fitted)

@@ -109,7 +109,7 @@ def judge_drafts(
         sure = torch.zeros(count * width, most, device=model.device)
         ends = torch.from_numpy(data.lengths[which]).to(model.device)
         sampling = chosen_by(model, data, which, temperature)
-        for j, g in enumerate(net.unroll(weights, *net.begin(model, capture(model, batch.ids, net.config.taps), batch, most)), 1):
+        for j, g in enumerate(net.unroll(weights, model, capture(model, batch.ids, net.config.taps), batch, most), 1):
             b, at = alive // width, alive % width + batch.first + j + 1  # the position being guessed
             inside = at < ends[b]
             alive, b, at = alive[inside], b[inside], at[inside]
@@ -137,21 +137,17 @@ def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature:
 
 
 @torch.no_grad()
-def second_guesses(
-    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Tensor, data: Sequences, temperature: float = 0.0,
-    anchors: int = 8192,
-) -> float:  # fmt: skip
-    """How often the second best token is right where the best is wrong: the first guess behind every token of the answers, by all rows of
-    the head. temperature: answers were sampled so, with the noise of their seeds."""
+def second_guesses(model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Tensor, data: Sequences, anchors: int) -> float:
+    """How often the second best token is right where the best is wrong: the first guess behind every token of greedy answers, by all rows
+    of the head."""
     missed, right, vocab = 0, 0, head.shape[0]
     for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
         batch = make_batch(data, which, 1).to(model.device)
         width = batch.ids.shape[1] - batch.first
-        (g,) = net.unroll(weights, *net.begin(model, capture(model, batch.ids, net.config.taps), batch, 1))
-        sampling = chosen_by(model, data, which, temperature)
+        (g,) = net.unroll(weights, model, capture(model, batch.ids, net.config.taps), batch, 1)
         for part in batch.anchors[0].split(chunk_rows(model.device, 32 * vocab)):
             line, at = part // width, part % width + batch.first + 2  # the position being guessed
-            z = sampling.select(line).scores((g.flatten(0, 1)[part] @ head.T).float(), at)
+            z = (g.flatten(0, 1)[part] @ head.T).float()
             best = z.topk(2).indices == batch.ids[line, at][:, None]
             missed += int((~best[:, 0]).sum())
             right += int((best[:, 1] & ~best[:, 0]).sum())
@@ -159,11 +155,11 @@ def second_guesses(
 
 
 def states(
-    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = 4, anchors: int = 16384
-) -> tuple[Tensor, Tensor]:
-    """The drafter's states in every step that counts [A, h], and what the head chose there [A]."""
+    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The drafter's states in each of the first four steps that counts [A, h], and what the head chose there [A]."""
     seen: Recorded = []
-    judge_drafts(model, net, weights, head, data, most, anchors, record=seen)
+    judge_drafts(model, net, weights, head, data, 4, record=seen)
     return joined(seen)
 
 

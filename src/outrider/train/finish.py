@@ -26,7 +26,7 @@ from ..spec import card as acceptance
 from ..spec.simulate import Trace
 from ..weights import files as weight_files
 from ..weights import hub
-from .clusters import Recall, choose_top, recall_curve
+from .clusters import choose_top, recall_curve
 from .data import Sequences
 from .evaluate import MAX_K, Head, Judged, Recorded, joined, judge_drafts, second_guesses, summary
 from .export import Json, save_drafter
@@ -36,7 +36,6 @@ from .net import DraftNet
 from .target import Target
 from .trainer import Row, Trainer
 
-TOPS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PASSES = 3  # over the held-out answers: full head, clustered head, clustered head on the sampled answers
 CPU_ANCHORS = 1024  # small batches end when their last draft fails
 
@@ -67,16 +66,9 @@ def scored(result: Judged, most: int) -> Json:
     return {"score": made["tokens_per_cycle"][min(4, most)], **made}
 
 
-def judge(target: Target, net: DraftNet, data: Sequences, *, most: int = 8) -> Json:
+def judge(target: Target, net: DraftNet, data: Sequences) -> Json:
     """What an evaluation during training says: held-out greedy answers, full head."""
-    return scored(judged(target, net, data, most=most, full=True), most)
-
-
-def tune_top(net: DraftNet, weights: dict[str, Tensor], g: Tensor, choices: Tensor, need: float) -> tuple[int, list[Recall]]:
-    """The recall / cost curve of the clustered head over recorded states, and the top it suggests."""
-    tops = tuple(t for t in TOPS if t <= net.config.clusters)
-    curve = recall_curve(g, choices, weights["centroids"], weights["token_ordering"], tops)
-    return choose_top(curve, need).top, curve
+    return scored(judged(target, net, data, most=8, full=True), 8)
 
 
 def finish(
@@ -96,15 +88,16 @@ def finish(
         last = judged(target, net, cold, most=MAX_K, full=True, states=states, weigh=not net.config.clusters)
         result["full"] = scored(last, MAX_K)
         if net.config.clusters:
-            top, curve = tune_top(net, views(net, target)[0], *joined(states), job.recall)
-            net.config = replace(net.config, cluster_top=top)
+            weights = views(net, target)[0]
+            curve = recall_curve(*joined(states), weights["centroids"], weights["token_ordering"])
+            net.config = replace(net.config, cluster_top=choose_top(curve, job.recall).top)
             result["recall"] = [asdict(r) for r in curve]
             last = judged(target, net, cold, most=MAX_K, full=False, weigh=True)
             result["clustered"] = scored(last, MAX_K)
         traces = last.traces(cold, ["all"] * len(cold))
         weights, whole, _ = views(net, target)
         anchors = 8192 if target.model.device.type == "cuda" else CPU_ANCHORS
-        result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, cold, anchors=anchors)
+        result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, cold, anchors)
         if len(hot):
             result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8)
     result["draft_step_share"] = round(drafter_size(net.config).step / model_size(target.config).active, 4)

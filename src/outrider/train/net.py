@@ -104,13 +104,6 @@ class DraftNet(nn.Module):
             angles.append((turn.cos()[:, None], turn.sin()[:, None]))
         return Context(first, keys, values, angles, [rms(t[:, first:], None, config.norm_eps) for t in seen.taps])
 
-    def begin(self, model: TextModel, seen: Captured, batch: Batch, steps: int) -> tuple[Context, Tensor, Tensor, int]:
-        """What `unroll` takes of a batch beside the weights."""
-        with torch.no_grad():
-            ids = F.pad(batch.ids[:, batch.first :], (0, steps))
-            embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)
-        return self.context(seen, batch.first), embedded, seen.hidden[:, batch.first :], steps
-
     def step(self, w: Mapping[str, Tensor], ctx: Context, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """embedding, hidden [B, Tq, Hb] -> g for the head, next hidden [B, Tq, Hb]."""
         config, eps, gemma = self.config, self.config.norm_eps, self.config.gemma
@@ -134,9 +127,13 @@ class DraftNet(nn.Module):
         after = F.linear(h, w["post"]) if config.has_post else h
         return (after if config.tied_to_target else h), after
 
-    def unroll(self, w: Mapping[str, Tensor], ctx: Context, embedded: Tensor, hidden: Tensor, steps: int) -> Iterator[Tensor]:
-        """The draft loop of training and evaluation: g [B, Tq, h] of steps 1..steps, from all anchors at once. embedded
-        [B, Tq + steps, Hb] of the tokens from position `first` on: step j is fed the true token j places on; hidden [B, Tq, Hb]."""
+    def unroll(self, w: Mapping[str, Tensor], model: TextModel, seen: Captured, batch: Batch, steps: int) -> Iterator[Tensor]:
+        """The draft loop of training and evaluation: g [B, Tq, h] of steps 1..steps, from all anchors at once. Step j is fed the true
+        token j places on."""
+        with torch.no_grad():
+            ids = F.pad(batch.ids[:, batch.first :], (0, steps))
+            embedded = model.embed(ids.reshape(-1)).view(*ids.shape, -1)  # [B, Tq + steps, Hb]
+        ctx, hidden = self.context(seen, batch.first), seen.hidden[:, batch.first :]
         width = hidden.shape[1]
         for j in range(1, steps + 1):
             g, hidden = self.step(w, ctx, embedded[:, j : j + width], hidden)

@@ -30,7 +30,7 @@ from ..models.pairing import fits
 from ..types import OutriderError
 from ..weights.load import load_drafter, plain_all
 from . import design, finish
-from .answers import Answering, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks, read_answers
+from .answers import answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks, read_answers
 from .clock import Budget, Stop, listening
 from .data import Sequences, file_hash, make_batch, plan_epoch, read_prompts
 from .export import write_json
@@ -263,9 +263,8 @@ class Run:
         path = self.job.out / "sizes.json"
         if self.group.first and not path.exists():
             sizes = self.choose(target.config, int(data.lengths.sum()))[-1]
-            write_json(
-                path, asdict(replace(sizes, keep=sizes.keep and not self.job.shard_target))
-            )  # everybody runs the target at every step
+            keep = sizes.keep and not self.job.shard_target  # a divided target is run by everybody at every step
+            write_json(path, asdict(replace(sizes, keep=keep)))
         self.group.wait()
         try:
             return Sizes(**read_json(path))
@@ -350,6 +349,3 @@ def trim_log(path: Path, step: int) -> None:
     if path.exists():
         rows = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
         path.write_text("".join(r + "\n" for r in rows))
-
-
-__all__ = ["Answering", "Run", "TrainJob", "open_target", "train"]

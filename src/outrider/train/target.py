@@ -36,13 +36,7 @@ class Described:
 class Target:
     model: TextModel  # over DenseOps
     config: ModelConfig
-    text: TextFiles
     hash: str
-    name: str = ""
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        return self.text.eos_ids or self.config.eos_ids
 
 
 def describe(name: str) -> Described:
@@ -55,9 +49,9 @@ def open_target(name: str | Described, device: str, dtype: torch.dtype, group: G
     known = describe(name) if isinstance(name, str) else name
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
     keep = partial(divide, group) if group is not None else None
-    config, weights, text = load_target(known.files, device, dtype, keep=keep)
+    config, weights, _ = load_target(known.files, device, dtype, keep=keep)
     model = build(config, weights, DenseOps())  # type: ignore[arg-type]  # its K/V is dense, not in pages
-    return Target(model, config, text, weight_files.fingerprint(known.files), known.name)
+    return Target(model, config, weight_files.fingerprint(known.files))
 
 
 def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True) -> Sequences:

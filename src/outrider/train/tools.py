@@ -21,7 +21,7 @@ from .data import Prompt, Sequences, read_prompts
 from .design import default_clusters
 from .evaluate import MAX_K, best_k, states, summary
 from .export import save_drafter
-from .finish import TOPS, judged, views
+from .finish import judged, views
 from .job import Say
 from .net import DraftNet
 from .target import Described, Target, describe, encode, open_target
@@ -30,13 +30,13 @@ from .trainer import Row
 
 def answers(
     known: Described, prompts: list[Prompt], *, max_new: int, temperature: float, chat: bool, slots: int | None = None,
-    drafter: str = "none", seed: int = 0, device: str = "cpu", dtype: torch.dtype = torch.float32,
+    drafter: str = "none", device: str = "cpu", dtype: torch.dtype = torch.float32,
 ) -> Sequences:  # fmt: skip
     """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without it."""
     most = max(1, known.config.max_context - max_new)
     encoded = encode(prompts, known.text, known.config.vocab_size, texts=False, max_tokens=most, chat=chat)
     helper = "none" if device.startswith("cuda") else drafter
-    return answer_once(known.name, known.config, device, dtype, encoded, temperature, max_new, slots, helper, seed)
+    return answer_once(known.name, known.config, device, dtype, encoded, temperature, max_new, slots, helper)
 
 
 def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
@@ -112,7 +112,7 @@ def cluster_drafter(
         g, choices = states(opened.model, net, cast, full, data)  # where it drafts, and what the full head chooses there
         cut = max(1, g.shape[0] * 4 // 5)
         means = fit_centroids(g[:cut], cluster_of(order, count)[choices[:cut]], means, 300, 1e-2, seed=seed)
-        curve = recall_curve(g[cut:], choices[cut:], means, order, tuple(t for t in TOPS if t <= count))
+        curve = recall_curve(g[cut:], choices[cut:], means, order)
         chosen = top or choose_top(curve, recall).top
     made = replace(config, clusters=count, cluster_top=chosen)
     save_drafter(to, made, {**weights, "centroids": means.cpu(), "token_ordering": order.cpu()})

@@ -139,7 +139,7 @@ class Trainer:
         width = batch.ids.shape[1] - batch.first
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
         chance = torch.ones(batch.ids.shape[0] * width, device=self.device)  # that the steps so far were accepted
-        for j, g in enumerate(net.unroll(w, *net.begin(model, seen, batch, s.unroll)), 1):
+        for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])

@@ -52,7 +52,7 @@ def test_recall_is_counted_by_definition() -> None:
         torch.randn(50, 6, generator=r), torch.randn(32, 6, generator=r), torch.randn(8, 6, generator=r), torch.randperm(32, generator=r),
     )  # fmt: skip
     choice = (g @ head.T).argmax(-1)
-    curve = recall_curve(g, choice, centroids, order, (1, 3, 8), chunk=16)
+    curve = recall_curve(g, choice, centroids, order)
     for point in curve:
         top = (g @ centroids.T).topk(point.top).indices
         inside = [int(choice[a]) in order.view(8, 4)[top[a]].flatten().tolist() for a in range(50)]
@@ -69,7 +69,7 @@ def test_fitting_centroids_finds_more() -> None:
     choice = (g @ head.T).argmax(-1)
     label = cluster_of(order, 16)[choice]
     fitted = fit_centroids(g[:600], label[:600], means, 200, 3e-2, 256)
-    before, after = (recall_curve(g[600:], choice[600:], c, order, (1,))[0].recall for c in (means, fitted))
+    before, after = (recall_curve(g[600:], choice[600:], c, order)[0].recall for c in (means, fitted))
     assert after > before + 0.1
 
 
