@@ -209,18 +209,24 @@ def main() -> None:
     say(loaded_s=time.perf_counter() - began, torch=torch.__version__)
     directly(llm.engine, mixed, 1)  # compiles and captures
     say(captured_s=time.perf_counter() - began)
+    before_host = dict(llm.engine.host_times)
     alone = directly(llm.engine, busy, 2)
     rate = args.streams * args.tokens / alone
-    say(what="engine", streams=args.streams, tokens=args.tokens, seconds=alone, tokens_s=rate)
+    host = {part: round(s - before_host[part], 3) for part, s in llm.engine.host_times.items()}
+    say(what="engine", streams=args.streams, tokens=args.tokens, seconds=alone, tokens_s=rate, host_s=host)
     sys.setswitchinterval(0.0002)  # as `outrider serve` does
     gc.collect()
     gc.freeze()
-    server = HttpServer(Backend.of(llm), ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning"))
+    began, free = time.perf_counter(), torch.cuda.mem_get_info()[0] if HERE.gpu else 0
+    backend = Backend.of(llm, print)
+    taken = (free - torch.cuda.mem_get_info()[0]) >> 20 if HERE.gpu else 0
+    say(ready_s=time.perf_counter() - began, ready_mb=taken)
+    server = HttpServer(backend, ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning"))
     with server.running() as url:
         port = int(url.rpartition(":")[2])
         runs = (("http", busy, 2), ("http with long prompts, first time", mixed, 3), ("http with long prompts", mixed, 4))
         for label, load, seed in runs:
-            before = stand_in.threads()
+            before, before_host, steps = stand_in.threads(), dict(llm.engine.host_times), llm.engine.metrics.steps
             seen, start = through_http(port, load, seed, args.cores and args.cores[1])
             spent = {name: 1e6 * (s - before.get(name, 0.0)) for name, s in stand_in.threads().items()}
             wrong = [line for stream in seen for line in stream if line[1] < 0]
@@ -232,14 +238,16 @@ def main() -> None:
             since = max((stream[0][0] for stream in streams if stream), default=start)
             if long:
                 since, until = max(since, start + 0.3), min(until, max((s[0][0] for s in long if s), default=until))
+            firsts = sorted(round(stream[0][0] - start, 3) for stream in streams if stream)
+            host = {part: round(s - before_host[part], 3) for part, s in llm.engine.host_times.items()}
             late = [round(s[0][0] - start - 0.3 - args.every * i, 3) for i, s in enumerate(long) if s]
             say(
                 what=label, tokens=tokens, seconds=seconds, tokens_s=tokens / max(1e-9, seconds), of_engine=tokens / max(1e-9, seconds) / rate,
                 chunks=sum(map(len, streams)), errors=len(wrong), first_error=wrong[0][2][:200] if wrong else None, long_first_token_s=late,
+                first_token_s=[firsts[0], firsts[len(firsts) // 2], firsts[-1]] if firsts else [],
+                host_s=host, steps=llm.engine.metrics.steps - steps,
                 us_a_token={name: round(s / max(1, tokens), 1) for name, s in spent.items() if s > tokens}, **gaps(streams, since, until),
             )  # fmt: skip
-    host = {part: round(seconds, 3) for part, seconds in llm.engine.host_times.items()}
-    say(host_seconds=host, steps=llm.engine.metrics.steps)
 
 
 if __name__ == "__main__":

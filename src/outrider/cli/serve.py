@@ -120,7 +120,7 @@ def serve(
     if len(listed) == 1:
         llm = load(listed[0].model)
         settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
-        served = Backend.of(llm)
+        served = Backend.of(llm, err.print)
     else:
         limit = None if memory is None else int(memory * 2**30)
         served = catalogue.shelf(listed, load, engine, limit, settings, cuda=place(device).type == "cuda")

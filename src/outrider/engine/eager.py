@@ -218,8 +218,8 @@ class EagerExecutor:
         return DraftBatch(ids, tokens, last, length, features, kv, sampling, self.sampled, machine.model.ops, machine.vocab)
 
     # ---- timing ---------------------------------------------------------------------------------------------------------------
-    def prepare(self) -> None:
-        pass  # it needs nothing
+    def prepare(self) -> str:
+        return ""  # it needs nothing
 
     def times(self, part: str) -> bool:
         return True

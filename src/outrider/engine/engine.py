@@ -38,6 +38,7 @@ from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
 __all__ = ["Engine", "Event", "Request"]
+USUAL = 4  # the K that a server is ready for where the controller chooses
 
 
 @dataclass
@@ -124,20 +125,22 @@ class Engine:
         mtp = self.drafter.model if isinstance(self.drafter, MTPDrafter) else None
         if self.spec.verify == "coupled":
             if self.graphs and (self.drafter is None or mtp is not None):
-                made.append(GraphExecutor(machine, self.can, self.room.pass_rows))
+                widths = (0, USUAL if self.spec.draft_tokens is None else self.spec.draft_tokens)
+                made.append(GraphExecutor(machine, self.can, self.room.pass_rows, widths))
             cycle = self.model.ops.host_cycle(self.model, mtp, self.store.pages(), machine.features, machine.taps)
             if cycle is not None and not made:
                 made.append(HostExecutor(machine, cycle, self.metrics))
         return [*made, EagerExecutor(machine, self.spec.verify, self.metrics)]
 
-    def serve(self) -> None:
+    def serve(self) -> str:
         """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it is needed, and
-        prompts run in pieces that nobody waits long for; on a GPU the likely passes are captured before the first one comes."""
+        prompts run in pieces that nobody waits long for; on a GPU the likely steps and passes are captured before the first one comes.
+        Returns a line about what was made."""
         self.store.take_ahead()
-        if self.device.type == "cuda":
-            self.executors[0].prepare()
+        made = self.executors[0].prepare() if self.device.type == "cuda" else ""
         if self.can.rows_alone and self.can.prompts_independent:
             self.scheduler.chunk = min(self.scheduler.chunk, self.can.rows_alone)
+        return made
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def validate(self, request: Request) -> None:

@@ -4,7 +4,8 @@ What the next step starts from (newest token, length, features) stays on the dev
 launched before the host has seen the tokens of the one before. Tokens leave by an asynchronous copy into pinned memory.
 The host runs one step behind: it reserves pages for the step in flight and the next one, and drops what a sequence that
 has ended produced since. There is one graph for each `Key`, captured when it is first needed, all from one pool of memory;
-a batch is filled up with idle rows on the scratch page to the next size that the backend captures.
+a batch is filled up with idle rows on the scratch page to the next size that the backend captures. A server has a few graphs from the
+beginning and lets steps run in one that is there rather than capture another (stock.py).
 
 Drafts that the host knows (copies of earlier text) are one step old as well: it uploads what it expects to follow the tokens it has
 seen, and the graph takes the piece that begins where the sequence really stands.
@@ -28,6 +29,7 @@ from ..spec.choose import SamplingBatch
 from ..spec.mtp import MTPDrafter
 from ..spec.plan import DEEPEST, TIMED, Branches, branching
 from ..types import COLD, MAX_DRAFT, SamplingParams
+from . import stock
 from .capture import Graph, Pool
 from .cycle import logprobs
 from .decode import KNOWN, Choosing, Inputs, Key, Output, Source, State, decode_step
@@ -93,8 +95,8 @@ class GraphExecutor:
     name = "graphs"
     behind = True
 
-    def __init__(self, machine: Machine, capabilities: Capabilities, pass_rows: int = 0):
-        """pass_rows: of the largest pass over prompts that is captured."""
+    def __init__(self, machine: Machine, capabilities: Capabilities, pass_rows: int = 0, widths: Sequence[int] = (0,)):
+        """pass_rows: of the largest pass over prompts that is captured. widths: the K that a server's steps will have."""
         drafter = machine.drafter
         assert drafter is None or isinstance(drafter, MTPDrafter), "only MTP drafters run inside a graph"
         self.machine, self.device, self.drafter, self.can = machine, machine.device, drafter, capabilities
@@ -109,18 +111,38 @@ class GraphExecutor:
         self._refused: set[Key] = set()  # graphs with something special in them that could not be captured: those steps are eager
         self._graphs: dict[Key, Captured] = {}
         self._uploaded: dict[str, tuple[object, ...]] = {}
-        self._next: tuple[StepBatch, Key | None] = (StepBatch(), None)  # what `takes` was asked last, and the graph for it
+        self._next: tuple[StepBatch, Key | None, int] = (StepBatch(), None, 0)  # what `takes` was asked last, its graph, and its context
         self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, Asks] = ([], "greedy", NOTHING)  # of the last batch
         self._furthest = self.passes.furthest - MAX_DRAFT - 1
+        self._widths = tuple(k for k in widths if not k or drafter is not None)
+        self._preparing = False  # more is captured than somebody waits for: what fails may be done without
+        self.fixed = False  # somebody waits for every step: captured is only what no graph holds
+        self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
 
     # ---- what it takes ------------------------------------------------------------------------------------------------
     def takes(self, batch: StepBatch) -> bool:
         if not batch.decode:
             return self.broken is None
-        key = self.key(batch.decode)
-        self._next = (batch, key)
+        wanted = self.key(batch.decode)
+        key = wanted if wanted is None or not self.fixed else self._stand_in(wanted)
+        self._next = (batch, key, 0 if wanted is None else wanted.context)
         return key is not None and self.ready(key)
+
+    def _stand_in(self, wanted: Key) -> Key:
+        """The graph of a server that a step runs in."""
+        found, count = self._instead.get(wanted, (None, 0))
+        if found is None or (found.k > wanted.k and count == stock.OFTEN):
+            roomy = stock.roomy(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
+            near = stock.nearest(self._graphs, wanted) if found is None else None
+            found = near or (roomy if roomy not in self._refused else wanted)
+        self._instead[wanted] = (found, count + 1)
+        return found
+
+    @property
+    def _most(self) -> int:
+        """Sequences of the largest step that there can be."""
+        return min(self.can.bucket(self.idle), self.can.graph_batches[-1])
 
     def key(self, lanes: Sequence[Lane]) -> Key | None:
         """The graph these lanes run in; None: they need the eager executor."""
@@ -169,6 +191,7 @@ class GraphExecutor:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # a graph that is dropped must not be running
             self._graphs = {known: made for known, made in self._graphs.items() if known.asks == NOTHING}
+            self._instead.clear()
         if key.asks.grammar and self.bits is None:
             shape = (self.can.graph_rows, -(-self.machine.vocab // 32))
             self.bits = torch.full(shape, -1, dtype=torch.int32, device=self.device)
@@ -189,21 +212,25 @@ class GraphExecutor:
             with torch.inference_mode():
                 graph = Graph(once, self.device, self.pool)
         except Exception as error:
-            if self.device.type != "cuda":
+            if self.device.type != "cuda" or self.machine.divided:
                 raise
-            why = f"{type(error).__name__}: {error}".splitlines()[0]
-            if key.asks != NOTHING:
-                log.warning("steps with %s are not captured: it failed (%s)", key.asks, why)
-                self._refused.add(key)
-                return False
-            self.broken = why
-            log.warning("CUDA graphs are off: capturing %s failed (%s)", key, why)
+            self._failed(key, error)
             return False
         pinned = self.device.type == "cuda"
         copy = lambda t: torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned)  # noqa: E731
         hosts = [Output(copy(out.tokens), copy(out.logprobs) if out.logprobs is not None else None) for _ in range(2)]
         self._graphs[key] = Captured(key, graph, out, hosts)
         return True
+
+    def _failed(self, key: Key, error: Exception) -> None:
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        if self._preparing or key.asks != NOTHING:
+            if not self._preparing or not self._refused:
+                log.warning("steps like %s are not captured: it failed (%s)", key, why)
+            self._refused.add(key)
+        else:
+            self.broken = why
+            log.warning("CUDA graphs are off: capturing %s failed (%s)", key, why)
 
     def drop(self) -> None:
         """All graphs, at the end: what was captured holds on to the libraries whose kernels are in it."""
@@ -222,14 +249,14 @@ class GraphExecutor:
         flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], self.machine.clock(), self.passes.ran - before)
         if not batch.decode:
             return flight
-        known, key = self._next
+        known, key, context = self._next
         assert known is batch and key is not None, "takes() comes first: it finds the graph"
         self.machine.store.flush()
         self._upload(batch.decode, key)
         if key.asks.grammar:
             self._mask(batch.decode, key)
         flight.payload = self._replay(self._graphs[key])
-        flight.width, flight.context, flight.tree = key.k, key.context, key.nodes > 0
+        flight.width, flight.context, flight.tree = key.k, context, key.nodes > 0
         flight.ahead = [lane.k + 1 for lane in batch.decode]
         return flight
 
@@ -333,8 +360,15 @@ class GraphExecutor:
     def times(self, part: str) -> bool:
         return self.broken is None
 
-    def prepare(self) -> None:
-        self.passes.prepare()
+    def prepare(self) -> str:
+        began, self._preparing = self.machine.clock(), True
+        for key in stock.likely(self._most, bound_of(self._furthest), self.can.graph_rows, self._widths):
+            self.ready(key)
+        self._preparing, self.fixed = False, True
+        if not self._graphs:
+            self.broken = "no step can be captured"
+        passes = self.passes.prepare()
+        return f"{len(self._graphs)} steps and {passes} passes over prompts captured in {self.machine.clock() - began:.1f} s"
 
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:

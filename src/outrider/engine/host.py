@@ -89,8 +89,8 @@ class HostExecutor:
             flight.width, flight.context = sum(lane.k for lane in lanes) / len(lanes), sum(len(x.seq.tokens) for x in lanes) // len(lanes)
         return out
 
-    def prepare(self) -> None:
-        pass  # it needs nothing
+    def prepare(self) -> str:
+        return ""  # it needs nothing
 
     def times(self, part: str) -> bool:
         return part == "verify" or part in self.drafters or (self.draft_model is not None and part == reading(self.draft_model.name))

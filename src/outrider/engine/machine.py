@@ -25,6 +25,7 @@ class Machine:
     eos: tuple[int, ...]
     clock: Callable[[], float]
     prompt_seconds: float = 0.0  # spent on prompts so far
+    divided: bool = False  # other processes run the same steps: where one of them fails none may go its own way
     scratch: list[SeqCache] = field(default_factory=list)  # sequences that nobody asked for: what steps are timed on
     scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # is told before a text is scored
     _sampled: list[Seq] = field(default_factory=list)  # whose parameters `_sampling` holds

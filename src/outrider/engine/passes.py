@@ -103,7 +103,7 @@ class Passes:
             with torch.inference_mode():
                 self._graphs[key] = Graph(partial(prompt_pass, self.machine, self._numbers, key), self.device, self.pool)
         except Exception as error:
-            if self.device.type != "cuda":
+            if self.device.type != "cuda" or self.machine.divided:
                 raise
             self._refused.add(key)
             if key.rows <= self.most:
@@ -113,15 +113,14 @@ class Passes:
             return False
         return True
 
-    def prepare(self) -> None:
-        """Capture what a server will want, the largest first (the smaller ones find their memory there), and nothing after that. Every
-        process of a team tries the same passes in the same order, whatever fails: there are exchanges in them."""
-        began, ends = self.machine.clock(), (False, True) if self.machine.drafter is not None else (False,)
+    def prepare(self) -> int:
+        """Capture what a server will want, the largest first (the smaller ones find their memory there), and nothing after that.
+        Returns how many there are."""
+        ends = (False, True) if self.machine.drafter is not None else (False,)
         for key in likely(self.most, self.furthest, ends):
             self.ready(key)
         self.fixed = True
-        if self._graphs:
-            log.info("captured %d passes over prompts in %.1f s", len(self._graphs), self.machine.clock() - began)
+        return len(self._graphs)
 
     def drop(self) -> None:
         self._graphs.clear()

@@ -157,8 +157,9 @@ class Executor(Protocol):
         """Run one part of a step on scratch sequences to its end, to be timed: "verify", or the draft of the drafter of that name."""
         ...
 
-    def prepare(self) -> None:
-        """Whatever can be made before the first request comes is made now, and from now on nobody is kept waiting for such a thing."""
+    def prepare(self) -> str:
+        """Whatever can be made before the first request comes is made now, and from now on nobody is kept waiting for such a thing.
+        Returns a line that says what, and how long it took."""
         ...
 
     def times(self, part: str) -> bool:

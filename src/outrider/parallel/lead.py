@@ -90,6 +90,7 @@ class Leader:
         self._serial = 0
         self._last: StepBatch | None = None
         team.captured += captured(engine)
+        engine.machine.divided = True
         engine.executors = [Led(executor, index, self) for index, executor in enumerate(engine.executors)]
         engine.machine.scored = self._score
 
@@ -185,10 +186,10 @@ class Led:
             self.leader.team.send(Order("probe", self.index, probe=(part, batch, k, context)))
             self.inner.probe(part, batch, k, context)
 
-    def prepare(self) -> None:
+    def prepare(self) -> str:
         with self.leader.together():
             self.leader.team.send(Order("prepare", self.index))
-            self.inner.prepare()
+            return self.inner.prepare()
 
     def times(self, part: str) -> bool:
         return self.inner.times(part)
@@ -298,6 +299,7 @@ class Follower:
 def follow(engine: Engine, team: Team) -> None:
     """Do what rank 0 says until it says no more."""
     follower = Follower(engine, team)
+    engine.machine.divided = True
     team.captured += captured(engine)
     with torch.inference_mode():
         while True:

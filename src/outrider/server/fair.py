@@ -1,20 +1,23 @@
 """Places that clients take in turn: one client's long queue delays that client only.
 
 A client is an API key, or an address where there are no keys. Clients that wait are served round robin; within a client by
-priority, then first come, first served. Lives on the event loop.
+priority, then first come, first served. Lives on the event loop; `Desk` has threads beside it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import bisect
+import contextlib
 import itertools
+import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from .errors import ApiError
 
@@ -109,23 +112,118 @@ class FairGate(Places):
             self.release(client)
 
 
+@dataclass(eq=False)
+class _Piece:
+    """Work for a thread, and who waits for what comes of it."""
+
+    work: Callable[[], object]
+    answer: asyncio.Future[object]
+
+
+class _Lane:
+    """Threads and the work that waits for them. A thread goes from one piece to the next by itself, each client in its turn and one at a
+    time; what is done goes back to the event loop together. So a hundred small pieces wake threads and loop a few times."""
+
+    def __init__(self, threads: int, most_waiting: int, name: str) -> None:
+        self._threads, self._idle, self._most = ThreadPoolExecutor(threads, name), threads, most_waiting
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[_Piece]] = {}  # in the order of turns
+        self._busy: set[str] = set()  # clients that a thread works for
+        self._done: list[tuple[_Piece, object, BaseException | None]] = []
+
+    async def run(self, client: str, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        piece = _Piece(work, loop.create_future())
+        with self._lock:
+            waiting = self._waiting.setdefault(client, deque())
+            if len(waiting) >= self._most:
+                message = f"{len(waiting)} requests of this client wait for being read already."
+                raise ApiError(429, message, retry_after=1, code="too_many_requests")
+            waiting.append(piece)
+            start = bool(self._idle) and client not in self._busy
+            self._idle -= start
+        if start:
+            self._threads.submit(self._work, loop)
+        try:
+            return cast(T, await piece.answer)
+        except asyncio.CancelledError:
+            self._forget(client, piece)
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            left, self._waiting = [piece for pieces in self._waiting.values() for piece in pieces], {}
+        for piece in left:
+            piece.answer.cancel()
+        self._threads.shutdown(wait=False)
+
+    def _forget(self, client: str, piece: _Piece) -> None:
+        with self._lock:
+            waiting = self._waiting.get(client, ())
+            if piece in waiting:
+                self._waiting[client].remove(piece)
+                if not self._waiting[client]:
+                    del self._waiting[client]
+
+    # ---- on a thread
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        while (taken := self._take()) is not None:
+            client, piece = taken
+            result: object = None
+            error: BaseException | None = None
+            try:
+                result = piece.work()
+            except BaseException as e:
+                error = e
+            with self._lock:
+                self._busy.remove(client)
+                self._done.append((piece, result, error))
+                first = len(self._done) == 1
+            del taken, piece, result, error  # a body may be megabytes
+            if first:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+                    loop.call_soon_threadsafe(self._tell)
+
+    def _take(self) -> tuple[str, _Piece] | None:
+        """The first piece of the first client in the round whom no other thread works for."""
+        with self._lock:
+            client = next((c for c in self._waiting if c not in self._busy), None)
+            if client is None:
+                self._idle += 1
+                return None
+            pieces = self._waiting.pop(client)
+            piece = pieces.popleft()
+            if pieces:
+                self._waiting[client] = pieces  # to the end of the round
+            self._busy.add(client)
+            return client, piece
+
+    # ---- on the loop
+
+    def _tell(self) -> None:
+        with self._lock:
+            done, self._done = self._done, []
+        for piece, result, error in done:
+            if piece.answer.done():
+                continue  # whoever asked has left
+            if error is not None:
+                piece.answer.set_exception(error)
+            else:
+                piece.answer.set_result(result)
+
+
 class Desk:
     """A few threads that clients take in turn, for work that would hold up the event loop: reading bodies, tokenising.
     What is long has a thread of its own, so that what is short never waits behind it."""
 
     def __init__(self, threads: int, most_waiting: int) -> None:
-        self._lanes = {long: (FairGate(n, most_waiting, "being read"), ThreadPoolExecutor(n, f"outrider-desk{'-long' * long}"))
-                       for long, n in ((False, threads), (True, 1))}  # fmt: skip
+        self._lanes = {False: _Lane(threads, most_waiting, "outrider-desk"), True: _Lane(1, most_waiting, "outrider-desk-long")}
 
     async def run(self, client: str, work: Callable[[], T], long: bool = False) -> T:
-        """One who is cancelled keeps the place until the work is done: a thread can't be stopped."""
-        gate, threads = self._lanes[long]
-        await gate.acquire(client)
-        loop = asyncio.get_running_loop()
-        future = threads.submit(work)
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(gate.release, client))
-        return await asyncio.wrap_future(future)
+        """One who is cancelled keeps the thread until the work is done: a thread can't be stopped."""
+        return await self._lanes[long].run(client, work)
 
     def close(self) -> None:
-        for _, threads in self._lanes.values():
-            threads.shutdown(wait=False, cancel_futures=True)
+        for lane in self._lanes.values():
+            lane.close()

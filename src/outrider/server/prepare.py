@@ -56,11 +56,14 @@ class Backend:
     places: int = 0  # sequences at once; 0: as many as the settings say
 
     @classmethod
-    def of(cls, llm: LLM) -> Backend:
+    def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> Backend:
+        """say: is told, in a line, what the engine made ready and how long that took, where it took time."""
         if llm.tokenizer is None:
             raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
         note = without_paths(llm.drafter_note)
-        llm.engine.serve()
+        ready = llm.engine.serve()
+        if ready:
+            say(ready)
         return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, note, llm.nbytes)
 
 

@@ -161,10 +161,14 @@ one = st.tuples(
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.sampled_from(sorted(MODELS)), st.lists(one, min_size=1, max_size=8), st.integers(2, 8), st.booleans(), st.booleans())
-def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bool, reuse: bool) -> None:
-    """Requests join, leave, are aborted and pre-empted while cycles are in flight."""
+@given(
+    st.sampled_from(sorted(MODELS)), st.lists(one, min_size=1, max_size=8), st.integers(2, 8), st.booleans(), st.booleans(), st.booleans()
+)
+def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bool, reuse: bool, served: bool) -> None:
+    """Requests join, leave, are aborted and pre-empted while cycles are in flight. In a server steps run in graphs with room to spare."""
     engine = engines(variant, True, max_batch=max_batch, kv_tokens=96 if tight else None, k=3, prefix_cache=reuse)
+    if served:
+        graphs_of(engine).prepare()
     eager = engine.executors[-1]
     eager.launch = lambda batch: pytest.fail("a step went the slow way")  # type: ignore[method-assign]
     waiting = [(at, gone, request(str(i), prompt, k=k, drafter=d, **p)) for i, (prompt, p, k, d, at, gone) in enumerate(jobs)]

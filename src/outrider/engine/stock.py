@@ -1,0 +1,60 @@
+"""The captured steps of a server: which are made before the first request comes, and which one serves where another is missing.
+
+Capturing a step takes a tenth of a second, more where kernels are compiled first, and everybody who is served waits for it. So a server
+has a few before it says that it is ready, and a step runs in the smallest that holds it: with more sequences than it has (idle ones fill
+it up), more drafted tokens (which a limit leaves out), a longer context, or a way of choosing that does more. No bit changes by that. What
+none holds is captured with room to spare, so that few are; and what ran `OFTEN` with more drafted tokens than it needs, since those cost
+most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import get_args
+
+from .decode import Choosing, Key
+
+BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+NEAR, FURTHER = 2048, 4  # positions of the nearest context, and how many times as far the next one reaches
+FAR_BATCH = 16  # sequences that a server has the second context for from the beginning
+OFTEN = 64
+WAYS: tuple[Choosing, ...] = get_args(Choosing)  # the later ones do what the earlier ones do, and more
+
+
+def holds(there: Key, wanted: Key) -> bool:
+    """Can the step run in this graph?"""
+    same = (there.source, there.part, there.asks, there.nodes) == (wanted.source, wanted.part, wanted.asks, wanted.nodes)
+    deep = there.k == wanted.k or (there.k > wanted.k > 0 and not wanted.nodes)
+    wide = there.batch >= wanted.batch and there.context >= wanted.context
+    return same and deep and wide and WAYS.index(there.choosing) >= WAYS.index(wanted.choosing)
+
+
+def nearest(there: Iterable[Key], wanted: Key) -> Key | None:
+    """The cheapest of these graphs that holds the step."""
+    fit = [key for key in there if holds(key, wanted)]
+    return min(fit, key=lambda key: (key.batch * (key.k + 1), WAYS.index(key.choosing), key.context), default=None)
+
+
+def roomy(key: Key, most: int, furthest: int, rows: int) -> Key:
+    """What is captured for a step that no graph holds. most: sequences that there can be; furthest: positions; rows: of a captured step."""
+    batch = next((size for size in BATCHES if size >= key.batch), key.batch)
+    batch = batch if batch <= most and batch * (key.drafted + 1) <= rows else key.batch
+    context = NEAR
+    while context < key.context:
+        context *= FURTHER
+    return replace(key, batch=batch, context=max(key.context, min(context, furthest)))
+
+
+def likely(most: int, furthest: int, rows: int, widths: Sequence[int]) -> list[Key]:
+    """The steps that a server will want, those of most rows first, so that the others find their memory there. widths: the K of
+    its sequences."""
+    batches = [*(size for size in BATCHES if size < most), most]
+    shapes = [(batch, min(NEAR, furthest)) for batch in batches]
+    shapes += [(batch, min(NEAR * FURTHER, furthest)) for batch in batches if batch <= FAR_BATCH and furthest > NEAR]
+    ways: tuple[Choosing, ...] = ("hot", "greedy")
+    keys = [
+        Key(batch, k, context, way, "drafter" if k else None)
+        for k in dict.fromkeys(widths) for batch, context in shapes for way in ways if batch * (k + 1) <= rows
+    ]  # fmt: skip
+    return sorted(keys, key=lambda key: -key.batch * (key.k + 1))

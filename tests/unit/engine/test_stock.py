@@ -1,0 +1,136 @@
+"""The captured steps of a server: what it has before the first request comes, and what runs in which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.engines import mtp_drafter, request, run, tiny_engine, tiny_model
+
+from outrider.engine import passes, stock
+from outrider.engine.decode import Key
+from outrider.engine.engine import Engine
+from outrider.engine.graphs import GraphExecutor
+from outrider.engine.history import Asks
+from outrider.engine.passes import PassKey
+from outrider.engine.stock import holds, likely, nearest, roomy
+
+PLAIN = Key(8, 0, 1024, "greedy", None)
+DRAFTED = Key(8, 4, 1024, "hot", "drafter")
+PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("dense")
+
+
+def served(model: Any, **config: Any) -> tuple[Engine, GraphExecutor]:
+    engine = tiny_engine("dense", mtp_drafter(model, "dense"), model=model, graphs=True, **config)
+    executor = engine.executors[0]
+    assert isinstance(executor, GraphExecutor)
+    return engine, executor
+
+
+def test_a_step_runs_in_a_graph_that_does_all_of_it() -> None:
+    assert holds(PLAIN, PLAIN) and holds(replace(PLAIN, batch=64, context=2048, choosing="sort"), PLAIN)
+    for less in (dict(batch=4), dict(context=512)):
+        assert not holds(replace(PLAIN, **less), PLAIN)
+    assert not holds(PLAIN, replace(PLAIN, choosing="hot"))
+    assert holds(replace(DRAFTED, k=6), DRAFTED) and not holds(DRAFTED, replace(DRAFTED, k=6)) and not holds(DRAFTED, replace(DRAFTED, k=0))
+    assert not holds(replace(DRAFTED, k=6, nodes=7), replace(DRAFTED, nodes=7)), "how deep a tree is makes it another"
+    for other in (dict(source="host"), dict(asks=Asks(logprobs=5)), dict(nodes=7), dict(part="draft")):
+        assert not holds(replace(DRAFTED, **other), DRAFTED) and not holds(DRAFTED, replace(DRAFTED, **other))
+    there = [replace(PLAIN, batch=b, choosing=c, context=n) for b in (8, 16) for c in ("greedy", "sort") for n in (512, 2048)]
+    assert nearest(there, replace(PLAIN, batch=5)) == replace(PLAIN, context=2048)
+    assert nearest(there, replace(PLAIN, choosing="hot")) == replace(PLAIN, context=2048, choosing="sort")
+    assert nearest(there, replace(PLAIN, batch=24)) is None
+
+
+def test_what_is_captured_beside_requests_has_room_to_spare() -> None:
+    assert roomy(PLAIN, 256, 32768, 2048) == replace(PLAIN, context=2048)
+    assert roomy(replace(PLAIN, batch=24, context=4096), 256, 32768, 2048) == replace(PLAIN, batch=32, context=8192)
+    assert roomy(replace(PLAIN, batch=96), 96, 1024, 2048) == replace(PLAIN, batch=96), "no more than there can be"
+    assert roomy(replace(DRAFTED, batch=192, k=8), 256, 32768, 2048).batch == 192, "nor more rows than a step may have"
+
+
+def test_a_server_is_ready_for_every_number_of_sequences() -> None:
+    keys = likely(256, 32768, 2048, (0, 4))
+    assert len(keys) == len(set(keys)) <= 56
+    rows = [key.batch * (key.k + 1) for key in keys]
+    assert rows == sorted(rows, reverse=True), "the largest first"
+    for batch in range(1, 257):
+        for wanted in (PLAIN, replace(PLAIN, choosing="hot"), DRAFTED, replace(DRAFTED, choosing="greedy")):
+            assert nearest(keys, replace(wanted, batch=batch)) is not None
+    assert nearest(keys, replace(DRAFTED, batch=16, context=8192)) is not None
+    assert max(key.context for key in likely(72, 512, 2048, (0,))) == 512
+    assert {key.batch for key in likely(96, 512, 2048, (0, 0))} == {1, 4, 8, 16, 32, 64, 96}
+
+
+def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first requests of a server joined one by one, and each new number of sequences was captured while they waited."""
+    engine, executor = served(model, max_batch=12)
+    said = executor.prepare()
+    before = set(executor._graphs)
+    assert f"{len(before)} steps and " in said and executor.fixed
+    jobs = [request(str(i), [*PROMPT, i], k=4, max_tokens=9, temperature=float(i % 2)) for i in range(12)]
+    alone = [run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs]
+    got: dict[str, list[int]] = {job.id: [] for job in jobs}
+    waiting = list(jobs)
+    while waiting or engine.busy:
+        if waiting:
+            engine.submit(waiting.pop(0))
+        for event in engine.step():
+            got[event.id] += event.tokens
+    assert set(executor._graphs) == before
+    assert list(got.values()) == alone
+    for _ in range(2):
+        run(engine, [request("a", PROMPT, k=4, max_tokens=4, logprobs=2)])
+        new = set(executor._graphs) - before
+        assert {(key.batch, key.k, key.asks.logprobs) for key in new} <= {(1, 3, 5), (1, 2, 5), (1, 1, 5), (1, 0, 5)}
+    monkeypatch.setattr(stock, "OFTEN", 8)
+    run(engine, [request(str(i), PROMPT, k=2, max_tokens=30, temperature=1.0) for i in range(3)])
+    assert any(key.k == 2 for key in executor._graphs), "what is wanted again and again has its own"
+
+
+def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine, executor = served(model, max_batch=12)
+    ready, most = executor.ready, 20
+
+    def some(key: Key) -> bool:
+        if key.batch * (key.k + 1) > most and key not in executor._refused:
+            executor._failed(key, RuntimeError("out of memory\nand so on"))
+        return ready(key)
+
+    executor.ready = some  # type: ignore[method-assign]
+    executor.prepare()
+    assert executor.broken is None and executor._graphs and executor._refused and "and so on" not in caplog.text
+    assert all(key.batch * (key.k + 1) > most for key in executor._refused)
+    executor.ready = ready  # type: ignore[method-assign]
+    jobs = [request(str(i), [*PROMPT, i], k=4, max_tokens=6) for i in range(12)]
+    got = run(engine, jobs)
+    assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs)
+    most, nothing = 0, served(model, max_batch=12)[1]
+    executor, ready, nothing.ready = nothing, nothing.ready, some  # type: ignore[method-assign]
+    nothing.prepare()
+    assert nothing.broken and len(caplog.records) == 2, "a line each time"
+
+
+def test_no_process_of_a_team_goes_its_own_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of them could not capture, it ran the step launched while the others captured: they waited for one another for ever."""
+
+    class Pretended:
+        type = "cuda"
+
+    def graph(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    passed, key = served(model)[1].passes, PassKey(64, 8, 512, False)
+    monkeypatch.setattr(passes, "Graph", graph)
+    monkeypatch.setattr(passed, "_say", lambda lanes, key: None)
+    passed.device, passed.machine.divided = Pretended(), True  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        passed.ready(key)
+    passed.machine.divided = False
+    assert not passed.ready(key), "one alone launches what it cannot capture"

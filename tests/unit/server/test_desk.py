@@ -1,0 +1,72 @@
+"""Work beside the event loop: clients take turns, what is done comes back together, nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from outrider.server.errors import ApiError
+from outrider.server.fair import Desk
+
+
+async def behind(desk: Desk, client: str) -> tuple[asyncio.Task[Any], threading.Event]:
+    """A piece of work that keeps the client's thread until it is told to end."""
+    begun, end = threading.Event(), threading.Event()
+    task = asyncio.create_task(desk.run(client, lambda: (begun.set(), end.wait(60))[1]))
+    await asyncio.sleep(0)
+    assert await asyncio.to_thread(begun.wait, 60)
+    return task, end
+
+
+def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        desk, order, told = Desk(1, 100), list[str](), list[int]()
+        lane = desk._lanes[False]
+        tell = lane._tell
+        monkeypatch.setattr(lane, "_tell", lambda: (told.append(len(lane._done)), tell())[1])
+        first, end = await behind(desk, "a")
+        work = [asyncio.create_task(desk.run(who, lambda who=who: order.append(who))) for who in "aaaabb"]  # type: ignore[misc]
+        await asyncio.sleep(0)
+        loop = asyncio.get_running_loop()
+        pause = threading.Event()
+        loop.call_soon(lambda: (end.set(), pause.wait(0.2)))  # the loop is busy while the thread works
+        await asyncio.gather(first, *work)
+        assert order in (list("ababaa"), list("bababa"[:2] + "abaa")), "the one with more to do waits for itself"
+        assert sum(told) == 7 and len(told) < 7
+        assert not lane._waiting and not lane._busy and lane._idle == 1
+        desk.close()
+
+    asyncio.run(run())
+
+
+def test_who_leaves_is_not_worked_for_and_too_many_are_refused() -> None:
+    async def run() -> None:
+        desk, done = Desk(1, 2), list[int]()
+        first, end = await behind(desk, "a")
+        waiting = [asyncio.create_task(desk.run("a", lambda i=i: done.append(i))) for i in range(2)]  # type: ignore[misc]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="2 requests of this client wait"):
+            await desk.run("a", lambda: None)
+        waiting[0].cancel()
+        await asyncio.sleep(0)
+        other = asyncio.create_task(desk.run("b", lambda: 1 / 0))
+        await asyncio.sleep(0)
+        end.set()
+        assert await first
+        await waiting[1]
+        with pytest.raises(ZeroDivisionError):
+            await other
+        assert done == [1]
+        held, end = await behind(desk, "a")
+        late = asyncio.create_task(desk.run("b", lambda: None))
+        await asyncio.sleep(0)
+        desk.close()
+        with pytest.raises(asyncio.CancelledError):
+            await late
+        end.set()
+        assert await held
+
+    asyncio.run(run())
