@@ -13,10 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-class OutOfPages(Exception):
-    """The pool is empty. The scheduler evicts or pre-empts; users never see it."""
-
-
 class PagePool:
     """Reference-counted pages 1..count-1."""
 
@@ -30,8 +26,7 @@ class PagePool:
         return len(self._free)
 
     def alloc(self) -> int:
-        if not self._free:
-            raise OutOfPages
+        """Only where one is free."""
         page = self._free.pop()
         self.refs[page] = 1
         return page
@@ -89,11 +84,8 @@ class Group:
         return max(0, self.pages_for(positions) - len(seq.pages))
 
     def reserve(self, seq: SeqPages, positions: int) -> list[int]:
-        """Grow to hold `positions`; returns the absolute page numbers added. Raises OutOfPages with nothing changed."""
-        need = self.need(seq, positions)
-        if need > self.pool.free:
-            raise OutOfPages
-        added = range(len(seq.pages), len(seq.pages) + need)
+        """Grow to hold `positions`; returns the absolute page numbers added. So many pages must be free."""
+        added = range(len(seq.pages), len(seq.pages) + self.need(seq, positions))
         seq.pages.extend(self.pool.alloc() for _ in added)
         return list(added)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..types import GroupName
@@ -35,8 +35,8 @@ class Entry:
 
 
 class PrefixCache:
-    def __init__(self, groups: dict[GroupName, Group], page_size: int, seconds: Callable[[], float] = time.monotonic):
-        self.groups, self.page_size, self.seconds = groups, page_size, seconds
+    def __init__(self, groups: dict[GroupName, Group], page_size: int):
+        self.groups, self.page_size, self.seconds = groups, page_size, time.monotonic
         self.entries: dict[bytes, Entry] = {}
         self._clock = 0
 
@@ -89,27 +89,23 @@ class PrefixCache:
                     group.pool.retain(page)
                     entry.pages[name] = page
 
-    def evict(self, name: GroupName, pages: int) -> int:
-        """Give up pages until `pages` more are free in a group or nothing is left to give; returns how many came free."""
+    def evict(self, name: GroupName, pages: int) -> None:
+        """Give up pages until `pages` more are free in a group or nothing is left to give."""
         pool = self.groups[name].pool
-        before = pool.free
+        enough = pool.free + pages
         if self.groups[name].window is not None:  # a sliding page may go alone: the chain stays walkable
             for entry in sorted(self.entries.values(), key=lambda e: e.used):
-                if pool.free - before >= pages:
-                    return pool.free - before
+                if pool.free >= enough:
+                    return
                 if entry.pages[name]:
                     pool.release(entry.pages[name])
                     entry.pages[name] = 0
-            return pool.free - before
-        while pool.free - before < pages:
-            leaves = [(e.used, k) for k, e in self.entries.items() if not e.children]
-            if not leaves:
-                break
-            for _, key in sorted(leaves):
-                if pool.free - before >= pages:
-                    break
+            return
+        while leaves := sorted((e.used, k) for k, e in self.entries.items() if not e.children):
+            for _, key in leaves:
+                if pool.free >= enough:
+                    return
                 self._drop(key)
-        return pool.free - before
 
     def drop_unused(self, seconds: float) -> None:
         """Give up what nobody has asked for in so long."""

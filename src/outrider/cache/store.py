@@ -15,7 +15,7 @@ from torch import Tensor
 from ..models.config import ModelConfig
 from ..ops.cpu.memory import Ahead, Arena
 from ..types import GroupName, KVPages, KVView, Wanted
-from .pages import Group, OutOfPages, SeqPages
+from .pages import Group, SeqPages
 from .prefix import PrefixCache
 from .swap import Kept, Swap
 
@@ -181,12 +181,8 @@ class KVStore:
             wanted[name] = max(count, self._most(group, group.pages_for(positions) - first))
             if not self._there(name, wanted[name]):
                 return None
-        for name, need in wanted.items():
-            pool = self.groups[name].pool
-            if need > pool.free:
-                self.prefix.evict(name, max(need - pool.free, AT_ONCE))
-            if need > pool.free:
-                return None
+        if not all(self._free(name, need) for name, need in wanted.items()):
+            return None
         seq = SeqCache(self._free_slots.pop(), {name: SeqPages() for name in self.groups})
         back: dict[GroupName, list[int]] = {}
         for name, group in self.groups.items():
@@ -233,6 +229,13 @@ class KVStore:
         pool = self.groups[name].pool
         return pages <= pool.free or pages <= pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name))
 
+    def _free(self, name: GroupName, pages: int) -> bool:
+        """Make so many pages free, evicting shared prefixes that nobody uses. False: there are not so many."""
+        pool = self.groups[name].pool
+        if pages > pool.free:
+            self.prefix.evict(name, max(pages - pool.free, AT_ONCE))
+        return pages <= pool.free
+
     def reserve(self, seq: SeqCache, positions: int) -> bool:
         """Make room for positions 0..positions-1, evicting shared prefixes that nobody uses. False: no room."""
         if positions <= seq.room:
@@ -242,13 +245,9 @@ class KVStore:
             need = group.need(pages, positions)
             if not need:
                 continue
-            short = need - group.pool.free
-            if short > 0:
-                self.prefix.evict(name, max(short, AT_ONCE))
-            try:
-                added = group.reserve(pages, positions)
-            except OutOfPages:
+            if not self._free(name, need):
                 return False
+            added = group.reserve(pages, positions)
             at = seq.slot * self._width
             self._changed[name] += [(at + i, pages.pages[i]) for i in added]
             if name in self._ahead:
