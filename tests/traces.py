@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
+from outrider.spec.plan import PLAIN, Choice, SeqView
 from outrider.spec.simulate import Trace
 from outrider.types import MAX_DRAFT
 
@@ -50,3 +52,32 @@ def broken(count: int, seed: int, tokens: tuple[int, int] = (48, 256), drafter: 
     rng = random.Random(seed)
     lengths = [rng.randint(*tokens) for _ in range(count)]
     return [Trace(f"{seed}-{i}", "broken", drafter, tuple(int(rng.random() < 1e-3) for _ in range(n))) for i, n in enumerate(lengths)]
+
+
+class Fixed:
+    """In the controller's place: always K tokens of one drafter, where it has any; K = 0 is plain decoding."""
+
+    def __init__(self, drafter: str | None, k: int) -> None:
+        self.drafter, self.k = drafter, k
+
+    def again(self, ids: Sequence[str]) -> list[Choice] | None:
+        return None
+
+    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
+        out = []
+        for view in seqs:
+            k = min(self.k, view.drafter_available.get(self.drafter or "", 0), view.remaining - 1)
+            out.append(Choice(self.drafter, k) if k > 0 else PLAIN)
+        return out
+
+    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
+        pass
+
+    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
+        pass
+
+    def trust(self, drafter: str) -> list[float]:
+        return []
+
+    def finish(self, id: str) -> None:
+        pass

@@ -2,11 +2,12 @@
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.traces import Fixed
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.plan import SeqView
-from outrider.spec.simulate import Fixed, Trace, replay
+from outrider.spec.simulate import Trace, replay
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
 VIEW = st.tuples(NAMES, st.integers(0, 16), st.integers(0, 16), st.integers(0, 20), st.integers(1, 40), st.integers(0, 5000))

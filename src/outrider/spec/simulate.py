@@ -1,7 +1,7 @@
-"""Replays recorded drafts through any policy: what would fixed K, an oracle or our controller have cost? Torch-free.
+"""Replays recorded drafts: what would fixed K, an oracle or our controller have cost? Torch-free.
 
 A trace says, for every output position of one answer, how many tokens of a 16-token draft made there would have been
-right. Since verification is coupled the text does not depend on the drafts, so one recording answers for every policy
+right. Since verification is coupled the text does not depend on the drafts, so one recording answers for every choice
 exactly; time comes from a `CostTable`.
 
 Trace file, JSONL: {"id", "category", "drafter", "runs": [accepted run at each output position], "ngram": [the same for
@@ -17,10 +17,9 @@ from __future__ import annotations
 import gzip
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Protocol
 
 from ..types import MAX_DRAFT, OutriderError
 from .controller import Controller
@@ -62,7 +61,7 @@ class Trace:
 
 @dataclass
 class Replay:
-    """Seconds and tokens of each trace under one policy."""
+    """Seconds and tokens of each trace."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     tokens: dict[str, int] = field(default_factory=dict)
@@ -76,47 +75,9 @@ class Replay:
         return sum(self.tokens.values()) / sum(self.seconds.values())
 
 
-class Policy(Protocol):
-    def again(self, ids: Sequence[str]) -> list[Choice] | None: ...
-    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]: ...
-    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None: ...
-    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None: ...
-    def trust(self, drafter: str) -> list[float]: ...
-    def finish(self, id: str) -> None: ...
-
-
-class Fixed:
-    """Always K tokens of one drafter, where it has any; K = 0 is plain decoding."""
-
-    def __init__(self, drafter: str | None, k: int) -> None:
-        self.drafter, self.k = drafter, k
-
-    def again(self, ids: Sequence[str]) -> list[Choice] | None:
-        return None
-
-    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
-        out = []
-        for view in seqs:
-            k = min(self.k, view.drafter_available.get(self.drafter or "", 0), view.remaining - 1)
-            out.append(Choice(self.drafter, k) if k > 0 else PLAIN)
-        return out
-
-    def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
-        pass
-
-    def observe_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
-        pass
-
-    def trust(self, drafter: str) -> list[float]:
-        return []
-
-    def finish(self, id: str) -> None:
-        pass
-
-
-def replay(traces: Sequence[Trace], policy: Policy, cost: CostTable, batch: int = 1, noise: float = 0.0, seed: int = 0) -> Replay:
+def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: int = 1, noise: float = 0.0, seed: int = 0) -> Replay:
     """Run the traces in order, `batch` at a time (a finished one makes room for the next). `noise`: relative
-    spread of the step times that the policy is told; the books keep the true ones."""
+    spread of the step times that the controller is told; the books keep the true ones."""
     out, rng = Replay(), random.Random(seed)
     waiting = list(reversed(traces))
     running: dict[str, tuple[Trace, int]] = {}
@@ -164,7 +125,7 @@ def _confidences(at: tuple[Trace, int], choice: Choice) -> tuple[float, ...] | N
     return trace.confidence[position] if trace.confidence and choice.drafter == trace.drafter else None
 
 
-def _ended(choice: Choice, confidence: Sequence[float] | None, policy: Policy) -> tuple[Choice, int]:
+def _ended(choice: Choice, confidence: Sequence[float] | None, policy: Controller) -> tuple[Choice, int]:
     """What an engine does with `stop` and `drop` (see `Choice`): what is left to verify, and the steps drafted for it."""
     if confidence is None or choice.drafter is None or choice.stop == 0.0:
         return choice, choice.k
@@ -191,48 +152,49 @@ def cycle_cost(choices: Sequence[Choice], cost: CostTable, context: int, steps: 
 
 
 # ---- oracles (batch 1) ---------------------------------------------------------------------------------------------
-def fixed_seconds(trace: Trace, drafter: str, k: int, cost: CostTable) -> float:
-    """What `replay` with `Fixed` says of one trace, without the ceremony: oracles ask for hundreds."""
+def fixed_seconds(trace: Trace, drafter: str | None, k: int, cost: CostTable) -> float:
+    """With always k tokens of one drafter, where it has any; k = 0 is plain decoding."""
     seconds, position, n = 0.0, 0, len(trace.runs)
     while position < n:
-        run = trace.run(drafter, position)
+        run = trace.run(drafter, position) if drafter is not None else 0
         drafted = min(k, n - position - 1) if run >= 0 else 0
         seconds += cost.curve(drafter, 1, trace.prompt_tokens + position)[drafted]
         position += min(drafted, max(run, 0)) + 1
     return seconds
 
 
-def static_oracle(traces: Sequence[Trace], cost: CostTable) -> Replay:
-    """Each prompt with its own best drafter and fixed K (0 too), known beforehand."""
-    out = Replay()
-    for trace in traces:
-        names = [trace.drafter] + (["ngram"] if trace.ngram and trace.drafter != "ngram" else [])
-        out.seconds[trace.id] = min(fixed_seconds(trace, name, k, cost) for name in names for k in range(MAX_DRAFT + 1))
-        out.tokens[trace.id] = len(trace.runs)
-    return out
+def timed(traces: Sequence[Trace], seconds: Callable[[Trace, CostTable], float], cost: CostTable) -> Replay:
+    return Replay({t.id: seconds(t, cost) for t in traces}, {t.id: len(t.runs) for t in traces})
 
 
-def clairvoyant(traces: Sequence[Trace], cost: CostTable) -> Replay:
+def plain(trace: Trace, cost: CostTable) -> float:
+    return fixed_seconds(trace, None, 0, cost)
+
+
+def static_oracle(trace: Trace, cost: CostTable) -> float:
+    """Its own best drafter and fixed K (0 too), known beforehand."""
+    names = [trace.drafter] + (["ngram"] if trace.ngram and trace.drafter != "ngram" else [])
+    return min(fixed_seconds(trace, name, k, cost) for name in names for k in range(MAX_DRAFT + 1))
+
+
+def clairvoyant(trace: Trace, cost: CostTable) -> float:
     """The least time possible: drafts exactly as far as they will be right."""
-    out = Replay()
-    for trace in traces:
-        n = len(trace.runs)
-        rest = [0.0] * (n + 1)  # seconds from a position to the end
-        for p in range(n - 1, -1, -1):
-            view = trace.view(p)
-            best = cost.verify(1, 0, view.context) + rest[p + 1]
-            for name in view.drafter_available:
-                curve = cost.curve(name, 1, view.context)
-                for k in range(1, min(max(0, trace.run(name, p)), view.remaining - 1) + 1):
-                    best = min(best, curve[k] + rest[p + k + 1])
-            rest[p] = best
-        out.seconds[trace.id], out.tokens[trace.id] = rest[0], n
-    return out
+    n = len(trace.runs)
+    rest = [0.0] * (n + 1)  # seconds from a position to the end
+    for p in range(n - 1, -1, -1):
+        view = trace.view(p)
+        best = cost.verify(1, 0, view.context) + rest[p + 1]
+        for name in view.drafter_available:
+            curve = cost.curve(name, 1, view.context)
+            for k in range(1, min(max(0, trace.run(name, p)), view.remaining - 1) + 1):
+                best = min(best, curve[k] + rest[p + k + 1])
+        rest[p] = best
+    return rest[0]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One policy against plain decoding and the oracles, over the same traces."""
+    """The controller against plain decoding and the oracles, over the same traces."""
 
     speedup: float  # tokens a second over plain decoding's
     of_static: float  # share of the static oracle's tokens a second
@@ -244,18 +206,18 @@ class Comparison:
 
 def compare(traces: Sequence[Trace], cost: CostTable, controller: Controller, noise: float = 0.0, seed: int = 0) -> Comparison:
     ours = replay(traces, controller, cost, noise=noise, seed=seed)
-    plain = replay(traces, Fixed(None, 0), cost)
+    undrafted = timed(traces, plain, cost)
     names = sorted({t.drafter for t in traces} | ({"ngram"} if any(t.ngram for t in traces) else set()))
     fixed = {(name, k): sum(fixed_seconds(t, name, k, cost) for t in traces) for name in names for k in range(1, MAX_DRAFT + 1)}
     best = min(fixed, key=lambda at: fixed[at])
-    worst = min(ours.seconds, key=lambda id: plain.seconds[id] / ours.seconds[id])
+    worst = min(ours.seconds, key=lambda id: undrafted.seconds[id] / ours.seconds[id])
     return Comparison(
-        speedup=ours.rate / plain.rate,
-        of_static=ours.rate / static_oracle(traces, cost).rate,
-        of_clairvoyant=ours.rate / clairvoyant(traces, cost).rate,
+        speedup=ours.rate / undrafted.rate,
+        of_static=ours.rate / timed(traces, static_oracle, cost).rate,
+        of_clairvoyant=ours.rate / timed(traces, clairvoyant, cost).rate,
         best_fixed=best,
         of_best_fixed=fixed[best] / sum(ours.seconds.values()),
-        worst=(worst, plain.seconds[worst] / ours.seconds[worst]),
+        worst=(worst, undrafted.seconds[worst] / ours.seconds[worst]),
     )
 
 

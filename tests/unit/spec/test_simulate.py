@@ -4,24 +4,14 @@ import random
 from pathlib import Path
 
 import pytest
-from tests.traces import broken, synthetic
+from tests.traces import Fixed, broken, synthetic
 
 from outrider.spec.card import measure as measure_card
 from outrider.spec.card import read as read_card
 from outrider.spec.card import write as write_card
 from outrider.spec.controller import Controller
 from outrider.spec.cost import WIDTH, CostTable
-from outrider.spec.simulate import (
-    Fixed,
-    Trace,
-    clairvoyant,
-    compare,
-    fixed_seconds,
-    read_traces,
-    replay,
-    static_oracle,
-    write_traces,
-)  # fmt: skip
+from outrider.spec.simulate import Trace, clairvoyant, compare, fixed_seconds, plain, read_traces, replay, static_oracle, write_traces
 from outrider.types import OutriderError
 
 MACHINES = {
@@ -47,12 +37,12 @@ def test_fixed_k_is_counted_by_hand():
 
 def test_oracles_bound_every_fixed_policy():
     cost, traces = MACHINES["two CPU cores"], synthetic(6, 3, copying=0.4)
-    static, best = static_oracle(traces, cost), clairvoyant(traces, cost)
     for trace in traces:
         tries = {(n, k): replay([trace], Fixed(n, k), cost).seconds[trace.id] for n in ("mtp", "ngram") for k in (0, 1, 3, 8)}
         assert tries == pytest.approx({at: fixed_seconds(trace, *at, cost) for at in tries})
         fixed = min(tries.values())
-        assert best.seconds[trace.id] <= static.seconds[trace.id] <= fixed + 1e-12
+        assert clairvoyant(trace, cost) <= static_oracle(trace, cost) <= fixed + 1e-12
+        assert plain(trace, cost) == pytest.approx(replay([trace], Fixed(None, 0), cost).seconds[trace.id])
 
 
 @pytest.mark.parametrize("machine", MACHINES)
