@@ -79,7 +79,7 @@ def engine(case: dict[str, Any], team: Team, graphs: bool) -> Engine:
     ops, cpu = CpuOps(1), torch.device("cpu")
     config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, share=team.share)
     target = build(config, weights, ops, team)
-    drafter, names, _ = pick_drafter(hub.resolve(case["model"]), case.get("drafter", "ngram"), target, ops, cpu, torch.float32)
+    drafter, names, _ = pick_drafter(hub.resolve(case["model"]), case.get("drafter", "ngram"), target, torch.float32)
     settings = EngineConfig(max_batch=4, max_context=256, page_size=8, prefill_chunk=16, graphs=graphs)
     return Engine(
         target, None, settings, SpecConfig(4, "coupled"), drafter, Controller(CostTable(), names), ops.kv_dtype(torch.float32, "auto")

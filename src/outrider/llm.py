@@ -11,13 +11,12 @@ import itertools
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn, TypedDict, TypeVar, Unpack
+from typing import NoReturn
 
 import torch
 
@@ -34,7 +33,6 @@ from .models.drafter import MTPNet
 from .models.layers import TextModel
 from .models.pairing import fits, other_weights
 from .models.split import SOLO
-from .ops.backend import Backend
 from .ops.cpu.ops import default_threads
 from .ops.formats import Held
 from .parallel import STARTED_BY_US, Leader, Parted, Team, follow, is_worker, join
@@ -52,14 +50,6 @@ from .weights.load import LoadFormat
 
 log = logging.getLogger("outrider")
 Prompt = str | Sequence[int]
-T = TypeVar("T")
-
-
-class Drafting(TypedDict, total=False):
-    """How an answer is drafted: see `Request`."""
-
-    draft_tokens: int | None
-    drafter: bool | str
 
 
 @dataclass(frozen=True)
@@ -212,8 +202,10 @@ class LLM:
                 self.engine.abort(request.id)
                 self.engine.step()
 
-    def chat(self, messages: Messages, params: SamplingParams | None = None, **options: Unpack[Drafting]) -> Completion:
-        return self.generate(self.chat_prompt(messages), params, **options)[0]
+    def chat(
+        self, messages: Messages, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True
+    ) -> Completion:
+        return self.generate(self.chat_prompt(messages), params, draft_tokens, drafter)[0]
 
     def chat_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Json]] | None = None) -> list[int]:
         return self._tokenizer().chat(messages, tools)
@@ -289,13 +281,14 @@ def _assemble(
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
     share, together = (None, SOLO) if team is None else (team.share, team)
     files = hub.resolve(model, weights=load_format == "auto")
-    tokenizing = aside(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
+    # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.
+    tokenizing = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
     config, weights, _ = load_target(files, place, kind, chosen, quantize, load_format, seed, share)
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = build(config, weights, chosen, together)
     common = lambda: tokenizing.result().everyday() if tokenizing is not None else ()  # noqa: E731
-    guesser, names, note = pick_drafter(files, options.drafter, target, chosen, place, kind, load_format, seed, common)
+    guesser, names, note = pick_drafter(files, options.drafter, target, kind, load_format, seed, common)
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
@@ -323,20 +316,6 @@ def _assemble(
         f"{__version__} {FORMAT} {chosen.version}",
     )
     return made, note, size, key
-
-
-def aside(make: Callable[[], T]) -> Future[T]:
-    """Made in a thread of its own: a tokenizer of a large vocabulary, while the kernels lay weights out and need no interpreter."""
-    with_result: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            with_result.set_result(make())
-        except BaseException as error:
-            with_result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return with_result
 
 
 def worker(device: str | None = None) -> NoReturn:
@@ -378,38 +357,31 @@ def _dtype(name: str | None, device: torch.device) -> torch.dtype:
 
 
 def pick_drafter(
-    model: Files,
-    drafter: str,
-    target: TextModel,
-    ops: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    load_format: LoadFormat = "auto",
-    seed: int = 0,
+    model: Files, drafter: str, target: TextModel, dtype: torch.dtype, load_format: LoadFormat = "auto", seed: int = 0,
     always: Callable[[], Iterable[int]] = tuple,
-) -> tuple[Drafter | None, tuple[str, ...], str]:
+) -> tuple[Drafter | None, tuple[str, ...], str]:  # fmt: skip
     """(the neural drafter or None, the names the controller may choose from, one line that says what and why). always: tokens that a draft
     model scores wherever they stand in the vocabulary."""
     if drafter == "none":
         return None, (), "drafter: none (plain decoding)"
     if drafter == "ngram":
         return None, ("ngram",), "drafter: ngram (suffix matches in prompt and answer)"
-    note = "as asked"
-    if drafter == "auto":
-        where, note = hub.auto_drafter(model.name)
-        if where is None:
-            return None, ("ngram",), f"drafter: ngram ({note})"
-        try:
-            return _load_drafter(model, where, note, target, ops, device, dtype, load_format, seed, always)
-        except OutriderError as error:
-            return None, ("ngram",), f"drafter: ngram ({where} cannot be used: {error})"
-    return _load_drafter(model, drafter, note, target, ops, device, dtype, load_format, seed, always)
+    where, note = hub.auto_drafter(model.name) if drafter == "auto" else (drafter, "as asked")
+    if where is None:
+        return None, ("ngram",), f"drafter: ngram ({note})"
+    try:
+        return _load_drafter(model, where, note, target, dtype, load_format, seed, always)
+    except OutriderError as error:
+        if drafter != "auto":
+            raise
+        return None, ("ngram",), f"drafter: ngram ({where} cannot be used: {error})"
 
 
 def _load_drafter(
-    model: Files, where: str, note: str, target: TextModel, ops: Backend, device: torch.device, dtype: torch.dtype,
-    load_format: LoadFormat, seed: int, always: Callable[[], Iterable[int]],
+    model: Files, where: str, note: str, target: TextModel, dtype: torch.dtype, load_format: LoadFormat, seed: int,
+    always: Callable[[], Iterable[int]],
 ) -> tuple[Drafter, tuple[str, ...], str]:  # fmt: skip
+    ops, device = target.ops, target.device
     if where.startswith("draft:"):
         name, counts = where[6:], [0, 0]
 
