@@ -7,6 +7,7 @@ draft is right, so an assisted cycle emits one token; what it costs does not dep
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, NotRequired, TypedDict
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from .peers import Causal
+
+K, STEPS = 4, 10  # drafted tokens a cycle; steps or cycles that are timed
 
 
 class Timed(TypedDict):
@@ -36,7 +39,7 @@ class Peer(Timed):
     ar_ms: dict[int, float]  # a plain step, by batch
 
 
-def build(raw: Foreign, device: str, dtype: torch.dtype) -> Causal:
+def build(raw: Foreign, device: str = "cuda", dtype: torch.dtype = torch.bfloat16) -> Causal:
     """The text model of a config.json, or an assistant, with random weights made on the device."""
     import transformers as t
 
@@ -57,43 +60,19 @@ def build(raw: Foreign, device: str, dtype: torch.dtype) -> Causal:
     return model.eval()
 
 
-class Steps:
-    """When the target was called."""
-
-    def __init__(self, model: Causal):
-        self.at: list[float] = []
-        self.handle = model.register_forward_pre_hook(lambda *_: self.at.append(time.perf_counter()))
-
-    def ms(self, skip: int = 2) -> float:
-        """Median time from one call to the next, after the prompt and the first step."""
-        self.handle.remove()
-        gaps = [b - a for a, b in zip(self.at[skip:], self.at[skip + 1 :])]
-        return median(gaps) * 1e3
-
-
 @torch.inference_mode()
-def ar_ms(model: Causal, context: int, batch: int, steps: int, vocab: int) -> float:
+def step_ms(model: Causal, context: int, batch: int, vocab: int, assistant: Causal | None = None) -> float:
+    """Median time from one call of the target to the next, after the prompt and the first step."""
     ids = torch.randint(3, vocab, (batch, context), device=model.device)
-    watch = Steps(model)
-    model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps + 3, do_sample=False)
-    return watch.ms()
+    at: list[float] = []
+    handle = model.register_forward_pre_hook(lambda *_: at.append(time.perf_counter()))
+    model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, max_new_tokens=STEPS + 3, do_sample=False)
+    handle.remove()
+    return median(b - a for a, b in pairwise(at[2:])) * 1e3
 
 
-@torch.inference_mode()
-def mtp_ms(model: Causal, assistant: Causal, context: int, k: int, steps: int, vocab: int) -> float:
-    assistant.generation_config.num_assistant_tokens = k
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    ids = torch.randint(3, vocab, (1, context), device=model.device)
-    watch = Steps(model)
-    model.generate(ids, attention_mask=torch.ones_like(ids), assistant_model=assistant, max_new_tokens=steps + 3, do_sample=False)
-    return watch.ms()
-
-
-def measure(
-    raw: Foreign, drafter: Foreign | None, context: int, batches: tuple[int, ...] = (1,), k: int = 4,
-    steps: int = 10, device: str = "cuda", dtype: torch.dtype = torch.bfloat16,
-) -> Peer:  # fmt: skip
-    found: Peer = {"ar_ms": {}, "mtp_ms": None, "mtp_k": k, "context": context, "errors": []}
+def measure(raw: Foreign, drafter: Foreign, context: int, batches: tuple[int, ...]) -> Peer:
+    found: Peer = {"ar_ms": {}, "mtp_ms": None, "mtp_k": K, "context": context, "errors": []}
     model = assistant = None
     try:
         import transformers
@@ -101,13 +80,14 @@ def measure(
         found["version"] = transformers.__version__
         vocab = raw["text_config"]["vocab_size"]
         began = time.perf_counter()
-        model = build(raw, device, dtype)
+        model = build(raw)
         found["build_s"] = round(time.perf_counter() - began, 2)
         for batch in batches:
-            found["ar_ms"][batch] = ar_ms(model, context, batch, steps, vocab)
-        if drafter is not None:
-            assistant = build(drafter, device, dtype)
-            found["mtp_ms"] = mtp_ms(model, assistant, context, k, steps, vocab)
+            found["ar_ms"][batch] = step_ms(model, context, batch, vocab)
+        assistant = build(drafter)
+        assistant.generation_config.num_assistant_tokens = K
+        assistant.generation_config.num_assistant_tokens_schedule = "constant"
+        found["mtp_ms"] = step_ms(model, context, 1, vocab, assistant)
     except Exception as error:  # a peer that does not run must not cost us our own figures
         found["errors"].append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300])
     del model, assistant

@@ -228,7 +228,12 @@ def synthetic_run(rig: Rig, seqs: list[SeqCache], k: int, context: int, bound: i
     for _ in range(3):
         run.graph.replay()
     start = run.length.sum()
-    ms = total_ms(run.graph.replay, cycles)
+
+    def on() -> None:
+        for _ in range(cycles):
+            run.graph.replay()
+
+    ms = time_ms(on, 1, 0)
     tokens = int(run.length.sum() - start)
     per_cycle = tokens / cycles / len(seqs)
     rate = tokens / ms * 1e3
@@ -263,21 +268,6 @@ def measure_prefill(rig: Rig) -> dict[str, float]:
             params += math.prod(w.shape) * (moe.top_k / moe.experts if moe is not None and ".experts_" in name else 1.0)
     rate = 2 * params * PROMPT / ms * 1e3
     return {"tokens": PROMPT, "ms": ms, "tokens_per_s": PROMPT / ms * 1e3, "tflop_per_s": rate * 1e-12, "share_of_peak": rate / BF16_FLOPS}
-
-
-def total_ms(fn: Callable[[], object], repeats: int) -> float:
-    if not torch.cuda.is_available():
-        began = time.perf_counter()
-        for _ in range(repeats):
-            fn()
-        return (time.perf_counter() - began) * 1e3
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        fn()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
 
 
 def allocated() -> int:
