@@ -57,6 +57,9 @@ class Shape:
     warps: int
     stages: int = 2
     run: int = 1  # splits that a program walks, if they are apart
+    parts: int = 1  # programs that share the columns of the values, if splits are not apart
+    pair: bool = False  # two splits are computed side by side, if they are not apart and each is a single block
+    ahead: int = 0  # keys that are asked for before the kernel ahead is done, if splits are not apart
 
 
 def choose_cut(spec: AttnSpec, dtype: torch.dtype, shared: int = SHARED) -> Cut:
@@ -118,7 +121,7 @@ def _range(
 ):  # fmt: skip
     """The keys of a slot. Under a window slots count from the first split that the sequence's first row can see."""
     if WINDOW > 0:
-        begin = (tl.maximum(tl.load(first_at) - WINDOW + 1, 0) // FINE + slot) * FINE
+        begin = (tl.maximum(tl.load(first_at).to(tl.int32) - WINDOW + 1, 0) // FINE + slot) * FINE
         return begin, begin + FINE
     else:
         return _bounds(slot, FINE, MID, COARSE, NEAR, FAR)
@@ -164,25 +167,25 @@ def _known(top):
 
 
 @triton.jit
-def _place(key, live, paths, row, base, DEEP: tl.constexpr):
-    """Where the keys of these positions lie: those of a tree's own positions, where the row's ancestors were written."""
+def _seek(table, k, most, paths, row, base, DEEP: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr):
+    """The pages of COUNT keys from k on, and their places in them. Those of a tree's own positions lie where the row's ancestors were
+    written; of lines, where a block is made of whole pages, places are known without a division."""
+    i = tl.arange(0, COUNT)
+    key, live = k + i, k + i < most
     if DEEP > 0:
         inner = live & (key >= base)
-        return tl.where(inner, base + tl.load(paths + row * DEEP + key - base, mask=inner, other=0), key)
+        key = tl.where(inner, base + tl.load(paths + row * DEEP + key - base, mask=inner, other=0), key).to(tl.int32)
+    if DEEP == 0 and COUNT % PAGE == 0:
+        return tl.load(table + k // PAGE + i // PAGE, mask=live, other=0), i % PAGE
     else:
-        return key
+        return tl.load(table + key // PAGE, mask=live, other=0), key % PAGE
 
 
 @triton.jit
-def _keys(
-    keys, values, page, page_stride, kv_head, place, live, d, D: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr
-):
-    """A block of keys [BN, DP] and its values [BN, DP]."""
-    at = page.to(tl.int64) * page_stride + (kv_head * PAGE + place % PAGE) * D
-    ok = live[:, None] & (d < D)[None, :]
-    to = at[:, None] + d[None, :]
-    kt, vt = tl.load(keys + to, mask=ok, other=0.0), tl.load(values + to, mask=ok, other=0.0)
-    return widened(kt, KIND, ASM), widened(vt, KIND, ASM)
+def _fetch(of, page, within, page_stride, kv_head, live, d, D: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
+    """These columns of keys or of values, a row each."""
+    at = page.to(tl.int64) * page_stride + (kv_head * PAGE + within) * D
+    return widened(tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0), KIND, ASM)
 
 
 @triton.jit
@@ -202,6 +205,26 @@ def _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.cons
 
 
 @triton.jit
+def _pair(query, kt, v0, v1, k, most, at, ones, all_acc, all_total, all_top, scale, BN: tl.constexpr, WINDOW: tl.constexpr):
+    """Take two splits of one block each into the sums, side by side: neither waits for the other's chain of products."""
+    BQ: tl.constexpr = all_acc.shape[0]
+    key = k + tl.arange(0, 2 * BN)
+    s = tl.dot(query, tl.trans(kt)) * scale  # [BQ, 2 * BN]
+    seen = (key[None, :] <= at[:, None]) & (key < most)[None, :]
+    if WINDOW > 0:
+        seen = seen & (key[None, :] > at[:, None] - WINDOW)
+    s = tl.reshape(tl.where(seen, s, float("-inf")), (BQ, 2, BN))
+    peak = tl.ceil(tl.max(s, 2))  # [BQ, 2]
+    p0, p1 = tl.split(tl.permute(tl.exp2(s - _known(peak)[:, :, None]).to(v0.dtype), (0, 2, 1)))
+    top0, top1 = tl.split(peak)
+    new = tl.maximum(all_top, tl.maximum(top0, top1))
+    ref = _known(new)
+    before, first, second = power(all_top - ref)[:, None], power(top0 - ref)[:, None], power(top1 - ref)[:, None]
+    acc0, acc1, total0, total1 = tl.dot(p0, v0), tl.dot(p1, v1), tl.dot(p0, ones), tl.dot(p1, ones)
+    return all_acc * before + acc0 * first + acc1 * second, all_total * before + total0 * first + total1 * second, new
+
+
+@triton.jit
 def _add(all_acc, all_total, all_top, acc, total, top):
     """Add a split to the ones before it."""
     new = tl.maximum(all_top, top)
@@ -216,14 +239,18 @@ def attend_kernel(
     table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr, WALKS: tl.constexpr,
+    PARTS: tl.constexpr, PAIR: tl.constexpr, AHEAD: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     LONE: tl.constexpr, DEEP: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself (WALKS: there may be several). LONE: a split is a
-    single block. DEEP: entries of a row's path in a tree (0: lines); then programs beyond the last slot walk the TAIL splits that hold
+    single block. PARTS: programs that share a tile, each with its columns of the values; AHEAD: keys that are fetched into L2 early. DEEP: entries of a row's path in a tree (0: lines); then programs beyond the last slot walk the TAIL splits that hold
     positions of the tree, each for one row: EACH of them beside every tile."""
-    slot, b = tl.program_id(0) * RUN, tl.program_id(2)
+    slot, b, share = tl.program_id(0) * RUN, tl.program_id(2), tl.program_id(0) * 0
+    if PARTS > 1:
+        slot, share = 0, tl.program_id(0)
+    table += b * table_stride
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty
@@ -235,7 +262,7 @@ def attend_kernel(
     base = first * 0
     if DEEP > 0:
         PIECES: tl.constexpr = (GROUP + BQ - 1) // BQ  # of the heads of a row
-        base = tl.load(positions + tl.where(first < end, first, 0))  # of the newest token
+        base = tl.load(positions + tl.where(first < end, first, 0)).to(tl.int32)  # of the newest token
         tail = _split_of(base, FINE, MID, COARSE, NEAR, FAR)
         if WINDOW > 0:
             tail = base // FINE - tl.maximum(base - WINDOW + 1, 0) // FINE
@@ -249,7 +276,7 @@ def attend_kernel(
     row = (first + tl.maximum(tl.minimum(m, count - 1), 0) // GROUP).to(tl.int64)
     head = kv_head * GROUP + m % GROUP
     alive = begin < count
-    at = tl.load(positions + row, mask=m < tl.where(alive, begin + BQ, 0), other=0)  # [BQ]
+    at = tl.load(positions + row, mask=m < tl.where(alive, begin + BQ, 0), other=0).to(tl.int32)  # [BQ]
     tile_end = tl.max(at, 0) + 1
     key_from, key_to = tile_end * 0, tile_end
     if WINDOW > 0:
@@ -263,21 +290,20 @@ def attend_kernel(
             slot += tl.maximum(key_from - split_from, 0) // FINE  # of the first block; only a window skips splits
         key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
     key_to = tl.where(alive, key_to, 0)
-    if SPLIT and not WALKS:  # noqa: SIM102
-        if PDL:  # noqa: SIM102
-            # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
-            if (tile == 0) & (key_from < key_to):
-                ahead = key_from + tl.arange(0, FINE)
-                near = ahead < key_to
-                page = tl.load(table + b * table_stride + ahead // PAGE, mask=near, other=0).to(tl.int64)
-                line = page * page_stride + (kv_head * PAGE + ahead % PAGE) * D
-                each = tl.minimum(tl.arange(0, DP // 64 if DP > 64 else 1) * 64, D - 1)
-                prefetch(keys + line[:, None] + each[None, :])
-                prefetch(values + line[:, None] + each[None, :])
-    next_key = key_from + tl.arange(0, BN)
+    COLS: tl.constexpr = DP // PARTS
+    if PDL and AHEAD > 0:  # noqa: SIM102
+        # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
+        if (tile == 0) & (key_from < key_to):
+            fetched, places = _seek(table, key_from, key_to, paths, 0, 0, 0, PAGE, AHEAD)
+            line = fetched.to(tl.int64) * page_stride + (kv_head * PAGE + places) * D
+            each = tl.minimum(share * COLS + tl.arange(0, COLS // 64 if COLS > 64 else 1) * 64, D - 1)
+            prefetch(keys + line[:, None] + each[None, :])
+            prefetch(values + line[:, None] + each[None, :])
     mine = (first + tl.maximum(begin, 0) // GROUP).to(tl.int64)  # whose path it is, where a program has one row
-    place = _place(next_key, next_key < key_to, paths, mine, base, DEEP)
-    page = tl.load(table + b * table_stride + place // PAGE, mask=next_key < key_to, other=0)
+    page, within = _seek(table, key_from, key_to, paths, mine, base, DEEP, PAGE, 2 * BN if PAIR else BN)
+    if PAIR:  # values are fetched split by split
+        page0, _ = _seek(table, key_from, key_to, paths, mine, base, DEEP, PAGE, BN)
+        page1, _ = _seek(table, key_from + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
     if PDL:
         gdc_wait()
     if key_from < key_to:
@@ -288,61 +314,66 @@ def attend_kernel(
         # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
         WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
         total = tl.zeros((BQ, WIDE), dtype=tl.float32)
-        acc = tl.zeros((BQ, DP), dtype=tl.float32)
+        acc = tl.zeros((BQ, COLS), dtype=tl.float32)
         ones = tl.full((BN, WIDE), 1.0, dtype=KIND)
         to = (row * HEADS + head) * slots + slot
-        if SPLIT and WALKS:
-            none_acc, none_total, none_top = acc, total, top
-            for k in range(key_from, key_to, BN):
-                key = k + tl.arange(0, BN)
-                here, lies = page, place  # those of the next block are asked for ahead of time
-                place = _place(key + BN, key + BN < key_to, paths, mine, base, DEEP)
-                page = tl.load(table + b * table_stride + place // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, lies, key < key_to, d, D, PAGE, KIND, ASM)
-                acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
-                if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
-                    _leave(part, part_ml, to, acc, total, top, d, ok, D)
-                    to += 1
-                    acc, total, top = none_acc, none_total, none_top
-        elif SPLIT and LONE:
+        dv = share * COLS + tl.arange(0, COLS)
+        if SPLIT and LONE and not WALKS:
             live = key_from + tl.arange(0, BN) < key_to
-            kt, vt = _keys(keys, values, page, page_stride, kv_head, next_key, live, d, D, PAGE, KIND, ASM)
+            kt = _fetch(keys, page, within, page_stride, kv_head, live, d, D, PAGE, KIND, ASM)
+            vt = _fetch(values, page, within, page_stride, kv_head, live, dv, D, PAGE, KIND, ASM)
             acc, total, top = _block(query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
-        elif SPLIT:
-            for k in range(key_from, key_to, BN):
-                key = k + tl.arange(0, BN)
-                here = page
-                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE, KIND, ASM)
-                acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+        elif PAIR:
+            i = tl.arange(0, BN)
+            for k in range(key_from, key_to, 2 * BN):
+                here, here0, here1, places, k2 = (
+                    page,
+                    page0,
+                    page1,
+                    within,
+                    k + 2 * BN,
+                )  # those of the next blocks are asked for ahead of time
+                page, within = _seek(table, k2, key_to, paths, mine, base, DEEP, PAGE, 2 * BN)
+                page0, _ = _seek(table, k2, key_to, paths, mine, base, DEEP, PAGE, BN)
+                page1, _ = _seek(table, k2 + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
+                kt = _fetch(keys, here, places, page_stride, kv_head, k + tl.arange(0, 2 * BN) < key_to, d, D, PAGE, KIND, ASM)
+                v0 = _fetch(values, here0, i % PAGE, page_stride, kv_head, k + i < key_to, dv, D, PAGE, KIND, ASM)
+                v1 = _fetch(values, here1, i % PAGE, page_stride, kv_head, k + BN + i < key_to, dv, D, PAGE, KIND, ASM)
+                acc, total, top = _pair(query, kt, v0, v1, k, key_to, at, ones, acc, total, top, scale, BN, WINDOW)
         else:
             all_acc, all_total, all_top = acc, total, top
             none_acc, none_total, none_top = acc, total, top
             for k in range(key_from, key_to, BN):
-                key = k + tl.arange(0, BN)
-                here = page
-                page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-                kt, vt = _keys(keys, values, here, page_stride, kv_head, key, key < key_to, d, D, PAGE, KIND, ASM)
-                if LONE:
-                    acc, total, top = _block(
-                        query, kt, vt, k, key < key_to, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC
-                    )
+                live = k + tl.arange(0, BN) < key_to
+                here, places = page, within  # those of the next block are asked for ahead of time
+                page, within = _seek(table, k + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
+                kt = _fetch(keys, here, places, page_stride, kv_head, live, d, D, PAGE, KIND, ASM)
+                vt = _fetch(values, here, places, page_stride, kv_head, live, dv, D, PAGE, KIND, ASM)
+                if SPLIT:
+                    acc, total, top = _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+                    if WALKS:  # noqa: SIM102
+                        if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
+                            _leave(part, part_ml, to, acc, total, top, d, ok, D)
+                            to += 1
+                            acc, total, top = none_acc, none_total, none_top
+                elif LONE:
+                    acc, total, top = _block(query, kt, vt, k, live, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC)
                     all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
                 else:
                     if _opens(k, WINDOW, FINE, MID, COARSE, NEAR, FAR):
                         all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
                         acc, total, top = none_acc, none_total, none_top
-                    acc, total, top = _block(query, kt, vt, k, key < key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
-            if LONE:
+                    acc, total, top = _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
+            if LONE and not SPLIT:
                 acc, total = all_acc, all_total
-            else:
+            elif not SPLIT:
                 acc, total, top = _add(all_acc, all_total, all_top, acc, total, top)
         if SPLIT and not WALKS:
             _leave(part, part_ml, to, acc, total, top, d, ok, D)
         if not SPLIT:
             mass = tl.max(total, 1)  # all columns are equal
-            at_out = row[:, None] * (HEADS * D) + head[:, None] * D + d[None, :]
-            tl.store(out + at_out, (acc / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & d_ok[None, :])
+            at_out = row[:, None] * (HEADS * D) + head[:, None] * D + dv[None, :]
+            tl.store(out + at_out, (acc / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & (dv < D)[None, :])
 
 
 @triton.jit
@@ -423,18 +454,20 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     tiles = triton.cdiv(kv.max_rows * group, shape.bq)
-    programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else 1, 0, 1, 1
+    programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else shape.parts, 0, 1, 1
     if kv.paths is not None:
         assert shape.split, "rows of a tree are walked split by split"
         deep = kv.paths.shape[1]
         tail, each = 1 + triton.cdiv(deep - 1, cut.fine), triton.cdiv(kv.max_rows * triton.cdiv(group, shape.bq), tiles)
         programs += each
+    lone, walks = spec.window is not None and cut.fine == cut.bn, shape.run > 1 or deep > 0
+    assert not shape.pair or (lone and not shape.split and q.dtype != torch.float32), "pairs are of single blocks"
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.paths is None else kv.paths, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
-        PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=spec.window is not None and cut.fine == cut.bn,
-        WALKS=shape.run > 1 or deep > 0, DEEP=deep, TAIL=tail, EACH=each, ASM=q.device.type != "cpu",
+        PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=lone, WALKS=walks, PARTS=1 if shape.split else shape.parts,
+        PAIR=shape.pair, AHEAD=shape.ahead if not shape.split else 0 if walks else cut.fine, DEEP=deep, TAIL=tail, EACH=each, ASM=q.device.type != "cpu",
         num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:

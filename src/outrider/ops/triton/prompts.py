@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from .attention import INDEX, WIDE_HEAD, Cut, _known, choose_cut, power
-from .common import start
+from .common import gdc_launch_dependents, gdc_wait, prefetch
 from .quant_tiles import shared_of
 from .unpack import widened
 
@@ -31,6 +31,7 @@ class Shape:
     bq: int  # queries: rows times the heads that share a K/V head
     warps: int
     stages: int
+    ahead: int = 0  # keys that are asked for before the kernel ahead is done
 
 
 def choose_shape(spec: AttnSpec, cut: Cut) -> Shape:
@@ -60,7 +61,7 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
     prompt_kernel[(tiles, spec.kv_heads, kv.row_start.shape[0] - 1)](
         q, keys, values, table, kv.positions, kv.row_start, out, table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, D=spec.head_dim, PAGE=kv.page_size, WINDOW=spec.window or 0, BQ=shape.bq, BN=cut.bn,
-        ASM=q.device.type != "cpu", PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
+        AHEAD=shape.ahead, ASM=q.device.type != "cpu", PDL=pdl, num_warps=shape.warps, num_stages=shape.stages,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
@@ -82,16 +83,18 @@ def _add(sums, before, more):
 def prompt_kernel(
     q, keys, values, table, positions, row_start, out, table_stride, page_stride, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of BQ queries (rows times the heads that share a K/V head) of one sequence a program, the last tiles first: they see most."""
     tile, kv_head, b = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty
     PIECE: tl.constexpr = D // 4
+    if PDL:
+        gdc_launch_dependents()
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
     count, begin = (end - first) * GROUP, tile * BQ
-    start(PDL)
+    table += b * table_stride
     if begin < count:
         m = begin + tl.arange(0, BQ)
         row = (first + tl.minimum(m, count - 1) // GROUP).to(tl.int64)
@@ -102,6 +105,20 @@ def prompt_kernel(
         if WINDOW > 0:
             key_from = tl.maximum(low - WINDOW + 1, 0) // BN * BN
         key_to = high + 1
+        next_key = key_from + tl.arange(0, BN)
+        page = tl.load(table + next_key // PAGE, mask=next_key < key_to, other=0)
+        if PDL and AHEAD > 0:  # noqa: SIM102
+            if begin == 0:
+                soon = key_from + tl.arange(0, AHEAD)
+                line = (
+                    tl.load(table + soon // PAGE, mask=soon < key_to, other=0).to(tl.int64) * page_stride
+                    + (kv_head * PAGE + soon % PAGE) * D
+                )
+                each = (tl.arange(0, D // 64) * 64)[None, :]
+                prefetch(keys + line[:, None] + each)
+                prefetch(values + line[:, None] + each)
+        if PDL:  # positions and tables stand since before the pass
+            gdc_wait()
         of_row = row * (HEADS * D) + head * D
         query = tl.load(q + of_row[:, None] + tl.arange(0, D)[None, :])
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
@@ -111,13 +128,11 @@ def prompt_kernel(
         acc1 = tl.zeros((BQ, PIECE), dtype=tl.float32)
         acc2 = tl.zeros((BQ, PIECE), dtype=tl.float32)
         acc3 = tl.zeros((BQ, PIECE), dtype=tl.float32)
-        next_key = key_from + tl.arange(0, BN)
-        page = tl.load(table + b * table_stride + next_key // PAGE, mask=next_key < key_to, other=0)
         for k in range(key_from, key_to, BN):
             key = k + tl.arange(0, BN)
             live = key < key_to
             to = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
-            page = tl.load(table + b * table_stride + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
+            page = tl.load(table + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
             kt = tl.load(keys + to[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
             s = tl.dot(query, tl.trans(widened(kt, KIND, ASM))) * scale  # [BQ, BN]
             edge = k + BN - 1 > low
