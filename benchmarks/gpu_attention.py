@@ -30,17 +30,17 @@ SLIDING = [
     *(S(False, 16, w, st, pair=True) for w, st in ((4, 4), (8, 3), (8, 4))),
     *(S(False, 16, w, st, pair=True, parts=2) for w in (4, 8) for st in (3, 4)),
     S(True, 16, 4, 3, 4), S(True, 16, 4, 4, 9), S(True, 16, 8, 4, 9),
+    *(S(False, 64, 4, st, parts=2) for st in (3, 4, 6)), S(False, 64, 8, 4), S(False, 64, 8, 6, parts=2),
     *(P(64, w, st) for w, st in ((4, 2), (4, 3), (4, 5), (8, 3), (8, 5))),
 ]  # fmt: skip
-SLIDING5 = [S(False, 32, 4, 4), S(False, 32, 8, 4), S(False, 64, 4, 4, parts=2), S(False, 64, 4, 3, parts=2)]
+SLIDING5 = [S(False, 32, 4, 4), S(False, 32, 8, 4)]
 FULL = [
     *(S(False, 16, 8, st) for st in (3, 4)),
     *(S(False, 16, w, st, parts=2) for w in (4, 8) for st in (3, 4, 5)),
     *(S(False, 16, w, 5, parts=4) for w in (4, 8)),
-    S(True, 16, 4, 3, 8), S(True, 16, 8, 3, 16), S(True, 16, 8, 4, 16),
+    S(True, 16, 4, 3, 8), S(True, 16, 8, 3, 16), S(False, 64, 8, 3, parts=2),
 ]  # fmt: skip
 FULL5 = [
-    S(False, 64, 8, 3, parts=2),
     S(False, 64, 8, 2, parts=2),
     S(False, 64, 4, 3, parts=4),
     S(False, 64, 8, 3, parts=4),

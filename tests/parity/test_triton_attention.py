@@ -131,6 +131,9 @@ def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
         near(apart, REF.attend(q, spec, kv))
         assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4)), apart)
         assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 4, run=3)), apart)
+        assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4, parts=2)), apart)
+        if window and bn == cut.fine:
+            assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4, parts=2, pair=True)), apart)
         same(attend(q, spec, kv, False, cut, Shape(False, 64, 4)), apart)
 
 

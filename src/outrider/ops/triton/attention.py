@@ -205,11 +205,13 @@ def _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.cons
 
 
 @triton.jit
-def _pair(query, kt, v0, v1, k, most, at, ones, all_acc, all_total, all_top, scale, BN: tl.constexpr, WINDOW: tl.constexpr):
+def _pair(
+    query, kt, v0, v1, k, most, at, ones, all_acc, all_total, all_top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
     """Take two splits of one block each into the sums, side by side: neither waits for the other's chain of products."""
     BQ: tl.constexpr = all_acc.shape[0]
     key = k + tl.arange(0, 2 * BN)
-    s = tl.dot(query, tl.trans(kt)) * scale  # [BQ, 2 * BN]
+    s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale  # [BQ, 2 * BN]
     seen = (key[None, :] <= at[:, None]) & (key < most)[None, :]
     if WINDOW > 0:
         seen = seen & (key[None, :] > at[:, None] - WINDOW)
@@ -220,7 +222,8 @@ def _pair(query, kt, v0, v1, k, most, at, ones, all_acc, all_total, all_top, sca
     new = tl.maximum(all_top, tl.maximum(top0, top1))
     ref = _known(new)
     before, first, second = power(all_top - ref)[:, None], power(top0 - ref)[:, None], power(top1 - ref)[:, None]
-    acc0, acc1, total0, total1 = tl.dot(p0, v0), tl.dot(p1, v1), tl.dot(p0, ones), tl.dot(p1, ones)
+    acc0, acc1 = tl.dot(p0, v0, input_precision=PREC), tl.dot(p1, v1, input_precision=PREC)
+    total0, total1 = tl.dot(p0, ones, input_precision=PREC), tl.dot(p1, ones, input_precision=PREC)
     return all_acc * before + acc0 * first + acc1 * second, all_total * before + total0 * first + total1 * second, new
 
 
@@ -245,8 +248,9 @@ def attend_kernel(
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself (WALKS: there may be several). LONE: a split is a
-    single block. PARTS: programs that share a tile, each with its columns of the values; AHEAD: keys that are fetched into L2 early. DEEP: entries of a row's path in a tree (0: lines); then programs beyond the last slot walk the TAIL splits that hold
-    positions of the tree, each for one row: EACH of them beside every tile."""
+    single block. PARTS: programs that share a tile, each with its columns of the values. AHEAD: keys that are fetched into L2 early. DEEP:
+    entries of a row's path in a tree (0: lines); then programs beyond the last slot walk the TAIL splits that hold positions of the tree,
+    each for one row: EACH of them beside every tile."""
     slot, b, share = tl.program_id(0) * RUN, tl.program_id(2), tl.program_id(0) * 0
     if PARTS > 1:
         slot, share = 0, tl.program_id(0)
@@ -326,20 +330,14 @@ def attend_kernel(
         elif PAIR:
             i = tl.arange(0, BN)
             for k in range(key_from, key_to, 2 * BN):
-                here, here0, here1, places, k2 = (
-                    page,
-                    page0,
-                    page1,
-                    within,
-                    k + 2 * BN,
-                )  # those of the next blocks are asked for ahead of time
+                here, here0, here1, places, k2 = page, page0, page1, within, k + 2 * BN
                 page, within = _seek(table, k2, key_to, paths, mine, base, DEEP, PAGE, 2 * BN)
                 page0, _ = _seek(table, k2, key_to, paths, mine, base, DEEP, PAGE, BN)
                 page1, _ = _seek(table, k2 + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
                 kt = _fetch(keys, here, places, page_stride, kv_head, k + tl.arange(0, 2 * BN) < key_to, d, D, PAGE, KIND, ASM)
                 v0 = _fetch(values, here0, i % PAGE, page_stride, kv_head, k + i < key_to, dv, D, PAGE, KIND, ASM)
                 v1 = _fetch(values, here1, i % PAGE, page_stride, kv_head, k + BN + i < key_to, dv, D, PAGE, KIND, ASM)
-                acc, total, top = _pair(query, kt, v0, v1, k, key_to, at, ones, acc, total, top, scale, BN, WINDOW)
+                acc, total, top = _pair(query, kt, v0, v1, k, key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         else:
             all_acc, all_total, all_top = acc, total, top
             none_acc, none_total, none_top = acc, total, top
@@ -461,14 +459,14 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         tail, each = 1 + triton.cdiv(deep - 1, cut.fine), triton.cdiv(kv.max_rows * triton.cdiv(group, shape.bq), tiles)
         programs += each
     lone, walks = spec.window is not None and cut.fine == cut.bn, shape.run > 1 or deep > 0
-    assert not shape.pair or (lone and not shape.split and q.dtype != torch.float32), "pairs are of single blocks"
+    assert not shape.pair or (lone and not shape.split and cut.bn % kv.page_size == 0), "pairs are of single blocks of whole pages"
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.paths is None else kv.paths, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
         PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=lone, WALKS=walks, PARTS=1 if shape.split else shape.parts,
-        PAIR=shape.pair, AHEAD=shape.ahead if not shape.split else 0 if walks else cut.fine, DEEP=deep, TAIL=tail, EACH=each, ASM=q.device.type != "cpu",
-        num_warps=shape.warps, num_stages=shape.stages, **same,
+        PAIR=shape.pair, AHEAD=shape.ahead if not shape.split else 0 if walks else cut.fine, DEEP=deep, TAIL=tail, EACH=each,
+        ASM=q.device.type != "cpu", num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:
         block = min(32, triton.cdiv(slots, 4) * 4)
