@@ -80,7 +80,23 @@ def fitted(shape: Shape, spec: AttnSpec, shared: int, narrow: bool = False) -> S
     if shared > WIDE_HEAD or spec.head_dim < 256:
         return shape
     large = spec.head_dim > 256
-    return replace(shape, bq=min(shape.bq, 16 if large else 32), stages=min(shape.stages, 1 if large and narrow else 2))
+    return replace(shape, bq=min(shape.bq, 16 if large else 32), stages=min(shape.stages, 1 if large and narrow else 2), pair=False)
+
+
+def many_sequences(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, slots: int) -> Shape | None:
+    """For E2B and E4B from about 50 sequences on, whose programs are few and wait for one block after the other. Measured on E2B with 64
+    and 128 sequences of 1 and 5 rows at 1k, alone and in whole steps."""
+    packed, pairs = kv.max_rows * (spec.heads // spec.kv_heads), batch * spec.kv_heads
+    if spec.head_dim < 256 or cut.bn != 32 or cut.fine != 32 or kv.paths is not None or packed > 64 or pairs < 48 or slots > 64:
+        return None
+    room = pairs <= 66  # two programs a pair find a processor each
+    if packed > 16:  # one tile of queries, whose rows nothing is exchanged among
+        return Shape(False, 64, 8, 3, parts=2) if spec.window is None else Shape(False, 64, 4, 4 if room else 3, parts=2)
+    if spec.window is None:
+        return Shape(False, 16, 4, 4, parts=2) if room else Shape(False, 16, 8, 3)
+    if pairs > 132 or cut.bn % kv.page_size:
+        return None
+    return Shape(False, 16, 4, 4, parts=2, pair=True, ahead=64) if room else Shape(False, 16, 8, 3, pair=True, ahead=64)
 
 
 def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.dtype) -> Shape:
@@ -90,6 +106,9 @@ def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.
     sliding, large = spec.window is not None, spec.head_dim > 256
     if dtype == torch.float32:
         return Shape(kv.paths is not None or (slots > 1 and programs < 396), 16, 8)
+    many = many_sequences(spec, cut, kv, batch, slots)
+    if many is not None:
+        return many
     if packed > 200 and kv.paths is None:  # prompt chunks
         return Shape(False, 32 if large and cut.bn == 64 else 64, 8)
     if sliding:
