@@ -141,6 +141,43 @@ def test_commands_are_what_the_repository_has(block: Block, words: list[str]) ->
         assert program in FREE, f"{block}: nobody checks {program!r}; mark the block <!-- skip: why --> or teach this test"
 
 
+# ---- names in running text
+
+# Records of what was measured and tried may name scripts that have gone since.
+PAST = ("docs/lab/", "docs/adr/", "docs/gpu-measured.md", "docs/cpu-measured.md", "docs/training-measured.md")
+FOREIGN = {"--help", "--from", "--torch-backend", "--tasks"}  # everybody's, uv's, lm-eval's
+
+
+def test_options_and_files_in_the_text_exist() -> None:
+    group = typer.main.get_command(app())
+    assert isinstance(group, click.Group) or hasattr(group, "commands")
+    parameters = [*group.params, *(p for command in group.commands.values() for p in command.params)]
+    options = {o for p in parameters for o in (*p.opts, *p.secondary_opts)} | FOREIGN
+    scripts = "\n".join(p.read_text(encoding="utf-8") for p in (ROOT / "benchmarks").glob("*.py"))
+    files = [str(p.relative_to(ROOT)) for top in ("src", "benchmarks", "tests", "tools", "deploy") for p in (ROOT / top).rglob("*.*")]
+    wrong = []
+    for page in (page for page in PAGES if not str(page.relative_to(ROOT)).startswith(PAST)):
+        for span in re.findall(r"`([^`\n]+)`", BLOCK.sub("", page.read_text(encoding="utf-8"))):
+            if span.startswith("--"):
+                named = re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", span)
+                wrong += [f"{page.name}: nothing has the option {o}" for o in named if o not in options and f'"{o}"' not in scripts]
+            elif re.fullmatch(r"[a-z0-9_/]+\.(py|h|c|toml|yaml|sh|js)", span) and span not in FILES:
+                here = any(f"/{file}".endswith(f"/{span}") for file in files) or (ROOT / span).is_file()
+                wrong += [] if here else [f"{page.name}: there is no file {span}"]
+    assert not wrong, "\n".join(wrong)
+
+
+FILES = {block.argument for block in blocks() if block.mark == "file"}
+
+
+def test_the_map_names_files_that_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    [tree] = re.findall(r"```\n(src/outrider/.*?)```", text, re.S)
+    there = {p.name for p in (ROOT / "src" / "outrider").rglob("*.py")}
+    named = set(re.findall(r"[a-z_0-9]+\.py", tree))
+    assert named <= there, f"docs/architecture.md names {sorted(named - there)}"
+
+
 PYTHON = [block for block in blocks() if block.language == "python" and block.mark != "skip"]
 
 
