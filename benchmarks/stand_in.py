@@ -18,7 +18,7 @@ from outrider.engine.engine import Engine
 from outrider.engine.passes import ROWS
 from outrider.engine.step import Emitted, Flight, Lane, StepBatch
 
-LAUNCHES, PASS = 20, 420  # how often a captured step and a pass over a prompt's chunk let go of the interpreter
+LAUNCHES = 20  # how often a captured step or pass lets go of the interpreter
 LAUNCH_S = 8e-6  # processor time between two of them
 SOME = bytes(6 << 10)
 
@@ -40,8 +40,7 @@ class StandIn:
 
     def launch(self, batch: StepBatch) -> Flight:
         rows = sum(lane.count for lane in batch.prompts)
-        if rows > ROWS[-1]:
-            self._let_go(PASS)  # not captured
+        self._let_go(LAUNCHES * -(-rows // ROWS[-1]))  # several captured passes
         began = time.perf_counter()
         self._let_go(LAUNCHES)
         self._free_at = max(time.perf_counter(), self._free_at) + rows * self.row + (self.step if batch.decode else 0.0)

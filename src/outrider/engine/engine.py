@@ -142,6 +142,11 @@ class Engine:
             self.scheduler.chunk = min(self.scheduler.chunk, self.can.rows_alone)
         return made
 
+    @property
+    def packs(self) -> bool:
+        """Prompts of several requests run in one pass, so it pays that they come together."""
+        return self.scheduler.pack > 0
+
     # ---- requests -----------------------------------------------------------------------------------------------
     def validate(self, request: Request) -> None:
         """Raises OutriderError when this request can never run."""

@@ -91,6 +91,11 @@ class Outbox:
                     self._soon.add(id)
                     (self._known.discard if ends else self._known.add)(id)
 
+    @property
+    def speaking(self) -> int:
+        """Requests whose answer has begun and not ended."""
+        return len(self._known)
+
     def forget(self, id: str) -> None:
         """Nobody listens to this request any more."""
         with self._lock:

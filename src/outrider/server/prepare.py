@@ -35,6 +35,7 @@ from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, JSON_CL
 if TYPE_CHECKING:
     from ..llm import LLM
 
+GATHER_S = 0.03
 TOOLS_PROMPT = """You can call functions. These are available:
 <tools>{tools}</tools>
 
@@ -54,6 +55,7 @@ class Backend:
     note: str = ""  # one line about the drafter
     nbytes: int = 0  # weights and K/V; 0: nobody counted
     places: int = 0  # sequences at once; 0: as many as the settings say
+    gather_s: float = 0.0  # so long a step may wait for requests that come at the same time, as it pays where prompts run together
 
     @classmethod
     def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> Backend:
@@ -64,7 +66,8 @@ class Backend:
         ready = llm.engine.serve()
         if ready:
             say(ready)
-        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, note, llm.nbytes)
+        gather = GATHER_S if llm.engine.packs else 0.0
+        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, note, llm.nbytes, gather_s=gather)
 
 
 @dataclass(frozen=True)
