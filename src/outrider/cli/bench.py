@@ -31,13 +31,13 @@ def bench(
     tree: Annotated[
         str, typer.Option(help="Drafts that branch, comma-separated: most tokens of a tree, 2..16; off; auto (where it pays).")
     ] = "auto",
-    temperature: Annotated[str, typer.Option(help="Comma-separated.")] = "0",
-    batch: Annotated[str, typer.Option(help="Comma-separated.")] = "1",
+    temperature: Annotated[str, typer.Option(help="Temperatures, comma-separated; 0 is greedy.")] = "0",
+    batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated.")] = "1",
     against: Annotated[str, typer.Option(help="transformers, transformers-lookup, llama-cpp, llama-cpp-lookup: where installed.")] = "",
     repeats: Annotated[int, typer.Option(help="Times every cell is run; medians count.")] = 3,
     limit: Annotated[int | None, typer.Option(help="At most so many prompts of a category.")] = None,
-    categories: Annotated[str, typer.Option(help="Only these, comma-separated.")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="Cut every answer here.")] = None,
+    categories: Annotated[str, typer.Option(help="Only prompts of these categories, comma-separated.")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="Most tokens of an answer. Default: as the suite says.")] = None,
     quality: Annotated[int, typer.Option(help="Also grade so many each of GSM8K, HumanEval (runs its code) and MMLU.")] = 0,
     data: Annotated[Path | None, typer.Option(help="Folder of the benchmark files. Default: benchmarks/data of the checkout.")] = None,
     output: Annotated[Path, typer.Option("--out", help="Folder for cells.jsonl, run.json and report.html.")] = Path("bench-out"),

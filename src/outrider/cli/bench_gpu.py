@@ -16,10 +16,13 @@ from .common import note, numbers, out, parts
 def bench_gpu(
     sizes: Annotated[str, typer.Option(help="Comma-separated: E2B, E4B, 12B, 26B-A4B, 31B.")] = "E2B,E4B,12B,26B-A4B,31B",
     k: Annotated[str, typer.Option("--k", help="Drafted tokens a cycle, comma-separated; 0 is plain decoding.")] = "0,1,2,4,8,16",
-    batch: Annotated[str, typer.Option(help="Comma-separated, up to 256 and more.")] = "1,2,4,8,16",
-    context: Annotated[str, typer.Option(help="Committed positions, comma-separated.")] = "256,4096,32768",
+    batch: Annotated[str, typer.Option(help="Sequences at once, comma-separated, up to 256 and more.")] = "1,2,4,8,16",
+    context: Annotated[str, typer.Option(help="Tokens before the step that is timed, comma-separated.")] = "256,4096,32768",
     accept: Annotated[
-        str, typer.Option(help="SYNTHETIC acceptance: share of drafted tokens (0.72), or chances by position (0.9,0.8). As published.")
+        str,
+        typer.Option(
+            help="SYNTHETIC acceptance: share of drafted tokens (0.72), or chances by position (0.9,0.8). Default: as Google published."
+        ),
     ] = "",
     against_hf: Annotated[bool, typer.Option("--against-hf", help="Also time transformers on the same shapes.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Batch 1 at 1k, K = 0, 4, 8, 16, and transformers: three minutes.")] = False,

@@ -27,30 +27,44 @@ Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or 
 Drafter = Annotated[
     str,
     typer.Option(
-        help="auto | none | ngram | an MTP drafter's or Medusa's folder or id | draft:MODEL (on a CPU rounded to 4 bits, with a shortlist "
-        "of tokens)."
+        help="Who guesses: auto (the drafter that belongs to the model, else ngram) | none | ngram (repeats of the text) | "
+        "a folder or id of an MTP drafter or Medusa heads | draft:MODEL (a small model)."
     ),
 ]
-DraftTokens = Annotated[str, typer.Option(help="How many tokens to draft a cycle: 0..16, or auto (measured, every cycle).")]
-Tree = Annotated[str, typer.Option(help="Drafts that branch: most tokens of a tree, 2..16; off, or auto (where it pays).")]
-VerifyBy = Annotated[str, typer.Option("--verify", help="coupled (same seed, same text) | rejection | block (same distribution).")]
+DraftTokens = Annotated[
+    str, typer.Option(help="Tokens to guess in a cycle, 0..16; 0 is plain decoding, auto decides every cycle by what pays.")
+]
+Tree = Annotated[str, typer.Option(help="Guesses that branch: most tokens of a tree, 2..16; off: a line; auto: where it pays.")]
+VerifyBy = Annotated[
+    str, typer.Option("--verify", help="coupled: same seed, same text as without drafts | rejection, block: the same distribution only.")
+]
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.")
+]
 Ops = Annotated[
-    str, typer.Option(help="Kernels: auto | reference | cpu | cpu:LEVEL (avx512bf16, avx512, avx2, generic) | triton | triton:dense.")
+    str,
+    typer.Option(
+        help="Kernels: auto | reference (plain torch) | cpu | cpu:LEVEL (`outrider inspect --cpu` lists them) | triton | "
+        "triton:dense (16-bit weights)."
+    ),
 ]
 Threads = Annotated[int | None, typer.Option(help="CPU threads. Default, and at most: the cores this process may use.")]
-Quantize = Annotated[str | None, typer.Option(help="int8 | int4, on a GPU fp8 too: quantise a dense checkpoint while loading.")]
-KvDtype = Annotated[str, typer.Option(help="K/V: auto | half the memory, a little less exact: int8 (CPU), fp8 (GPU).")]
-TensorParallel = Annotated[int, typer.Option(help="Divide the model over so many processes, one a GPU (gloo on the CPU).")]
-MaxContext = Annotated[int | None, typer.Option(help="Tokens of prompt and answer together. Default: what model and memory hold.")]
+Quantize = Annotated[str | None, typer.Option(help="Round a dense checkpoint while loading: int8 | int4, on a GPU also fp8.")]
+KvDtype = Annotated[
+    str, typer.Option(help="Keys and values: auto (16 bits) | int8 on a CPU, fp8 on a GPU: half the memory, a little less exact.")
+]
+TensorParallel = Annotated[int, typer.Option(help="Divide the model over so many processes, each with a GPU of its own (or on one CPU).")]
+MaxContext = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together. Default: what model and memory hold.")]
 GpuMemory = Annotated[float, typer.Option(help="Share of the GPU's memory for weights, K/V and work together.")]
-SwapSpace = Annotated[float, typer.Option(help="GiB of host memory for K/V of sequences set back when pages run out. 0: recompute.")]
+SwapSpace = Annotated[
+    float, typer.Option(help="GiB of host memory for K/V that makes room for others when pages run out. 0: it is computed again.")
+]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
-Temperature = Annotated[float, typer.Option(help="0: greedy.")]
-TopP = Annotated[float, typer.Option(help="Nucleus sampling, in (0, 1].")]
-TopK = Annotated[int, typer.Option(help="0: off.")]
-Seed = Annotated[int, typer.Option(help="Same seed, same text.")]
+Temperature = Annotated[float, typer.Option(help="0: always the likeliest token (greedy); 1: as the model has it.")]
+TopP = Annotated[float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")]
+TopK = Annotated[int, typer.Option(help="Draw only from so many likeliest tokens; 0: off.")]
+Seed = Annotated[int, typer.Option(help="Of all randomness: the same seed gives the same result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 LoadFormat = Annotated[str, typer.Option(help="auto | dummy (seeded random weights from the config alone).")]
 
