@@ -78,7 +78,7 @@ class Medusa:
                 plans[f"{i}.out"] = TensorPlan((vocab, hidden), (out.format(i) + ".weight",), "matrix")
         pieces = check(source, plans, target.config)
         w = {
-            name: finish(name, plan, dense(plan, pieces[name], device, dtype, False, source.where), ops, None)
+            name: finish(name, plan, dense(plan, [p.weight(source.where) for p in pieces[name]], device, dtype, False), ops, None)
             for name, plan in plans.items()
         }
         heads = []

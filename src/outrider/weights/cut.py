@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from ..models.split import Cut
-from ..ops.formats import BLOCKS, Weight
+from ..ops.formats import BLOCKS, Weight, dense
 from ..ops.formats.base import bits
 from ..types import OutriderError
 from .names import TensorPlan
 from .piece import Piece
-from .source import Entry
 
 
 def border(pieces: Sequence[Piece], quantize: bool) -> int:
@@ -51,25 +50,10 @@ def _size(cut: Cut) -> int:
 
 def kept(piece: Piece, cut: Cut, where: str) -> Weight:
     """What a process keeps of a source."""
-    entry = piece.entry
-    if entry is not None and not cut.columns and len(piece.shape) < 3:
-        ((lo, hi),) = cut.spans
-        return replace(piece, entry=rows_of(entry, lo, hi), shape=(hi - lo, *piece.shape[1:])).weight(where)
     try:
         return cut_weight(piece.weight(where), cut)
     except OutriderError as error:
         raise OutriderError(f"{where}: tensor {piece.name}: {error}; leave out --tensor-parallel, or take another number") from None
-
-
-def rows_of(entry: Entry, lo: int, hi: int) -> Entry:
-    """Some rows, as a range of the file. Rows in another order (Llama's GGUF files) stay within their heads, and so within the range."""
-    order = None if entry.order is None else entry.order[lo:hi] - lo
-    if order is not None and (order.min() < 0 or order.max() >= hi - lo):
-        raise AssertionError("rows are cut between heads")
-    if len(entry.shape) == 1 and entry.order is None:  # a vector is one row
-        item = entry.nbytes // max(1, entry.shape[0])
-        return replace(entry, shape=(hi - lo,), start=entry.start + lo * item)
-    return replace(entry, shape=(hi - lo, *entry.shape[1:]), start=entry.start + lo * entry.row_bytes, order=order)
 
 
 def cut_weight(weight: Weight, cut: Cut) -> Weight:
@@ -86,14 +70,7 @@ def cut_weight(weight: Weight, cut: Cut) -> Weight:
     return Weight(weight.format, (*weight.shape[:at], _size(cut), *weight.shape[at + 1 :]), tensors)
 
 
-def cut_tensor(dense: Tensor, plan: TensorPlan, cuts: Sequence[Cut]) -> Tensor:
+def cut_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Cut]) -> Tensor:
     """The same of a tensor that exists whole: dummy weights."""
-    if cuts[0].columns:
-        ((lo, hi),) = cuts[0].spans
-        return dense[..., lo:hi].contiguous()
-    axis = 1 if dense.dim() == 3 else 0
-    parts, at = [], 0
-    for shape, cut in zip(plan.source_shapes, cuts):
-        parts += [dense.narrow(axis, at + lo, hi - lo) for lo, hi in cut.spans]
-        at += shape[axis]
-    return torch.cat(parts, dim=axis).contiguous()
+    sources = whole.split([shape[0] for shape in plan.source_shapes])
+    return torch.cat([cut_weight(dense(each), cut).tensors["values"] for each, cut in zip(sources, cuts)])

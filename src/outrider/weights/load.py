@@ -7,6 +7,7 @@ to the ops object as they are stored (`hold`); those it does not multiply are de
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -23,17 +24,17 @@ from . import hub
 from .cut import border, cut_tensor, kept, kept_plan
 from .files import Files, open_source, text_files
 from .names import Config, TensorPlan, ignored, tensor_plan
-from .piece import DTYPES, FLOATS, Piece, find
+from .piece import FLOATS, Piece, find
 from .progress import progress
 from .recipe import recipe
-from .source import ITEM_BYTES, Entry, Source
+from .source import Source
 from .stored import Recipe
 
 C = TypeVar("C", ModelConfig, DrafterConfig)
 LoadFormat = Literal["auto", "dummy"]
 SLICE = 8 << 20  # bytes of the file copied at once
 INTEGERS = ("I64", "I32")
-HALVES = ("F16", "BF16")
+HALVES = (Dense(torch.float16), Dense(torch.bfloat16))
 TABLES = ("embed", "ple_embed", "head")  # what quantised checkpoints for GPUs leave dense, beside routers
 
 
@@ -108,18 +109,19 @@ def load(
     weights: dict[str, Held] = {}
     with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
         for name, plan in plans.items():
-            parts: list[Piece] | list[Weight] = pieces[name]
             if name in cuts:
                 parts = [kept(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
                 plan = kept_plan(plan, cuts[name])
+            else:
+                parts = [piece.weight(source.where) for piece in pieces[name]]
             weight = None
             # A drafter's steps read dense matrices, or the one format they are compiled for.
-            if isinstance(config, ModelConfig) or not any(p.quantised for p in pieces[name]):
-                weight = hold(plan, parts, ops, device, source.where, only_looked_up(config, name), halves)
+            if isinstance(config, ModelConfig) or all(isinstance(p.format, Dense) for p in parts):
+                weight = hold(plan, parts, ops, device, only_looked_up(config, name), halves)
             if weight is None:
-                filled = dense(plan, parts, device, dtype, source.plus_one_done, source.where)
+                filled = dense(plan, parts, device, dtype, source.plus_one_done)
                 weight = finish(name, plan, filled, ops, held(config, name, quantize))
-            for piece in pieces[name] if name in cuts else ():
+            for piece in pieces[name]:
                 piece.release()
             weights[name] = weight if keep is None else keep(name, weight)
             advance(sum(p.nbytes for p in pieces[name]))
@@ -179,36 +181,17 @@ def only_looked_up(config: Config, name: str) -> bool:
     return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
 
 
-def quantised(part: Piece | Weight) -> bool:
-    return not isinstance(part.format, Dense) if isinstance(part, Weight) else part.quantised
-
-
-def half(part: Piece | Weight) -> bool:
-    if isinstance(part, Weight):
-        return part.format in (Dense(torch.float16), Dense(torch.bfloat16))
-    return part.entry is not None and part.entry.kind in HALVES
-
-
-def hold(
-    plan: TensorPlan, pieces: list[Piece] | list[Weight], ops: Backend, device: torch.device | str, where: str, table: bool, halves: bool
-) -> Held | None:
+def hold(plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.device | str, table: bool, halves: bool) -> Held | None:
     """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`: it is only
     ever looked up, and may be read where it lies. `halves`: dense matrices in 16 bits are offered as well."""
     if plan.role not in ("matrix", "embedding"):
         return None
-    if not any(quantised(p) for p in pieces) and not (halves and all(half(p) for p in pieces)):
+    if all(isinstance(p.format, Dense) for p in parts) and not (halves and all(p.format in HALVES for p in parts)):
         return None
     if plan.role == "embedding" and not ops.capabilities.quantizes_tables:
         return None
-    parts = [p if isinstance(p, Weight) else p.weight(where) for p in pieces]
     weight = ops.look_up(parts[0], device) if table and len(parts) == 1 else None
-    if weight is None:
-        weight = ops.hold(parts, device)
-    if weight is not None:
-        for piece in pieces:
-            if isinstance(piece, Piece):
-                piece.release()
-    return weight
+    return ops.hold(parts, device) if weight is None else weight
 
 
 def held(config: Config, name: str, quantize: str | None) -> str | None:
@@ -233,44 +216,27 @@ def kept_dtype(plan: TensorPlan, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if plan.role in ("norm", "vector") else dtype
 
 
-def dense(
-    plan: TensorPlan, pieces: list[Piece] | list[Weight], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool, where: str
-) -> Tensor:
+def dense(plan: TensorPlan, parts: list[Weight], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool) -> Tensor:
     out = torch.empty(plan.shape, dtype=kept_dtype(plan, dtype), device=device)
     at = 0
-    for piece in pieces:
-        rows = out if len(pieces) == 1 else out[at : at + piece.shape[0]]
-        if isinstance(piece, Weight):
-            unpack(rows, piece)
-        elif piece.entry is not None and not piece.quantised:
-            fill(rows.view(piece.entry.rows, piece.entry.columns), piece.entry)
-        else:
-            unpack(rows, piece.weight(where))
-            piece.release()
-        at += piece.shape[0]
+    for part in parts:
+        fill(out[at : at + part.shape[0]], part)
+        at += part.shape[0]
     if plan.plus_one and not plus_one_done:
         out += 1.0
     return out
 
 
-def fill(out: Tensor, entry: Entry) -> None:
-    """Copy dense rows [rows, columns] in slices, converting as they go, and give the file's pages back."""
-    step = max(1, SLICE // max(1, entry.row_bytes))
-    for lo in range(0, entry.rows, step):
-        hi = min(entry.rows, lo + step)
-        raw = entry.read(lo, hi)
-        if raw.ctypes.data % ITEM_BYTES[entry.kind]:  # the format does not promise alignment
-            raw = raw.copy()
-        out[lo:hi].copy_(torch.from_numpy(raw).view(DTYPES[entry.kind]))
-        entry.release(lo, hi)
-
-
-def unpack(out: Tensor, weight: Weight) -> None:
-    """Dequantise into rows [N, K] (experts [E, N, K]) in slices."""
+def fill(out: Tensor, weight: Weight) -> None:
+    """Copy, or dequantise, into rows [N, K] (experts [E, N, K]) in slices, and give the file's pages back."""
     step = max(1, SLICE // max(1, weight.nbytes // weight.shape[0]))
     for lo in range(0, weight.shape[0], step):
         hi = min(weight.shape[0], lo + step)
-        out[lo:hi].copy_(weight.rows(lo, hi).dense())
+        some = weight.rows(lo, hi)
+        out[lo:hi].copy_(some.tensors["values"] if isinstance(some.format, Dense) else some.dense())
+        if weight.release is not None:
+            each = prod(weight.shape[1:-1])  # rows of the file: an expert has many
+            weight.release(lo * each, hi * each)
 
 
 def dummy_weights(

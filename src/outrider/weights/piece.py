@@ -47,10 +47,6 @@ class Piece:
     entry: Entry | None
     matrices: tuple[tuple[Matrix, ...], ...] = ()
 
-    @property
-    def quantised(self) -> bool:
-        return self.entry is None or self.entry.kind in BLOCKS
-
     def entries(self) -> Iterator[Entry]:
         if self.entry is not None:
             yield self.entry
@@ -66,11 +62,11 @@ class Piece:
         """Views of the file wherever the container's layout allows it."""
         entry = self.entry
         if entry is not None:
+            release = entry.release if entry.order is None and len(self.shape) > 1 else None
             if entry.kind not in BLOCKS:
-                return replace(dense(tensor(entry).reshape(self.shape)), release=entry.release if entry.order is None else None)
-            data = entry.data() if entry.order is None else entry.data()[entry.order]
-            blocks = torch.from_numpy(data).view(*self.shape[:-1], -1)
-            return Weight(Block(entry.kind), self.shape, {"blocks": blocks}, entry.release if entry.order is None else None)
+                return replace(dense(tensor(entry)), release=release)
+            blocks = torch.from_numpy(entry.data()).view(*self.shape[:-1], -1)
+            return Weight(Block(entry.kind), self.shape, {"blocks": blocks}, release)
         made = []
         for group in self.matrices:
             rows = join([m.weight(where) for m in group])
@@ -87,8 +83,7 @@ class Piece:
 
 def tensor(entry: Entry) -> Tensor:
     """The whole tensor, a view of the file where its alignment allows it."""
-    raw = entry.data() if entry.order is None else entry.data()[entry.order]
-    raw = raw.reshape(-1)
+    raw = entry.data().reshape(-1)
     if raw.ctypes.data % ITEM_BYTES[entry.kind]:
         raw = raw.copy()
     return torch.from_numpy(raw).view(DTYPES[entry.kind]).view(entry.shape)

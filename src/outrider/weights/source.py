@@ -73,18 +73,13 @@ class Entry:
         return self.rows * self.row_bytes
 
     def data(self) -> np.ndarray:
-        """uint8 [rows, row_bytes], a view of the file (stored order)."""
-        return self.file.data[self.start : self.start + self.nbytes].reshape(self.rows, self.row_bytes)
-
-    def read(self, lo: int, hi: int) -> np.ndarray:
-        """uint8 [hi - lo, row_bytes], in the order asked for."""
-        return self.data()[lo:hi] if self.order is None else self.data()[self.order[lo:hi]]
+        """uint8 [rows, row_bytes], a view of the file; in another order a copy."""
+        stored = self.file.data[self.start : self.start + self.nbytes].reshape(self.rows, self.row_bytes)
+        return stored if self.order is None else stored[self.order]
 
     def release(self, lo: int, hi: int) -> None:
-        if self.order is None:
-            self.file.release(self.start + lo * self.row_bytes, (hi - lo) * self.row_bytes)
-        elif hi == self.rows:
-            self.file.release(self.start, self.nbytes)
+        """Of rows as they are stored."""
+        self.file.release(self.start + lo * self.row_bytes, (hi - lo) * self.row_bytes)
 
 
 @dataclass(frozen=True)
