@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -36,21 +35,14 @@ def deploy(
 
     with needs("deploying needs", "ray"):
         from ..cluster.config import ClusterConfig
-    over: dict[str, object] = {}
+    args: dict[str, object] = {"config" if what.endswith((".yaml", ".yml")) else "model": what}
     for word in set_ or ():
-        key, equals, value = word.partition("=")
+        field, equals, value = word.partition("=")
         if not equals:
             raise OutriderError(f"--set needs FIELD=VALUE, got {word!r}")
-        try:
-            over[key] = yaml.safe_load(value)
-        except yaml.YAMLError:
-            over[key] = value
+        args[field] = value
     given = {"replicas": replicas, "name": name, "host": host, "port": port}
-    over |= {field: value for field, value in given.items() if value is not None}
-    if what.endswith((".yaml", ".yml")):
-        config = ClusterConfig.read(Path(what), over)
-    else:
-        config = ClusterConfig.of({"model": what, **over})
+    config = ClusterConfig.from_args(args | {field: value for field, value in given.items() if value is not None})
     if check:
         print(yaml.safe_dump({"model": config.model, **config.fields()}, sort_keys=False), end="")
         return

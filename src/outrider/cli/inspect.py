@@ -20,7 +20,6 @@ from . import common
 from .common import out
 
 if TYPE_CHECKING:
-    from ..weights.hub import Kind
     from ..weights.sizes import StoredSize
 
 
@@ -62,19 +61,17 @@ def inspect(
 
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in float32, and
     prints both perplexities on a short text and how far the logits are apart."""
+    from ..weights.recipe import rounded_activations
+
     if context < 1:
         raise OutriderError(f"--context must be at least 1, got {context}")
     if kv_dtype not in KV_DTYPES:
         raise OutriderError(f"--kv-dtype takes {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
     if bits is not None and not 0 < bits <= 64:
         raise OutriderError(f"--bits must be in (0, 64], got {bits:g}")
-    raw, kept = stored(model, "model")
-    config = ModelConfig.from_hf(raw)
-    size, total = kept.token / model_size(config).active, kept.total
-    helper, helper_size = None, 2.0
-    if drafter is not None:
-        draft_raw, helper_size = read(drafter, "drafter")
-        helper = DrafterConfig.from_hf(draft_raw)
+    raw, config, kept = read(model)
+    size, total = per_weight(config, kept), kept.total
+    helper, helper_size = read_drafter(drafter) if drafter is not None else (None, 2.0)
     if bits is not None:
         size = helper_size = bits / 8
         total = model_size(config).total * size
@@ -83,7 +80,7 @@ def inspect(
     kv_item = {"fp8": 1.0, "int8": 1 + 4 / config.layers[0].attn.head_dim}.get(kv_dtype, 2.0)  # int8: each row of a head has a factor
     data = {"model": model, **report(config, helper, size, helper_size, context, total, kv_item)}
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
-    data["rounded_activations"] = asked_of_activations(raw)
+    data["rounded_activations"] = rounded_activations(raw)
     if gpu is not None:
         on = machine(gpu)
         weights = total if bits is not None else kept.gpu
@@ -110,28 +107,29 @@ def rounding(model: str, quantize: str | None, kv_dtype: str) -> dict[str, objec
     return {"held": quantize or "as stored", "kv": kv_dtype, "line": found.line(), **asdict(found)}
 
 
-def asked_of_activations(raw: ForeignDict) -> str | None:
-    from ..weights.recipe import rounded_activations
-
-    return rounded_activations(raw)
-
-
-def stored(name: str, kind: Kind) -> tuple[ForeignDict, StoredSize]:
-    """A configuration and what its weights take. Gemma 4's are built in: nothing is fetched for them."""
+def read(name: str) -> tuple[ForeignDict, ModelConfig, StoredSize]:
+    """A model's configuration, foreign and translated, and what its weights take. Gemma 4's are built in: nothing is fetched for them."""
     from ..weights import hub
     from ..weights.sizes import stored_size
 
-    found = hub.resolve(name, kind, weights=False)
-    config = DrafterConfig.from_hf(found.config) if kind == "drafter" else ModelConfig.from_hf(found.config)
-    return found.config, stored_size(found, config)
+    files = hub.resolve(name, weights=False)
+    config = ModelConfig.from_hf(files.config)
+    return files.config, config, stored_size(files, config)
 
 
-def read(name: str, kind: Kind) -> tuple[ForeignDict, float]:
-    """A configuration and the bytes of a weight that a token reads, on average."""
-    raw, size = stored(name, kind)
-    if kind == "drafter":
-        return raw, size.mean
-    return raw, size.token / model_size(ModelConfig.from_hf(raw)).active
+def read_drafter(name: str) -> tuple[DrafterConfig, float]:
+    """A drafter's configuration and the bytes of a weight, on average."""
+    from ..weights import hub
+    from ..weights.sizes import stored_size
+
+    files = hub.resolve(name, "drafter", weights=False)
+    config = DrafterConfig.from_hf(files.config)
+    return config, stored_size(files, config).mean
+
+
+def per_weight(config: ModelConfig, size: StoredSize) -> float:
+    """Bytes of a weight that a token reads, on average."""
+    return size.token / model_size(config).active
 
 
 def amount(n: float, unit: str = "") -> str:

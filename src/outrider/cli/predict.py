@@ -15,13 +15,12 @@ from rich.table import Table
 from ..bench import predict as model_of
 from ..bench import predict_trees as trees
 from ..bench import several, svg
-from ..models.config import DrafterConfig, ModelConfig
 from ..models.known import KNOWN
 from ..spec import card
 from ..types import OutriderError
 from . import common
 from .common import out
-from .inspect import read, stored
+from .inspect import per_weight, read, read_drafter
 
 WITHIN = 0.15
 
@@ -123,19 +122,16 @@ def predict(
 
 
 def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: int, bits: float | None) -> model_of.Setup:
-    raw, size = read(model, "model")
-    config = ModelConfig.from_hf(raw)
-    helper = None
-    if drafter == "auto":
-        from ..weights import hub
+    from ..weights import hub
 
-        where, _ = hub.auto_drafter(model)
-        if where is not None and (where in KNOWN or Path(where).exists()):
-            helper = DrafterConfig.from_hf(read(where, "drafter")[0])
-    elif drafter != "none":
-        helper = DrafterConfig.from_hf(read(drafter, "drafter")[0])
-    total = stored(model, "model")[1].total if bits is None else None
-    return model_of.Setup(config, helper, on, batch, context, bits / 8 if bits is not None else size, stored=total)
+    _, config, kept = read(model)
+    where = hub.auto_drafter(model)[0] if drafter == "auto" else None if drafter == "none" else drafter
+    if drafter == "auto" and where is not None and where not in KNOWN and not Path(where).exists():
+        where = None  # nothing is fetched for a prediction
+    helper = read_drafter(where)[0] if where is not None else None
+    if bits is not None:
+        return model_of.Setup(config, helper, on, batch, context, bits / 8)
+    return model_of.Setup(config, helper, on, batch, context, per_weight(config, kept), stored=kept.total)
 
 
 def _card(model: str, drafter: str) -> card.Card | None:
@@ -157,7 +153,10 @@ def _by_position(found: card.Card) -> model_of.Acceptance:
 def _here(model: str, bits: float | None) -> model_of.Machine:
     from ..bench.here import here
 
-    return here(bits / 8 if bits is not None else read(model, "model")[1] if model else 2.0)
+    if bits is not None or not model:
+        return here(bits / 8 if bits is not None else 2.0)
+    _, config, kept = read(model)
+    return here(per_weight(config, kept))
 
 
 def _show(model: str, data: model_of.Prediction) -> None:

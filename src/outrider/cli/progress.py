@@ -44,13 +44,11 @@ class StageProgress:
         if new:
             self.stage, self.began = stage, time.perf_counter()
         if self.bar is not None:
-            if new:
-                if self.task is not None:
-                    self.bar.remove_task(self.task)
-                self.task = self.bar.add_task(stage, total=total if done or total > 1 else None, note=note)
-            assert self.task is not None
-            measured = total if done or total > 1 else None
-            self.bar.update(self.task, completed=done, total=measured, note=note)
+            if new and self.task is not None:
+                self.bar.remove_task(self.task)
+            if new or self.task is None:
+                self.task = self.bar.add_task(stage, total=None, note=note)
+            self.bar.update(self.task, completed=done, total=total if done or total > 1 else None, note=note)
         elif new or time.perf_counter() - self.told >= EVERY:
             self.told = time.perf_counter()
             self.say(self.line(done, total, note))

@@ -108,7 +108,7 @@ class ClusterConfig:
         return cls(**known)  # type: ignore[arg-type]  # each was read by its rule
 
     @classmethod
-    def read(cls, path: Path, over: Mapping[str, object] | None = None) -> ClusterConfig:
+    def read(cls, path: Path, over: Mapping[str, object]) -> ClusterConfig:
         """A YAML file, with some of its fields given anew."""
         try:
             fields = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -118,11 +118,11 @@ class ClusterConfig:
             raise OutriderError(f"{path} is not YAML: {' '.join(str(e).split())}") from None
         if not isinstance(fields, dict):
             raise OutriderError(f"{path} must hold fields such as 'model: smollm2'")
-        return cls.of({**fields, **(over or {})}, f"{path}: ")
+        return cls.of({**fields, **over}, f"{path}: ")
 
     @classmethod
     def from_args(cls, args: Mapping[str, object]) -> ClusterConfig:
-        """From the arguments of a Serve application: fields, and `config`, a file that they differ from. `serve run` gives all as text."""
+        """Fields, and `config`, a file that they differ from: what a Serve application and `outrider deploy` are told. Most is text."""
         given = {name: _typed(name, value) for name, value in args.items() if name != "config"}
         path = args.get("config")
         return cls.read(Path(str(path)), given) if path else cls.of(given)

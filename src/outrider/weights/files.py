@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..models.config import ForeignDict
 from ..types import OutriderError, TextFiles
@@ -22,7 +22,6 @@ class Files:
 
     name: str  # what the user asked for
     path: Path  # a folder, or a .gguf file
-    kind: Literal["safetensors", "gguf"]
     config: ForeignDict
     gguf: gguf.GGUF | None = None
 
@@ -40,12 +39,12 @@ def from_folder(path: Path, name: str) -> Files:
         for key in ("eos_token_id", "num_assistant_tokens"):  # the stop tokens of chat models stand only here
             if generation.get(key) is not None:
                 config[key] = generation[key]
-    return Files(name, path, "safetensors", config)
+    return Files(name, path, config)
 
 
 def from_gguf(path: Path, name: str) -> Files:
     opened = gguf.read(path)
-    return Files(name, path, "gguf", gguf_config.hf_config(opened), opened)
+    return Files(name, path, gguf_config.hf_config(opened), opened)
 
 
 def open_source(files: Files) -> Source:

@@ -55,7 +55,7 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
             return from_folder(Path(shipped), name)
         return from_gguf(smollm2_file(), name)
     if not weights and name in KNOWN:  # what would be fetched is in the package
-        return Files(name, path, "safetensors", dict(KNOWN[name]))
+        return Files(name, path, dict(KNOWN[name]))
     if HF_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
         return from_folder(_snapshot(name, weights), name)
     raise OutriderError(f"{name!r} does not exist{_meant(path)}: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2")

@@ -74,7 +74,7 @@ def test_arguments_of_an_application_are_texts(tmp_path: Path) -> None:
 
 def test_the_files_in_deploy_are_configurations() -> None:
     root = Path(__file__).resolve().parents[3]
-    assert str(ClusterConfig.read(root / "deploy" / "cluster.yaml").replicas) == "2..8"
+    assert str(ClusterConfig.read(root / "deploy" / "cluster.yaml", {}).replicas) == "2..8"
     service = yaml.safe_load((root / "deploy" / "kuberay.yaml").read_text())
     [application] = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
     module, _, name = application["import_path"].partition(":")
@@ -95,8 +95,8 @@ def test_files_and_the_command(tmp_path: Path) -> None:
     for text, told in (("model: [", "is not YAML"), ("- 1", "must hold fields"), ("replicas: 2", "model is missing")):
         file.write_text(text)
         with pytest.raises(OutriderError, match=told) as caught:
-            ClusterConfig.read(file)
+            ClusterConfig.read(file, {})
         assert "\n" not in str(caught.value)
     with pytest.raises(OutriderError, match="cannot read"):
-        ClusterConfig.read(tmp_path / "none.yaml")
+        ClusterConfig.read(tmp_path / "none.yaml", {})
     assert isinstance(CliRunner().invoke(app(), ["deploy", "smollm2", "--set", "wait"]).exception, OutriderError)

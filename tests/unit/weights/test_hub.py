@@ -22,7 +22,7 @@ def refused(name: str, match: str, **options: object) -> None:
 
 def test_folders_files_and_what_does_not_exist(tmp_path: Path) -> None:
     folder = tiny.write_target("llama", tmp_path / "m")
-    assert hub.resolve(folder).kind == "safetensors" and hub.resolve(str(folder / "config.json")).path == folder
+    assert hub.resolve(folder).gguf is None and hub.resolve(str(folder / "config.json")).path == folder
     refused(str(tmp_path / "nothing"), "does not exist")
     refused("/no/such/model.gguf", "does not exist")
     refused("no/model.gguf", "does not exist")
