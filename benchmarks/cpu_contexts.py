@@ -19,7 +19,7 @@ import torch
 from cpu_kernels import read_speed
 
 from outrider.cache.store import CacheSpec, KVStore
-from outrider.models import build
+from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.types import KVView
 from outrider.weights.load import load_target
@@ -53,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(1)
     ops = CpuOps()
     config, weights, _ = load_target(args.model, ops=ops)
-    model = ops.compile(build(config, weights, ops))
+    model = ops.compile(TextModel(config, weights, ops))
     contexts = [int(c) for c in args.contexts.split(",")]
     most = max(*contexts, args.prompt) + 32
     ids = torch.arange(CHUNK) % config.vocab_size

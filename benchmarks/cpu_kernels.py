@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from outrider.cache.store import CacheSpec, KVStore, last_rows
-from outrider.models import build
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.backend import Asked
 from outrider.ops.cpu.build import ISAS
@@ -92,7 +92,7 @@ class Ours:
         began = time.perf_counter()
         self.ops = CpuOps(threads, isa)
         self.config, weights, _ = load_target(path, ops=self.ops)
-        self.model = self.ops.compile(build(self.config, weights, self.ops))
+        self.model = self.ops.compile(TextModel(self.config, weights, self.ops))
         print(f"{self.ops.threads} threads, {self.ops.version}, loaded in {time.perf_counter() - began:.2f} s")
         held = {name: w.nbytes for name, w in weights.items()}  # tables that stay in the file: 0
         experts = sum(size for name, size in held.items() if ".experts_" in name)

@@ -28,8 +28,8 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.models.known import KNOWN
 from outrider.ops.trees import WIDTH, Front, Nodes, Noise
@@ -157,7 +157,7 @@ def whole_model(name: str, rows: list[int], pdl: bool) -> None:
         return {n: shell(*p.shape, dtype=kinds.get(p.role, torch.float32)) for n, p in tensor_plan(config).items()}
 
     config, draft = ModelConfig.from_hf(KNOWN[name]), DrafterConfig.from_hf(KNOWN[name + "-assistant"])
-    model = build(config, shapes(config), ops)
+    model = TextModel(config, shapes(config), ops)
     for count in rows:
         kv = view(config, count)
         logits = model.logits(model.forward(shell(count, dtype=torch.int64), kv)[: min(count, 17)])

@@ -47,7 +47,7 @@ from outrider.engine.graphs import GraphExecutor
 from outrider.engine.score import Walk
 from outrider.engine.step import Request
 from outrider.llm import LLM, Options
-from outrider.models import build
+from outrider.models.decoder import TextModel
 from outrider.models.known import KNOWN
 from outrider.ops.reference import ReferenceOps
 from outrider.parallel import Team, join
@@ -269,7 +269,7 @@ def exact_logits(where: str, device: str, context: int) -> Tensor:
     kind = torch.float32 if device == "cpu" else torch.bfloat16
     config, held, _ = load_target(where, device, kind, ReferenceOps(), None, "dummy", 0)
     weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in held.items()}  # type: ignore[union-attr]
-    model = build(config, weights, ReferenceOps())
+    model = TextModel(config, weights, ReferenceOps())
     ids = prompts(config.vocab_size, context)[1][:64]
     kv = build_kv(config, 1, len(ids), device=device)
     return model.logits(model.forward(torch.tensor(ids, device=device), kv.view([(0, len(ids))]))).float().cpu()

@@ -8,8 +8,8 @@ import torch
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine, Request
-from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.controller import Controller
@@ -68,7 +68,7 @@ def tiny_model(variant: str, seed: int = 0, ops: Any = None) -> Any:
     for weight in weights.values():
         if weight.ndim >= 2:
             weight *= 12.0  # far from uniform, so that texts differ
-    return build(config, weights, ops)
+    return TextModel(config, weights, ops)
 
 
 def mtp_drafter(model: Any, variant: str, clustered: bool = False, seed: int = 1) -> MTPDrafter:

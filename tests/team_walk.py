@@ -22,8 +22,8 @@ from outrider.engine.allowed import AllowedTokens
 from outrider.engine.engine import Engine
 from outrider.engine.score import Scorer
 from outrider.llm import pick_drafter
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.split import Share, split_target
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.reference import ReferenceOps
@@ -49,7 +49,7 @@ def logits(model: Any) -> Tensor:
 
 def compare(case: dict[str, Any], team: Team) -> dict[str, Any]:
     config, weights, _ = load_target(case["model"], share=team.share)
-    mine = logits(build(config, weights, ReferenceOps(), team))
+    mine = logits(TextModel(config, weights, ReferenceOps(), team))
     whole_config = ModelConfig.from_hf(hub.resolve(case["model"]).config)
     _, cuts = split_target(whole_config, Share(0, team.share.world), lambda name: 1)
     size = lambda held: sum(held[name].nbytes for name in cuts if name in held)  # noqa: E731
@@ -57,7 +57,7 @@ def compare(case: dict[str, Any], team: Team) -> dict[str, Any]:
     if team.share.rank:
         return {}
     _, whole, _ = load_target(case["model"])
-    want = logits(build(whole_config, whole, ReferenceOps()))
+    want = logits(TextModel(whole_config, whole, ReferenceOps()))
     return {"off": float((mine - want).abs().max()), "largest": float(want.abs().max()), "share": most / size(whole)}
 
 
@@ -67,7 +67,7 @@ def trained_on(case: dict[str, Any], team: Team) -> None:
     config, whole, _ = load_target(case["model"])
     _, pieces, _ = load_target(case["model"], keep=partial(divide, group))
     ids = torch.tensor([[(7 * i * (group.rank + 1)) % 60 for i in range(9)]])
-    want, got = (capture(build(config, weights, DenseOps()), ids, (0,)) for weights in (whole, pieces))  # type: ignore[arg-type]
+    want, got = (capture(TextModel(config, weights, DenseOps()), ids, (0,)) for weights in (whole, pieces))  # type: ignore[arg-type]
     assert torch.equal(want.hidden, got.hidden) and torch.equal(want.taps[0], got.taps[0])
     divided = [name for name, weight in pieces.items() if isinstance(weight, Shard)]
     held, all_of_it = (sum(weights[name].nbytes for name in divided) for weights in (pieces, whole))
@@ -78,7 +78,7 @@ def engine(case: dict[str, Any], team: Team, graphs: bool) -> Engine:
     """graphs: by the executor that captures steps on a GPU; here the captured function itself runs, one step ahead of the host."""
     ops, cpu = CpuOps(1), torch.device("cpu")
     config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, share=team.share)
-    target = build(config, weights, ops, team)
+    target = TextModel(config, weights, ops, team)
     drafter, names, _ = pick_drafter(hub.resolve(case["model"]), case.get("drafter", "ngram"), target, torch.float32)
     settings = EngineConfig(max_batch=4, max_context=256, page_size=8, prefill_chunk=16, graphs=graphs)
     return Engine(

@@ -28,9 +28,8 @@ from .engine.engine import Engine, Event
 from .engine.room import Room
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
-from .models import build
+from .models.decoder import TextModel
 from .models.drafter import MTPNet
-from .models.layers import TextModel
 from .models.pairing import fits, other_weights
 from .models.split import SOLO
 from .ops.cpu.ops import default_threads
@@ -286,7 +285,7 @@ def _assemble(
     config, weights, _ = load_target(files, place, kind, chosen, quantize, load_format, seed, share)
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
-    target = build(config, weights, chosen, together)
+    target = TextModel(config, weights, chosen, together)
     common = lambda: tokenizing.result().everyday() if tokenizing is not None else ()  # noqa: E731
     guesser, names, note = pick_drafter(files, options.drafter, target, kind, load_format, seed, common)
     say(note)
@@ -398,7 +397,7 @@ def _load_drafter(
         listed = draft_model.shortlist(config.vocab_size, always()) if ops.capabilities.shortlists else None
         how = ["its weights rounded to 4 bits"] if counts[0] else []
         how += [f"{len(listed):,} of {config.vocab_size:,} tokens scored"] if listed is not None else []
-        small = DraftModel(ops.compile(build(config, weights, ops)), listed)
+        small = DraftModel(ops.compile(TextModel(config, weights, ops)), listed)
         return small, ("draft_model", "ngram"), f"drafter: draft model {name} ({'; '.join([note, *how])})"
     files = hub.resolve(where, kind="drafter", weights=load_format == "auto")
     if files.config.get("model_type") == "medusa":

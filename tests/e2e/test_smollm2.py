@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
 from outrider.engine.text import Detokenizer, Tokenizer
-from outrider.models import build
+from outrider.models.decoder import TextModel
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 from outrider.weights import hub, load_target
@@ -41,7 +41,7 @@ def path() -> Path:
 @pytest.fixture(scope="module")
 def ours(path: Path) -> tuple[Any, Tokenizer]:
     config, weights, text = load_target("smollm2")
-    return build(config, weights, ReferenceOps()), Tokenizer(text)
+    return TextModel(config, weights, ReferenceOps()), Tokenizer(text)
 
 
 @torch.no_grad()
@@ -84,7 +84,7 @@ def test_gemma3_from_gguf_equals_transformers_on_the_same_numbers() -> None:
     """transformers cannot load this file itself: its model gets the tensors as the `gguf` package decodes them."""
     path = Path(os.environ["OUTRIDER_GEMMA3_GGUF"])
     config, weights, text = load_target(path)
-    model, tokenizer = build(config, weights, ReferenceOps()), Tokenizer(text)
+    model, tokenizer = TextModel(config, weights, ReferenceOps()), Tokenizer(text)
     prompt = tokenizer.encode("The capital of France is", bos=True)
     assert prompt[0] == 2
     logits, tokens = answer(model, prompt, 8, tokenizer.eos_ids)

@@ -18,7 +18,7 @@ from tests import tiny
 
 from outrider.cli.main import main
 from outrider.llm import LLM
-from outrider.models import build
+from outrider.models.decoder import TextModel
 from outrider.spec import card
 from outrider.train import run
 from outrider.train.answers import Answering, read_answers
@@ -188,7 +188,7 @@ def test_gemma_drafter_runs_in_transformers(tmp_path: Path) -> None:
         assert torch.equal(model.generate(ids, max_new_tokens=16, do_sample=False, assistant_model=helper), plain)
     assert calls
     ours = load_target(str(target), "cpu", torch.float32)
-    assert build(ours[0], ours[1], DenseOps()).config.family == "gemma4"
+    assert TextModel(ours[0], ours[1], DenseOps()).config.family == "gemma4"
 
 
 def test_cluster_adds_a_head(world: tuple[Path, Path, Path], tmp_path: Path) -> None:

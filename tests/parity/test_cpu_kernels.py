@@ -18,8 +18,8 @@ from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
 from torch import Tensor
 
 from outrider.engine.tree import Tree
-from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.forward import CompiledDrafter, CompiledModel
 from outrider.ops.cpu.lib import W_DENSE, W_Q4M, W_Q8
@@ -318,7 +318,7 @@ def test_compiled_models(ops: CpuOps, name: str, quantize: str | None) -> None:
     """One call gives the bits of the single operations, whatever the chunks; and both agree with the reference."""
     config = ModelConfig.from_hf(MODELS[name])
     weights = dummy_weights(config, "cpu", torch.float32, ops, quantize, seed=3)
-    model = build(config, weights, ops)
+    model = TextModel(config, weights, ops)
     compiled = ops.compile(model)
     assert isinstance(compiled, CompiledModel)
     ids = torch.randint(0, 96, (150,), generator=torch.Generator().manual_seed(0))
@@ -335,7 +335,7 @@ def test_compiled_models(ops: CpuOps, name: str, quantize: str | None) -> None:
         assert torch.equal(part, want[at : at + count]), count
         at += count
     dense = {k: ops.unpack(w) if isinstance(w, PackedWeight) else w for k, w in weights.items()}
-    reference = build(config, dense, REF).forward(ids, kv[3].view(spans))
+    reference = TextModel(config, dense, REF).forward(ids, kv[3].view(spans))
     error = (got - reference).norm() / reference.norm()
     sharp = name.startswith("gemma4")  # unscaled scores of random weights: the int8 rounding of activations moves the softmax
     routed = name == "gemma4_moe"  # and may choose another expert
@@ -348,7 +348,7 @@ def test_files_in_every_format(ops: CpuOps, raw: dict[str, object], fmt: str, tm
     """A whole model from a file of mixed formats: one call, the single operations, and 1 to 17 rows at once give the same bits."""
     write_gguf(tmp_path / "m.gguf", ModelConfig.from_hf(raw), fmt)
     config, weights, _ = load_target(tmp_path / "m.gguf", "cpu", torch.float32, ops)
-    model = build(config, weights, ops)
+    model = TextModel(config, weights, ops)
     compiled = ops.compile(model)
     assert isinstance(compiled, CompiledModel)
     ids = torch.randint(0, config.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
@@ -380,7 +380,7 @@ def test_experts(ops: CpuOps, kinds: tuple[str, str]) -> None:
 
 def test_experts_of_odd_sizes_are_left_to_the_operations(ops: CpuOps) -> None:
     config = ModelConfig.from_hf(GEMMA4 | dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=40))
-    model = build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops)
+    model = TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops)
     assert ops.compile(model) is model
     ids = torch.arange(20)
     whole_pass = model.forward(ids, build_kv(config, 1, 32, 16).view([(0, 20)]))
@@ -405,7 +405,7 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
     """A round in one call: the tokens that the drafter's own steps give, greedy and sampled rows side by side."""
     of, config = drafter_configs()[name]
     target_config = ModelConfig.from_hf(MODELS[of])
-    target = build(target_config, dummy_weights(target_config, "cpu", torch.float32, ops, quantize, seed=3), ops)
+    target = TextModel(target_config, dummy_weights(target_config, "cpu", torch.float32, ops, quantize, seed=3), ops)
     weights = dummy_weights(config, "cpu", torch.float32, ops, quantize, seed=4)
     drafter = MTPNet(config, weights, ops, target)
     compiled = ops.compile_drafter(drafter)

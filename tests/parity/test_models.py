@@ -19,10 +19,9 @@ from tests.kv import PagedKV, build_kv
 from torch import Tensor
 from transformers import DynamicCache
 
-from outrider.models import build
 from outrider.models.config import DrafterConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
-from outrider.models.layers import TextModel
 from outrider.ops.reference import ReferenceOps
 from outrider.weights.load import load_drafter, load_target
 
@@ -59,7 +58,7 @@ def run(name: str) -> Run:
     reference = tiny.target(name)
     with TemporaryDirectory() as folder:
         config, weights, _ = load_target(tiny.write(reference, Path(folder)))
-    model = build(config, weights, ReferenceOps())
+    model = TextModel(config, weights, ReferenceOps())
     rng = torch.Generator().manual_seed(7)
     ids = [torch.randint(6, 262, (n,), generator=rng) for n in LENGTHS]
     kv = build_kv(config, batch=2, max_len=max(LENGTHS))
@@ -175,7 +174,7 @@ def test_bfloat16_stays_bfloat16(name: str, tmp_path: Path) -> None:
     """Activations keep the load dtype, norm weights float32, logits float32; the answer is near the exact one."""
     this = run(name)
     config, weights, _ = load_target(tiny.write_target(name, tmp_path), dtype=torch.bfloat16)
-    model = build(config, weights, ReferenceOps())
+    model = TextModel(config, weights, ReferenceOps())
     assert model.dtype == torch.bfloat16 and weights["norm"].dtype == torch.float32
     kv = build_kv(config, batch=1, max_len=LENGTHS[0], dtype=torch.bfloat16)
     hidden = model.forward(this.ids[0], kv.view([(0, LENGTHS[0])]))

@@ -14,7 +14,7 @@ from tests.kv import build_kv
 from torch.func import functional_call
 from transformers import PreTrainedModel
 
-from outrider.models import build
+from outrider.models.decoder import TextModel
 from outrider.ops.reference import ReferenceOps, plain
 from outrider.types import OutriderError
 from outrider.weights import load_target
@@ -50,7 +50,7 @@ def test_every_scheme_means_what_its_container_says(name: str, scheme: str, tmp_
     for key, plan in tensor_plan(config).items():
         values = torch.cat([by_name[source].float() for source in plan.sources])
         torch.testing.assert_close(plain(weights[key]), values, rtol=1e-6, atol=1e-9, msg=key)
-    ours, ids = build(config, weights, ReferenceOps()), torch.arange(7, 31)
+    ours, ids = TextModel(config, weights, ReferenceOps()), torch.arange(7, 31)
     hidden = ours.forward(ids, build_kv(config, 1, len(ids)).view([(0, len(ids))]))
     assert isinstance(hidden, torch.Tensor)
     want = functional_call(model, meant, (ids[None],)).logits[0]

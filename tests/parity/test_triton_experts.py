@@ -18,8 +18,8 @@ from tests.engines import VARIANTS, request, run, tiny_engine  # noqa: E402
 from tests.kv import build_kv  # noqa: E402
 from tests.parity.test_triton_quant import DEVICE, DTYPE, REF, WEIGHTS, near, rand  # noqa: E402
 
-from outrider.models import build  # noqa: E402
 from outrider.models.config import ModelConfig  # noqa: E402
+from outrider.models.decoder import TextModel  # noqa: E402
 from outrider.ops.formats import Held, Integer, Weight, stack  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps, moe  # noqa: E402
@@ -153,7 +153,7 @@ def test_a_quantised_mixture_decodes_alike_with_and_without_drafts() -> None:
         held[name] = ops.fast.quantize(dense, "int4") if ".experts_" in name else dense
         meant[name] = Integer(4, 32).quantise(dense).dense() if ".experts_" in name else dense
     assert isinstance(held["layers.0.experts_gate_up"], QuantExperts)
-    model, plain = build(config, held, ops), build(config, meant, ReferenceOps())
+    model, plain = TextModel(config, held, ops), TextModel(config, meant, ReferenceOps())
     if not CUDA:  # bfloat16 may route a row elsewhere
         ids = torch.arange(3, 9)
         views = [build_kv(config, 1, len(ids)).view([(0, len(ids))]) for _ in range(2)]

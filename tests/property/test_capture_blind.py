@@ -12,8 +12,8 @@ from outrider.bench.gpu import Synthetic
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.decode import Choosing, Inputs, Key, Output, State, decode_step
 from outrider.engine.history import NOTHING, Asks, History
-from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.mtp import MTPDrafter
@@ -41,7 +41,7 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     def blank(c: Any) -> dict[str, Any]:
         return {n: torch.zeros(p.shape, dtype=kept_dtype(p, torch.float32), device="meta") for n, p in tensor_plan(c).items()}
 
-    model = build(config, blank(config), ops)
+    model = TextModel(config, blank(config), ops)
     guesser = MTPDrafter(MTPNet(drafter, blank(drafter), ops, model), model)
     store = KVStore(config, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta")
     state, inputs = State.of(torch.zeros(5, 32, device="meta")), Inputs.of(torch.device("meta"), 4, 2)

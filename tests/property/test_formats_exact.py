@@ -15,8 +15,8 @@ from tests.engines import LLAMA, request, run, tiny_engine
 from tests.unit.ops.test_cpu_packing import part
 
 from outrider.engine.engine import Engine
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import KINDS
@@ -70,7 +70,7 @@ def compiled(ops: CpuOps, kind: str) -> CompiledModel:
             packed = w.to(getattr(torch, kind)) if kind in HALVES else ops.pack([balanced(kind, w.shape[0], w.shape[1], seed)])
             assert packed is not None
             weights[name] = packed
-    model = ops.compile(build(CONFIG, weights, ops))
+    model = ops.compile(TextModel(CONFIG, weights, ops))
     assert isinstance(model, CompiledModel)
     return model
 
@@ -125,6 +125,6 @@ def test_equal_logits_choose_the_first_token() -> None:
     weights = dummy_weights(CONFIG, "cpu", torch.float32, ops, None, 3)
     weights["head"] = torch.ones((CONFIG.vocab_size, CONFIG.hidden))
     weights["head"][:7] -= 2.0
-    model = ops.compile(build(CONFIG, weights, ops))
+    model = ops.compile(TextModel(CONFIG, weights, ops))
     engine = tiny_engine(model=model, page_size=16)
     assert set(run(engine, [request("0", PROMPTS[0], 0, False, max_tokens=12)])["0"]) <= {0, 7}

@@ -21,8 +21,8 @@ from ..cache.store import CacheSpec, KVStore, SeqCache, last_rows
 from ..engine.capture import Graph, Pool
 from ..engine.decode import Inputs, Key, Output, State, decode_step
 from ..engine.tree import Tree
-from ..models import build
 from ..models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
+from ..models.decoder import TextModel
 from ..models.drafter import MTPNet
 from ..models.inspect import kv_bytes
 from ..models.known import KNOWN
@@ -135,7 +135,7 @@ class Rig:
         self.raw, self.ops, self.device = raw, ops, torch.device(device)
         self.config = ModelConfig.from_hf(raw)
         self.weights = weights if weights is not None else dummy_weights(self.config, self.device, dtype, ops, None, 0)
-        self.model = build(self.config, self.weights, ops)
+        self.model = TextModel(self.config, self.weights, ops)
         self.drafter: MTPDrafter | None = None
         self.draft_narrow = False  # the drafter's matrices are read as bytes
         self.drafter_weights: dict[str, Tensor] = {}

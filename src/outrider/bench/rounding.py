@@ -16,8 +16,8 @@ from torch import Tensor
 from .. import ops as ops_module
 from ..cache.store import CacheSpec, KVStore
 from ..engine.text import Tokenizer
-from ..models import build
 from ..models.config import ModelConfig
+from ..models.decoder import TextModel
 from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..types import OutriderError
@@ -100,7 +100,7 @@ def forced(model: str, ops: Backend, quantize: str | None, text: str, kv_dtype: 
 
 def predicted(config: ModelConfig, weights: Mapping[str, Held], ops: Backend, ids: Tensor, kv_dtype: str = "auto") -> Tensor:
     """Logits [T - 1, V] of a text [T], in passes of 64 tokens."""
-    runner = ops.compile(build(config, weights, ops))
+    runner = ops.compile(TextModel(config, weights, ops))
     rows = len(ids) - 1
     store = KVStore(config, CacheSpec(1, rows, 32, 64, rows + 64), ops.kv_dtype(torch.float32, kv_dtype), "cpu")
     seq, _ = store.open(ids.tolist(), 32, reuse=False)

@@ -27,7 +27,8 @@ from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import DraftRound, KVView
 from .config import DrafterConfig
-from .layers import Ops, TextModel, gather_blocks, rope_variants
+from .decoder import TextModel
+from .layers import Ops, gather_blocks, rope_variants
 from .pairing import bind
 
 
@@ -57,19 +58,27 @@ class MTPNet:
     def start(self, kv: KVView, features: Tensor) -> DraftRound:
         """kv: one row a sequence at the last position that the target has seen; features [B, Hb·(1 + taps)] at it."""
         positions = kv.positions + 2 - self.config.position_offset
-        wide, taps = self.config.backbone_hidden, None
-        if self.config.taps:
-            streams = features[:, wide:].reshape(-1, wide)
-            taps = self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
-        return DraftRound(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], taps)
+        return DraftRound(kv, [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs], self.tapped(features))
+
+    def tapped(self, features: Tensor) -> Tensor | None:
+        """[B, taps·Hb] at unit scale, of features [B, Hb·(1 + taps)]."""
+        if not self.config.taps:
+            return None
+        wide = self.config.backbone_hidden
+        streams = features[:, wide:].reshape(-1, wide)
+        return self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
+
+    def inputs(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> Tensor:
+        """[B, (2 + taps)·Hb]: what the first projection reads."""
+        parts = [token_embedding, hidden]
+        if not self.config.gemma:
+            parts = [self.ops.rms_norm(part, None, self.config.norm_eps) for part in parts]
+        return torch.cat(parts if state.taps is None else [*parts, state.taps], dim=-1)
 
     def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
         """token_embedding [B, Hb] = target.embed(newest token), hidden [B, Hb] -> g for the head, next hidden [B, Hb]."""
         ops, kv, eps, act = self.ops, state.kv, self.config.norm_eps, self.config.activation
-        parts = [token_embedding, hidden]
-        if not self.config.gemma:
-            parts = [ops.rms_norm(part, None, eps) for part in parts]
-        x = ops.linear(torch.cat(parts if state.taps is None else [*parts, state.taps], dim=-1), self.pre)  # [B, h] the residual stream
+        x = ops.linear(self.inputs(token_embedding, hidden, state), self.pre)  # [B, h] the residual stream
         h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)
         for block in self.blocks:
             q = ops.rope_write(ops.linear(h, block.qkv), *state.angles[block.rope], block.q_norm, None, block.spec, kv)

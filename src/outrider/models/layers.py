@@ -1,7 +1,7 @@
-"""What the model files share: rotary frequencies, one decoder layer's weights, and the frame around the layers.
+"""What targets and drafters share: rotary frequencies, and one decoder layer's weights.
 
 A model is built from a frozen config, a mapping of canonical weight names and an ops object. Names are looked up
-here, once, at construction; the forward passes see fields only.
+once, at construction; the forward passes see fields only.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from torch import Tensor
 from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..ops.reference import plain
-from ..types import AttnSpec, KVView, Wanted
-from .config import LayerSpec, ModelConfig, RopeSpec
-from .split import SOLO, Together, piece
+from ..types import AttnSpec
+from .config import LayerSpec, RopeSpec
 
 Ops = Backend
 
@@ -102,64 +101,3 @@ def gather_blocks(
             )
         )  # fmt: skip
     return blocks
-
-
-class TextModel:
-    """The frame of a target model: embedding in, head out. The families write `forward`.
-
-    One of several processes (`together`, models.split) has its part of the layers, and of embedding and head the rows of its tokens."""
-
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops, together: Together = SOLO):
-        self.config, self.ops, self.together = config, ops, together
-        share = together.share
-        self.tokens = [piece(config.vocab_size, rank, share.world) for rank in range(share.world)]  # of each process
-        self.total = together.total
-        self.last_write = config.kv_layers[-1]  # rows that nobody wants go as far as this layer's K/V
-        self.table: Held = weights["embed"]  # [V, H]
-        self.head: Held = self.table if config.tied else weights["head"]
-        norm = plain(weights["norm"])
-        self.device = norm.device
-        # A packed table has no dtype of its own: ask the op what it hands out.
-        self.dtype: torch.dtype = ops.embed(torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0).dtype
-        rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
-        self.blocks = gather_blocks(
-            weights, config.layers, rope_of, qkv_bias=config.qkv_bias, out_bias=config.out_bias, mlp_bias=config.mlp_bias,
-            first=share.rank == 0, qk_norm=config.qk_norm, sandwich=config.sandwich, layer_scalar=config.layer_scalar,
-        )  # fmt: skip
-
-    def embed(self, ids: Tensor) -> Tensor:
-        """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
-        return self.rows(ids, self.table, self.config.embed_scale)
-
-    def rows(self, ids: Tensor, table: Held, scale: float) -> Tensor:
-        """[R] -> [R, width]: rows of a table that is divided by tokens. Everybody looks up its own; nought is added to the rest."""
-        if len(self.tokens) == 1:
-            return self.ops.embed(ids, table, scale)
-        lo, hi = self.tokens[self.together.share.rank]
-        found = self.ops.embed((ids - lo).clamp(0, hi - lo - 1), table, scale)
-        return self.total(found.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
-
-    def forward(
-        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """ids [R] at kv.positions -> hidden [R, H] after the final norm, of the rows that are wanted (None: all of them, else [W, H]); with
-        taps also their residual streams after those layers."""
-        raise NotImplementedError
-
-    def narrowed(
-        self, wanted: Wanted, q: Tensor, x: Tensor, streams: dict[int, Tensor]
-    ) -> tuple[Tensor, Tensor, KVView, list[tuple[Tensor, Tensor]], dict[int, Tensor]]:
-        """Queries, residual stream, view, angles and taps of the wanted rows alone."""
-        rows, kv = wanted.rows, wanted.kv
-        return q[rows], x[rows], kv, self.angles(kv.positions), {tap: stream[rows] for tap, stream in streams.items()}
-
-    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """cos, sin [R, D/2] of every rope variant."""
-        return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] after the final norm -> float32 [R, V]."""
-        return self.scores(hidden, self.config.softcap)
-
-    def scores(self, hidden: Tensor, softcap: float | None) -> Tensor:
-        return self.together.gather(self.ops.logits(hidden, self.head, softcap), [hi - lo for lo, hi in self.tokens])

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..models.layers import TextModel
+from ..models.decoder import TextModel
 from ..ops.formats import Held
 from ..ops.reference import ReferenceOps, activation, plain
 from ..types import AttnSpec

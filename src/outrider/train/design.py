@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..models.config import DrafterConfig, LayerSpec, ModelConfig
-from ..models.layers import TextModel
+from ..models.decoder import TextModel
 from ..types import AttnSpec, OutriderError
 from .capture import capture
 from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.layers import TextModel
+from ..models.decoder import TextModel
 from ..ops.reference import ReferenceOps
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import guess_next

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..models.layers import TextModel
+from ..models.decoder import TextModel
 from ..ops.reference import plain
 from ..types import OutriderError
 

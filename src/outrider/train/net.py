@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.layers import TextModel, inverse_frequencies
+from ..models.decoder import TextModel
+from ..models.layers import inverse_frequencies
 from ..models.pairing import bind
 from ..ops.reference import activation
 from ..weights.names import tensor_plan

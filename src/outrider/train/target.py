@@ -9,9 +9,8 @@ import numpy as np
 import torch
 
 from ..engine.text import Tokenizer
-from ..models import build
 from ..models.config import ModelConfig
-from ..models.layers import TextModel
+from ..models.decoder import TextModel
 from ..types import OutriderError, TextFiles
 from ..weights import files as weight_files
 from ..weights import hub
@@ -50,7 +49,7 @@ def open_target(name: str | Described, device: str, dtype: torch.dtype, group: G
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
     keep = partial(divide, group) if group is not None else None
     config, weights, _ = load_target(known.files, device, dtype, keep=keep)
-    model = build(config, weights, DenseOps())  # type: ignore[arg-type]  # its K/V is dense, not in pages
+    model = TextModel(config, weights, DenseOps())  # type: ignore[arg-type]  # its K/V is dense, not in pages
     return Target(model, config, weight_files.fingerprint(known.files))
 
 

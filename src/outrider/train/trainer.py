@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..models.layers import TextModel
+from ..models.decoder import TextModel
 from ..ops.reference import plain
 from ..types import OutriderError
 from .capture import Recorder

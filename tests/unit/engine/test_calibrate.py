@@ -11,8 +11,8 @@ from tests.engines import VARIANTS, mtp_drafter, tiny_engine, tiny_model
 from outrider.engine import calibrate as module
 from outrider.engine.calibrate import calibrate
 from outrider.engine.engine import Engine
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.cost import CostKey
 from outrider.spec.draft_model import DraftModel
@@ -52,7 +52,7 @@ def test_a_host_cycle_without_a_drafter_is_checked_on_the_second_start(tmp_path:
     monkeypatch.setattr(module, "BUDGET_S", 0.1)
     shape = {**VARIANTS["llama"], "hidden_size": 128, "num_attention_heads": 4, "head_dim": 32, "intermediate_size": 64}
     config, ops = ModelConfig.from_hf(shape), CpuOps(1)
-    runner = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, 0), ops))
+    runner = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, 0), ops))
     for _ in range(2):
         engine = tiny_engine(model=runner, k=None, page_size=32, prefill_chunk=32)
         assert engine.executors[0].name == "host"

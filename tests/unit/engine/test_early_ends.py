@@ -12,8 +12,8 @@ from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
@@ -141,7 +141,7 @@ def test_beside_a_longer_copy_nothing_is_said_of_tokens_that_were_not_drafted() 
 def test_the_compiled_drafter_ends_early_and_changes_nothing(params: dict[str, Any]) -> None:
     ops = CpuOps(threads=1)
     config = ModelConfig.from_hf(EVEN)
-    model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
+    model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
     own = design.plain(config, reads=(0, 2), intermediate=64)
     compiled = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     asked = [request(i, PROMPT[n:] + PROMPT[:n], **params) for n, i in enumerate("ab")]

@@ -16,8 +16,8 @@ from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
 from outrider.engine.engine import Engine, Request
 from outrider.engine.scheduler import Scheduler, Seq
 from outrider.engine.step import Lane
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.ops.backend import Capabilities
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
@@ -230,7 +230,7 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
     """Chunks of several sequences in one pass, smaller ones beside those that decode: the tokens are those of each alone."""
     ops = CpuOps(threads=1)
     config = ModelConfig.from_hf(SHAPES["sliding"])
-    model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
+    model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
     settings = EngineConfig(max_batch=6, max_context=256, page_size=16, prefill_chunk=64, prefix_cache=False)
     rows: list[list[int]] = []
 

@@ -12,8 +12,8 @@ from tests.unit.engine.test_host_cycle import SHAPES
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
 from outrider.engine.step import Lane, Request, Seq, StepBatch, pick
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
@@ -28,7 +28,7 @@ PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 
 def engine_of(shape: str, kind: str) -> Engine:
     ops, config = CpuOps(threads=1), ModelConfig.from_hf(SHAPES[shape])
-    model = ops.compile(build(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
+    model = ops.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops))
     own = design.plain(config, reads=(0, 2), intermediate=64, clusters=8, cluster_top=3)
     net = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     settings = EngineConfig(max_batch=6, max_context=256, page_size=16, prefill_chunk=32, graphs=kind == "graphs")

@@ -12,8 +12,8 @@ from tests.engines import request, run
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine, Request
 from outrider.engine.host import HostExecutor
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
@@ -46,7 +46,7 @@ def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0) -> tuple[
     weights = dummy_weights(config, "cpu", torch.float32, ops, None, seed=3)
     if shape == "ties":
         weights["head"] = torch.cat((weights["head"][45:], weights["head"][45:]))
-    model = ops.compile(build(config, weights, ops))
+    model = ops.compile(TextModel(config, weights, ops))
     own = design.plain(config, reads=(0, 2), intermediate=64, taps=taps, clusters=clusters, cluster_top=3 if clusters else 0)
     drafter = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))
     settings = EngineConfig(max_batch=4, max_context=256, page_size=16, prefill_chunk=32)

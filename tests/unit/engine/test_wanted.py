@@ -16,8 +16,8 @@ from torch import Tensor
 
 from outrider.cache.store import last_rows
 from outrider.engine.engine import Engine
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.ops import CpuOps
@@ -73,7 +73,7 @@ def test_wanted_rows_have_the_bits_of_all_rows(name: str, shape: Any) -> None:
 def test_wanted_rows_in_one_call(name: str, quantize: str | None) -> None:
     """The same of a whole pass in one call of the library, with few rows (each member's own work) and many, against single operations."""
     config = ModelConfig.from_hf(COMPILED[name])
-    model = build(config, dummy_weights(config, "cpu", torch.float32, OPS, quantize, seed=3), OPS)
+    model = TextModel(config, dummy_weights(config, "cpu", torch.float32, OPS, quantize, seed=3), OPS)
     compiled = OPS.compile(model)
     assert isinstance(compiled, CompiledModel)
     for counts, ends, before, taps in (
@@ -178,7 +178,7 @@ def test_who_does_not_draft_wants_nothing() -> None:
 def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
     """An edge model compiled for the CPU, whose drafter reads streams from before and after the last layer that writes K/V."""
     config = ModelConfig.from_hf(COMPILED["gemma4_edge"] | {"eos_token_id": 1})
-    model = OPS.compile(build(config, dummy_weights(config, "cpu", torch.float32, OPS, None, seed=3), OPS))
+    model = OPS.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, OPS, None, seed=3), OPS))
     own = design.plain(config, reads=(0, 1), intermediate=64, taps=(0, 3))
     forward = model.forward
     net = OPS.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, OPS, None, seed=4), OPS, model))

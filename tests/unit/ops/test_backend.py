@@ -12,8 +12,8 @@ from tests.unit.engine.test_host_cycle import SHAPES
 import outrider.ops.triton
 from outrider import ops
 from outrider.cache.store import CacheSpec, KVStore
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.ops.backend import Backend, Capabilities
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.formats import Integer
@@ -56,7 +56,7 @@ def test_prompts_of_the_cpu_do_not_hang_on_where_they_are_cut(shape: str) -> Non
     backend = CpuOps(threads=2)
     assert backend.capabilities.prompts_independent
     config = ModelConfig.from_hf(SHAPES[shape])
-    model = backend.compile(build(config, dummy_weights(config, "cpu", torch.float32, backend, None, seed=3), backend))
+    model = backend.compile(TextModel(config, dummy_weights(config, "cpu", torch.float32, backend, None, seed=3), backend))
     rng = random.Random(4)
     ids = torch.tensor([rng.randrange(config.vocab_size) for _ in range(300)])
     store = KVStore(config, CacheSpec(4, 320, 16, 320, 1280), torch.float16, "cpu")

@@ -7,8 +7,8 @@ import torch
 from tests.engines import VARIANTS, VOCAB, request, run, tiny_engine
 from tests.unit.spec.test_draft_model import batch
 
-from outrider.models import build
 from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.ops.cpu.packing import W_Q4, PackedWeight
 from outrider.spec import draft_model
@@ -31,7 +31,7 @@ def compiled(seed: int, coarse: bool = False, variant: str = "llama"):
             weight *= 6.0
     if coarse:
         weights = {name: OPS.coarse(w) if name != "embed" and w.ndim >= 2 else w for name, w in weights.items()}
-    return OPS.compile(build(config, weights, OPS))
+    return OPS.compile(TextModel(config, weights, OPS))
 
 
 def stepwise(model, listed) -> DraftModel:

@@ -11,8 +11,8 @@ import torch
 from tests import tiny
 from tests.kv import build_kv
 
-from outrider.models import build
 from outrider.models.config import DrafterConfig
+from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
 from outrider.models.inspect import drafter_size, model_size
 from outrider.ops.reference import ReferenceOps
@@ -42,7 +42,7 @@ def designs(config):
 def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
     """Catches: anchors off by one, another rotary position, keys beyond the anchor, windows, taps of the wrong position."""
     config, weights, _ = load_target(str(tiny.write_target(name, tmp_path)), "cpu", torch.float32)
-    dense, paged = build(config, weights, DenseOps()), build(config, weights, ReferenceOps())
+    dense, paged = TextModel(config, weights, DenseOps()), TextModel(config, weights, ReferenceOps())
     ids = torch.randint(6, tiny.VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
     for drafter in designs(config):
         own = dummy_weights(drafter, "cpu", torch.float32, seed=3)
@@ -85,7 +85,7 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
 def test_kept_states_are_those_of_a_fresh_capture(tmp_path: Path) -> None:
     """Kept once a sequence and padded together again: what a batch's own capture shows, at every position that is not padding."""
     config, weights, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
-    model = build(config, weights, DenseOps())
+    model = TextModel(config, weights, DenseOps())
     rng = np.random.default_rng(0)
     rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (9, 17, 12)]
     data = Sequences.of(rows, (3, 5, 4), range(3), [True] * 3, tiny.VOCAB)
@@ -137,7 +137,7 @@ def test_a_drafter_for_four_bits_is_written_in_their_values(tmp_path: Path) -> N
 def test_biases_of_the_target_go_into_the_queries(tmp_path: Path) -> None:
     """A drafter's queries have no biases. Where as few rows are looked at as a layer has inputs, what is folded in gives them exactly."""
     config, weights, _ = load_target(str(tiny.write_target("qwen2", tmp_path)), "cpu", torch.float32)
-    model = build(config, weights, DenseOps())
+    model = TextModel(config, weights, DenseOps())
     net = DraftNet(design.plain(config, reads=(1, 2), intermediate=20), config)
     design.start_from_target(net, model)
     ids = np.random.default_rng(0).integers(6, tiny.VOCAB, (1, LENGTH))

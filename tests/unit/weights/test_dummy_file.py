@@ -13,8 +13,8 @@ from tests.kv import build_kv
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.models import build
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.models.decoder import TextModel
 from outrider.models.known import KNOWN
 from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.lib import W_FILE, W_PARTS
@@ -53,7 +53,7 @@ def test_matrices_in_16_bits_stay_so_and_change_no_bit(tmp_path: Path, fmt: str)
     assert all(held[n].nbytes * 2 == wide[n].nbytes for n in ("layers.0.qkv", "layers.1.down", "ple_proj"))
     answers = []
     for weights in (held, wide):
-        model = ops.compile(build(config, weights, ops))
+        model = ops.compile(TextModel(config, weights, ops))
         assert isinstance(model, CompiledModel)
         kv = build_kv(config, 1, 16, 16)
         answers.append(model.logits(model.forward(ids, kv.view([(0, 7)]))))
@@ -112,7 +112,7 @@ def test_experts_stay_in_their_bits(tmp_path: Path, fmt: str) -> None:
     for name in ("layers.1.experts_gate_up", "layers.1.experts_down"):
         assert isinstance(weights[name], PackedWeight) and weights[name].shape == dense[name].shape
         assert torch.equal(ops.unpack(weights[name]), dense[name])
-    assert isinstance(ops.compile(build(config, weights, ops)), CompiledModel)  # the whole pass in one call
+    assert isinstance(ops.compile(TextModel(config, weights, ops)), CompiledModel)  # the whole pass in one call
 
 
 def test_drafters_go_to_a_folder(tmp_path: Path) -> None:

@@ -225,14 +225,14 @@ def test_quantize_goes_through_the_ops_and_needs_ops_that_can(made: Callable[[st
 def test_dummy_weights_need_only_the_config_and_give_finite_logits(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     from tests.kv import build_kv
 
-    from outrider.models import build
+    from outrider.models.decoder import TextModel
 
     (tmp_path / "config.json").write_bytes((made(name) / "config.json").read_bytes())
     config, weights, _ = load_target(tmp_path, load_format="dummy", seed=4)
     again = dummy_weights(config, "cpu", torch.float32, seed=4)
     other = dummy_weights(config, "cpu", torch.float32, seed=5)
     assert torch.equal(weights["embed"], again["embed"]) and not torch.equal(weights["embed"], other["embed"])
-    model = build(config, weights, ReferenceOps())
+    model = TextModel(config, weights, ReferenceOps())
     with torch.no_grad():
         logits = model.logits(model.forward(torch.arange(12), build_kv(config, 1, 12).view([(0, 12)])))
     assert logits.isfinite().all() and logits.std() > 1e-3 and len(set(logits.argmax(-1).tolist())) > 1

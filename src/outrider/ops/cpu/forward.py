@@ -150,12 +150,11 @@ class CompiledDrafter:
         config = drafter.config
         self.drafter, self.stack, self.ops, self.config = drafter, stack, stack.ops, config
         self.candidates, self.rivals = drafter.candidates, drafter.rivals
-        self.unit = not config.gemma  # ours bring the inputs to unit scale
         self.shift = 2 - config.position_offset
         target = drafter.target
         c = self.c = CDraft(
             table=self.ops.c_weight(target.table), head=self.ops.c_weight(drafter.head),
-            table_scale=table_scale(target.table, target.config.embed_scale), unit=self.unit, tied=config.tied_to_target,
+            table_scale=table_scale(target.table, target.config.embed_scale), unit=not config.gemma, tied=config.tied_to_target,
         )  # fmt: skip
         self.cluster_ids: Tensor | None = None
         if config.clusters:
@@ -167,18 +166,11 @@ class CompiledDrafter:
             c.top = config.cluster_top
 
     def start(self, kv: KVView, features: Tensor) -> DraftRound:
-        wide, taps = self.config.backbone_hidden, None
-        if self.config.taps:
-            streams = features[:, wide:].reshape(-1, wide)
-            taps = self.ops.rms_norm(streams, None, self.config.norm_eps).view(features.shape[0], -1)
-        return DraftRound(kv, taps=taps)
+        return DraftRound(kv, taps=self.drafter.tapped(features))
 
     def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
-        parts = [token_embedding, hidden]
-        if self.unit:
-            parts = [self.ops.rms_norm(part, None, self.config.norm_eps) for part in parts]
-        features = torch.cat(parts if state.taps is None else [*parts, state.taps], dim=-1)
-        g, fed_back, _ = self.stack.run(state.kv, features=floats(features), shift=self.shift)
+        features = floats(self.drafter.inputs(token_embedding, hidden, state))
+        g, fed_back, _ = self.stack.run(state.kv, features=features, shift=self.shift)
         if fed_back is None:
             return g, g
         return (fed_back if self.config.tied_to_target else g), fed_back

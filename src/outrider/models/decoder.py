@@ -1,0 +1,156 @@
+"""A target model, whatever its family: Llama 2 and 3, SmolLM2, Mistral (sliding window), Qwen 2 (biases), Qwen 3 (q/k norms), Gemma 3
+(norms after each sublayer too, five sliding layers to a full one, two RoPE bases) and Gemma 4, text only, all five sizes: dense
+(31B, 12B), mixture of experts (26B-A4B), edge (E2B, E4B).
+
+What differs is configuration: a part that a checkpoint lacks is None in its `Block`. Gemma 4's sliding and full layers have their own head
+size, RoPE and K/V heads; full layers may take v from the k projection; edge models share the K/V of their last owning layers and add
+per-layer embeddings (PLE); a scalar multiplies the whole stream after a layer. Gemma 3's checkpoints store norm weights minus one; the
+loader adds the one, so nothing here knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..ops.formats import Held
+from ..ops.reference import plain
+from ..types import KVView, Wanted
+from .config import ModelConfig
+from .layers import Block, Ops, gather_blocks, rope_variants
+from .moe import gather_experts, mix_experts
+from .split import SOLO, Together, piece
+
+
+@dataclass(frozen=True)
+class PerLayerBlock:
+    """How one layer takes in its per-layer embedding."""
+
+    gate: Held  # [ple, H]
+    out: Held  # [H, ple]
+    post_norm: Tensor
+
+
+@dataclass(frozen=True)
+class PerLayerInput:
+    """Where the per-layer embeddings of all layers come from."""
+
+    table: Held  # [V, L·ple]
+    proj: Held  # [L·ple, H]
+    norm: Tensor  # [ple]
+
+
+class TextModel:
+    """Embedding in, head out. One of several processes (`together`, models.split) has its part of the layers, and of embedding and head
+    the rows of its tokens."""
+
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops, together: Together = SOLO):
+        self.config, self.ops, self.together = config, ops, together
+        share = together.share
+        self.tokens = [piece(config.vocab_size, rank, share.world) for rank in range(share.world)]  # of each process
+        self.total = together.total
+        self.last_write = config.kv_layers[-1]  # rows that nobody wants go as far as this layer's K/V
+        self.table: Held = weights["embed"]  # [V, H]
+        self.head: Held = self.table if config.tied else weights["head"]
+        norm = plain(weights["norm"])
+        self.device = norm.device
+        # A packed table has no dtype of its own: ask the op what it hands out.
+        self.dtype: torch.dtype = ops.embed(torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0).dtype
+        rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
+        self.blocks = gather_blocks(
+            weights, config.layers, rope_of, qkv_bias=config.qkv_bias, out_bias=config.out_bias, mlp_bias=config.mlp_bias,
+            first=share.rank == 0, qk_norm=config.qk_norm, sandwich=config.sandwich, layer_scalar=config.layer_scalar,
+        )  # fmt: skip
+        self.experts = gather_experts(weights, config) if config.moe else None
+        self.ple_input: PerLayerInput | None = None
+        self.ple_blocks: list[PerLayerBlock] = []
+        if config.ple_dim:
+            self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], plain(weights["ple_norm"]))
+            self.ple_blocks = [
+                PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], plain(weights[f"layers.{i}.ple_post_norm"]))
+                for i in range(len(config.layers))
+            ]
+
+    def forward(
+        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
+    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+        """ids [R] at kv.positions -> hidden [R, H] after the final norm, of the rows that are wanted (None: all of them, else [W, H]); with
+        taps also their residual streams after those layers."""
+        ops, total, moe, eps, act = self.ops, self.total, self.config.moe, self.config.norm_eps, self.config.activation
+        angles = self.angles(kv.positions)
+        x = self.embed(ids)  # [R, H] the residual stream
+        ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
+        h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)  # [R, H] what the next sublayer reads
+        streams: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
+            qkv = ops.linear(h, block.qkv, block.qkv_bias)
+            q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
+            if wanted is not None and i == self.last_write:  # nobody reads what the other rows would become
+                rows, kv = wanted.rows, wanted.kv
+                if not rows.shape[0]:
+                    return (x[:0], (x[:0],) * len(taps)) if taps else x[:0]
+                q, x, angles = q[rows], x[rows], self.angles(kv.positions)
+                streams = {tap: stream[rows] for tap, stream in streams.items()}
+                ple = None if ple is None else ple[:, rows]
+            y = total(ops.linear(ops.attend(q, block.spec, kv), block.out, block.out_bias))
+            if self.experts is None or moe is None:
+                x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
+                y = self.mlp(h, block)
+            else:  # experts beside the dense MLP; they and their router read norms of their own
+                routed = self.experts[i]
+                norms = (block.mlp_norm, routed.router_norm, routed.norm)
+                x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
+                y = mix_experts(ops, routed, block.gate_up, block.down, h, router_in, expert_in, moe.top_k, act, eps, self.together)
+
+            if ple is None:
+                x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
+            else:
+                x, _ = ops.residual_norm(x, y, block.post_mlp_norm, None, None, eps)
+                side = self.ple_blocks[i]
+                y = ops.linear(ops.linear_act_mul(x, side.gate, ple[i], act), side.out)
+                x, h = ops.residual_norm(x, y, side.post_norm, block.scalar, block.next_norm, eps)
+            if i in taps:
+                streams[i] = x
+        return (h, tuple(streams[i] for i in taps)) if taps else h
+
+    def mlp(self, h: Tensor, block: Block) -> Tensor:
+        ops, act = self.ops, self.config.activation
+        if block.gate_up_bias is None:
+            return self.total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
+        gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
+        return self.total(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
+        return self.rows(ids, self.table, self.config.embed_scale)
+
+    def rows(self, ids: Tensor, table: Held, scale: float) -> Tensor:
+        """[R] -> [R, width]: rows of a table that is divided by tokens. Everybody looks up its own; nought is added to the rest."""
+        if len(self.tokens) == 1:
+            return self.ops.embed(ids, table, scale)
+        lo, hi = self.tokens[self.together.share.rank]
+        found = self.ops.embed((ids - lo).clamp(0, hi - lo - 1), table, scale)
+        return self.total(found.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
+
+    def per_layer_inputs(self, source: PerLayerInput, ids: Tensor, x: Tensor) -> Tensor:
+        """[L, R, ple]: the token's own part and a projection of its embedding, computed once a pass."""
+        ops, config = self.ops, self.config
+        projected = ops.linear(x, source.proj)
+        if len(self.tokens) > 1:  # the rows of these tokens, as a table of their own
+            own = self.rows(ids, source.table, 1.0)
+            ids, source = torch.arange(ids.shape[0], device=ids.device), replace(source, table=own)
+        return ops.per_layer_inputs(ids, source.table, projected, config.hidden**-0.5, source.norm, config.norm_eps)
+
+    def angles(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """cos, sin [R, D/2] of every rope variant."""
+        return [self.ops.rope_angles(positions, freq) for freq in self.inv_freqs]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] after the final norm -> float32 [R, V]."""
+        return self.scores(hidden, self.config.softcap)
+
+    def scores(self, hidden: Tensor, softcap: float | None) -> Tensor:
+        return self.together.gather(self.ops.logits(hidden, self.head, softcap), [hi - lo for lo, hi in self.tokens])
