@@ -229,7 +229,7 @@ def dense(plan: TensorPlan, parts: list[Weight], device: torch.device | str, dty
 
 def fill(out: Tensor, weight: Weight) -> None:
     """Copy, or dequantise, into rows [N, K] (experts [E, N, K]) in slices, and give the file's pages back."""
-    step = max(1, SLICE // max(1, weight.nbytes // weight.shape[0]))
+    step = max(1, SLICE * weight.shape[0] // max(1, weight.nbytes))
     for lo in range(0, weight.shape[0], step):
         hi = min(weight.shape[0], lo + step)
         some = weight.rows(lo, hi)

@@ -65,7 +65,7 @@ class Piece:
             release = entry.release if entry.order is None and len(self.shape) > 1 else None
             if entry.kind not in BLOCKS:
                 return replace(dense(tensor(entry)), release=release)
-            blocks = torch.from_numpy(entry.data()).view(*self.shape[:-1], -1)
+            blocks = ordered(torch.from_numpy(entry.data()).view(*self.shape[:-1], -1), entry)
             return Weight(Block(entry.kind), self.shape, {"blocks": blocks}, release)
         made = []
         for group in self.matrices:
@@ -82,11 +82,15 @@ class Piece:
 
 
 def tensor(entry: Entry) -> Tensor:
-    """The whole tensor, a view of the file where its alignment allows it."""
+    """The whole tensor, a view of the file where its alignment and order allow it."""
     raw = entry.data().reshape(-1)
     if raw.ctypes.data % ITEM_BYTES[entry.kind]:
         raw = raw.copy()
-    return torch.from_numpy(raw).view(DTYPES[entry.kind]).view(entry.shape)
+    return ordered(torch.from_numpy(raw).view(DTYPES[entry.kind]).view(entry.shape), entry)
+
+
+def ordered(stored: Tensor, entry: Entry) -> Tensor:
+    return stored if entry.order is None else stored[torch.from_numpy(entry.order)]
 
 
 def find(source: Source, recipe: Recipe | None, name: str, shape: tuple[int, ...]) -> Piece | None:

@@ -45,7 +45,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies. `order`: read its rows in this order (Llama's GGUF files store q and k permuted)."""
+    """Where a tensor lies. `order`: read its rows (of a vector its elements) so (Llama's GGUF files store q and k permuted)."""
 
     file: Mapped
     kind: str  # a dense type of ITEM_BYTES or a block format of ops.formats.BLOCKS
@@ -54,28 +54,17 @@ class Entry:
     order: np.ndarray | None = field(default=None, compare=False)
 
     @property
-    def rows(self) -> int:
-        return prod(self.shape[:-1]) if self.order is None else self.shape[0]
-
-    @property
-    def columns(self) -> int:
-        return prod(self.shape[-1:]) if self.order is None else prod(self.shape[1:])  # a bias in another order: one column
-
-    @property
     def row_bytes(self) -> int:
-        if self.kind in BLOCKS:
-            size, nbytes = BLOCKS[self.kind]
-            return self.columns // size * nbytes
-        return self.columns * ITEM_BYTES[self.kind]
+        size, nbytes = BLOCKS.get(self.kind) or (1, ITEM_BYTES[self.kind])
+        return prod(self.shape[-1:]) // size * nbytes
 
     @property
     def nbytes(self) -> int:
-        return self.rows * self.row_bytes
+        return prod(self.shape[:-1]) * self.row_bytes
 
     def data(self) -> np.ndarray:
-        """uint8 [rows, row_bytes], a view of the file; in another order a copy."""
-        stored = self.file.data[self.start : self.start + self.nbytes].reshape(self.rows, self.row_bytes)
-        return stored if self.order is None else stored[self.order]
+        """uint8 [rows, row_bytes], a view of the file (stored order)."""
+        return self.file.data[self.start : self.start + self.nbytes].reshape(prod(self.shape[:-1]), self.row_bytes)
 
     def release(self, lo: int, hi: int) -> None:
         """Of rows as they are stored."""
