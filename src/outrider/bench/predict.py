@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from ..models.config import DrafterConfig, Foreign, ModelConfig
-from ..models.inspect import drafter_size, flops, kv_bytes, kv_bytes_per_token, model_size
+from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..types import MAX_DRAFT, OutriderError
 from .several import Layout, Link, Need, Several, cheapest
 
@@ -179,7 +179,7 @@ def verify_parts(setup: Setup, k: int) -> tuple[float, float, float]:
     size = model_size(config)
     part = setup.part
     moved = size.streamed(rows) * setup.weight_bytes / setup.gpus
-    moved += setup.batch * kv_bytes(part, setup.context, setup.kv_item, read=True) + rows * kv_bytes_per_token(part, setup.kv_item)
+    moved += setup.batch * kv_bytes(part, setup.context, setup.kv_item, read=True) + rows * kv_bytes(part, 1, setup.kv_item)
     work = setup.batch * flops(size, k + 1, setup.context, k + 1) / setup.gpus
     layers = len(config.layers)
     launched = layers * (KERNELS + (MOE_KERNELS if config.moe else 0) + (PLE_KERNELS if config.ple_dim else 0)) + HEAD_KERNELS

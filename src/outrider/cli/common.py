@@ -68,6 +68,17 @@ Seed = Annotated[int, typer.Option(help="Of all randomness: the same seed gives 
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 LoadFormat = Annotated[str, typer.Option(help="auto | dummy (seeded random weights from the config alone).")]
 
+PROMPTS = (  # where a command was given none
+    "Why is the sky blue?",
+    "Write a Python function that merges two sorted lists.",
+    "List ten animals and one fact about each.",
+    "Explain what a hash table is to a child.",
+    "Write a short story about a lighthouse keeper.",
+    "Translate into French: the weather is fine and the train is late.",
+    "Give a recipe for pancakes with exact amounts.",
+    "What are the causes of inflation?",
+)
+
 
 def note(line: str) -> None:
     """What is good to know and no result."""

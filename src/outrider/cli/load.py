@@ -19,21 +19,10 @@ from rich import box
 from rich.table import Table
 
 from ..types import OutriderError
-from .common import err, needs, note, numbers, out, prompt_texts
+from .common import PROMPTS, err, needs, note, numbers, out, prompt_texts
 
 if TYPE_CHECKING:
     from ..bench.load import Summary
-
-PROMPTS = (
-    "Why is the sky blue?",
-    "Write a Python function that merges two sorted lists.",
-    "List ten animals and one fact about each.",
-    "Explain what a hash table is to a child.",
-    "Write a short story about a lighthouse keeper.",
-    "Translate into French: the weather is fine and the train is late.",
-    "Give a recipe for pancakes with exact amounts.",
-    "What are the causes of inflation?",
-)
 
 
 def load(

@@ -14,17 +14,6 @@ from ..types import MAX_DRAFT, OutriderError
 from . import common
 from .common import err, out
 
-PROMPTS = (
-    "Explain how a bicycle stays upright.",
-    "Write a Python function that reverses the words of a sentence.",
-    "A train leaves at 9:40 and arrives at 13:05. How long does the journey take?",
-    "Write a short poem about rain on a tin roof.",
-    "List the planets of the solar system with one fact about each.",
-    "Translate to French: The library opens at nine in the morning.",
-    "Summarize the plot of Romeo and Juliet in three sentences.",
-    "What is the difference between a virus and a bacterium?",
-)
-
 
 def prove(
     model: common.Model,
@@ -52,7 +41,7 @@ def prove(
         raise OutriderError(f"--k must be in 1..{MAX_DRAFT}, got {ks}")
     if count < 1:
         raise OutriderError(f"--count must be at least 1, got {count}")
-    texts = common.prompt_texts(prompts) if prompts else list(PROMPTS)
+    texts = common.prompt_texts(prompts) if prompts else list(common.PROMPTS)
     llm = common.load_llm(
         model, as_json, drafter=drafter, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
         engine=EngineConfig(max_context=max_context),

@@ -96,9 +96,7 @@ class ModelConfig:
 
     @staticmethod
     def from_hf(raw: Foreign) -> ModelConfig:
-        kind = _field(raw, "model_type", str)
-        text = raw.get("text_config")
-        body = dict(text) if isinstance(text, Mapping) else dict(raw)
+        kind, body = _field(raw, "model_type", str), dict(text_part(raw) or raw)
         for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):  # the outer config's word counts: the head is the outer model's
             if raw.get(key) is not None:
                 body[key] = raw[key]
@@ -159,8 +157,7 @@ class DrafterConfig:
         if kind not in ASSISTANT_TYPES + OWN_DRAFTER_TYPES:
             known = ", ".join(ASSISTANT_TYPES + OWN_DRAFTER_TYPES)
             raise OutriderError(f"model_type {kind!r} is not an MTP drafter; known: {known}")
-        text = raw.get("text_config")
-        body = dict(text) if isinstance(text, Mapping) else dict(raw)
+        body = text_part(raw) or raw
         named = raw.get("style", "gemma") if kind in OWN_DRAFTER_TYPES else "gemma"
         style: Literal["gemma", "plain"] = "plain" if named == "plain" else "gemma"
         if style != named:
@@ -194,6 +191,12 @@ class DrafterConfig:
 
 
 # ---- reading one foreign dict -------------------------------------------------------------------------------------
+def text_part(raw: Foreign) -> Foreign:
+    """What a multimodal model's configuration says of its text tower; empty where nothing is nested."""
+    text = raw.get("text_config")
+    return text if isinstance(text, Mapping) else {}
+
+
 def _field(raw: Foreign, key: str, kind: type[T]) -> T:
     value: T | None = raw.get(key)
     if value is None:

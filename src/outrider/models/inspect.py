@@ -89,11 +89,6 @@ class ModelSize:
         return round(self.streamed(1))
 
 
-def kv_bytes_per_token(config: ModelConfig, kv_bytes: float = 2.0) -> int:
-    """Written for every token, all layers that own K/V together."""
-    return round(sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim for i in config.kv_layers) * kv_bytes)
-
-
 def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.0, read: bool = False) -> int:
     """Held for a sequence of that length: sliding layers keep their window only. `read`: what a pass over it reads, where
     layers that share K/V count again."""
@@ -122,7 +117,7 @@ def flops(size: ModelSize, rows: int, context: int, head_rows: int) -> float:
 def intensity(config: ModelConfig, rows: int, context: int, weight_bytes: float, head_rows: int | None = None) -> float:
     """Floating-point operations for each byte moved: weights read once, K/V read and written."""
     size = model_size(config)
-    moved = size.streamed(rows) * weight_bytes + kv_bytes(config, context, read=True) + rows * kv_bytes_per_token(config)
+    moved = size.streamed(rows) * weight_bytes + kv_bytes(config, context, read=True) + rows * kv_bytes(config, 1)
     return flops(size, rows, context, rows if head_rows is None else head_rows) / moved
 
 
@@ -213,7 +208,7 @@ def report(
         "bits_per_weight": round(8 * total / size.total, 3),
         "bytes": round(total),
         "bytes_per_token": round(size.active * weight_bytes),
-        "kv_bytes_per_token": kv_bytes_per_token(config, kv_item),
+        "kv_bytes_per_token": kv_bytes(config, 1, kv_item),
         "kv_bytes_full_context": kv_bytes(config, config.max_context, kv_item),
         "context": context,
         "intensity": {

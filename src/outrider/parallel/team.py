@@ -64,8 +64,9 @@ class Team:
 
     here: ClassVar[Team | None] = None
 
-    def __init__(self, share: Share, store: dist.Store, device: torch.device, watch: Watch, children: Sequence[subprocess.Popen[bytes]]):
-        self.share, self.device, self.watch, self.children = share, device, watch, children
+    def __init__(self, store: dist.Store, device: torch.device, watch: Watch):
+        self.share, self.device, self.watch, self.children = watch.share, device, watch, watch.children
+        share = self.share
         self.captured: list[GraphExecutor] = []  # whose graphs hold exchanges: NCCL does not end before they are gone
         self._open = True
         dist.init_process_group(
@@ -192,12 +193,10 @@ def join(world: int, device: str | None, command: Sequence[str] = (sys.executabl
         if there != world:
             raise OutriderError(f"{there} processes were started and --tensor-parallel asks for {world}: give both the same number")
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
-        watch = Watch(Share(rank, world), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), [])
-        return Team(Share(rank, world), store, place, watch, [])
+        return Team(store, place, Watch(Share(rank, world), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), []))
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=STARTING, wait_for_workers=False)
     children = [_start(command, rank, world, store.port, place.type) for rank in range(1, world)]
-    watch = Watch(Share(0, world), "127.0.0.1", store.port, children)
-    return Team(Share(0, world), store, place, watch, children)
+    return Team(store, place, Watch(Share(0, world), "127.0.0.1", store.port, children))
 
 
 def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) -> subprocess.Popen[bytes]:

@@ -23,7 +23,7 @@ from ..config import EngineConfig
 from ..engine.engine import Engine, Request
 from ..llm import LLM
 from ..models.config import ModelConfig
-from ..models.inspect import kv_bytes_per_token
+from ..models.inspect import kv_bytes
 from ..types import OutriderError, SamplingParams
 from .clock import Stop
 from .data import Sequences
@@ -143,7 +143,7 @@ def answering_engine(
     page = EngineConfig().page_size
     context = longest + 1 + page  # the engine keeps a page aside
     item = torch.empty((), dtype=dtype).element_size() if cuda else 4
-    room = free_bytes(device) // 3 // max(1, kv_bytes_per_token(config, item))  # positions of K/V: a third of what is free
+    room = free_bytes(device) // 3 // max(1, kv_bytes(config, 1, item))  # positions of K/V: a third of what is free
     wanted = max(1, min(wanted, room // context))
     settings = EngineConfig(max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page))
     threads = torch.get_num_threads()

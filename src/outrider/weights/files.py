@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..models.config import ForeignDict
+from ..models.config import ForeignDict, text_part
 from ..types import OutriderError, TextFiles
 from . import gguf, gguf_config, gguf_text, safetensors
 from .safetensors import read_json
@@ -87,10 +87,8 @@ def _folder_text(folder: Path, config: ForeignDict) -> TextFiles:
         template = next((t.get("template") for t in template if isinstance(t, dict) and t.get("name") == "default"), None)
     if (folder / "chat_template.jinja").is_file():
         template = (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    text = config.get("text_config")
-    both = {**(text if isinstance(text, dict) else {}), **{k: v for k, v in config.items() if v is not None}}
-    eos = both.get("eos_token_id")
-    bos = both.get("bos_token_id")
+    both = {**text_part(config), **{k: v for k, v in config.items() if v is not None}}
+    eos, bos = both.get("eos_token_id"), both.get("bos_token_id")
     return TextFiles(
         where=str(folder),
         build=build if path.is_file() else None,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..models.config import text_part
 from ..types import OutriderError
 from .awq import awq
 from .compressed import compressed_tensors
@@ -29,8 +30,7 @@ METHODS: dict[str, Callable[[Settings], Recipe]] = {
 
 def settings_of(config: Settings) -> object:
     """A configuration's `quantization_config`, wherever it stands; None: there is none."""
-    text = config.get("text_config")
-    return config.get("quantization_config") or (text.get("quantization_config") if isinstance(text, dict) else None)
+    return config.get("quantization_config") or text_part(config).get("quantization_config")
 
 
 def rounded_activations(config: Settings) -> str | None:

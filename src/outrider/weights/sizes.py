@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ..models.config import DrafterConfig, ModelConfig
+from ..models.config import DrafterConfig, ModelConfig, text_part
 from ..ops.formats import Float8, Format, Integer, NvFp4, stays_dense
 from .files import Files, open_source
 from .names import Config, TensorPlan, tensor_plan
@@ -65,9 +65,7 @@ class StoredSize:
 
 
 def item_bytes(config: Mapping[str, object]) -> float:
-    text = config.get("text_config")
-    inner = text if isinstance(text, dict) else {}
-    named = [c[key] for c in (config, inner) for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)]
+    named = [c[key] for c in (config, text_part(config)) for key in ("dtype", "torch_dtype") if isinstance(c.get(key), str)]
     return ITEM.get(str(named[0]), 2.0) if named else 2.0
 
 
