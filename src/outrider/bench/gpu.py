@@ -75,9 +75,9 @@ class Captured:
         assert isinstance(self.graph.result, Tensor)
         return self.graph.result
 
-    def time(self, repeats: int = 20, warm: int = 3) -> float:
+    def time(self, repeats: int = 20) -> float:
         """Median milliseconds a replay."""
-        return time_ms(self.graph.replay, repeats, warm)
+        return time_ms(self.graph.replay, repeats)
 
 
 def time_ms(fn: Callable[[], object], repeats: int = 20, warm: int = 3) -> float:

@@ -75,14 +75,10 @@ class Ours:
                         raise OutriderError(f"{answer.id}: {event.error}")
                     open_ids.discard(event.id)
                     assert event.stats is not None  # a finished request has them
-                    _fill(answer, event.stats)
+                    answer.ttft_s, answer.decode_s, answer.stats = event.stats.ttft_s, event.stats.decode_s, event.stats
+                    answer.decode_tokens = max(0, event.stats.new_tokens - max(1, event.stats.first_emitted))
         whole = time.perf_counter() - began - (llm.engine.metrics.prefill_seconds - prefill)
         return list(done.values()), whole
-
-
-def _fill(answer: Answer, stats: RequestStats) -> None:
-    answer.ttft_s, answer.decode_s, answer.stats = stats.ttft_s, stats.decode_s, stats
-    answer.decode_tokens = max(0, stats.new_tokens - max(1, stats.first_emitted))
 
 
 @dataclass(frozen=True)

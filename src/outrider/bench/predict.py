@@ -325,15 +325,15 @@ def replicas(setup: Setup, accept: Acceptance, gpus: int) -> Layout | None:
     return layout(alone, accept, gpus, setup.batch) if fits(alone) else None
 
 
-def needed(setup: Setup, accept: Acceptance, by: Link, users: int, limit_ms: float = 50.0) -> Need | None:
-    """GPUs for so many users who read at once. Prompts are not counted."""
+def needed(setup: Setup, accept: Acceptance, by: Link, users: int) -> Need | None:
+    """GPUs for so many users who read at once, 20 tokens a second at least. Prompts are not counted."""
     found: dict[int, list[tuple[int, float]]] = {}
     for gpus in COUNTS:
         for batch in BATCHES:
             made = divided(replace(setup, batch=batch), gpus, by)
             if made is not None and fits(made):
                 found.setdefault(gpus, []).append((batch, min(p.ms_per_token for p in sweep(made, accept))))
-    return cheapest(users, found, limit_ms)
+    return cheapest(users, found, limit_ms=50.0)
 
 
 def explain(setup: Setup, accept: Acceptance, best: Point) -> list[str]:

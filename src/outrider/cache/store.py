@@ -293,7 +293,7 @@ class KVStore:
         return KVPages(self.spec.page_size, self.keys, self.values, self.tables)
 
     def bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in (*self.keys, *self.values) if t is not None)
+        return sum(t.nbytes for t in (*self.keys, *self.values) if t is not None)
 
     def check(self) -> None:
         """Audit every pool against every holder, and the tables against the page lists."""

@@ -142,7 +142,7 @@ def answering_engine(
     wanted = slots or (GPU_SLOTS if cuda else CPU_SLOTS)
     page = EngineConfig().page_size
     context = longest + 1 + page  # the engine keeps a page aside
-    item = torch.empty((), dtype=dtype).element_size() if cuda else 4
+    item = dtype.itemsize if cuda else 4
     room = free_bytes(device) // 3 // max(1, kv_bytes(config, 1, item))  # positions of K/V: a third of what is free
     wanted = max(1, min(wanted, room // context))
     settings = EngineConfig(max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page))

@@ -158,6 +158,11 @@ class Batch:
     greedy: Tensor  # int64 [B] 1: a greedy answer
     which: np.ndarray  # int64 [B] the sequences, by their place in the data
 
+    def where(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of [B·Tq] -> the sequence and the position of each."""
+        width = self.ids.shape[1] - self.first
+        return rows // width, rows % width + self.first
+
     def to(self, device: torch.device) -> Batch:
         def move(x: Tensor) -> Tensor:
             return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x

@@ -94,9 +94,6 @@ def gemma(
 @torch.no_grad()
 def start_from_target(net: DraftNet, model: TextModel) -> None:
     """Plain style at the target's width: layer i starts as target layer reads[i], cut to the strongest MLP neurons."""
-    config = net.config
-    if config.gemma or config.hidden != config.backbone_hidden:
-        raise OutriderError("only a drafter of the plain style at the target's width can start from the target's layers")
     for i, layer in enumerate(net.layers):
         block, at = model.blocks[layer.attn.kv_layer], f"layers.{i}."
         net.weight(at + "attn_norm").copy_(block.attn_norm)
@@ -122,19 +119,22 @@ def fold_biases(net: DraftNet, model: TextModel, batches: list[Batch]) -> None:
     entering = tuple(max(0, r - 1) for r in reads)  # the residual stream that enters layer r is the one after layer r - 1
     rows: list[list[Tensor]] = [[] for _ in reads]
     for batch in batches:
-        columns = batch.ids.shape[1] - batch.first
-        b, a = batch.anchors[0] // columns, batch.anchors[0] % columns + batch.first
+        b, a = batch.where(batch.anchors[0])
         for mine, stream in zip(rows, capture(model, batch.ids, entering).taps, strict=True):
             mine.append(stream[b, a].float())
     for i, (mine, layer) in enumerate(zip(rows, net.layers, strict=True)):
         block = model.blocks[reads[i]]
         assert block.qkv_bias is not None
         x = rms(torch.cat(mine), block.attn_norm.float(), net.config.norm_eps)  # [A, H]
-        gram = x.T @ x
-        damp = RIDGES[1] * gram.diagonal().mean() * torch.eye(len(gram), device=x.device)
-        constant = torch.linalg.solve((gram + damp).double(), x.sum(0).double()).float()  # u
+        constant = least_squares(x.T @ x, x.sum(0), RIDGES[1])  # u
         bias = block.qkv_bias[: layer.attn.heads * layer.attn.head_dim].float()
         net.weight(f"layers.{i}.qkv").add_(bias[:, None] * constant[None])
+
+
+def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
+    """gram = xᵀx [in, in], cross = xᵀy [in, ...] -> what x is multiplied by to give y; ridge: how far it is held back."""
+    damp = ridge * gram.diagonal().mean() * torch.eye(len(gram), device=gram.device)
+    return torch.linalg.solve((gram + damp).double(), cross.double()).float()
 
 
 @torch.no_grad()
@@ -150,9 +150,7 @@ def fit_inputs(net: DraftNet, model: TextModel, batches: list[Batch]) -> float:
     power = [0.0, 0.0]
     for batch in batches:
         seen = capture(model, batch.ids, (*config.taps, layer))
-        anchors = batch.anchors[0]
-        columns = batch.ids.shape[1] - batch.first
-        b, a = anchors // columns, anchors % columns + batch.first
+        b, a = batch.where(batch.anchors[0])
         parts = [rms(model.embed(batch.ids[b, a + 1]), None, eps), rms(seen.hidden[b, a], None, eps)]
         parts += [rms(t[b, a], None, eps) for t in seen.taps[:-1]]
         x, y = torch.cat(parts, -1).float(), seen.taps[-1][b, a + 1].float()
@@ -164,15 +162,11 @@ def fit_inputs(net: DraftNet, model: TextModel, batches: list[Batch]) -> float:
             cross[n] += x[rows].T @ y[rows]
             power[n] += float(y[rows].pow(2).sum())
 
-    def solve(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:  # [in, H]
-        damp = ridge * gram.diagonal().mean() * torch.eye(width, device=device)
-        return torch.linalg.solve((gram + damp).double(), cross.double()).float()
-
     def unexplained(solved: Tensor) -> float:
         return power[1] - 2 * float((solved * cross[1]).sum()) + float((solved * (gram[1] @ solved)).sum())
 
-    left, ridge = min((unexplained(solve(gram[0], cross[0], r)), r) for r in RIDGES)
-    net.weight("pre").copy_(solve(gram[0] + gram[1], cross[0] + cross[1], ridge).T)
+    left, ridge = min((unexplained(least_squares(gram[0], cross[0], r)), r) for r in RIDGES)
+    net.weight("pre").copy_(least_squares(gram[0] + gram[1], cross[0] + cross[1], ridge).T)
     return 1.0 - left / max(power[1], 1e-9)
 
 

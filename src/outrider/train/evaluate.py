@@ -110,7 +110,8 @@ def judge_drafts(
         ends = torch.from_numpy(data.lengths[which]).to(model.device)
         sampling = chosen_by(model, data, which, temperature)
         for j, g in enumerate(net.unroll(weights, model, capture(model, batch.ids, net.config.taps), batch, most), 1):
-            b, at = alive // width, alive % width + batch.first + j + 1  # the position being guessed
+            b, at = batch.where(alive)
+            at = at + j + 1  # the position being guessed
             inside = at < ends[b]
             alive, b, at = alive[inside], b[inside], at[inside]
             if not alive.numel():
@@ -143,12 +144,10 @@ def second_guesses(model: TextModel, net: DraftNet, weights: dict[str, Tensor], 
     missed, right, vocab = 0, 0, head.shape[0]
     for which in plan_epoch(data, anchors, 8 * anchors, 0, 0):
         batch = make_batch(data, which, 1).to(model.device)
-        width = batch.ids.shape[1] - batch.first
         (g,) = net.unroll(weights, model, capture(model, batch.ids, net.config.taps), batch, 1)
         for part in batch.anchors[0].split(chunk_rows(model.device, 32 * vocab)):
-            line, at = part // width, part % width + batch.first + 2  # the position being guessed
-            z = (g.flatten(0, 1)[part] @ head.T).float()
-            best = z.topk(2).indices == batch.ids[line, at][:, None]
+            line, at = batch.where(part)
+            best = (g.flatten(0, 1)[part] @ head.T).float().topk(2).indices == batch.ids[line, at + 2][:, None]
             missed += int((~best[:, 0]).sum())
             right += int((best[:, 1] & ~best[:, 0]).sum())
     return round(right / max(1, missed), 4)

@@ -73,9 +73,9 @@ class Work:
             float(item * unroll * (layer + 4 * wide)), float(item * (kv + target.hidden * (1 + len(config.taps))) + 64),
         )  # fmt: skip
 
-    def anchor(self, scored: int, kept: bool, spread: float = 1.5) -> float:
-        """Operations an anchor; `spread`: tokens of the sequences an anchor (prompts are read, not drafted from)."""
-        return self.body + self.head * scored + (0.0 if kept else self.target * spread)
+    def anchor(self, scored: int, kept: bool) -> float:
+        """Operations an anchor. Of the sequences it has one and a half tokens: prompts are read, not drafted from."""
+        return self.body + self.head * scored + (0.0 if kept else self.target * 1.5)
 
     def anchor_bytes(self, scored: int, item: int) -> float:
         return self.row_bytes + 2.0 * item * scored  # activations; the teacher's distribution and a gathered copy

@@ -201,7 +201,7 @@ class Run:
 
     def choose(self, target: ModelConfig, tokens: int) -> tuple[DrafterConfig, Work, float, Sizes]:
         """For data of so many tokens: the drafter, what training it costs, how fast this machine multiplies, and the sizes."""
-        job, item = self.job, torch.empty((), dtype=self.job.dtype).element_size()
+        job, item = self.job, self.job.dtype.itemsize
         config = job.drafter_config(target, None) if job.init is None else load_drafter(job.init, "cpu", torch.float32)[0]
         work = Work.of(config, target, job.settings.unroll, item)
         rate = product_rate(job.device, job.dtype, target.hidden)

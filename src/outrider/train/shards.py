@@ -38,7 +38,7 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        return self.mine.numel() * self.mine.element_size()
+        return self.mine.nbytes
 
     def view(self, *shape: int) -> Shard:
         return Shard(self.mine, shape, self.group)

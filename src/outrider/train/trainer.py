@@ -136,18 +136,17 @@ class Trainer:
             scored = Scored.choose(self.target.likely(batch, seen), said, s.scored, net.config.vocab_size, (s.seed, self.progress.step))
         head = scored.rows(plain(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
-        width = batch.ids.shape[1] - batch.first
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
-        chance = torch.ones(batch.ids.shape[0] * width, device=self.device)  # that the steps so far were accepted
+        chance = torch.ones(batch.ids[:, batch.first :].numel(), device=self.device)  # that the steps so far were accepted
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
             picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
-            line = rows // width
+            line, at = batch.where(rows)
             part, alpha, hit = head_loss(picked, head, teacher, target, weight, self.mixes[batch.greedy[line]], scored.bias)
             total = total + part
             if self.of is not None:
-                label = self.of[batch.ids[line, rows % width + (batch.first + j + 1)]]
+                label = self.of[batch.ids[line, at + j + 1]]
                 total = total + s.decay ** (j - 1) * cluster_loss(picked, w["centroids"], label, s.cluster_pull)
             weights += s.decay ** (j - 1) * rows.numel()
             if s.survival:
