@@ -35,8 +35,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
+from gpu_common import FAILED, say, verdict
+from tests.gpu.place import tiny
 from tests.kv import build_kv
 
 from outrider import llm as llm_module
@@ -56,34 +56,10 @@ from outrider.parallel.lead import Led
 from outrider.types import SamplingParams
 from outrider.weights import load_target
 
-ROOT = Path(__file__).parents[1]
 K = 4
-BEGAN = time.perf_counter()
-FAILED: list[str] = []
-
-
-def say(text: str) -> None:
-    print(f"[{time.perf_counter() - BEGAN:6.1f}] {text}", flush=True)
-
-
-def verdict(label: str, ok: bool, found: str = "") -> None:
-    say(f"{'ok  ' if ok else 'FAIL'} {label} {found}")
-    if not ok:
-        FAILED.append(label)
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------------
-def tiny(raw: dict) -> dict:
-    text = raw["text_config"] | {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 16, "global_head_dim": 32}
-    text |= {"vocab_size": 512, "sliding_window": 16, "num_key_value_heads": 2}
-    if text["num_global_key_value_heads"]:
-        text["num_global_key_value_heads"] = 1
-    if text["hidden_size_per_layer_input"]:
-        text |= {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 512}
-    small = {**raw, "text_config": text}
-    return small | {"backbone_hidden_size": 32, "num_centroids": 16, "centroid_intermediate_top_k": 4} if "backbone_hidden_size" in raw else small
-
-
 @contextmanager
 def folder(size: str, layers: int | None, dry: bool) -> Iterator[tuple[str, str]]:
     """Where the configurations of a target and its drafter lie; weights are made up."""
