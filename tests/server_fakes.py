@@ -63,8 +63,6 @@ class _Running:
 
 
 class FakeEngine:
-    packs = False
-
     def __init__(
         self, tok: Tokenizer, say: Callable[[Request], str] | None = None, draft: int = 3, delay: float = 0.0, batch: int = 8
     ) -> None:

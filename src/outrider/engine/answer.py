@@ -8,14 +8,13 @@ dropped, with its log-probabilities and its count. So nothing in an answer depen
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..types import Matcher, SamplingParams
 from .text import Detokenizer, overlap
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """What of a cycle's tokens belongs to the answer: as many of the first ones as there are `texts`."""
 
     texts: list[str]  # what each token lets us show; "" while it may be half a character or the beginning of a stop string

@@ -41,7 +41,7 @@ __all__ = ["Engine", "Event", "Request"]
 USUAL = 4  # the K that a server is ready for where the controller chooses
 
 
-@dataclass
+@dataclass(slots=True)
 class Event:
     """What one step did for one request. `kinds` says where each token came from."""
 
@@ -79,12 +79,12 @@ class Engine:
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv_dtype or model.dtype
-        budget = None
+        budget, passes = None, most_rows(model.config, self.can)
         if self.device.type == "cuda":
             rows = min(self.can.graph_rows, self.max_batch * (MAX_DRAFT + 1))
-            budget = gpu_budget(config, model.config, self.device, rows)
+            budget = gpu_budget(config, model.config, self.device, rows, passes)
         found = room(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget)
-        self.room = agree(replace(found, pass_rows=most_rows(model.config, self.can)))
+        self.room = agree(replace(found, pass_rows=passes))
         ahead = max(self.chunk, MAX_DRAFT + 1)
         layout = CacheSpec(
             self.max_batch, self.room.max_context, config.page_size, ahead, self.room.tokens, self.room.window_tokens, swap_bytes(config)
@@ -141,11 +141,6 @@ class Engine:
         if self.can.rows_alone and self.can.prompts_independent:
             self.scheduler.chunk = min(self.scheduler.chunk, self.can.rows_alone)
         return made
-
-    @property
-    def packs(self) -> bool:
-        """Prompts of several requests run in one pass, so it pays that they come together."""
-        return self.scheduler.pack > 0
 
     # ---- requests -----------------------------------------------------------------------------------------------
     def validate(self, request: Request) -> None:
@@ -423,6 +418,8 @@ class Engine:
         line, branched = (lane.k, 0) if tree is None else (tree.deepest, accepted - tree.ahead)  # by position: how deep it went
         for c in (s, m):
             c.cycles += 1
+            if not lane.k:
+                continue
             c.drafted += lane.k
             c.accepted += accepted
             if tree is not None:

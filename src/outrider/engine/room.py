@@ -22,6 +22,7 @@ SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without b
 USUAL = 4096  # tokens; no default is less, unless the model is
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
 PASS = 1.25e14  # operations of a pass over prompts, a quarter of a second on an H200: running streams wait for no more
+SUMMED, PIECES = 65, 88  # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
 FEWEST = 2048  # rows that bring it close to the matrix units' rate, whatever it takes
 
 
@@ -44,10 +45,25 @@ def free_bytes(device: torch.device) -> int:
         return 1 << 62
 
 
-def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int) -> int:
-    """Bytes for K/V. rows: the most of one step."""
+def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int = 0) -> int:
+    """Bytes for K/V. rows: the most of one step; pass_rows: of the largest pass over prompts that is captured."""
     free, total = torch.cuda.mem_get_info(device)
-    return int(free - (1.0 - config.gpu_memory) * total) - work_bytes(model.vocab_size, rows)
+    work = work_bytes(model.vocab_size, rows) + captured_bytes(model, pass_rows)
+    return int(free - (1.0 - config.gpu_memory) * total) - work
+
+
+def captured_bytes(model: ModelConfig, rows: int) -> int:
+    """What captured passes over prompts of up to so many rows hold: all share the memory of the largest. Of every row what one layer makes
+    of it; and of the last rows of many sequences the sums of attention, piece by piece of a context."""
+    if not rows:
+        return 0
+    sums = max(layer.attn.heads * layer.attn.head_dim for layer in model.layers)
+    return 2 * rows * row_numbers(model) + 4 * SUMMED * PIECES * sums
+
+
+def row_numbers(model: ModelConfig) -> int:
+    """Numbers that a pass makes of one row in its widest layer."""
+    return max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in model.layers) + 8 * model.hidden
 
 
 def spare_bytes(config: EngineConfig, device: torch.device) -> int:
@@ -123,8 +139,7 @@ def rows_beside(model: ModelConfig, rows: int, work: float, most: int) -> int:
 def rows_alone(model: ModelConfig, rows: int, most: int, spare: int) -> int:
     """The same where no sequence decodes: up to `most`, as far as what a pass holds of its rows is little of
     `spare`, the memory that nothing was granted of. rows: as `prompt_rows` says."""
-    each = max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in model.layers) + 8 * model.hidden  # numbers of two bytes
-    while most > rows and most * each * 2 > spare // 4:
+    while most > rows and 2 * most * row_numbers(model) > spare // 4:
         most //= 2
     return max(rows, most)
 

@@ -64,6 +64,7 @@ class Tokenizer:
         metaspace = any(s.get("type") == "Metaspace" and s.get("prepend_scheme", "always") != "never" for s in steps)
         self.strips_space = strips or metaspace  # the first word's space is the tokenizer's own
         self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
         self.elsewhere: Callable[[str, bool], list[int]] | None = None  # `ids` of long texts, where a server has them made
 
     # ---- text and ids -----------------------------------------------------------------------------------------------
@@ -93,6 +94,15 @@ class Tokenizer:
         if known is None:
             known = self._bytes[index] = self._compute_bytes(index)
         return known
+
+    def token_text(self, index: int) -> str | None:
+        """The same as text; None where it is not made of whole characters."""
+        if index not in self._texts:
+            try:
+                self._texts[index] = self.token_bytes(index).decode()
+            except UnicodeDecodeError:
+                self._texts[index] = None
+        return self._texts[index]
 
     def _compute_bytes(self, index: int) -> bytes:
         token = self.backend.id_to_token(index) if 0 <= index < 1 << 31 else None
@@ -169,14 +179,20 @@ class Detokenizer:
         self.tokenizer, self.keep_special = tokenizer, keep_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._strip = tokenizer.strips_space and len(prompt) == 0
+        self._whole = True  # no half a character is kept
 
     def push(self, ids: Iterable[int]) -> str:
         tokenizer, text = self.tokenizer, ""
         for index in ids:
             if index in tokenizer.special_ids and (not self.keep_special or index in tokenizer.eos_ids):
                 continue
-            text += self._utf8.decode(tokenizer.token_bytes(index))
-        return self._first(text)
+            whole = tokenizer.token_text(index) if self._whole else None
+            if whole is None:
+                text += self._utf8.decode(tokenizer.token_bytes(index))
+                self._whole = not self._utf8.getstate()[0]
+            else:
+                text += whole
+        return self._first(text) if self._strip else text
 
     def flush(self) -> str:
         return self._first(self._utf8.decode(b"", final=True))

@@ -145,8 +145,7 @@ class Server:
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
-        with nullcontext() if long else model.runner.expecting():
-            job = await self.desk.run(client, lambda: prepare(body, request, model.prepare), long)
+        job = await self.desk.run(client, lambda: prepare(body, request, model.prepare), long)
         room.close()
         if job.grammar is not None:
             job = job.under(await model.grammars.get(job.grammar, client))

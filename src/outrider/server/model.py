@@ -17,7 +17,7 @@ class Model:
 
     def __init__(self, name: str, backend: Backend, settings: ServerSettings) -> None:
         self.name, self.backend = name, backend
-        self.runner = Runner(backend.engine, 60.0 * settings.keep_prefixes, backend.gather_s)
+        self.runner = Runner(backend.engine, 60.0 * settings.keep_prefixes)
         self.turns = Turns(backend.places or settings.max_concurrent)
         self.grammars = Grammars(backend.tokenizer, backend.vocab_size)
         self.clerk = Clerk(lambda: backend.tokenizer.json, backend.tokenizer.ids_here)

@@ -14,8 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Protocol, cast
+from typing import Protocol
 
 from ..engine.engine import Event as EngineEvent
 from ..spec.plan import Branches
@@ -53,15 +52,17 @@ def bundled(events: Sequence[Event]) -> Event:
     """What several steps said of one request, as if it had been one step."""
     if len(events) == 1:
         return events[0]
-    last = cast(EngineEvent, events[-1])
-    told = [e.logprobs for e in events]
-    return replace(
-        last,
-        tokens=[token for e in events for token in e.tokens],
-        kinds=[kind for e in events for kind in e.kinds],
-        texts=[text for e in events for text in e.texts],
-        logprobs=[entry for some in told for entry in some or ()] if any(some is not None for some in told) else None,
-        tree=next((e.tree for e in reversed(events) if e.tree is not None), None),
+    last, told = events[-1], [e.logprobs for e in events if e.logprobs is not None]
+    return EngineEvent(
+        last.id,
+        [token for e in events for token in e.tokens],
+        [kind for e in events for kind in e.kinds],
+        [text for e in events for text in e.texts],
+        [entry for some in told for entry in some] if told else None,
+        last.finish_reason,
+        last.stats,
+        last.error,
+        next((e.tree for e in reversed(events) if e.tree is not None), None),
     )
 
 
@@ -90,11 +91,6 @@ class Outbox:
                 if ends or id not in self._known:
                     self._soon.add(id)
                     (self._known.discard if ends else self._known.add)(id)
-
-    @property
-    def speaking(self) -> int:
-        """Requests whose answer has begun and not ended."""
-        return len(self._known)
 
     def forget(self, id: str) -> None:
         """Nobody listens to this request any more."""

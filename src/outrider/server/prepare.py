@@ -35,7 +35,6 @@ from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, JSON_CL
 if TYPE_CHECKING:
     from ..llm import LLM
 
-GATHER_S = 0.03
 TOOLS_PROMPT = """You can call functions. These are available:
 <tools>{tools}</tools>
 
@@ -55,7 +54,6 @@ class Backend:
     note: str = ""  # one line about the drafter
     nbytes: int = 0  # weights and K/V; 0: nobody counted
     places: int = 0  # sequences at once; 0: as many as the settings say
-    gather_s: float = 0.0  # so long a step may wait for requests that come at the same time, as it pays where prompts run together
 
     @classmethod
     def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> Backend:
@@ -66,8 +64,7 @@ class Backend:
         ready = llm.engine.serve()
         if ready:
             say(ready)
-        gather = GATHER_S if llm.engine.packs else 0.0
-        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, note, llm.nbytes, gather_s=gather)
+        return cls(llm.engine, llm.tokenizer, llm.config.vocab_size, llm.engine.max_context, note, llm.nbytes)
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,9 @@
 """The engine thread. The engine is single-threaded; everything that touches it happens here.
 
 Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one cycle. Events go out
-to asyncio while the engine waits for its device (outbox.py). Where many requests come at once, a step waits a moment for those that are
-about to be submitted (`expecting`): their prompts run in a few passes together then, not one after the other. An exception in a step
-fails the requests that were in it with an `EngineError` and the thread goes on; after three failing steps in a row with nothing finished
-between them it gives up and `healthy` turns false. Now and then, when there is nothing to compute, the engine gives memory back.
+to asyncio while the engine waits for its device (outbox.py). An exception in a step fails the requests that were in it with an
+`EngineError` and the thread goes on; after three failing steps in a row with nothing finished between them it gives up and `healthy` turns
+false. Now and then, when there is nothing to compute, the engine gives memory back.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -30,8 +28,6 @@ from .trim import trim
 log = logging.getLogger("outrider.server")
 MAX_FAILURES = 3
 TIDY_S = 10.0  # so often memory that nobody uses is looked for
-MANY = 4  # where those who come are fewer than one to so many who are answered, nobody waits for them
-APART = 4  # times as long as the engine waited it does not wait again
 UNREAD = 128  # events of one call that wait to be written: so far ahead of its reader an answer may be, then it waits
 T = TypeVar("T")
 
@@ -137,12 +133,9 @@ class Stream:
 
 
 class Runner:
-    def __init__(self, engine: EngineLike, unused_s: float = 300.0, gather_s: float = 0.0) -> None:
-        """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given back. `gather_s`: so long
-        a step waits at most for requests that are about to come, where nobody is being answered; the less, the more are."""
-        self._engine, self._unused_s, self._gather_s = engine, unused_s, gather_s
-        self._coming = 0  # calls that are being prepared; changed on the event loop only
-        self._gather_at = 0.0  # when a step may next wait for them
+    def __init__(self, engine: EngineLike, unused_s: float = 300.0) -> None:
+        """`unused_s`: prefixes that nobody has asked for in so many seconds are forgotten, and their memory given back."""
+        self._engine, self._unused_s = engine, unused_s
         self._tidy_at = 0.0  # when memory is next looked for
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}  # touched by the engine thread only
@@ -186,15 +179,6 @@ class Runner:
             stream.close()  # the caller went away, or one of several was refused
             raise
 
-    @contextmanager
-    def expecting(self) -> Iterator[None]:
-        """A call is being prepared, which takes a moment, and will be submitted right after it."""
-        self._coming += 1
-        try:
-            yield
-        finally:
-            self._coming -= 1
-
     def abort(self, id: str) -> None:
         self._commands.put(lambda: self._abort(id))
 
@@ -233,7 +217,7 @@ class Runner:
             except queue.Empty:
                 if idle:
                     self._tidy()
-                elif not self._gather():
+                else:
                     self._step()
                 continue
             if command is None:
@@ -245,25 +229,6 @@ class Runner:
         self._streams = dict(running)
         self._deliver([(id, EngineError("the server is shutting down")) for id, _ in running])
         self._outbox.flush()
-
-    def _gather(self) -> bool:
-        """Wait for requests that are about to come, if they are many. False: there was nothing to wait for."""
-        began, coming, answered = time.monotonic(), self._coming, self._outbox.speaking
-        if not coming or not self._gather_s or coming * MANY < answered or began < self._gather_at:
-            return False
-        until = began + self._gather_s * coming / (coming + answered)
-        while self._coming and (left := until - time.monotonic()) > 0:
-            try:
-                command = self._commands.get(True, left)
-            except queue.Empty:
-                break
-            if command is None:
-                self._commands.put(None)
-                break
-            command()
-        now = time.monotonic()
-        self._gather_at = now + APART * (now - began)
-        return True
 
     def _tidy(self) -> None:
         self._tidy_at = time.monotonic() + TIDY_S
@@ -287,12 +252,14 @@ class Runner:
         except Exception as e:
             self._fail(e)
             return
-        if any(e.finish_reason in ("stop", "length") for e in events):
-            self._failures = 0
         out: list[tuple[str, Item]] = [(e.id, e) for e in events]
         for i, event in enumerate(events):
+            if event.finish_reason is None:
+                continue
             if event.finish_reason == "error":
                 out[i] = (event.id, OutriderError(event.error) if event.error else EngineError("the engine failed on this request"))
+            elif event.finish_reason != "abort":
+                self._failures = 0
         self._deliver(out)
         if (
             not self._written or len(self._streams) <= FEW

@@ -7,7 +7,7 @@ import torch
 from tests.engines import VARIANTS, request, tiny_engine
 
 from outrider.config import EngineConfig
-from outrider.engine.room import KV_BYTES, free_bytes, prompt_rows, room, rows_alone, rows_beside
+from outrider.engine.room import KV_BYTES, captured_bytes, free_bytes, prompt_rows, room, rows_alone, rows_beside
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
 from outrider.types import OutriderError
@@ -82,3 +82,11 @@ def test_small_models_take_more_prompts_at_once() -> None:
     rows = {gib: rows_alone(large, 2048, 8192, gib << 30) for gib in (0, 2, 4, 14)}
     assert rows == {0: 2048, 2: 2048, 4: 4096, 14: 8192}, "a card with little room to spare takes no larger passes"
     assert rows_alone(large, 0, 0, 0) == 0
+
+
+def test_captured_passes_are_counted() -> None:
+    """They were not, and what they hold was missing from the memory that is left for work."""
+    small, large = (ModelConfig.from_hf(dict(KNOWN[f"google/gemma-4-{size}-it"])) for size in ("E2B", "31B"))
+    assert captured_bytes(small, 0) == 0
+    assert 77 << 20 < captured_bytes(small, 2048) < 1 << 30
+    assert 307 << 20 < captured_bytes(large, 256) < 1 << 30
