@@ -16,11 +16,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import KVView, Wanted
 from .config import ModelConfig
-from .layers import Block, Ops, gather_blocks, rope_variants
+from .layers import Block, gather_blocks, rope_variants
 from .moe import gather_experts, mix_experts
 from .split import SOLO, Together, piece
 
@@ -47,7 +48,7 @@ class TextModel:
     """Embedding in, head out. One of several processes (`together`, models.split) has its part of the layers, and of embedding and head
     the rows of its tokens."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Ops, together: Together = SOLO):
+    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Backend, together: Together = SOLO):
         self.config, self.ops, self.together = config, ops, together
         share = together.share
         self.tokens = [piece(config.vocab_size, rank, share.world) for rank in range(share.world)]  # of each process
@@ -60,10 +61,7 @@ class TextModel:
         # A packed table has no dtype of its own: ask the op what it hands out.
         self.dtype: torch.dtype = ops.embed(torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0).dtype
         rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
-        self.blocks = gather_blocks(
-            weights, config.layers, rope_of, qkv_bias=config.qkv_bias, out_bias=config.out_bias, mlp_bias=config.mlp_bias,
-            first=share.rank == 0, qk_norm=config.qk_norm, sandwich=config.sandwich, layer_scalar=config.layer_scalar,
-        )  # fmt: skip
+        self.blocks = gather_blocks(weights, config.layers, rope_of, first=share.rank == 0)
         self.experts = gather_experts(weights, config) if config.moe else None
         self.ple_input: PerLayerInput | None = None
         self.ple_blocks: list[PerLayerBlock] = []

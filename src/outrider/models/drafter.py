@@ -23,12 +23,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import DraftRound, KVView
 from .config import DrafterConfig
 from .decoder import TextModel
-from .layers import Ops, gather_blocks, rope_variants
+from .layers import gather_blocks, rope_variants
 from .pairing import bind
 
 
@@ -36,15 +37,14 @@ class MTPNet:
     most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
     combs = False
 
-    def __init__(self, config: DrafterConfig, weights: Mapping[str, Held], ops: Ops, target: TextModel):
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, Held], ops: Backend, target: TextModel):
         layers = bind(config, target.config)
         self.config, self.ops, self.target = config, ops, target
         self.device, self.dtype = plain(weights["norm"]).device, target.dtype
         self.pre: Held = weights["pre"]  # [h, (2 + taps)·Hb]
         self.post: Held | None = weights["post"] if config.has_post else None  # [Hb, h]
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
-        gemma = config.gemma
-        self.blocks = gather_blocks(weights, layers, rope_of, qk_norm=gemma, sandwich=gemma, layer_scalar=gemma)
+        self.blocks = gather_blocks(weights, layers, rope_of)
         self.head: Held = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
         self.centroids: Held | None = None  # [C, Hb or h]
         self.cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids

@@ -13,13 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import AttnSpec
 from .config import LayerSpec, RopeSpec
-
-Ops = Backend
 
 
 def inverse_frequencies(rope: RopeSpec, device: torch.device) -> Tensor:
@@ -69,35 +66,26 @@ class Block:
     next_norm: Tensor  # the norm that reads what this layer leaves: the next layer's, or the final one
 
 
-def gather_blocks(
-    weights: Mapping[str, Held], layers: Sequence[LayerSpec], rope_of: Sequence[int], *,
-    qkv_bias: bool = False, out_bias: bool = False, mlp_bias: bool = False, first: bool = True,
-    qk_norm: bool = False, sandwich: bool = False, layer_scalar: bool = False,
-) -> list[Block]:  # fmt: skip
+def gather_blocks(weights: Mapping[str, Held], layers: Sequence[LayerSpec], rope_of: Sequence[int], first: bool = True) -> list[Block]:
     """first: the process that adds what is added once to a sum of all processes."""
     blocks = []
-    for i, layer in enumerate(layers):
-
-        def get(name: str, at: int = i) -> Held:
-            return weights[f"layers.{at}.{name}"]
-
-        def vector(name: str, at: int = i) -> Tensor:
-            return plain(get(name, at))
-
-        def maybe(name: str, present: bool) -> Tensor | None:
-            return vector(name) if present else None
-
+    for i, (layer, rope) in enumerate(zip(layers, rope_of, strict=True)):
+        here = f"layers.{i}."
+        own = {name.removeprefix(here): weight for name, weight in weights.items() if name.startswith(here)}
         last = i + 1 == len(layers)
         blocks.append(
             Block(
-                spec=layer.attn, rope=rope_of[i],
-                attn_norm=vector("attn_norm"), qkv=get("qkv"), qkv_bias=maybe("qkv_bias", qkv_bias),
-                q_norm=maybe("q_norm", qk_norm), k_norm=maybe("k_norm", qk_norm and layer.attn.writes),
-                out=get("out"), out_bias=maybe("out_bias", out_bias and first), post_attn_norm=maybe("post_attn_norm", sandwich),
-                mlp_norm=vector("mlp_norm"), gate_up=get("gate_up"), gate_up_bias=maybe("gate_up_bias", mlp_bias),
-                down=get("down"), down_bias=maybe("down_bias", mlp_bias and first), post_mlp_norm=maybe("post_mlp_norm", sandwich),
-                scalar=maybe("scalar", layer_scalar),
-                next_norm=plain(weights["norm"]) if last else vector("attn_norm", at=i + 1),
+                spec=layer.attn, rope=rope,
+                attn_norm=plain(own["attn_norm"]), qkv=own["qkv"], qkv_bias=vector(own, "qkv_bias"),
+                q_norm=vector(own, "q_norm"), k_norm=vector(own, "k_norm"),
+                out=own["out"], out_bias=vector(own, "out_bias") if first else None, post_attn_norm=vector(own, "post_attn_norm"),
+                mlp_norm=plain(own["mlp_norm"]), gate_up=own["gate_up"], gate_up_bias=vector(own, "gate_up_bias"),
+                down=own["down"], down_bias=vector(own, "down_bias") if first else None, post_mlp_norm=vector(own, "post_mlp_norm"),
+                scalar=vector(own, "scalar"), next_norm=plain(weights["norm" if last else f"layers.{i + 1}.attn_norm"]),
             )
         )  # fmt: skip
     return blocks
+
+
+def vector(weights: Mapping[str, Held], name: str) -> Tensor | None:
+    return plain(weights[name]) if name in weights else None

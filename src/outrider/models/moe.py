@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..ops.backend import Backend
 from ..ops.formats import Held
 from ..ops.reference import plain
 from .config import ModelConfig
-from .layers import Ops
 from .split import Together
 
 
@@ -45,7 +45,7 @@ def gather_experts(weights: Mapping[str, Held], config: ModelConfig) -> list[Exp
 
 
 def mix_experts(
-    ops: Ops, experts: Experts, gate_up: Held, down: Held, h: Tensor, router_in: Tensor, expert_in: Tensor,
+    ops: Backend, experts: Experts, gate_up: Held, down: Held, h: Tensor, router_in: Tensor, expert_in: Tensor,
     top_k: int, act: str, eps: float, together: Together,
 ) -> Tensor:  # fmt: skip
     """gate_up, down: the dense MLP. h, router_in, expert_in [R, H]: norms of the residual stream that it, router and experts read."""
