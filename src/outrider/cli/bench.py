@@ -62,20 +62,20 @@ def bench(
     """
     from ..bench import workloads
 
-    trees = common.parts(tree)
+    guessers, trees = common.parts(drafters), common.parts(tree)
     for text in trees:
         parse_tree(text)
     options = common.LoadOptions(
         tree=trees[0] if len(trees) == 1 else "auto", verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
         quantize=quantize, seed=seed, tensor_parallel=tensor_parallel,
     )  # fmt: skip
-    if tensor_parallel > 1 and len(common.parts(drafters)) > 1:
+    if tensor_parallel > 1 and len(guessers) > 1:
         raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
     if simulate is not None:
-        _simulate(model, common.parts(drafters)[0], simulate, options, as_json)
+        _simulate(model, guessers[0], simulate, options, as_json)
         return
     if card is not None:
-        _card(model, common.parts(drafters)[0], card)
+        _card(model, guessers[0], card)
         return
     ks = _ks(draft_tokens)
     temperatures, batches = common.numbers(temperature, float, "--temperature"), common.numbers(batch, int, "--batch")
@@ -88,21 +88,21 @@ def bench(
     if max_tokens is not None:
         prompts = [workloads.Prompt(p.id, p.category, p.text, min(p.max_tokens, max_tokens), p.check) for p in prompts]
     if record_traces is not None:
-        _record(model, common.parts(drafters)[0], prompts, record_traces, temperatures[0], seed, options)
+        _record(model, guessers[0], prompts, record_traces, temperatures[0], seed, options)
         return
     from .. import __version__
     from ..bench import harness, report
     from ..bench import quality as grading
     from ..spec.cost import machine_name
 
-    names = _names(common.parts(drafters), ks, trees) + list(common.parts(against))
+    names = _names(guessers, ks, trees) + list(common.parts(against))
     settings = harness.Settings(
         model, suite, tuple(names), temperatures, batches, repeats, len(prompts), machine_name(_accelerator(device), threads),
         __version__, seed,
     )  # fmt: skip
     store = harness.Store(output, settings, resume)
     if len(store.done) < harness.total(settings, prompts):
-        contestants = _contestants(model, common.parts(drafters), ks, trees, common.parts(against), max(batches), options)
+        contestants = _contestants(model, guessers, ks, trees, common.parts(against), max(batches), options)
         _run(contestants, prompts, settings, store)
     cells = list(harness.read_cells(output))
     rows = report.summarise(cells)

@@ -22,7 +22,6 @@ from ..ops.reference import plain
 from ..types import KVView, Wanted
 from .config import ModelConfig
 from .layers import Block, gather_blocks, rope_variants
-from .moe import gather_experts, mix_experts
 from .split import SOLO, Together, piece
 
 
@@ -44,6 +43,20 @@ class PerLayerInput:
     norm: Tensor  # [ple]
 
 
+@dataclass(frozen=True)
+class Experts:
+    """One layer's routed experts, beside its dense MLP, and their router."""
+
+    router: Held  # [E, H]
+    router_norm: Tensor  # [H] float32: the router's own scale times hidden^-0.5
+    expert_scale: Tensor  # [E] float32
+    gate_up: Held  # [E, 2·I, H]
+    down: Held  # [E, H, I]
+    norm: Tensor  # before the experts
+    post_norm: Tensor  # after the experts
+    post_dense_norm: Tensor  # after the dense MLP
+
+
 class TextModel:
     """Embedding in, head out. One of several processes (`together`, models.split) has its part of the layers, and of embedding and head
     the rows of its tokens."""
@@ -62,7 +75,7 @@ class TextModel:
         self.dtype: torch.dtype = ops.embed(torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0).dtype
         rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
         self.blocks = gather_blocks(weights, config.layers, rope_of, first=share.rank == 0)
-        self.experts = gather_experts(weights, config) if config.moe else None
+        self.experts = [self.routed(weights, f"layers.{i}.") for i in range(len(config.layers))] if config.moe else None
         self.ple_input: PerLayerInput | None = None
         self.ple_blocks: list[PerLayerBlock] = []
         if config.ple_dim:
@@ -77,7 +90,7 @@ class TextModel:
     ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """ids [R] at kv.positions -> hidden [R, H] after the final norm, of the rows that are wanted (None: all of them, else [W, H]); with
         taps also their residual streams after those layers."""
-        ops, total, moe, eps, act = self.ops, self.total, self.config.moe, self.config.norm_eps, self.config.activation
+        ops, total, eps, act = self.ops, self.total, self.config.norm_eps, self.config.activation
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
         ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
@@ -94,14 +107,14 @@ class TextModel:
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
             y = total(ops.linear(ops.attend(q, block.spec, kv), block.out, block.out_bias))
-            if self.experts is None or moe is None:
+            if self.experts is None:
                 x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
                 y = self.mlp(h, block)
             else:  # experts beside the dense MLP; they and their router read norms of their own
                 routed = self.experts[i]
                 norms = (block.mlp_norm, routed.router_norm, routed.norm)
                 x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
-                y = mix_experts(ops, routed, block.gate_up, block.down, h, router_in, expert_in, moe.top_k, act, eps, self.together)
+                y = self.mixed(routed, block, h, router_in, expert_in)
 
             if ple is None:
                 x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
@@ -120,6 +133,29 @@ class TextModel:
             return self.total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
         gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
         return self.total(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
+
+    def mixed(self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor) -> Tensor:
+        """The dense MLP and the experts. h, router_in, expert_in [R, H]: norms of the residual stream that it, router and experts read."""
+        ops, moe, eps, act = self.ops, self.config.moe, self.config.norm_eps, self.config.activation
+        assert moe is not None
+        routing = (router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, moe.top_k, act)
+        if self.together.share.world == 1:
+            return ops.moe_beside(*routing, h, block.gate_up, block.down, experts.post_dense_norm, experts.post_norm, eps)
+        # Each process has a piece of every expert: the sum comes before the norm.
+        dense, routed = self.mlp(h, block), self.total(ops.moe(*routing))
+        return ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)[0]
+
+    def routed(self, weights: Mapping[str, Held], here: str) -> Experts:
+        return Experts(
+            router=weights[here + "router"],
+            router_norm=plain(weights[here + "router_scale"]) * self.config.hidden**-0.5,
+            expert_scale=plain(weights[here + "expert_scale"]),
+            gate_up=weights[here + "experts_gate_up"],
+            down=weights[here + "experts_down"],
+            norm=plain(weights[here + "mlp_norm_2"]),
+            post_norm=plain(weights[here + "post_mlp_norm_2"]),
+            post_dense_norm=plain(weights[here + "post_mlp_norm_1"]),
+        )
 
     def embed(self, ids: Tensor) -> Tensor:
         """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""

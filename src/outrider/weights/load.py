@@ -23,7 +23,7 @@ from ..types import OutriderError, TextFiles
 from . import hub
 from .cut import border, cut_tensor, kept, kept_plan
 from .files import Files, open_source, text_files
-from .names import Config, TensorPlan, ignored, tensor_plan
+from .names import Config, TensorPlan, ignored, only_looked_up, tensor_plan
 from .piece import FLOATS, Piece, find
 from .progress import progress
 from .recipe import recipe
@@ -174,11 +174,6 @@ def check(source: Source, plans: Mapping[str, TensorPlan], config: Config, how: 
 def _some(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"
-
-
-def only_looked_up(config: Config, name: str) -> bool:
-    """A table that no product reads: per-layer embeddings, and the embedding of a model with a head of its own."""
-    return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
 
 
 def hold(plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.device | str, table: bool, halves: bool) -> Held | None:

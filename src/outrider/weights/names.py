@@ -71,6 +71,11 @@ def ignored(name: str, config: Config) -> bool:
     return False
 
 
+def only_looked_up(config: Config, name: str) -> bool:
+    """A table that no product reads: per-layer embeddings, and the embedding of a model with a head of its own."""
+    return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
+
+
 def tensor_plan(config: Config) -> dict[str, TensorPlan]:
     return _target(config) if isinstance(config, ModelConfig) else _drafter(config)
 

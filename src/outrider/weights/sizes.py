@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from ..models.config import DrafterConfig, ModelConfig, text_part
+from ..models.config import ModelConfig, text_part
 from ..ops.formats import Float8, Format, Integer, NvFp4, stays_dense
 from .files import Files, open_source
-from .names import Config, TensorPlan, tensor_plan
+from .names import Config, TensorPlan, only_looked_up, tensor_plan
 from .recipe import recipe
 from .source import Entry
 
@@ -99,11 +99,8 @@ def stored_size(files: Files, config: Config) -> StoredSize:
 
 def share(name: str, plan: TensorPlan, config: Config) -> float:
     """How much of a weight one token reads."""
-    if isinstance(config, DrafterConfig):
-        return 1.0
-    assert isinstance(config, ModelConfig)
-    if name == "ple_embed" or (name == "embed" and not config.tied):
+    if only_looked_up(config, name):
         return 1.0 / plan.shape[0]
-    if config.moe is not None and ".experts_" in name:
+    if isinstance(config, ModelConfig) and config.moe is not None and ".experts_" in name:
         return config.moe.top_k / config.moe.experts
     return 1.0
