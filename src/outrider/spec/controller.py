@@ -133,8 +133,8 @@ class Controller:
                 most = min(cap, self._reach(name, 1, view.context))
                 top = self._risk(seq, times, plain, most)
                 top_rate = self._tolled(self._yield(seq, name, shared, times), toll)
-                tree = view.nodes > 1 and top == most  # near its limit of losses: short lines
-                offer = Choice(name, top, nodes=view.nodes if tree else 0)
+                nodes = view.nodes if top == most else min(view.nodes, top + 1)  # near its limit of losses: as small as the line would be
+                offer = Choice(name, top, nodes=nodes if nodes > 1 else 0)
                 if top > 0 and top_rate > best_rate:
                     best, best_rate = offer, top_rate
                 if top > 0 and name == seq.last.drafter:

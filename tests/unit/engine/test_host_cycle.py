@@ -34,18 +34,22 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 SHAPES["ties"] = {**SHAPES["llama"], "vocab_size": 90}  # a vocabulary of no whole number of vectors, every token's logit there twice
+SHAPES["capped"] = {**SHAPES["ties"], "vocab_size": 2006}
 SHAPES["few"] = {**SHAPES["llama"], "vocab_size": 8}
 SHAPES["few sliding"] = {**SHAPES["sliding"], "vocab_size": 8}
 PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 3, 5]
 
 
-def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0) -> tuple[Engine, Engine]:
+def engines(shape: str, taps: tuple[int, ...] = (), clusters: int = 0, ops: CpuOps | None = None) -> tuple[Engine, Engine]:
     """The same model and drafter; the second without the one call."""
-    ops = CpuOps(threads=2)
+    ops = ops or CpuOps(threads=2)
     config = ModelConfig.from_hf(SHAPES[shape])
     weights = dummy_weights(config, "cpu", torch.float32, ops, None, seed=3)
-    if shape == "ties":
-        weights["head"] = torch.cat((weights["head"][45:], weights["head"][45:]))
+    if shape in ("ties", "capped"):
+        half = weights["head"][config.vocab_size // 2 :]
+        weights["head"] = torch.cat((half, half))
+    if shape == "capped":
+        config, weights["head"] = replace(config, softcap=5.0), weights["head"] * 20.0
     model = ops.compile(TextModel(config, weights, ops))
     own = design.plain(config, reads=(0, 2), intermediate=64, taps=taps, clusters=clusters, cluster_top=3 if clusters else 0)
     drafter = ops.compile_drafter(MTPNet(own, dummy_weights(own, "cpu", torch.float32, ops, None, seed=4), ops, model))

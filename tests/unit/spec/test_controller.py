@@ -162,6 +162,20 @@ def test_confidence_ends_drafts_once_it_is_calibrated():
     assert 0.0 < choice.drop < choice.stop < 1.0 and trust[15] > 0.8 > 0.2 > trust[1]
 
 
+def test_a_request_near_its_limit_of_losses_drafts_small_trees():
+    """Not lines: where tokens are drawn a line is right half as often, so such a request would go on losing."""
+    controller = Controller(copy(DEAR), ("mtp",), {"mtp": [0.9] * 4}, {"mtp": [(i + 0.5) / 16 for i in range(16)]})
+    seen = []
+    for _ in range(6):  # nothing is ever right
+        (choice,) = controller.plan([SeqView("a", {"mtp": 16}, 0, 200, 300, None, 16)])
+        drafted = min(choice.nodes, 3)
+        tree = Branches.of([0] * drafted, []) if choice.nodes else None
+        controller.observe("a", choice.drafter, drafted, 0, [0.5] * drafted if tree else None, tree)
+        seen.append(choice)
+    drafts = [c for c in seen if c.k]
+    assert len(drafts) > 1 and all(c.nodes == c.k + 1 for c in drafts) and drafts[-1].k < drafts[0].k and seen[-1] == PLAIN
+
+
 @pytest.mark.parametrize("extra,path,taken", [(1e-5, [5, 6, 7], True), (8e-3, [5, 6, 7], False), (2e-3, [1, 2, 3], False)])
 def test_trees_of_a_fixed_size_are_taken_where_they_pay(extra, path, taken):
     """extra: what a tree costs beside a line as deep, of a plain step of 10 ms. path: where the right tokens stood in the trees that were

@@ -62,19 +62,22 @@ static void verdict_region(Team *team, int me, void *job) {
     }
 }
 
-/* Greedy choosing needs no logits in memory: every member keeps the best of its outputs. */
-typedef struct { const Cycle *c; Acts a; int rows; Best *best; } GreedyJob; /* best: [members, rows] */
-static void greedy_region(Team *team, int me, void *job) {
-    const GreedyJob *j = job;
+/* Choosing needs no logits in memory where nobody wants logprobs: every member keeps the best of its outputs, of z or of z with its noise,
+ * while it waits for the next weights. */
+typedef struct { const Cycle *c; Acts a; int rows; const Draw *draw; Best *best; } BestJob; /* best: [members, rows] */
+static void best_region(Team *team, int me, void *job) {
+    const BestJob *j = job;
     const Weight *w = &j->c->head;
     Best *mine = j->best + (long)me * j->rows;
     int lo, hi;
     team_share(team, me, j->rows, &lo, &hi);
     for (int r = lo; r < hi && w->kind != W_DENSE; r++) acts_row(&j->a, r);
-    for (int r = 0; r < j->rows; r++)
+    for (int r = 0; r < j->rows; r++) {
         for (int i = 0; i < LANES; i++) mine[r].value[i] = -INFINITY, mine[r].group[i] = 0.0f;
+        mine[r].found = -INFINITY;
+    }
     team_barrier(team);
-    To to = {TO_STORE, .cap = j->c->cap, .best = mine};
+    To to = {TO_STORE, .cap = j->c->cap, .best = mine, .draw = j->draw};
     product_phase(team, me, w, &j->a, j->rows, &to);
     team_barrier(team);
     for (int r = lo; r < hi; r++) {
@@ -89,13 +92,21 @@ static void greedy_region(Team *team, int me, void *job) {
         j->c->chosen[r] = at;
     }
 }
-static int choose_greedy(Team *team, const Cycle *c, const float *x, int rows) {
+static int choose_best(Team *team, const Cycle *c, const float *x, int rows, const int64_t *row_seq, const int64_t *position) {
     const Weight *w = &c->head;
+    const size_t acts = acts_bytes(rows, w->k), best = (size_t)team->size * rows * sizeof(Best);
     team_begin(team);
-    char *at = team_scratch(team, acts_bytes(rows, w->k) + (size_t)team->size * rows * sizeof(Best));
+    char *at = team_scratch(team, acts + best + rows * sizeof(Draw));
     if (at) {
-        GreedyJob job = {c, acts_at(at, rows, w->k, x, w->k), rows, (Best *)(at + acts_bytes(rows, w->k))};
-        team_run(team, greedy_region, &job);
+        Draw *draw = (Draw *)(at + acts + best);
+        int hot = 0;
+        for (int r = 0; r < rows; r++) {
+            const int64_t b = row_seq[r];
+            draw[r] = (Draw){noise_key(c->seed[b], position[r] + 1), c->hot[b], c->temperature[b]};
+            hot |= c->hot[b];
+        }
+        BestJob job = {c, acts_at(at, rows, w->k, x, w->k), rows, hot ? draw : NULL, (Best *)(at + acts)};
+        team_run(team, best_region, &job);
     }
     team_end(team);
     return at ? 0 : 1;
@@ -258,14 +269,13 @@ int or_cycle(Team *team, Cycle *c) {
     call.batch.rows = r; call.batch.seqs = B;
     call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
     gather_tables(&call.batch, c, NULL, B, width, tables);
-    int failed = or_forward(team, &call), hot = 0;
-    for (int b = 0; b < B; b++) hot |= c->hot[b];
-    if (!failed && !hot && c->likely < 0) failed = choose_greedy(team, c, call.hidden, r);
+    int failed = or_forward(team, &call);
+    if (!failed && c->likely < 0) failed = choose_best(team, c, call.hidden, r, row_seq, positions);
     else if (!failed) {
         or_logits(team, &c->head, call.hidden, r, c->cap, c->z);
         team_begin(team);
-        VerdictJob job = {c, row_seq, positions, r, c->likely < 0 ? NULL : team_scratch(team, (size_t)team->size * c->head.n * 4)};
-        failed = c->likely >= 0 && !job.warm;
+        VerdictJob job = {c, row_seq, positions, r, team_scratch(team, (size_t)team->size * c->head.n * 4)};
+        failed = !job.warm;
         if (!failed) team_run(team, verdict_region, &job);
         team_end(team);
     }

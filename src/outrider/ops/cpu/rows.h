@@ -95,8 +95,14 @@ INLINE vf vf_noise(vi bits) {
     vf large = vf_sub(zero, vf_log(vf_sub(vf_set(1.0f), vf_max(u, edge))));
     return vf_sub(zero, vf_log(vf_pick_lt(u, edge, small, large)));
 }
-INLINE vf vf_gumbel(uint32_t key, vi token) {
-    return vf_noise(vi_noise_bits(key, vi_mix32(vi_add(token, vi_set((int32_t)0x85EBCA6Bu)))));
+INLINE vi vi_token_hash(vi token) { return vi_mix32(vi_add(token, vi_set((int32_t)0x85EBCA6Bu))); }
+INLINE vf vf_gumbel(uint32_t key, vi token) { return vf_noise(vi_noise_bits(key, vi_token_hash(token))); }
+/* No less than vf_noise of the same bits, and little more where u is small: E is no less than u, u no less than its first 24 bits, and a
+ * logarithm to base 2 no less than what a float's own bits say if they are read as a number (exponent and, in a straight line, fraction).
+ * Rounding keeps an order, so z + this is no less than z + noise, whatever z. */
+INLINE vf vf_noise_most(vi bits) {
+    const vf log2 = vi_to_float(vf_bits(vi_to_float(vi_shr(bits, 8)))); /* (127 + 24 + log2(u)) << 23, or less */
+    return vf_sub(vf_set(104.6662f), vf_mul(log2, vf_set(8.2629582e-8f))); /* 151 · log(2) + 0.001, log(2) / 2^23 */
 }
 
 /* The softmax of z at one column; 0 where z is no number. */
@@ -146,9 +152,8 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
     if (first == n) return 0; /* no numbers */
     if (!hot) return first;
     const uint32_t key = noise_key(seed, position);
-    /* Noise lies in (-2.9, 22.9), and is at most -log(u) where u is what its 32 bits make. So a column can only win where u is below
-     * e^(z - found), and for nearly all columns one look at the bits says that it is not. The search begins just below the score of the
-     * largest z: that column is met again, or an earlier one that is as good. */
+    /* Noise lies in (-2.9, 22.9), and for nearly all columns one look at its bits says that they cannot win. The search begins just below
+     * the score of the largest z: that column is met again, or an earlier one that is as good. */
     float found = -INFINITY, noise[LANES];
     vf_store(noise, vf_gumbel(key, vi_set((int32_t)(tokens ? tokens[first] : first))));
     if (fabsf(top) < INFINITY) found = top + noise[0] - (0.001f + 1e-6f * fabsf(top));
@@ -161,9 +166,8 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
         if (!vf_any_ge(v, vf_set(found - 23.0f))) continue;
         int32_t ids[LANES];
         for (int j = 0; j < LANES; j++) ids[j] = j < count ? (tokens ? (int32_t)tokens[i + j] : i + j) : 0;
-        const vi bits = vi_noise_bits(key, vi_mix32(vi_add(vi_load(ids), vi_set((int32_t)0x85EBCA6Bu))));
-        const vf least = vf_mul(vi_to_float(vi_shr(bits, 16)), vf_set(1.0f / 65536.0f)); /* u is no less */
-        if (!vf_any_ge(vf_mul(vf_exp(vf_sub(v, vf_set(found))), vf_set(1.01f)), least)) continue;
+        const vi bits = vi_noise_bits(key, vi_token_hash(vi_load(ids)));
+        if (!vf_any_ge(vf_add(v, vf_noise_most(bits)), vf_set(found))) continue;
         v = vf_add(v, vf_noise(bits));
         if (!vf_any_ge(v, vf_set(found))) continue;
         vf_store(t, v);

@@ -4,7 +4,9 @@
 
 #define TAKE(bytes) (used += UP(bytes), at ? at + used - UP(bytes) : NULL) /* a piece of scratch at `at`; NULL: only counted */
 
-typedef struct { float value[LANES], group[LANES]; } Best; /* of a row, by lane: the largest answer and the first group that gave it */
+/* Of a row, by lane: the largest answer and the first group that gave it; of a drawn one also the largest of all lanes. */
+typedef struct { _Alignas(64) float value[LANES], group[LANES], found; } Best;
+typedef struct { uint32_t key; int hot; float temperature; } Draw; /* a row's token: the largest of answer / temperature + noise where hot */
 
 typedef struct { /* where a product's answers go */
     enum { TO_STORE, TO_GATED, TO_TIMES } how;
@@ -17,6 +19,7 @@ typedef struct { /* where a product's answers go */
     float cap;             /* STORE: softcap; 0: none */
     Acts *quantised;       /* GATED, TIMES: also quantise what was written */
     Best *best;            /* [rows] or NULL: kept up to date */
+    const Draw *draw;      /* [rows] or NULL: the best are those of the answers */
     int cut;               /* the first `cut` outputs and the rest are shared out separately (0: all together) */
 } To;
 
@@ -34,6 +37,19 @@ INLINE void best_seen(Best *b, vf y, int g, int left) {
     vf_store(b->value, vf_max(y, top));
 }
 
+INLINE vi token_hashes(int first) { /* of sixteen tokens in a row */
+    static const int32_t lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return vi_token_hash(vi_add(vi_load(lane), vi_set(first)));
+}
+/* The same with the noise of the sixteen tokens whose hashes are given. For nearly all of them one look at the bits says that none wins. */
+INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
+    if (d->temperature != 1.0f) y = vf_div(y, vf_set(d->temperature));
+    const vi bits = vi_noise_bits(d->key, hash);
+    if (!vf_any_ge(vf_add(y, vf_noise_most(bits)), vf_set(b->found))) return;
+    best_seen(b, vf_max(vf_add(y, vf_noise(bits)), vf_set(-INFINITY)), g, left); /* what is no number does not win */
+    b->found = vf_hmax(vf_load(b->value));
+}
+
 /* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all */
 INLINE void product_group(const Weight *w, const Acts *a, const To *to, int n, int g, int m0, int mc, float *tile) {
     float up[TILE_ROWS * LANES];
@@ -41,13 +57,16 @@ INLINE void product_group(const Weight *w, const Acts *a, const To *to, int n, i
     for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
     product_tile(w, g, a, m0, mc, tile);
     if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
+    vi hash = vi_set(0);
+    if (to->draw) hash = token_hashes(at);
     for (int m = 0; m < mc; m++) {
         const long row = m0 + m;
         vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
         if (to->how == TO_GATED) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(up + LANES * m), to->bias, n + at, left));
         else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
         else if (to->cap > 0.0f) y = vf_softcap(y, to->cap);
-        if (to->best) best_seen(to->best + row, y, g, left);
+        if (to->draw && to->draw[row].hot) draw_seen(to->best + row, to->draw + row, y, hash, g, left);
+        else if (to->best) best_seen(to->best + row, y, g, left);
         if (to->out) vf_store_n(to->out + row * to->ldo + at, y, left);
         if (to->quantised) vf_store(tile + LANES * m, y);
     }
