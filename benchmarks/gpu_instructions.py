@@ -20,9 +20,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
+from gpu_quant import made
 from torch import Tensor
 
-from outrider.ops.formats import BLOCKS, Block, Float8, Integer, NvFp4, Weight
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quant_tiles import QuantTile, choose_quant_tile
 from outrider.ops.triton.repack import QuantWeight, repack
@@ -30,19 +30,6 @@ from outrider.ops.triton.repack import QuantWeight, repack
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE, N, K = ("cuda", torch.bfloat16, 2048, 2048) if CUDA else ("cpu", torch.float32, 64, 256)
 FORMATS = ("Q5_K", "Q5_1", "Q5_0", "Q4_K", "int4", "int4-g128", "Q6_K", "int8", "fp8", "nvfp4")
-
-
-def made(name: str) -> Weight:
-    dense = {"int4": Integer(4, 32), "int4-g128": Integer(4, 128), "int8": Integer(8, 128), "fp8": Float8(), "nvfp4": NvFp4()}
-    if name in dense:
-        return dense[name].quantise(torch.randn((N, K), device=DEVICE) * 0.02)
-    size, nbytes = BLOCKS[name]
-    blocks = torch.randint(0, 256, (N, K // size, nbytes), dtype=torch.uint8, device=DEVICE)
-    half = torch.tensor([1e-5 if name == "Q6_K" else 5e-4], dtype=torch.float16, device=DEVICE).view(torch.uint8)
-    places = (208,) if name == "Q6_K" else (0, 2) if name in ("Q4_K", "Q5_K", "Q4_1", "Q5_1") else (0,)
-    for at in places:
-        blocks[:, :, at : at + 2] = half
-    return Weight(Block(name), (N, K), {"blocks": blocks.view(N, -1)})
 
 
 def inputs() -> dict[str, Tensor]:
@@ -63,7 +50,7 @@ def tiles(w: QuantWeight) -> dict[str, tuple[QuantTile, int]]:
 
 def one(name: str) -> None:
     torch.manual_seed(1)
-    w = repack(made(name))
+    w = repack(made(name, N, K, DEVICE))
     assert w is not None
     seen = torch.zeros(1 << 14, dtype=torch.int32, device=DEVICE)
     row: dict[str, object] = dict(format=name)

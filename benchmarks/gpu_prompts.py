@@ -9,9 +9,7 @@ Every shape must give the bits of the kernels that take few rows; a line with OT
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import astuple
@@ -23,10 +21,9 @@ from gpu_common import BF16, FAILED, RESULTS, attempt, begin, finish, graph_us, 
 from gpu_many import PRODUCTS, SPECS, packed, pooled
 
 from outrider import LLM, SamplingParams
-from outrider.bench.gpu import Rig, collect, time_ms
+from outrider.bench.gpu import SIZES, Rig, collect, time_ms
 from outrider.config import EngineConfig
 from outrider.engine.capture import Graph
-from outrider.models.known import KNOWN
 from outrider.ops.triton import TritonOps, attention, norm, prompts, rope
 from outrider.ops.triton.linear import product
 from outrider.ops.triton.prompts import Shape
@@ -185,15 +182,13 @@ def models(sizes: list[str], tables: bool) -> None:
 def engine(sizes: list[str]) -> None:
     """Seconds for prompts of 1,024 tokens with 1 and with 16 tokens of each answer, best of two (benchmarks/engine_throughput.py's measure)."""
     for size in sizes:
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "config.json").write_text(json.dumps(KNOWN[f"google/gemma-4-{size}-it"]))
-            most = max(BATCHES[size])
-            room = EngineConfig(max_batch=most, max_context=1024 + 144, kv_tokens=most * (1024 + 176), prefix_cache=False)
-            llm = LLM.load(folder, drafter="none", draft_tokens=0, device="cuda", load_format="dummy", engine=room)
-            for batch in BATCHES[size]:
-                attempt(f"engine {size} {batch}", through, llm, size, batch)
-            del llm
-            collect()
+        most = max(BATCHES[size])
+        room = EngineConfig(max_batch=most, max_context=1024 + 144, kv_tokens=most * (1024 + 176), prefix_cache=False)
+        llm = LLM.load(SIZES[size], drafter="none", draft_tokens=0, device="cuda", load_format="dummy", engine=room)
+        for batch in BATCHES[size]:
+            attempt(f"engine {size} {batch}", through, llm, size, batch)
+        del llm
+        collect()
 
 
 def through(llm: LLM, size: str, batch: int) -> None:

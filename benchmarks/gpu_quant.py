@@ -17,7 +17,6 @@ import gc
 import json
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -31,7 +30,7 @@ from outrider.bench.gpu import SIZES, Rig
 from outrider.config import EngineConfig
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
-from outrider.ops.formats import Block, Float8, Held, Integer, NvFp4, Weight, stays_dense
+from outrider.ops.formats import BLOCKS, Block, Float8, Held, Integer, NvFp4, Weight, stays_dense
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quantised import QuantTritonOps
 from outrider.ops.triton.repack import repack
@@ -41,15 +40,16 @@ BANDWIDTH = 4.39e12
 SHAPES = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376), "out": (5376, 8192)}
 
 
-def made(name: str, n: int, k: int) -> Weight:
+def made(name: str, n: int, k: int, device: str = "cuda") -> Weight:
+    """Random weights as this format holds them."""
     formats = {"int4": Integer(4, 32), "int4-g128": Integer(4, 128), "int8": Integer(8, 128), "fp8": Float8(), "nvfp4": NvFp4()}
     if name in formats:
-        return formats[name].quantise(torch.randn((n, k), device="cuda", dtype=torch.bfloat16) * 0.02)
-    size, nbytes, scales = {"Q4_0": (32, 18, 2), "Q4_K": (256, 144, 4), "Q5_K": (256, 176, 4), "Q6_K": (256, 210, 0)}[name]
-    blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8, device="cuda")
-    blocks[:, :, :scales] = torch.full((scales // 2,), 5e-4, dtype=torch.float16, device="cuda").view(torch.uint8)
-    if name == "Q6_K":
-        blocks[:, :, 208:] = torch.full((1,), 1e-5, dtype=torch.float16, device="cuda").view(torch.uint8)
+        return formats[name].quantise(torch.randn((n, k), device=device, dtype=torch.bfloat16) * 0.02)
+    size, nbytes = BLOCKS[name]
+    blocks = torch.randint(0, 256, (n, k // size, nbytes), dtype=torch.uint8, device=device)
+    half = torch.tensor([1e-5 if name == "Q6_K" else 5e-4], dtype=torch.float16, device=device).view(torch.uint8)
+    for at in (208,) if name == "Q6_K" else (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):  # factors and offsets
+        blocks[:, :, at : at + 2] = half
     return Weight(Block(name), (n, k), {"blocks": blocks.view(n, -1)})
 
 
@@ -79,14 +79,9 @@ def products(formats: list[str], shapes: list[str]) -> None:
 
 def loaded(size: str, quantize: str | None, k: int, most: int, length: int, kv: str) -> LLM:
     """Dummy weights, and room for so many sequences of that length."""
-    with tempfile.TemporaryDirectory() as root:
-        for name in (f"gemma-4-{size}-it", f"gemma-4-{size}-it-assistant"):
-            (Path(root) / name).mkdir()
-            (Path(root) / name / "config.json").write_text(json.dumps(dict(KNOWN[f"google/{name}"])))
-        engine = EngineConfig(max_batch=most, max_context=length + 128, kv_tokens=most * (length + 160), kv_dtype=kv, prefix_cache=False)
-        target = f"{root}/gemma-4-{size}-it"
-        drafter = f"{target}-assistant" if k else "none"
-        return LLM.load(target, drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
+    engine = EngineConfig(max_batch=most, max_context=length + 128, kv_tokens=most * (length + 160), kv_dtype=kv, prefix_cache=False)
+    drafter = f"{SIZES[size]}-assistant" if k else "none"
+    return LLM.load(SIZES[size], drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
 
 
 class GgufOps(QuantTritonOps):

@@ -30,7 +30,6 @@ from torch import Tensor
 from outrider.bench.gpu import SIZES
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
-from outrider.ops.formats import Integer
 from outrider.ops.triton.linear import product
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quant_tiles import QuantTile
@@ -69,7 +68,7 @@ def variants(n: int, chunks: int) -> list[QuantTile]:
 
 
 def held(format: str, n: int, k: int) -> QuantWeight:
-    weight = repack(made(format, n, k) if CUDA else Integer(4, 32).quantise(torch.randn(n, k)))
+    weight = repack(made(format, n, k, DEVICE))
     assert weight is not None
     return weight
 
