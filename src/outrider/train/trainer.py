@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import reduce
 from pathlib import Path
 
 import torch
@@ -77,23 +78,6 @@ class Progress:
     seconds: float = 0.0
     best: float = -math.inf
     since_best: int = 0
-
-
-@dataclass
-class Tally:
-    """Losses and statistics since the last report."""
-
-    loss: Tensor  # sum over batches
-    stats: Tensor  # [3, unroll]: hits, alpha, rows of each step
-    since: float
-    count: int = 0
-
-    @staticmethod
-    def empty(unroll: int, device: torch.device) -> Tally:
-        return Tally(torch.zeros((), device=device), torch.zeros(3, unroll, device=device), time.perf_counter())
-
-    def add(self, loss: Tensor, stats: Tensor) -> None:
-        self.loss, self.stats, self.count = self.loss + loss, self.stats + stats, self.count + 1
 
 
 class Trainer:
@@ -187,7 +171,8 @@ class Trainer:
         """Until the steps or minutes are done, evaluation says so, or somebody asks to stop. Saves as it goes and at the end."""
         s, p = self.settings, self.progress
         began = time.perf_counter() - p.seconds
-        tally, saved = Tally.empty(s.unroll, self.device), time.perf_counter()
+        told = saved = time.perf_counter()
+        results: list[tuple[Tensor, Tensor]] = []  # since the last report
         batches = prefetch(self.batches()) if self.device.type == "cuda" else self.batches()
         slowest = 0.0  # seconds of a step: none is begun that would end too late
         for batch, epoch, taken in batches:
@@ -198,17 +183,17 @@ class Trainer:
             self.bits = 4 if self.share(passed) >= s.four_bits_from else None
             loss, stat = self.loss(batch.to(self.device))
             (loss / s.accumulate).backward()
-            tally.add(loss.detach(), stat)
+            results.append((loss.detach(), stat))
             p.epoch, p.taken = epoch, taken
-            if tally.count % s.accumulate:
+            if len(results) % s.accumulate:
                 continue
             self.update(lr)
             p.step += 1
             p.seconds = time.perf_counter() - began
             slowest = max(0.9 * slowest, p.seconds - passed)
             if p.step % s.log_every == 0 or p.step == 1:
-                self.report(tally, lr)
-                tally = Tally.empty(s.unroll, self.device)
+                self.report(results, time.perf_counter() - told, lr)
+                results, told = [], time.perf_counter()
             if self.device.type == "cpu":
                 self.tell(self.share(p.seconds), f"step {p.step}, loss {float(loss.detach()):.3f}")
             if out is not None and ((s.save_every and p.step % s.save_every == 0) or self.due(saved)):
@@ -216,8 +201,8 @@ class Trainer:
                 saved = time.perf_counter()
             if s.eval_every and p.step % s.eval_every == 0 and self.judge(out):
                 break
-        if tally.count:
-            self.report(tally, 0.0)
+        if results:
+            self.report(results, time.perf_counter() - told, 0.0)
         if out is not None:
             self.save(out)
 
@@ -233,8 +218,10 @@ class Trainer:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-    def report(self, tally: Tally, lr: float) -> None:
-        loss, stats, seconds = tally.loss / tally.count, tally.stats, time.perf_counter() - tally.since
+    def report(self, results: list[tuple[Tensor, Tensor]], seconds: float, lr: float) -> None:
+        """results: of every batch in these seconds, as `loss` gives them."""
+        loss = reduce(torch.add, [loss for loss, _ in results]) / len(results)
+        stats = reduce(torch.add, [stats for _, stats in results])
         self.group.mean_((loss, stats))  # so that all stop when one sees a loss that is not a number
         hits, alpha, rows = stats.cpu() * self.group.world
         value, p = float(loss), self.progress
@@ -243,7 +230,7 @@ class Trainer:
         self.tell(self.share(p.seconds), f"step {p.step}, loss {value:.3f}, first draft right {float(hits[0] / rows[0].clamp_min(1)):.0%}")
         self.log({
             "step": p.step, "epoch": p.epoch, "loss": round(value, 5), "lr": lr, "seconds": round(p.seconds, 2),
-            "steps_per_s": round(tally.count / self.settings.accumulate / max(seconds, 1e-9), 2),
+            "steps_per_s": round(len(results) / self.settings.accumulate / max(seconds, 1e-9), 2),
             "anchors_per_s": round(float(rows[0]) / max(seconds, 1e-9)),
             "hit": [round(float(v), 4) for v in hits / rows.clamp_min(1)], "alpha": [round(float(v), 4) for v in alpha / rows.clamp_min(1)],
         })  # fmt: skip
