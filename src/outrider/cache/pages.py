@@ -26,7 +26,7 @@ class PagePool:
         return len(self._free)
 
     def alloc(self) -> int:
-        """Only where one is free."""
+        """A page that nobody holds. The caller has made sure that there is one."""
         page = self._free.pop()
         self.refs[page] = 1
         return page

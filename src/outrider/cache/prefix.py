@@ -108,7 +108,7 @@ class PrefixCache:
                 self._drop(key)
 
     def drop_unused(self, seconds: float) -> None:
-        """Give up what nobody has asked for in so long."""
+        """Give up the pages that no request has used for so many seconds."""
         since = self.seconds() - seconds
         for key in [k for k, e in self.entries.items() if e.when <= since]:
             self._drop(key)

@@ -110,7 +110,7 @@ class KVStore:
         self._layers = [(name, t.view(torch.uint8)) for name, t in both if t is not None]  # swapping moves bytes, whatever they mean
 
     def take_ahead(self) -> None:
-        """From now on memory is taken before sequences need it: for servers, where one sequence's step is everybody's."""
+        """From now on memory is taken before sequences need it: in a server everybody waits while the system hands out memory."""
         for name in self.groups if self.device.type == "cpu" else ():
             layers = [i for i, group in self._group_of.items() if group == name]
             self._ahead[name] = Ahead([t for side in (self.keys, self.values) for i in layers if (t := side[i]) is not None])
@@ -148,7 +148,7 @@ class KVStore:
         return seq, hit
 
     def _enter(self, seq: SeqCache) -> None:
-        """Its row of the tables, and its place among those who run."""
+        """Give the sequence its row of the page tables and enter it among those that run."""
         self.flush()  # what was meant for the slot's last sequence must not come after this
         for name in self.groups:
             row = self.tables[name][seq.slot]
@@ -200,11 +200,12 @@ class KVStore:
         return seq
 
     def forget(self, kept: Kept) -> None:
-        """Nobody will want it back."""
+        """The sequence will not come back: free the host memory that its K/V takes."""
         self.swap.drop(kept)
 
     def place(self, slot: int, fresh: bool, pages: Mapping[GroupName, tuple[int, Sequence[int]]]) -> None:
-        """Pages that somebody else has given to a slot (the first one's number, and where they are); fresh: it is another sequence's."""
+        """Follow another process, which has given these pages to a slot: the first page's number, and the pages. fresh: the slot has a new
+        sequence."""
         if fresh:
             self.flush()
             for table in self.tables.values():
@@ -221,11 +222,11 @@ class KVStore:
         return True
 
     def _most(self, group: Group, pages: int) -> int:
-        """So many pages, or as many as a sequence holds at once under a window."""
+        """So many pages, but no more than a sequence of a sliding group can hold at once."""
         return pages if group.window is None else min(pages, self._bound(group.window))
 
     def _there(self, name: GroupName, pages: int) -> bool:
-        """Are so many pages free, or would be without the prefixes that nobody uses?"""
+        """Are so many pages free, counting those of shared prefixes that no sequence uses and that could be given up?"""
         pool = self.groups[name].pool
         return pages <= pool.free or pages <= pool.free + sum(pool.refs[p] == 1 for p in self.prefix.held(name))
 
@@ -289,7 +290,7 @@ class KVStore:
         return KVView(self.spec.page_size, self.keys, self.values, tables, positions, row_seq, row_start, max_rows, max_context)
 
     def pages(self) -> KVPages:
-        """All of it, with a table row for each slot."""
+        """The whole cache as kernels see it, with a row of the tables for each slot."""
         return KVPages(self.spec.page_size, self.keys, self.values, self.tables)
 
     def bytes(self) -> int:

@@ -86,7 +86,7 @@ class Swap:
         self.drop(kept)
 
     def drop(self, kept: Kept) -> None:
-        """It is not needed any more."""
+        """Give its blocks back without copying anything."""
         self._free += kept.blocks
         kept.blocks = []
 

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class AllowedTokens:
-    """Its own matcher: it never moves."""
+    """Grammar and matcher in one: the same tokens are allowed at every place, so there is no state to advance."""
 
     failed: str | None = None
 

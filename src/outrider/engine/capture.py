@@ -12,7 +12,8 @@ ONE = threading.Lock()  # torch captures one graph at a time in a process, and a
 
 
 class Pool:
-    """Memory that graphs share. Holds a graph of its own: a pool whose last graph is gone must not be captured into again."""
+    """Memory that graphs share. It keeps a graph of its own for as long as it lives, since a pool whose last graph is gone must not be
+    captured into again."""
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -24,9 +24,9 @@ from .cycle import CycleInput, Rows, cycle, verify_coupled
 from .history import NOTHING, Asks, History
 from .tree import Tree
 
-KNOWN = 2 * MAX_DRAFT + 1  # guesses of the host for one sequence: a draft, behind as many tokens as a step in flight may add
+KNOWN = 2 * MAX_DRAFT + 1  # guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
 Choosing = Literal["greedy", "hot", "head 64", "head 1024", "sort"]  # how candidates are found: the cheapest that serves all rows
-Source = Literal["drafter", "host", "both", "drafted"]  # drafted: by a graph that ran before, since masks hang on the drafts
+Source = Literal["drafter", "host", "both", "drafted"]  # drafted: by another graph just before, as masks depend on the drafts
 Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
 
 

@@ -39,8 +39,9 @@ from .passes import Passes
 from .step import Emitted, Flight, Lane, Seq, StepBatch
 
 log = logging.getLogger("outrider")
-NODES = (7, TIMED)  # tokens of the trees that are captured: with the newest one 8 or 16 rows, as the products' tiles have
-TOGETHER, APART = 8, 1 << 18  # sequences with trees in a step, and positions of all: attention leaves sums of every split for every row
+NODES = (7, TIMED)  # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
+# Most sequences of a step with trees, and most positions of them all: attention keeps sums of every row for every split of the keys.
+TOGETHER, APART = 8, 1 << 18
 CONTEXT = 512  # the smallest bound of a graph's context; bounds double
 
 
@@ -160,8 +161,8 @@ class GraphExecutor:
         return Key(self.can.bucket(len(lanes)), k, bound_of(furthest + max(k, nodes)), choosing, source, "cycle", asks, nodes)
 
     def _nodes(self, lanes: Sequence[Lane], depth: int, furthest: int) -> int:
-        """Tokens of each sequence's tree in this step; 0: drafts are lines, as nobody asked for more, or it would be too deep or too wide.
-        Where histories, masks, logprobs or guesses of the host take part they are too: what is drafted changes no answer."""
+        """Tokens of each sequence's tree in this step; 0: drafts are lines, because nobody asked for trees, or they would be too deep or
+        too wide. Steps with penalties, masks, logprobs or guesses of the host have lines as well: what is drafted changes no answer."""
         asked = min(lane.nodes for lane in lanes if lane.k)  # pages are reserved for so many rows of each; who drafts none keeps its root
         if self.drafter is None or not self.trees or not depth < asked or depth > DEEPEST or len(lanes) * furthest > APART:
             return 0
@@ -169,7 +170,7 @@ class GraphExecutor:
         return nodes if nodes > depth and len(lanes) <= TOGETHER else 0
 
     def _asked(self, seqs: list[Seq]) -> tuple[Choosing, Asks]:
-        """How these sequences choose. Looked at again only when the batch changes."""
+        """How these sequences choose, and what else they ask for. Kept until the batch changes."""
         if self._known[0] != seqs:
             params = [seq.request.params for seq in seqs]
             self._known = (seqs, choosing_of(params), Asks.of(params, len(self.machine.eos)))
@@ -351,7 +352,8 @@ class GraphExecutor:
                 self._uploaded["sampling"] = line
 
     def _put(self, name: str, to: Tensor, values: list[int] | list[bool]) -> None:
-        """Rows past the batch are not read, so a shorter line that begins alike still holds."""
+        """Upload a value for each row of the batch, unless the device has them already. Rows past the batch are not read, so what is there
+        may be longer, as long as it begins with these values."""
         if self._uploaded.get(name, ())[: len(values)] != tuple(values):
             to[: len(values)].copy_(upload(values, to.dtype, self.device))
             self._uploaded[name] = tuple(values)

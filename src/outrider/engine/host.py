@@ -57,7 +57,7 @@ class HostExecutor:
         return flight
 
     def _guess(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, list[float]]:
-        """The draft model's guesses go into their lanes; their confidences by lane."""
+        """Let the draft model guess for its lanes: the guesses are put into the lanes, their confidences are returned by lane."""
         assert self.draft_model is not None
         which = [i for i, lane in enumerate(batch.decode) if lane.k and lane.guess is None]
         if not which:

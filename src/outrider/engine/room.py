@@ -46,7 +46,8 @@ def free_bytes(device: torch.device) -> int:
 
 
 def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int = 0) -> int:
-    """Bytes for K/V. rows: the most of one step; pass_rows: of the largest pass over prompts that is captured."""
+    """Bytes for K/V: what is free, less the share that was not granted and what work needs. rows: the most of one step; pass_rows: of
+    the largest pass over prompts that is captured."""
     free, total = torch.cuda.mem_get_info(device)
     work = work_bytes(model.vocab_size, rows) + captured_bytes(model, pass_rows)
     return int(free - (1.0 - config.gpu_memory) * total) - work
@@ -67,13 +68,13 @@ def row_numbers(model: ModelConfig) -> int:
 
 
 def spare_bytes(config: EngineConfig, device: torch.device) -> int:
-    """What of a GPU was not granted to weights, K/V and steps; none elsewhere."""
+    """Bytes of a GPU outside the share that weights, K/V and work were granted (`EngineConfig.gpu_memory`); 0 on a CPU."""
     return int((1.0 - config.gpu_memory) * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
 
 
 def room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int, batch: int = 8, budget: int | None = None) -> Room:
-    """Without a wish: as much as the model knows and the memory holds. batch: sequences at once,
-    unless the configuration says; budget: bytes for K/V on a GPU."""
+    """What the configuration asks for; where it asks for nothing, as much context as the model knows and the memory holds. batch:
+    sequences at once where the configuration does not say; budget: bytes for K/V on a GPU."""
     batch, size = config.max_batch or batch, torch.empty((), dtype=dtype).element_size()
     each = {i: 2 * model.layers[i].attn.kv_heads * row_width(model.layers[i].attn.head_dim, dtype) * size for i in model.kv_layers}
     full = sum(n for i, n in each.items() if model.layers[i].attn.window is None)  # bytes a position; windows do not grow with the context
@@ -91,7 +92,7 @@ def room(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int
 
 
 def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: int, batch: int, budget: int) -> Room:
-    """full, sliding: bytes of a position in the layers of each kind."""
+    """A GPU's budget divided between full and sliding layers. full, sliding: bytes of a position in all layers of that kind."""
     page = config.page_size
     held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
     chunk = config.prefill_chunk or 1024
@@ -110,8 +111,8 @@ def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: 
 
 
 def swap_bytes(config: EngineConfig) -> int:
-    """Host memory for the K/V of sequences that are pre-empted. What is not free at the start is refused. It is taken
-    when it is needed; where the system then gives none, they are computed again."""
+    """Host memory for the K/V of pre-empted sequences, in bytes. More than is free now is refused; it is taken when it is first needed, and
+    where the system then gives none, the sequence is computed again."""
     asked, free = int(config.swap * 2**30), free_bytes(torch.device("cpu"))
     if asked > free:
         raise OutriderError(f"--swap {config.swap:g}: {free / 2**30:.1f} GiB of host memory are free: ask for less")
@@ -137,8 +138,8 @@ def rows_beside(model: ModelConfig, rows: int, work: float, most: int) -> int:
 
 
 def rows_alone(model: ModelConfig, rows: int, most: int, spare: int) -> int:
-    """The same where no sequence decodes: up to `most`, as far as what a pass holds of its rows is little of
-    `spare`, the memory that nothing was granted of. rows: as `prompt_rows` says."""
+    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as the activations of so many rows take at most a quarter of
+    `spare` (see `spare_bytes`), and never fewer than `rows` (see `prompt_rows`)."""
     while most > rows and 2 * most * row_numbers(model) > spare // 4:
         most //= 2
     return max(rows, most)

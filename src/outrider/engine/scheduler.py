@@ -130,7 +130,7 @@ class Scheduler:
         return min(self.pack, self.pack * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
     def _may_be_over(self, seq: Seq) -> bool:
-        """What is in flight may end the answer, or fill its context: wait and see."""
+        """The step in flight may bring the last token of this answer, or fill its context: only when that is known is it planned again."""
         return seq.remaining <= 1 or len(seq.tokens) + seq.ahead >= self.max_context
 
     def _admit(self) -> None:

@@ -33,7 +33,7 @@ class Walk(ABC):
 
     @torch.inference_mode()
     def step(self, engine: Engine) -> bool:
-        """Some rows further; True when there are more. On the engine's thread."""
+        """Read the next rows; True: there are more. Called on the engine's thread, between two of its steps."""
         store, tokens = engine.store, self.tokens
         if self._cache is None:
             if not store.free_slots:
@@ -58,7 +58,7 @@ class Walk(ABC):
 
 
 class Scorer(Walk):
-    """What the model would have thought of each token, with the `top` likeliest in its place."""
+    """The log-probability that the model gives each token of a text, and those of the `top` likeliest tokens in its place."""
 
     logits = True
 

@@ -43,8 +43,8 @@ class Seq:
     computed: int = 0
     cache: SeqCache | None = None  # its slot and pages, while it runs
     kept: Kept | None = None  # what the host keeps of its K/V, while it waits to run again
-    has_features: bool = False  # a drafter can start: of one that starts from it (`fed`) the hidden state at tokens[-2] is known
-    fed: bool = False  # its drafts start from that state: so it is wanted of the prompt's end
+    has_features: bool = False  # a draft may start: where it starts from hidden states (`fed`), the one at tokens[-2] is there
+    fed: bool = False  # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     drafter_off: bool = False
@@ -130,7 +130,7 @@ class Flight:
     batch: StepBatch
     holders: list[SeqCache]
     began: float  # when its decode rows were started: prompt chunks come before
-    rows: int = 0  # of its prompts' passes, with those that filled them up
+    rows: int = 0  # of prompts in this step, with those that only filled up a captured pass
     width: float = 0.0  # drafted tokens a sequence, as the cost table counts them
     context: int = 0  # positions, likewise
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
@@ -158,12 +158,12 @@ class Executor(Protocol):
         ...
 
     def prepare(self) -> str:
-        """Whatever can be made before the first request comes is made now, and from now on nobody is kept waiting for such a thing.
-        Returns a line that says what, and how long it took."""
+        """For servers, before the first request: make now what would otherwise be made when it is first needed (captured graphs), so that
+        no request waits for it. Returns a line that says what was made and how long it took."""
         ...
 
     def times(self, part: str) -> bool:
-        """Is this how that part is run here, and so the one to time?"""
+        """Does this executor run that part of a step in earnest? Then its `probe` is the one to time."""
         ...
 
 

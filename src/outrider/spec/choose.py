@@ -133,7 +133,7 @@ class SamplingBatch:
 
     @property
     def looks_back(self) -> bool:
-        """What is chosen hangs on the tokens before it."""
+        """Does the choice depend on earlier tokens (penalties, forbidden words)? Then rows behind different drafts differ."""
         return self.penalties is not None or self.bad_words is not None
 
     # ---- choosing (device) ----------------------------------------------------------------------------------------

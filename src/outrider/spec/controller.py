@@ -86,7 +86,7 @@ class Controller:
         self._untold: list[Callable[[], None]] = []  # observations to be learnt from
 
     def fresh(self, drafters: tuple[str, ...]) -> Controller:
-        """One that has seen nothing, with the same priors and a copy of the costs."""
+        """A controller that has observed nothing yet, with the same priors and a copy of the cost table."""
         cost = CostTable.from_json(self.cost.to_json())
         return Controller(cost, drafters, self._prior, self._trust)
 
@@ -209,7 +209,7 @@ class Controller:
         return made / (seconds + (drafted - verified) * self._further(name))
 
     def _further(self, drafter: str) -> float:
-        """Seconds of one more step of a drafter, for one sequence."""
+        """Seconds that one more drafted token takes this drafter, for one sequence."""
         return self.cost.draft(drafter, 1, 2) - self.cost.draft(drafter, 1, 1)
 
     def _ending(self, choice: Choice, context: int, size: int, rate: float) -> Choice:

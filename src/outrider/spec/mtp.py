@@ -69,7 +69,7 @@ class MTPDrafter:
         return step
 
     def most_nodes(self, depth: int) -> int:
-        """Tokens that a tree so deep can have."""
+        """The most tokens that a tree of this depth can have in a captured step."""
         return BRANCH * depth if self.model.combs else most_nodes(depth)
 
     def plant(self, batch: DraftBatch, depth: int, nodes: int) -> Planted:
