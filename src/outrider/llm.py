@@ -385,7 +385,8 @@ def _load_drafter(
         name, counts = where[6:], [0, 0]
 
         def cheaper(part: str, weight: Held) -> Held:
-            """A guess need not be exact, only soon. Rows of the embedding are only looked up, one at a time."""
+            """A draft model's weight, rounded where that makes guessing quicker: a guess need not be exact. The embedding stays as it is,
+            since a step reads only one row of it."""
             made = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
             counts[made is weight] += 1
             return made

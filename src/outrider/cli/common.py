@@ -81,7 +81,7 @@ PROMPTS = (  # where a command was given none
 
 
 def note(line: str) -> None:
-    """What is good to know and no result."""
+    """A line for the user that is not part of the result: it goes to stderr."""
     err.print(f"[dim]{line}[/dim]")
 
 

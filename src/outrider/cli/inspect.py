@@ -46,11 +46,13 @@ def show_cpu(asked: bool) -> None:
 def inspect(
     model: common.Model,
     drafter: Annotated[str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")] = None,
-    context: Annotated[int, typer.Option(help="The length at which passes are compared.")] = 1024,
-    bits: Annotated[float | None, typer.Option(help="Bits a weight. Default: as the checkpoint stores it.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens of context for which FLOP a byte is reckoned.")] = 1024,
+    bits: Annotated[
+        float | None, typer.Option(help="Reckon with so many bits for every weight, embeddings too. Default: as the checkpoint stores it.")
+    ] = None,
     gpu: Annotated[str | None, typer.Option(help="Does it fit this card, and with how much context? rtx4090, h200, …")] = None,
-    quality: Annotated[bool, typer.Option("--quality", help="Load it and measure what rounding costs, on the CPU.")] = False,
-    quantize: common.Quantize = None,
+    quality: Annotated[bool, typer.Option("--quality", help="Load it on the CPU and measure what rounding costs there.")] = False,
+    quantize: Annotated[str | None, typer.Option(help="--quality of a dense checkpoint that is rounded to int8 | int4.")] = None,
     kv_dtype: common.KvDtype = "auto",
     as_json: common.AsJson = False,
     _: Annotated[
@@ -58,6 +60,8 @@ def inspect(
     ] = False,
 ) -> None:
     """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are needed.
+
+    Example: outrider inspect google/gemma-4-E2B-it --gpu rtx4090
 
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in float32, and
     prints both perplexities on a short text and how far the logits are apart."""

@@ -141,7 +141,7 @@ class ClusterConfig:
         return self.name or public_name(self.model)
 
     def placed(self, gpus: float) -> ClusterConfig:
-        """With what hangs on the machines filled in; `gpus`: of the whole cluster."""
+        """The same with the fields filled in that depend on the machines. gpus: of the whole cluster."""
         wanted = self.device is None or self.device.startswith("cuda")
         per_replica = self.gpus_per_replica if self.gpus_per_replica is not None else float(bool(gpus and wanted)) * self.tensor_parallel
         if per_replica and self.tensor_parallel > 1 and per_replica != self.tensor_parallel:

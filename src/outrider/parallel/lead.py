@@ -149,7 +149,7 @@ def captured(engine: Engine) -> list[GraphExecutor]:
 
 
 def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> dict[GroupName, tuple[int, list[int]]]:
-    """Pages beyond those that were told, which are counted on."""
+    """The pages of a sequence that the others have not been told of; `told` then counts them as told."""
     new = {}
     for name, pages in cache.pages.items():
         first = told.get(name, 0)
