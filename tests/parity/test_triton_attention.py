@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, same  # noqa: E402
 
 from outrider.engine.tree import Tree  # noqa: E402
-from outrider.ops.triton import TritonOps, prompts, rope  # noqa: E402
+from outrider.ops.triton import TritonOps, long_prompts, prompts, rope  # noqa: E402
 from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
 from outrider.ops.triton.tiles import SHARED  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
@@ -195,6 +195,33 @@ def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
     want = attend(q, spec, kv, False, cut, Shape(False, 16, 4))
     kv.keys[0], kv.values[0] = eight
     same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(64, 4, 2)), want)
+
+
+def test_tiles_of_long_prompts_add_in_the_same_order() -> None:
+    """Sequences that end in either block of two, on both sides of where splits grow longer, of one row and of none, chunks of several
+    tiles: the bits of the kernel that takes few queries. Columns in another half's place, maxima of the wrong block, a block left out."""
+    cut = Cut(16, 16, near=128, mid=32, far=512, coarse=128)
+    spec = AttnSpec(4, 1, 128, 0, True, scale=0.6)
+    spans = [(126, 4), (0, 1), (9, 0), (191, 2), (62, 1), (110, 9)]
+    kv = cache(spec, spans, 16, torch.bfloat16 if CUDA else torch.float32)
+    q = rand(kv.positions.shape[0], 512, seed=4, dtype=torch.bfloat16 if CUDA else torch.float32)
+    want = attend(q, spec, kv, False, cut, Shape(False, 16, 4))
+    near(want, REF.attend(q, spec, kv))
+    for bq in (16, 32):
+        same(long_prompts.attend(q, spec, kv, False, cut, bq), want)
+
+
+def test_tiles_of_long_prompts_are_for_chunks() -> None:
+    """Chunks beyond the splits of one block; no drafted rows, nor a chunk among them, nothing past the splits of two blocks, no trees."""
+    keys, spec = torch.empty((1, 4, 16, 512), dtype=torch.bfloat16), AttnSpec(32, 4, 512, 0, True)
+    for batch, most, rows, context, paths, want in (
+        (1, 2048, 2048, 8192, None, True), (2, 1024, 2048, 1100, None, True), (1, 2048, 2048, 8193, None, False),
+        (1, 1024, 1024, 1024, None, False), (1, 512, 512, 4096, None, False), (64, 5, 320, 1088, None, False),
+        (65, 2048, 2368, 4096, None, False), (1, 2048, 2048, 4096, keys, False),
+    ):  # fmt: skip
+        kv = KVView(16, [keys], [keys], {}, torch.empty(rows), keys, torch.empty(batch + 1), most, context, paths=paths)
+        assert long_prompts.suited(spec, kv, torch.bfloat16, SHARED) == want, (batch, most, rows, context)
+        assert not long_prompts.suited(spec, kv, torch.float16, SHARED)
 
 
 @pytest.mark.parametrize("heads,kv_heads,k_eq_v", [(8, 4, False), (4, 1, True), (12, 6, False)])

@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton")
 
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
-from outrider.ops.triton import TritonOps, choose, moe, norm  # noqa: E402
+from outrider.ops.triton import TritonOps, choose, linear, moe, norm  # noqa: E402
 from outrider.ops.triton.ahead import Ahead  # noqa: E402
 from outrider.ops.triton.linear import product  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
@@ -141,14 +141,37 @@ def test_tiles_that_the_copy_engine_fetches(ops: TritonOps, gated: bool, splits:
     )
 
 
+@pytest.mark.parametrize("gated,splits", [(False, 1), (True, 1), (False, 3)])
+def test_tiles_that_are_cut_among_programs(ops: TritonOps, gated: bool, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles that two programs share, after and between whole ones: a part left out, done twice or begun from another tile's sums, a mark
+    that is not taken back. The bits of one program a tile."""
+    n, k = 104, 144
+    x, w = rand(50, k), rand(n * (2 if gated else 1), k, seed=1)
+    tile, extra = Tile(16, 16, splits, 2), dict(gated=True, act="silu", bias=rand(2 * n, seed=2)) if gated else {}
+    monkeypatch.setattr(linear, "processors_of", lambda device: 3)
+    want = product(x, w, ops.seen, tile=tile, shape=Rows(64, 16, 16, 2), **extra)
+    for rows in (50, 30):
+        for more in (16, 32):
+            same(product(x[:rows], w, ops.seen, tile=tile, shape=Rows(16, 16, 16, 2, more=more, fetched=True), **extra), want[:rows])
+            assert int(ops.seen.abs().sum()) == 0
+
+
 @pytest.mark.parametrize(
     "n,k,gated",
-    [(21504, 5376, True), (5376, 21504, False), (262144, 1536, False), (1536, 2048, False), (128, 2816, False), (576, 576, False)],
+    [
+        (21504, 5376, True),
+        (5376, 21504, False),
+        (18432, 5376, False),
+        (262144, 1536, False),
+        (1536, 2048, False),
+        (128, 2816, False),
+        (576, 576, False),
+    ],
 )
 def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
     """Shapes the compiler takes: powers of two, 64 rows of weights where these are on the long side, and no more memory than there is."""
     tile = choose_tile(n, k, gated, 2)
-    for rows in (1, 5, 16, 17, 32, 33, 64, 65, 128, 256, 272, 320, 1280, 2048):
+    for rows in (1, 5, 16, 17, 32, 33, 64, 65, 128, 160, 256, 272, 320, 1280, 2048):
         shape = for_rows(tile, n, k, rows, gated)
         wide = shape.bn * (2 if gated else 1)
         assert all(v & (v - 1) == 0 for v in (shape.bm, shape.bn, shape.bk))

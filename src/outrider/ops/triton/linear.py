@@ -4,7 +4,8 @@ What fixes a sum is the weight's own cut (tiles.py): the inner dimension falls i
 instructions of 16 columns each, and the spans are added in order. Everything else follows from the number of rows and changes
 no bit: how many rows and columns a program takes, which of the two operands is on the long side of the instruction, how many
 columns are fetched at a time, and whether the spans of a tile run in several programs (the last one to finish adds them up) or
-one after the other in a single program, which is what a pass of many rows does. Passes of several hundred rows go to `wide`.
+one after the other in a single program, which is what a pass of many rows does. Where the copy engine fetches, passes of several
+hundred rows go to `wide`, and those whose rows are a power of two and some more to `dealt`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .ahead import Ahead
 from .common import finish, gdc_launch_dependents, gdc_wait, prefetch
+from .dealt import apart_kernel, dealt_kernel, tiles_of
 from .quant_tiles import processors_of, shared_of
 from .tiles import COUNTERS, SHARED, Shape, Tile, choose_tile, fitted, for_rows
 from .wide import described, fetchable, wide_kernel
@@ -285,7 +287,23 @@ def _call(
         GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None, SPLITS=splits, PDL=pdl,
         num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
-    if shape.fetched and shared >= SHARED and fetchable(x) and fetchable(w):
+    by_engine = shape.fetched and shared >= SHARED and fetchable(x) and fetchable(w)
+    if by_engine and shape.more:
+        tiles = triton.cdiv(rows, shape.bm + shape.more) * triton.cdiv(n, shape.bn)
+        programs = tiles * splits if splits > 1 else min(tiles, processors_of(x.device))
+        cut = tiles % programs > 0
+        sums = (programs if splits > 1 else programs + 1 if cut else 0) * (shape.bm + shape.more) * shape.bn * (2 if gated else 1)
+        given = (
+            tiles_of(x, shape.bm, shape.bk), tiles_of(x, shape.more, shape.bk), tiles_of(w, shape.bn, shape.bk),
+            bias if bias is not None else out, mul if mul is not None else out, out,
+            torch.empty((sums,), dtype=torch.float32, device=x.device) if sums else out, seen,
+            rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+        )  # fmt: skip
+        ends |= dict(BM=shape.bm, MORE=shape.more, BN=shape.bn, BK=shape.bk)
+        if splits > 1:
+            return Launch(apart_kernel, (programs,), given, ends, out)
+        return Launch(dealt_kernel, (programs,), given, ends | dict(CUT=cut), out)
+    if by_engine:
         tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
         # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that its fetching needs.
         several = splits == 1 and out_dtype.itemsize == 2

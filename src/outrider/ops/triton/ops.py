@@ -13,7 +13,7 @@ from ..backend import Capabilities, M, Norms
 from ..formats import Held
 from ..reference import ReferenceOps, plain
 from ..trees import Front, Nodes, Noise, Planted
-from . import attention, choose, moe, norm, prompts, rope, trees
+from . import attention, choose, long_prompts, moe, norm, prompts, rope, trees
 from .ahead import Ahead
 from .linear import Kind, compile_for, product, variant
 from .quant_tiles import shared_of
@@ -86,6 +86,8 @@ class TritonOps(ReferenceOps):
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
+        if self.hopper and long_prompts.suited(spec, kv, q.dtype, self.shared):
+            return long_prompts.attend(q, spec, kv, self.pdl)
         if self.hopper and prompts.suited(spec, kv, q.dtype, self.shared):
             return prompts.attend(q, spec, kv, self.pdl)
         return attention.attend(q, spec, kv, self.pdl)

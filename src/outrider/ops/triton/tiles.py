@@ -43,7 +43,7 @@ class Shape:
     turned: bool = True
     more: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
     folded: bool = False  # a program walks all spans of its tile; otherwise each has a program of its own
-    fetched: bool = False  # by the copy engine (`wide`): rows are on the long side, and a program walks all spans
+    fetched: bool = False  # by the copy engine: `wide` (rows are on the long side, a program walks all spans), or with more rows `dealt`
 
 
 MEASURED = {  # (N, K, gated)
@@ -145,7 +145,7 @@ def for_rows(tile: Tile, n: int, k: int, rows: int, gated: bool, bytes_per: int 
         bn, bk, stages, warps = tile.many
         return Shape(32, bn, bk, stages, warps, tile.turned)
     if rows > 128:
-        options = [*_many(tile, n, k, rows, sides), *_fetched(tile, n, k, rows, sides)]
+        options = [*_many(tile, n, k, rows, sides), *_fetched(tile, n, k, rows, sides), *_dealt(tile, n, k, rows, sides)]
         return min(options, key=lambda option: option[0])[1]
     tiles = triton.cdiv(n * sides, 128)
     if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:  # few weights: more programs are worth more than what they share
@@ -180,7 +180,7 @@ def fitted(shape: Shape, sides: int, bytes_per: int, shared: int) -> Shape:
 
 
 WIDE = {  # (rows, further rows, rows of weights): share of the matrix units' rate that a program of this shape reaches
-    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.8, (128, 0, 128): 0.79,
+    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.68, (128, 0, 128): 0.79,
     (64, 0, 256): 0.68, (64, 0, 128): 0.6, (64, 0, 64): 0.45,
 }  # fmt: skip
 
@@ -198,9 +198,44 @@ def _fetched(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tupl
         return
     for (bm, wide), (rate, stages, warps) in (FETCHED_SPANS if spans else FETCHED).items():
         tiles = triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide)
-        each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0)
+        each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0) + (6 if n > 100_000 else 0)  # logits are float32
         shape = Shape(bm, wide // sides, 64, stages, warps, False, folded=spans, fetched=True)
         yield triton.cdiv(tiles, 132) * each + 8, shape  # the first fetches are late
+
+
+# Programs of `dealt`: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may be. A few that leave
+# processors idle have a higher clock.
+DEALT = {
+    (128, 32, 64): (0.85, 7, 4, 96), (128, 32, 128): (0.79, 6, 8, 132), (256, 64, 64): (1.05, 4, 4, 96), (256, 64, 128): (0.93, 4, 8, 132),
+}  # fmt: skip
+CUT = {
+    (128, 32, 128): (0.7, 5, 8),
+    (128, 32, 256): (0.72, 3, 8),
+    (256, 64, 128): (0.8, 3, 8),
+}  # those that take several tiles and parts of one
+CUT_GATED = {(128, 32, 128): (0.79, 5, 4)}
+DEALT_ROWS = 640  # up to which these were measured
+
+
+def _dealt(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
+    """As `_many`, for programs of `dealt`. Tiles are cut only where each has weights of its own: they would be fetched from memory once
+    for every row of tiles."""
+    spans = tile.splits
+    if rows > DEALT_ROWS:
+        return
+    if sides == 1:
+        for (bm, more, wide), (rate, stages, warps, most) in DEALT.items():
+            if triton.cdiv(rows, bm + more) * triton.cdiv(n, wide) * spans <= most:
+                each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
+                yield (
+                    each + (3 + spans * rows * n * 8 / 3e6 if spans > 1 else 0),
+                    Shape(bm, wide, 64, stages, warps, True, more, fetched=True),
+                )
+    for (bm, more, wide), (rate, stages, warps) in (CUT if sides == 1 else CUT_GATED).items():
+        tiles = triton.cdiv(n * sides, wide)
+        if spans == 1 and rows <= bm + more and tiles > 132:
+            each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11  # nothing is fetched for the next tile while this one is stored
+            yield (tiles / 132 + 0.1) * each, Shape(bm, wide // sides, 64, stages, warps, True, more, fetched=True)
 
 
 def _many(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
