@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, TypedDict
 
 import httpx
@@ -60,11 +61,11 @@ class Timing:
     @property
     def per_token(self) -> list[float]:
         """A chunk of m tokens after g seconds is m times g/m. The first chunk belongs to the time to first token."""
-        return [(at - before) / n for (before, _), (at, n) in zip(self.chunks, self.chunks[1:]) for _ in range(n)]
+        return [(at - before) / n for (before, _), (at, n) in pairwise(self.chunks) for _ in range(n)]
 
     @property
     def waits(self) -> list[float]:
-        return [at - before for (before, _), (at, _) in zip(self.chunks, self.chunks[1:])]
+        return [at - before for (before, _), (at, _) in pairwise(self.chunks)]
 
 
 async def run(

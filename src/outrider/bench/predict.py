@@ -209,9 +209,7 @@ def draft_seconds(setup: Setup, k: int) -> float:
     work = 2.0 * setup.batch * size.step
     launched = len(config.layers) * DRAFTER_KERNELS + DRAFTER_HEAD_KERNELS
     busy = _together(on, moved / (on.bandwidth * 1e9 * on.reach), work / (on.rate * 1e12 * on.rate_reach))
-    told = 0.0
-    if setup.several is not None:
-        told = setup.several.draft(len(config.layers), setup.batch, config.hidden, config.backbone_hidden, on.kernel_us)
+    told = 0.0 if setup.several is None else setup.several.draft(config, setup.batch, on.kernel_us)
     return k * (busy + launched * on.kernel_us * 1e-6 + told)
 
 

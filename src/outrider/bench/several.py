@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
-from ..models.config import ModelConfig
+from ..models.config import DrafterConfig, ModelConfig
 from ..models.split import Share, split_target
 from ..types import OutriderError
 
@@ -80,9 +80,10 @@ class Several:
         seconds = sums * self.exchange(2.0 * rows * config.hidden, kernel_us) + self.exchange(4.0 * rows * config.vocab_size / self.gpus, 0)
         return seconds + (self.exchange(2.0 * rows * wide, kernel_us) if wide else 0.0)
 
-    def draft(self, layers: int, batch: int, hidden: int, wide: int, kernel_us: float) -> float:
+    def draft(self, config: DrafterConfig, batch: int, kernel_us: float) -> float:
         """Of one drafted token: a sum a layer, and the embedding."""
-        return layers * self.exchange(2.0 * batch * hidden, kernel_us) + self.exchange(2.0 * batch * wide, kernel_us)
+        layers = len(config.layers) * self.exchange(2.0 * batch * config.hidden, kernel_us)
+        return layers + self.exchange(2.0 * batch * config.backbone_hidden, kernel_us)
 
     def part(self, config: ModelConfig) -> ModelConfig:
         """What the fullest GPU has of it."""

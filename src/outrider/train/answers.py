@@ -227,19 +227,6 @@ def answer_to_file(
         raise OutriderError(f"{path}: cannot be written ({error.strerror}); free some space and run the command again") from None
 
 
-def answer_once(
-    name: str, config: ModelConfig, device: str, dtype: torch.dtype, prompts: Sequences, temperature: float, max_new: int,
-    slots: int | None, drafter: str,
-) -> Sequences:  # fmt: skip
-    """One answer to every prompt, at one temperature: for evaluation. The seed of each is its prompt's line."""
-    tasks = [Task(i, 0, temperature, int(prompts.index[i])) for i in range(len(prompts))]
-    wanted = min(slots or (GPU_SLOTS if device.startswith("cuda") else CPU_SLOTS), len(prompts))
-    longest = int(prompts.lengths.max()) + max_new
-    with answering_engine(name, config, device, dtype, wanted, longest, drafter) as engine:
-        answers = list(answer_tasks(engine, prompts, tasks, max_new))
-    return as_sequences(prompts, answers, config.vocab_size)
-
-
 def heldout_prompts(count: int, heldout: int) -> np.ndarray:
     """Which of the prompts are kept for evaluation: spread over the file, a fifth of them at most."""
     want = min(heldout, count // HELD_EVERY)

@@ -205,10 +205,9 @@ class HeadLoss(torch.autograd.Function):
 
 
 def head_loss(
-    g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: LossMix | Tensor, bias: Tensor | None = None
+    g: Tensor, head: Tensor, teacher: Teacher, rows: Tensor, weight: Tensor, mix: Tensor, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """g [A, h] · head [S, h] (+ bias [S]) against row rows[a] of the teacher -> (sum of weighted losses, alpha [A], hit [A]).
-    `mix`: one for all rows, or float32 [A, 5] (soft, tv, hard, lk, second)."""
-    factors = mix.rows(g.shape[0], g.device) if isinstance(mix, LossMix) else mix
-    loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, factors, bias)
+    mix float32 [A, 5]: soft, tv, hard, lk, second."""
+    loss, terms = HeadLoss.apply(g, head, teacher, rows, weight, mix, bias)
     return loss, terms[:, 1], terms[:, 2]

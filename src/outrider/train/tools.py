@@ -15,7 +15,7 @@ from ..models.pairing import fits
 from ..ops.reference import plain
 from ..types import OutriderError
 from ..weights.load import load_drafter, plain_all
-from .answers import answer_once
+from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .data import Prompt, Sequences, read_prompts
 from .design import default_clusters
@@ -32,11 +32,16 @@ def answers(
     known: Described, prompts: list[Prompt], *, max_new: int, temperature: float, chat: bool, slots: int | None = None,
     drafter: str = "none", device: str = "cpu", dtype: torch.dtype = torch.float32,
 ) -> Sequences:  # fmt: skip
-    """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without it."""
+    """The target's own answers through the engine: on a CPU with the drafter's help, on a GPU many at a time without it. Each has its
+    prompt's line as its seed."""
     most = max(1, known.config.max_context - max_new)
     encoded = encode(prompts, known.text, known.config.vocab_size, texts=False, max_tokens=most, chat=chat)
-    helper = "none" if device.startswith("cuda") else drafter
-    return answer_once(known.name, known.config, device, dtype, encoded, temperature, max_new, slots, helper)
+    tasks = [Task(i, 0, temperature, int(encoded.index[i])) for i in range(len(encoded))]
+    many, helper = (GPU_SLOTS, "none") if device.startswith("cuda") else (CPU_SLOTS, drafter)
+    wanted, longest = min(slots or many, len(encoded)), int(encoded.lengths.max()) + max_new
+    with answering_engine(known.name, known.config, device, dtype, wanted, longest, helper) as engine:
+        made = list(answer_tasks(engine, encoded, tasks, max_new))
+    return as_sequences(encoded, made, known.config.vocab_size)
 
 
 def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:

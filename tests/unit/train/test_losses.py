@@ -43,7 +43,7 @@ def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) 
     teacher, rows, weight = Teacher(logp, logp.argmax(-1)), torch.randint(5, (10,), generator=r), torch.rand(10, generator=r)
     want = reference(g, head, teacher, rows, weight, mix)
     want_grads = torch.autograd.grad(3 * want[0], (g, head))
-    got = head_loss(g, head, teacher, rows, weight, mix)
+    got = head_loss(g, head, teacher, rows, weight, mix.rows(10, g.device))
     grads = torch.autograd.grad(3 * got[0], (g, head))
     for mine, theirs in zip((*got, *grads), (*want, *want_grads), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -52,7 +52,9 @@ def test_fused_loss_is_autograds(mix: LossMix, monkeypatch: pytest.MonkeyPatch) 
 def test_a_frozen_head_gets_no_gradient() -> None:
     logp = torch.zeros(1, 5).log_softmax(-1)
     g, head = torch.randn(1, 3, requires_grad=True), torch.randn(5, 3)
-    head_loss(g, head, Teacher(logp, logp.argmax(-1)), torch.zeros(1, dtype=torch.int64), torch.ones(1), LossMix())[0].backward()
+    head_loss(g, head, Teacher(logp, logp.argmax(-1)), torch.zeros(1, dtype=torch.int64), torch.ones(1), LossMix().rows(1, g.device))[
+        0
+    ].backward()
     assert g.grad is not None and head.grad is None
 
 
@@ -92,8 +94,8 @@ def test_some_scored_tokens_stand_for_all() -> None:
     part, whole = Teacher.of(model, states, torch.float32, scored), Teacher.of(model, states, torch.float32)  # type: ignore[arg-type]
     assert ids[part.best].equal(whole.best)
     g, rows, weight = states + 0.5 * torch.randn(60, hidden, generator=r), torch.arange(60), torch.ones(60)
-    some, alpha, hit = head_loss(g, scored.rows(head), part, rows, weight, LossMix(), scored.bias)
-    every, alpha_all, hit_all = head_loss(g, head, whole, rows, weight, LossMix())
+    some, alpha, hit = head_loss(g, scored.rows(head), part, rows, weight, LossMix().rows(60, g.device), scored.bias)
+    every, alpha_all, hit_all = head_loss(g, head, whole, rows, weight, LossMix().rows(60, g.device))
     torch.testing.assert_close(some, every, rtol=0.03, atol=0)
     torch.testing.assert_close(alpha.mean(), alpha_all.mean(), rtol=0.05, atol=0)
     assert float((hit - hit_all).abs().mean()) < 0.1
