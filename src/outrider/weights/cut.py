@@ -6,7 +6,6 @@ Rows are a range of the file; columns are stripes of it. Both are views until th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,20 +33,6 @@ def border(pieces: Sequence[Piece], quantize: bool) -> int:
     return found
 
 
-def kept_plan(plan: TensorPlan, cuts: Sequence[Cut]) -> TensorPlan:
-    """The plan of what is kept."""
-    if cuts[0].columns:
-        return replace(plan, shape=(*plan.shape[:-1], _size(cuts[0])))
-    sizes = tuple(_size(cut) for cut in cuts[: len(plan.sources)])
-    at = len(plan.shape) - 2 if len(plan.shape) == 3 else 0
-    shape = (*plan.shape[:at], sum(sizes), *plan.shape[at + 1 :])
-    return replace(plan, shape=shape, parts=sizes if len(plan.sources) > 1 else ())
-
-
-def _size(cut: Cut) -> int:
-    return sum(hi - lo for lo, hi in cut.spans)
-
-
 def kept(piece: Piece, cut: Cut, where: str) -> Weight:
     """What a process keeps of a source."""
     try:
@@ -67,7 +52,7 @@ def cut_weight(weight: Weight, cut: Cut) -> Weight:
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
         tensors[name] = t if units[name].shared else joined.view(t.dtype)
     at = max(0, len(weight.shape) - 2)
-    return Weight(weight.format, (*weight.shape[:at], _size(cut), *weight.shape[at + 1 :]), tensors)
+    return Weight(weight.format, (*weight.shape[:at], sum(hi - lo for lo, hi in cut.spans), *weight.shape[at + 1 :]), tensors)
 
 
 def cut_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Cut]) -> Tensor:

@@ -21,7 +21,7 @@ from ..ops.formats import BLOCKS, Dense, Held, Weight
 from ..ops.reference import ReferenceOps, plain
 from ..types import OutriderError, TextFiles
 from . import hub
-from .cut import border, cut_tensor, kept, kept_plan
+from .cut import border, cut_tensor, kept
 from .files import Files, open_source, text_files
 from .names import Config, TensorPlan, ignored, only_looked_up, tensor_plan
 from .piece import FLOATS, Piece, find
@@ -111,7 +111,6 @@ def load(
         for name, plan in plans.items():
             if name in cuts:
                 parts = [kept(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
-                plan = kept_plan(plan, cuts[name])
             else:
                 parts = [piece.weight(source.where) for piece in pieces[name]]
             weight = None
@@ -212,11 +211,10 @@ def kept_dtype(plan: TensorPlan, dtype: torch.dtype) -> torch.dtype:
 
 
 def dense(plan: TensorPlan, parts: list[Weight], device: torch.device | str, dtype: torch.dtype, plus_one_done: bool) -> Tensor:
-    out = torch.empty(plan.shape, dtype=kept_dtype(plan, dtype), device=device)
-    at = 0
-    for part in parts:
-        fill(out[at : at + part.shape[0]], part)
-        at += part.shape[0]
+    rows = [part.shape[0] for part in parts]
+    out = torch.empty((sum(rows), *parts[0].shape[1:]), dtype=kept_dtype(plan, dtype), device=device)
+    for piece, part in zip(out.split(rows), parts):
+        fill(piece, part)
     if plan.plus_one and not plus_one_done:
         out += 1.0
     return out
