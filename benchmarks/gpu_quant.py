@@ -5,8 +5,9 @@
     python benchmarks/gpu_quant.py gguf 31B --formats Q4_0 Q4_K_M            # one graph; Q4_K_M: every second down projection in Q6_K
     python benchmarks/gpu_quant.py same E2B --quantize int4 --kv fp8         # tokens with drafts are those without
 
-Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s; every row must have the same bits
-alone and in company. Steps: milliseconds a cycle are (16 + n tokens) - (16 tokens), best of two; K = 4 counts 3.88 tokens a cycle.
+Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s, and of up to 8 rows what Triton's
+kernel takes; every row must have the same bits alone and in company. Steps: milliseconds a cycle are (16 + n tokens) - (16 tokens), best of
+two; K = 4 counts 3.88 tokens a cycle.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ def made(name: str, n: int, k: int, device: str = "cuda") -> Weight:
 
 
 def products(formats: list[str], shapes: list[str]) -> None:
-    seen = torch.zeros(1 << 16, dtype=torch.int32, device="cuda")
+    ops = QuantTritonOps("cuda")
+    seen = ops.seen
     for shape in shapes:
         n, k = SHAPES[shape]
         extras = Extras(act="gelu_tanh", gated=True) if shape == "gate_up" else Extras()
@@ -67,14 +69,18 @@ def products(formats: list[str], shapes: list[str]) -> None:
             got = quant_linear(x, held, seen, Extras(), True)[:, : want.shape[1]]
             error = float((got.float() - want).norm() / want.norm())
             together = quant_linear(x, held, seen, extras, True)
-            alone = all(torch.equal(quant_linear(x[:r], held, seen, extras, True), together[:r]) for r in (1, 5, 8, 16, 17, 33, 64, 65))
+            alone = all(torch.equal(ops.multiply(x[:r], held, extras), together[:r]) for r in (*range(1, 9), 16, 17, 33, 64, 65))
             many = [held] + [dataclasses.replace(held, words=held.words.clone()) for _ in range(max(3, int(5e8 / held.nbytes)))]
-            times = {}
-            for rows in (1, 8, 16, 40, 64, 320):
-                call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)  # noqa: E731
+            times, triton = {}, {}
+            for rows in (1, 5, 8, 16, 40, 64, 320):
+                call = lambda i, x=x[:rows], many=many, extras=extras: ops.multiply(x, many[i], extras)  # noqa: E731
                 times[rows] = round(graph_us(call, len(many), 6), 1)
+                if rows <= 8:
+                    call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)  # noqa: E731
+                    triton[rows] = round(graph_us(call, len(many), 6), 1)
             floor = round(held.nbytes / BANDWIDTH * 1e6, 1)
-            print(json.dumps(dict(shape=shape, format=name, floor_us=floor, us=times, error=round(error, 5), rows_alone=alone)), flush=True)
+            row = dict(shape=shape, format=name, floor_us=floor, us=times, triton_us=triton, error=round(error, 5), rows_alone=alone)
+            print(json.dumps(row), flush=True)
 
 
 def loaded(size: str, quantize: str | None, k: int, most: int, length: int, kv: str) -> LLM:

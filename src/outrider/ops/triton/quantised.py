@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from ...types import OutriderError
 from ..formats import Float8, Format, Held, Integer, Weight, join, stays_dense
+from .four_bit import FourBit
 from .ops import TritonOps
 from .quant import Extras, quant_linear
 from .quant_moe import hold_experts, round_experts
@@ -86,13 +88,21 @@ class QuantTritonOps(TritonOps):
 
     def _product(self, x: Tensor, w: Held, extras: Extras) -> Tensor:
         if isinstance(w, QuantWeight):
-            return quant_linear(x, w, self.seen, extras, self.pdl)
+            return self.multiply(x, w, extras)
         assert isinstance(w, Parts)
         outs, at = [], 0
         for part in w.parts:
             rows = slice(at, at + part.shape[0])
-            outs.append(
-                quant_linear(x, part, self.seen, replace(extras, bias=None if extras.bias is None else extras.bias[rows]), self.pdl)
-            )
+            outs.append(self.multiply(x, part, replace(extras, bias=None if extras.bias is None else extras.bias[rows])))
             at = rows.stop
         return torch.cat(outs, dim=-1)
+
+    @cached_property
+    def few(self) -> FourBit | None:
+        """Kernels for few tokens, asked for with the first quantised product."""
+        return FourBit.of(self.seen.device, self.seen)
+
+    def multiply(self, x: Tensor, w: QuantWeight, extras: Extras) -> Tensor:
+        """By whichever kernel takes it: the bits are the same."""
+        out = self.few.product(x, w, extras, self.pdl) if self.few is not None else None
+        return quant_linear(x, w, self.seen, extras, self.pdl) if out is None else out

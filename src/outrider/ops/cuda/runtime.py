@@ -1,0 +1,124 @@
+"""CUDA C++ at run time: `Kernel` compiles a source with NVRTC, a library that torch's CUDA wheels bring along, and launches it through the
+driver, so nobody needs a compiler or a build step, and a CUDA graph captures the launch like any other.
+
+`missing(device)` says in one line why kernels can't be had here, or None. `image` alone works without a GPU.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin while the kernel ahead drains
+
+
+class CudaError(RuntimeError):
+    """A call of the compiler or the driver that failed."""
+
+
+@lru_cache(maxsize=1)
+def compiler() -> ctypes.CDLL | None:
+    """NVRTC: torch's own where there is one, else the system's."""
+    beside = [Path(p) / "nvidia" for p in sys.path if p]
+    found = [str(f) for folder in beside if folder.is_dir() for f in sorted(folder.glob("*/lib/libnvrtc.so.1[2-9]"))]
+    for name in (*found, "libnvrtc.so.13", "libnvrtc.so.12"):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+@lru_cache(maxsize=1)
+def driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def missing() -> str | None:
+    """Why nothing can be compiled and launched here."""
+    if compiler() is None:
+        return "no libnvrtc (pip install nvidia-cuda-nvrtc)"
+    return "no CUDA driver" if driver() is None else None
+
+
+def image(source: str, arch: int, flags: Mapping[str, int]) -> bytes:
+    """Machine code of a source for one architecture (90: Hopper)."""
+    library = compiler()
+    if library is None:
+        raise CudaError("no libnvrtc")
+    program, size = ctypes.c_void_p(), ctypes.c_size_t()
+    options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in flags.items())]
+    argv = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
+    if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None):
+        raise CudaError("NVRTC takes no program")
+    try:
+        if library.nvrtcCompileProgram(program, len(options), argv):
+            library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(size.value)
+            library.nvrtcGetProgramLog(program, log)
+            raise CudaError(log.value.decode(errors="replace").strip())
+        if library.nvrtcGetCUBINSize(program, ctypes.byref(size)):
+            raise CudaError("NVRTC gives no machine code")
+        code = ctypes.create_string_buffer(size.value)
+        library.nvrtcGetCUBIN(program, code)
+        return code.raw
+    finally:
+        library.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class Launch(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "shared")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+def _done(code: int, what: str) -> None:
+    if code:
+        raise CudaError(f"{what}: CUDA driver error {code}")
+
+
+class Kernel:
+    """A function of a source, loaded on one device."""
+
+    def __init__(self, source: str, name: str, flags: Mapping[str, int], device: torch.device, shared: int):
+        """shared: the most bytes of shared memory a launch may ask for."""
+        library = driver()
+        if library is None:
+            raise CudaError("no CUDA driver")
+        self.library, self.device = library, device
+        major, minor = torch.cuda.get_device_capability(device)
+        code = image(source, 10 * major + minor, flags)
+        self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device).query()  # a context for this thread
+            _done(library.cuModuleLoadData(ctypes.byref(self.module), code), f"loading {name}")
+            _done(library.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()), f"finding {name}")
+            _done(library.cuFuncSetAttribute(self.function, SHARED_SIZE, shared), f"{name}: {shared} bytes of shared memory")
+
+    def __call__(self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool) -> None:
+        """values: addresses, and structures by value. On the device's current stream. pdl: it may begin while the kernel ahead drains."""
+        held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
+        addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
+        attribute = Attribute(SERIALIZED, 0, 1)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        launch = Launch(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), int(pdl))
+        with torch.cuda.device(self.device):
+            _done(self.library.cuLaunchKernelEx(ctypes.byref(launch), self.function, addresses, None), "launch")
