@@ -180,7 +180,7 @@ def fitted(shape: Shape, sides: int, bytes_per: int, shared: int) -> Shape:
 
 
 WIDE = {  # (rows, further rows, rows of weights): share of the matrix units' rate that a program of this shape reaches
-    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.68, (128, 0, 128): 0.79,
+    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.72, (128, 0, 128): 0.79,
     (64, 0, 256): 0.68, (64, 0, 128): 0.6, (64, 0, 64): 0.45,
 }  # fmt: skip
 
@@ -191,6 +191,11 @@ FETCHED = {  # the same of programs whose tiles the copy engine fetches: (rows, 
 FETCHED_SPANS = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # several spans: a second accumulator needs room
 
 
+def _logits(n: int) -> int:
+    """Microseconds more that a tile of a vocabulary's takes: its results are float32."""
+    return 6 if n > 100_000 else 0
+
+
 def _fetched(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
     """As `_many`, for programs that the copy engine serves."""
     spans = tile.splits > 1
@@ -198,7 +203,7 @@ def _fetched(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tupl
         return
     for (bm, wide), (rate, stages, warps) in (FETCHED_SPANS if spans else FETCHED).items():
         tiles = triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide)
-        each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0) + (6 if n > 100_000 else 0)  # logits are float32
+        each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0) + _logits(n)
         shape = Shape(bm, wide // sides, 64, stages, warps, False, folded=spans, fetched=True)
         yield triton.cdiv(tiles, 132) * each + 8, shape  # the first fetches are late
 
@@ -228,7 +233,7 @@ def _dealt(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[
             if triton.cdiv(rows, bm + more) * triton.cdiv(n, wide) * spans <= most:
                 each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
                 yield (
-                    each + (3 + spans * rows * n * 8 / 3e6 if spans > 1 else 0),
+                    each + (5 + spans * rows * n * 8 / 3e6 if spans > 1 else 0),
                     Shape(bm, wide, 64, stages, warps, True, more, fetched=True),
                 )
     for (bm, more, wide), (rate, stages, warps) in (CUT if sides == 1 else CUT_GATED).items():
@@ -252,6 +257,6 @@ def _many(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[f
             ):
                 continue
             spans = tile.splits if not folded else 1
-            each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5 + (tile.splits if folded else 0)
+            each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5 + (tile.splits if folded else 0) + _logits(n)
             rest = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
             yield triton.cdiv(tiles * spans, 132) * each + rest, _turned(bm, more, wide, sides, folded)
