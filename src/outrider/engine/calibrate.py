@@ -13,10 +13,10 @@ from ..spec.cost import CostKey, CostTable, agrees, measure
 from ..spec.draft_model import DraftModel
 from ..spec.plan import branching
 from .engine import Engine
+from .stock import BATCHES
 
 BUDGET_S = 3.0
 CAPTURING_S = 12.0  # where every cell is a graph to be captured first
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
 def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:

@@ -117,7 +117,7 @@ class GraphExecutor:
         self._known: tuple[list[Seq], Choosing, Asks] = ([], "greedy", NOTHING)  # of the last batch
         self._furthest = self.passes.furthest - MAX_DRAFT - 1
         self._widths = tuple(k for k in widths if not k or drafter is not None)
-        self._preparing = False  # more is captured than somebody waits for: what fails may be done without
+        self._preparing = False  # what is captured is not needed for this step: if it fails, it is done without
         self.fixed = False  # somebody waits for every step: captured is only what no graph holds
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
 
@@ -133,10 +133,13 @@ class GraphExecutor:
     def _stand_in(self, wanted: Key) -> Key:
         """The graph of a server that a step runs in."""
         found, count = self._instead.get(wanted, (None, 0))
-        if found is None or (found.k > wanted.k and count == stock.OFTEN):
+        if found is None or (count == stock.OFTEN and stock.wasteful(found, wanted)):
             roomy = stock.roomy(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
-            near = stock.nearest(self._graphs, wanted) if found is None else None
-            found = near or (roomy if roomy not in self._refused else wanted)
+            if found is None:
+                found = stock.nearest(self._graphs, wanted) or (roomy if roomy not in self._refused else wanted)
+            else:
+                own, self._preparing = replace(wanted, context=roomy.context), True
+                found, self._preparing = own if own not in self._refused and self.ready(own) else found, False
         self._instead[wanted] = (found, count + 1)
         return found
 

@@ -3,8 +3,8 @@
 Capturing a step takes a tenth of a second, more where kernels are compiled first, and everybody who is served waits for it. So a server
 has a few before it says that it is ready, and a step runs in the smallest that holds it: with more sequences than it has (idle ones fill
 it up), more drafted tokens (which a limit leaves out), a longer context, or a way of choosing that does more. No bit changes by that. What
-none holds is captured with room to spare, so that few are; and what ran `OFTEN` with more drafted tokens than it needs, since those cost
-most.
+none holds is captured with room to spare, so that few are. What ran `OFTEN` with more drafted tokens or more sequences than it needs, from
+`FEW` on, gets a graph of its own: everybody waits once for what every step has paid for.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import get_args
 
 from .decode import Choosing, Key
 
-BATCHES = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 NEAR, FURTHER = 2048, 4  # positions of the nearest context, and how many times as far the next one reaches
 FAR_BATCH = 16  # sequences that a server has the second context for from the beginning
-OFTEN = 64
+OFTEN, FEW = 64, 8  # steps; sequences that cost about what one costs
 WAYS: tuple[Choosing, ...] = get_args(Choosing)  # the later ones do what the earlier ones do, and more
 
 
@@ -34,6 +34,11 @@ def nearest(there: Iterable[Key], wanted: Key) -> Key | None:
     """The cheapest of these graphs that holds the step."""
     fit = [key for key in there if holds(key, wanted)]
     return min(fit, key=lambda key: (key.batch * (key.k + 1), WAYS.index(key.choosing), key.context), default=None)
+
+
+def wasteful(found: Key, wanted: Key) -> bool:
+    """Does the step pay for more than it needs?"""
+    return found.k > wanted.k or found.batch > max(wanted.batch, FEW)
 
 
 def roomy(key: Key, most: int, furthest: int, rows: int) -> Key:

@@ -65,7 +65,7 @@ def test_a_server_is_ready_for_every_number_of_sequences() -> None:
             assert nearest(keys, replace(wanted, batch=batch)) is not None
     assert nearest(keys, replace(DRAFTED, batch=16, context=8192)) is not None
     assert max(key.context for key in likely(72, 512, 2048, (0,))) == 512
-    assert {key.batch for key in likely(96, 512, 2048, (0, 0))} == {1, 4, 8, 16, 32, 64, 96}
+    assert {key.batch for key in likely(96, 512, 2048, (0, 0))} == {1, 2, 4, 8, 16, 32, 64, 96}
 
 
 def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,6 +92,27 @@ def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(stock, "OFTEN", 8)
     run(engine, [request(str(i), PROMPT, k=2, max_tokens=30, temperature=1.0) for i in range(3)])
     assert any(key.k == 2 for key in executor._graphs), "what is wanted again and again has its own"
+
+
+def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """17 to 24 of them would have run in the graph of 32 for ever."""
+    monkeypatch.setattr(stock, "OFTEN", 4)
+    engine, executor = served(model, max_batch=40)
+    executor.prepare()
+    jobs = [request(str(i), [3 + i], k=0, max_tokens=9) for i in range(18)]
+    got = run(engine, jobs)
+    assert {key.batch for key in executor._graphs if key.batch not in stock.BATCHES} == {24, 48}, "48 is all that there can be"
+    assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs[:3])
+    ready, executor._instead = executor.ready, {}
+    executor._graphs = {key: made for key, made in executor._graphs.items() if key.batch != 24}
+
+    def some(key: Key) -> bool:
+        if key.batch == 24 and key not in executor._refused:
+            executor._failed(key, RuntimeError("out of memory"))
+        return ready(key)
+
+    executor.ready = some  # type: ignore[method-assign]
+    assert run(engine, jobs) == got and executor.broken is None, "it is done without"
 
 
 def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytest.LogCaptureFixture) -> None:
