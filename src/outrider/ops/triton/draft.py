@@ -42,12 +42,12 @@ BLOCK = 4096  # elements of a block of keys: two blocks of keys and of values li
 @triton.jit
 def layer_run(
     w, norms, keys, values, tables, table_stride, page_stride, positions, s0,
-    batch, tick, first, last, spins, counter, probe, FIRST_LAYER: tl.constexpr, COUNT: tl.constexpr, NORMS: tl.constexpr,
+    batch, tick, first, last, spins, counter, FIRST_LAYER: tl.constexpr, COUNT: tl.constexpr, NORMS: tl.constexpr,
     H: tl.constexpr, INTER: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
     SCALE: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr, CUTS: tl.constexpr,
     X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
     YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """COUNT layers of one shape over the same K/V. Phases are numbered from 1 + 5 · FIRST_LAYER."""
     WIDE: tl.constexpr = HEADS * D
@@ -59,28 +59,28 @@ def layer_run(
         nl = norms + layer * NORMS
         if (phase >= first) & (phase < last):
             spins = q_phase(
-                wl, nl, norms + tl.maximum(layer - 1, 0) * NORMS, s0, layer == 0, batch, tick + phase, spins, counter, probe,
-                H, WIDE, WIDE // CUTS, X, X0, X1, Y, Q, EPS, STRIDE, G, SYNC, PROBE,
+                wl, nl, norms + tl.maximum(layer - 1, 0) * NORMS, s0, layer == 0, batch, tick + phase, spins, counter,
+                H, WIDE, WIDE // CUTS, X, X0, X1, Y, Q, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (phase + 1 >= first) & (phase + 1 < last):
             spins = attend_phase(
                 keys, values, tables, table_stride, page_stride, positions, nl + 4 * H + 16, s0, batch, tick + phase + 1, spins,
-                counter, probe, SCALE, HEADS, KV_HEADS, D, WINDOW, S, BN, PAGE, A, Q, P, ML, EPS, STRIDE, G, SYNC, PROBE,
+                counter, SCALE, HEADS, KV_HEADS, D, WINDOW, S, BN, PAGE, A, Q, P, ML, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (phase + 2 >= first) & (phase + 2 < last):
             spins = out_phase(
-                wl + WIDE * H, s0, batch, tick + phase + 2, spins, counter, probe,
-                H, HEADS, D, S, COLS, CUTS, P, ML, YP, STRIDE, G, SYNC, PROBE,
+                wl + WIDE * H, s0, batch, tick + phase + 2, spins, counter,
+                H, HEADS, D, S, COLS, CUTS, P, ML, YP, STRIDE, G, SYNC,
             )  # fmt: skip
         if (phase + 3 >= first) & (phase + 3 < last):
             spins = gate_phase(
-                wl + 2 * WIDE * H, nl, s0, batch, tick + phase + 3, spins, counter, probe,
-                H, WIDE // COLS, INTER, INTER // CUTS, ACTIVATION, X0, X1, YP, ACT, EPS, STRIDE, G, SYNC, PROBE,
+                wl + 2 * WIDE * H, nl, s0, batch, tick + phase + 3, spins, counter,
+                H, WIDE // COLS, INTER, INTER // CUTS, ACTIVATION, X0, X1, YP, ACT, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (phase + 4 >= first) & (phase + 4 < last):
             spins = down_phase(
-                wl + 2 * WIDE * H + 2 * INTER * H, s0, batch, tick + phase + 4, spins, counter, probe,
-                H, INTER, H // CUTS, ACT, Y, STRIDE, G, SYNC, PROBE,
+                wl + 2 * WIDE * H + 2 * INTER * H, s0, batch, tick + phase + 4, spins, counter,
+                H, INTER, H // CUTS, ACT, Y, STRIDE, G, SYNC,
             )  # fmt: skip
     return spins
 
@@ -90,7 +90,7 @@ def layer_run(
     do_not_specialize_on_alignment=["newest", "positions", "tables_a", "tables_b", "out", "temperature", "hot", "seed", "position"],
 )
 def round_kernel(
-    w, norms, head, cluster_ids, table, features, newest, out, scratch, best, scores, tokens, counter, epochs, probe,
+    w, norms, head, cluster_ids, table, features, newest, out, scratch, best, scores, tokens, counter, epochs,
     keys_a, values_a, tables_a, freqs_a, keys_b, values_b, tables_b, freqs_b, positions, temperature, hot, seed, position,
     table_scale, feature_stride, stride_a, stride_b, page_stride_a, page_stride_b, turn, batch, steps, from_step, to_step, first, last,
     H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, INTER: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr,
@@ -102,7 +102,7 @@ def round_kernel(
     NORMS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr, CUTS: tl.constexpr, SLAB: tl.constexpr,
     X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, MG: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
     ML: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, GN: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr, SPINS: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, SPINS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """Phases first..last-1 of steps from_step..to_step-1: 0 input, five a layer, head, rank, score; at the end the last token.
@@ -135,39 +135,38 @@ def round_kernel(
         if first == 0:
             spins = pre_phase(
                 w, table, features, feature_stride, newest, out, scratch, best, step, steps, batch, table_scale, tick, spins, counter,
-                probe, H, HB, HBP, H // CUTS, X, MG, STRIDE, G, SYNC, PROBE,
+                H, HB, HBP, H // CUTS, X, MG, STRIDE, G, SYNC,
             )  # fmt: skip
         spins = layer_run(
             w + RUN_A, norms + H, keys_a, values_a, tables_a, stride_a, page_stride_a, positions, scratch,
-            batch, tick, first, last, spins, counter, probe, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A, SCALE_A, S_A,
-            BN_A, PAGE, ACTIVATION, CUTS, X, X0, X1, A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC, PROBE,
+            batch, tick, first, last, spins, counter, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A, SCALE_A, S_A,
+            BN_A, PAGE, ACTIVATION, CUTS, X, X0, X1, A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
         )  # fmt: skip
         if COUNT_B > 0:
             spins = layer_run(
                 w + RUN_B, norms + H, keys_b, values_b, tables_b, stride_b, page_stride_b, positions, scratch,
-                batch, tick, first, last, spins, counter, probe, COUNT_A, COUNT_B, NORMS, H, INTER, HEADS_B, KV_B, D_B, WINDOW_B, SCALE_B,
-                S_B, BN_B, PAGE, ACTIVATION, CUTS, X, X0, X1, A + D_A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC, PROBE,
+                batch, tick, first, last, spins, counter, COUNT_A, COUNT_B, NORMS, H, INTER, HEADS_B, KV_B, D_B, WINDOW_B, SCALE_B,
+                S_B, BN_B, PAGE, ACTIVATION, CUTS, X, X0, X1, A + D_A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (first <= HEAD) & (last > HEAD):
             R_HEAD: tl.constexpr = CLUSTERS // CUTS if CLUSTERS > H else H // CUTS
             spins = head_phase(
                 w + MIX, w + MIX + H * H, norms + H + (LAYERS - 1) * NORMS, norms, cluster_ids, scratch, temperature, hot, seed, position,
-                warm, step, batch, tick + HEAD, spins, counter, probe, H, CLUSTERS, SIZE, R_HEAD, X1, Y, MG, GN, C, EPS, STRIDE, G, SYNC,
-                PROBE,
+                warm, step, batch, tick + HEAD, spins, counter, H, CLUSTERS, SIZE, R_HEAD, X1, Y, MG, GN, C, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (first <= HEAD + 1) & (last > HEAD + 1):
             spins = rank_phase(
-                head, scratch, batch, tick + HEAD + 1, spins, counter, probe,
-                H, CLUSTERS, SIZE, TOP, CLUSTERS // CUTS, C, L, STRIDE, G, SYNC, PROBE,
+                head, scratch, batch, tick + HEAD + 1, spins, counter,
+                H, CLUSTERS, SIZE, TOP, CLUSTERS // CUTS, C, L, STRIDE, G, SYNC,
             )  # fmt: skip
         if (first <= HEAD + 2) & (last > HEAD + 2):
             spins = score_phase(
                 head, cluster_ids, table, scratch, best, scores, tokens, temperature, hot, seed, position, step, batch, tick + HEAD + 2,
-                spins, counter, probe, H, HB, SIZE, TOP, PIECES, GN, L, STRIDE, G, SYNC, PROBE,
+                spins, counter, H, HB, SIZE, TOP, PIECES, GN, L, STRIDE, G, SYNC,
             )  # fmt: skip
     if last > END:
         tick = base + (to_step - from_step) * END
-        spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+        spins = sync(counter, tick, spins, G, SYNC)
         for b in range(pid, batch, G):
             tl.store(out + b * steps + to_step - 1, best_token(best + b * 256, G).to(tl.int64))
         if SYNC:
@@ -225,10 +224,10 @@ class FusedDrafter:
 
     def __init__(
         self, drafter: Any, most: int = 1, programs: int | None = None, warps: int = 8, splits: tuple[int, int] = (32, 32),
-        pdl: bool = False, probe: int = 0,
+        pdl: bool = False,
     ):  # fmt: skip
         """most: sequences that share a launch (two take longer than step by step); programs: None takes one a processor; splits: of
-        the keys of a windowed and of a full layer; pdl: programmatic dependent launch; probe: ticks whose clocks are kept."""
+        the keys of a windowed and of a full layer; pdl: programmatic dependent launch."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates = drafter.start, drafter.step, drafter.candidates
@@ -263,14 +262,13 @@ class FusedDrafter:
         self.counter = torch.zeros(128, dtype=torch.int32, device=device)  # [0] arrivals; [64] set when one was missed
         self.epochs = torch.zeros(programs, dtype=torch.int32, device=device)
         self.size = 1  # sequences of the last round
-        self.probe = torch.zeros((programs, max(1, probe), 2), dtype=torch.int64, device=device)
         self.lengths = torch.arange(MAX_DRAFT + 1, device=device)[:, None].repeat(1, most)  # [steps, B], all `steps`
         pieces = 1 << max(0, (cuts // config.cluster_top).bit_length() - 1)
         self.constants: dict[str, int | float | str | bool] = dict(
             H=h, HB=config.backbone_hidden, HBP=triton.next_power_of_2(config.backbone_hidden), INTER=inter, CLUSTERS=config.clusters,
             SIZE=size, TOP=config.cluster_top, PIECES=min(pieces, size), NORMS=self.norm_stride, ACTIVATION=config.activation,
             EPS=config.norm_eps, CUTS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at, G=programs,
-            SYNC=self.sync, PROBE=probe, SPINS=SPINS, PDL=self.pdl, **offsets,
+            SYNC=self.sync, SPINS=SPINS, PDL=self.pdl, **offsets,
         )  # fmt: skip
         for name, run, n in zip("AB", [*self.runs, *self.runs], [*cut, *cut]):
             s = run.spec
@@ -352,7 +350,7 @@ class FusedDrafter:
         def launch(from_step: int, to_step: int, first: int, end: int) -> None:
             round_kernel[(self.programs,)](
                 self.flat, self.norms, self.head, self.ids, self.target.table, features, last, out,
-                self.scratch, self.best, self.scores, self.tokens, self.counter, self.epochs, self.probe, *parts, kv.positions,
+                self.scratch, self.best, self.scores, self.tokens, self.counter, self.epochs, *parts, kv.positions,
                 temperature, hot.view(torch.uint8), seed, position, self.table_scale, features.stride(0), *strides, *pages,
                 2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,

@@ -49,25 +49,17 @@ BULK = tl.constexpr("""{
     @p cp.async.bulk.prefetch.L2.global [$1], $2;
     mov.u32 $0, 0;
 }""")
-CLOCK = tl.constexpr("mov.u64 $0, %clock64;")
 STORE = tl.constexpr("st.global.f32 [$1], $2; mov.u32 $0, 0;")
 
 
 @triton.jit
-def sync(counter, tick, spins, probe, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr):
+def sync(counter, tick, spins, G: tl.constexpr, SYNC: tl.constexpr):
     """Until all G programs have arrived for the tick-th time. Ticks only grow (and wrap)."""
     if SYNC:
-        if PROBE > 0:
-            began = tl.inline_asm_elementwise(CLOCK, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
         tl.debug_barrier()
         at = counter.to(tl.int64, bitcast=True)
         spins = tl.inline_asm_elementwise(ARRIVE, "=&r,l,r,r", [at, (tick + 1) * G, spins], dtype=tl.int32, is_pure=False, pack=1)
         tl.debug_barrier()
-        if PROBE > 0:
-            ended = tl.inline_asm_elementwise(CLOCK, "=l", [], dtype=tl.int64, is_pure=False, pack=1)
-            at_probe = probe + (tl.program_id(0) * PROBE + tick % PROBE) * 2
-            tl.store(at_probe, began)
-            tl.store(at_probe + 1, ended)
     return spins
 
 
@@ -157,9 +149,9 @@ def angles(s, position, freqs, HALF: tl.constexpr):
 # ---- phases -----------------------------------------------------------------------------------------------------------------
 @triton.jit
 def pre_phase(
-    w, table, features, feature_stride, last, out, s0, best, step, steps, batch, table_scale, tick, spins, counter, probe,
+    w, table, features, feature_stride, last, out, s0, best, step, steps, batch, table_scale, tick, spins, counter,
     H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, R: tl.constexpr, X: tl.constexpr, MG: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """x = pre · [embedding of the newest token; hidden state]. After the first step the second part is ready (MG)."""
     pid = tl.program_id(0)
@@ -167,7 +159,7 @@ def pre_phase(
     row = pid % UNITS * R
     r, k = row + tl.arange(0, R), tl.arange(0, HBP)
     tile = tile_of(w, row, HB, R, HBP)
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -188,10 +180,10 @@ def pre_phase(
 
 @triton.jit
 def q_phase(
-    w, norms, before, s0, first, batch, tick, spins, counter, probe,
+    w, norms, before, s0, first, batch, tick, spins, counter,
     H: tl.constexpr, N: tl.constexpr, R: tl.constexpr, X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr,
     Q: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """q = w · norm(x). norms: this layer's; before: those of the layer that x comes from (first: x is the input)."""
     pid = tl.program_id(0)
@@ -200,7 +192,7 @@ def q_phase(
     tile = tile_of(w, row, H, R, H)
     weight, post, factor = spread(norms, R, H), spread(before + 3 * H, R, H), tl.load(before + 4 * H)
     x1 = spread(s0 + X1, R, H)
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -237,10 +229,10 @@ def span(position, split, S: tl.constexpr, WINDOW: tl.constexpr, BN: tl.constexp
 
 @triton.jit
 def attend_phase(
-    keys, values, tables, table_stride, page_stride, positions, q_norm, s0, batch, tick, spins, counter, probe,
+    keys, values, tables, table_stride, page_stride, positions, q_norm, s0, batch, tick, spins, counter,
     SCALE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, S: tl.constexpr,
     BN: tl.constexpr, PAGE: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """Attention of one head over one split of the keys a unit. K/V stands since before the round: two blocks come before the
     wait, rows of which a warp keeps to itself until all are done."""
@@ -257,7 +249,7 @@ def attend_phase(
     ka2, kb2, va2, vb2 = block_at(keys, values, pages, head // GROUP, lo + BN, hi, page_stride, PAGE, D, BN)
     wa, wb = spread(q_norm, BN, HALF) * SCALE, spread(q_norm + HALF, BN, HALF) * SCALE
     cos, sin = spread(s0 + b * STRIDE + A, BN, HALF), spread(s0 + b * STRIDE + A + HALF, BN, HALF)
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     for u in range(pid, UNITS * batch, G):
         if u != pid:
             b, head = u // UNITS, u % UNITS // S
@@ -298,10 +290,10 @@ def attend_phase(
 
 @triton.jit
 def out_phase(
-    w, s0, batch, tick, spins, counter, probe,
+    w, s0, batch, tick, spins, counter,
     H: tl.constexpr, HEADS: tl.constexpr, D: tl.constexpr, S: tl.constexpr, COLS: tl.constexpr, CUTS: tl.constexpr,
     P: tl.constexpr, ML: tl.constexpr, YP: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of the attention's result, joined from the splits, times some rows of the out matrix, a unit."""
     pid = tl.program_id(0)
@@ -312,7 +304,7 @@ def out_phase(
     group, row = pid % UNITS // PARTS, pid % PARTS * R
     c, r, i = tl.arange(0, COLS), tl.arange(0, R), tl.arange(0, S)
     tile = tl.load(w + (row + r)[:, None] * (HEADS * D) + group * COLS + c[None, :])
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     if pid < UNITS:
         head, column = group * COLS // D, group * COLS % D
         for b in range(batch):
@@ -327,10 +319,10 @@ def out_phase(
 
 @triton.jit
 def gate_phase(
-    w, norms, s0, batch, tick, spins, counter, probe,
+    w, norms, s0, batch, tick, spins, counter,
     H: tl.constexpr, GROUPS: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, ACTIVATION: tl.constexpr, X0: tl.constexpr,
     X1: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """x1 = x0 + norm(sum of the out product); act(gate · norm(x1)) * (up · norm(x1))."""
     pid = tl.program_id(0)
@@ -339,7 +331,7 @@ def gate_phase(
     gate, up = tile_of(w, row, H, R, H), tile_of(w, INTER + row, H, R, H)
     post, weight = spread(norms + H, R, H), spread(norms + 2 * H, R, H)
     x0 = spread(s0 + X0, R, H)
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -357,15 +349,15 @@ def gate_phase(
 
 @triton.jit
 def down_phase(
-    w, s0, batch, tick, spins, counter, probe,
+    w, s0, batch, tick, spins, counter,
     H: tl.constexpr, INTER: tl.constexpr, R: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     UNITS: tl.constexpr = H // R
     row = pid % UNITS * R
     tile = tile_of(w, row, INTER, R, INTER)
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     if pid < UNITS:
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -375,10 +367,10 @@ def down_phase(
 
 @triton.jit
 def head_phase(
-    mix, centroids, norms, final_norm, cluster_ids, s0, temperature, hot, seed, position, warm, step, batch, tick, spins, counter, probe,
+    mix, centroids, norms, final_norm, cluster_ids, s0, temperature, hot, seed, position, warm, step, batch, tick, spins, counter,
     H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr, MG: tl.constexpr,
     GN: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """g = norm(x); scores of the clusters, with the lean of those that sample (reference.cluster_lean); what g adds to the next
     input (mix [H, H]). warm: whether any of the batch samples."""
@@ -390,7 +382,7 @@ def head_phase(
     token = tl.zeros((R, SIZE), dtype=tl.int32)
     if warm:
         token = tile_of(cluster_ids, row % CLUSTERS, SIZE, R, SIZE)
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     if (row < CLUSTERS) | (row < H):
         for b in range(batch):
             s = s0 + b * STRIDE
@@ -413,14 +405,14 @@ def head_phase(
 
 @triton.jit
 def rank_phase(
-    head, s0, batch, tick, spins, counter, probe,
+    head, s0, batch, tick, spins, counter,
     H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, SOME: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """A cluster's place is the number of clusters that beat it; every program counts for SOME of them. Exact ties share a place:
     the one left over keeps a cluster of an earlier step."""
     pid = tl.program_id(0)
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     if pid * SOME < CLUSTERS:
         i = tl.arange(0, SOME)
         for b in range(batch):
@@ -439,16 +431,16 @@ def rank_phase(
 
 @triton.jit
 def score_phase(
-    head, cluster_ids, table, s0, best, scores, tokens, temperature, hot, seed, position, step, batch, tick, spins, counter, probe,
+    head, cluster_ids, table, s0, best, scores, tokens, temperature, hot, seed, position, step, batch, tick, spins, counter,
     H: tl.constexpr, HB: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, GN: tl.constexpr, L: tl.constexpr,
-    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, PROBE: tl.constexpr,
+    STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
     """The tokens of the best clusters, one of PIECES of a cluster a unit; the best of them, and for trees the two best of every step
     (scores, tokens [B, 16, 2, 256])."""
     pid = tl.program_id(0)
     BN: tl.constexpr = SIZE // PIECES
     x = spread(s0 + GN, BN, H)
-    spins = sync(counter, tick, spins, probe, G, SYNC, PROBE)
+    spins = sync(counter, tick, spins, G, SYNC)
     for b in range(batch):
         s = s0 + b * STRIDE
         if b > 0:
