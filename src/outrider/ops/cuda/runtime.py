@@ -1,7 +1,7 @@
 """CUDA C++ at run time: `Kernel` compiles a source with NVRTC, a library that torch's CUDA wheels bring along, and launches it through the
 driver, so nobody needs a compiler or a build step, and a CUDA graph captures the launch like any other.
 
-`missing(device)` says in one line why kernels can't be had here, or None. `image` alone works without a GPU.
+`missing()` says in one line why there are none here, or None. `image` alone works without a GPU.
 """
 
 from __future__ import annotations
