@@ -15,42 +15,42 @@ import torch
 from gpu_common import BF16, FAILED, attempt, begin, finish, graph_us, late, say
 
 from outrider.bench.gpu import H200_BYTES_PER_S, Rig
-from outrider.ops.triton import attention, prompts
+from outrider.ops.triton import abreast, attention, prompts
 from outrider.types import AttnSpec, KVView
 
 GPU = torch.cuda.is_available()
 DEV = "cuda" if GPU else "cpu"
-S, P = attention.Shape, prompts.Shape
+S, P, B = attention.Shape, prompts.Shape, abreast.Shape
 SPECS = {"sliding": AttnSpec(8, 1, 256, 0, True, window=512), "full": AttnSpec(8, 1, 512, 0, True)}
-CASES = [(kind, batch, rows) for batch, rows in ((64, 1), (128, 1), (64, 5), (32, 1), (128, 5)) for kind in SPECS]
+BIG = {"31B full": AttnSpec(32, 4, 512, 0, True)}
+CASES = [(kind, batch, rows) for batch, rows in ((64, 1), (128, 1), (64, 5)) for kind in SPECS]
+CASES += [("31B full", 32, 5), ("31B full", 64, 5), ("31B full", 64, 1)]
+CASES += [(kind, batch, rows) for batch, rows in ((32, 1), (128, 5), (32, 5), (48, 1)) for kind in SPECS]
 CONTEXT = 1040 if GPU else 70
 SLIDING = [
-    *(S(False, 16, w, st) for w in (4, 8) for st in (3, 4, 6)),
-    *(S(False, 16, w, st, parts=2) for w in (4, 8) for st in (3, 4, 6)),
-    *(S(False, 16, w, st, pair=True) for w, st in ((4, 4), (8, 3), (8, 4))),
-    *(S(False, 16, w, st, pair=True, parts=2) for w in (4, 8) for st in (3, 4)),
-    S(True, 16, 4, 3, 4), S(True, 16, 4, 4, 9), S(True, 16, 8, 4, 9),
-    *(S(False, 64, 4, st, parts=2) for st in (3, 4, 6)), S(False, 64, 8, 4), S(False, 64, 8, 6, parts=2),
-    *(P(64, w, st) for w, st in ((4, 2), (4, 3), (4, 5), (8, 3), (8, 5))),
+    S(False, 16, 4, 4, parts=2, pair=True, ahead=64), S(False, 16, 8, 3, pair=True, ahead=64), S(False, 64, 4, 4, parts=2), S(False, 64, 4, 3, parts=2),
+    B(2, 4, 4, 2), B(2, 4, 3, 2), B(2, 8, 4, 2), B(4, 4, 3, 2), B(4, 8, 3, 2), B(4, 8, 3, 2, ahead=0), B(4, 4, 3, 2, ahead=128),
+    B(2, 4, 4), B(2, 4, 3), B(2, 8, 4), B(2, 8, 3), B(4, 8, 2), B(4, 4, 2),
 ]  # fmt: skip
-SLIDING5 = [S(False, 32, 4, 4), S(False, 32, 8, 4)]
+SLIDING5 = [B(2, 4, 3, 2, bq=64), B(2, 4, 4, 2, bq=64), B(2, 8, 3, bq=64), B(2, 8, 4, 2, bq=64), P(64, 8, 3), S(False, 16, 4, 3)]
 FULL = [
-    *(S(False, 16, 8, st) for st in (3, 4)),
-    *(S(False, 16, w, st, parts=2) for w in (4, 8) for st in (3, 4, 5)),
-    *(S(False, 16, w, 5, parts=4) for w in (4, 8)),
-    S(True, 16, 4, 3, 8), S(True, 16, 8, 3, 16), S(False, 64, 8, 3, parts=2),
+    S(False, 16, 4, 4, parts=2), S(False, 16, 8, 3), B(2, 4, 3, 2), B(2, 8, 3, 2), B(2, 4, 3, 2, ahead=0), B(2, 8, 2), B(2, 8, 3, 4), B(2, 4, 3, 4),
 ]  # fmt: skip
-FULL5 = [
-    S(False, 64, 8, 2, parts=2),
-    S(False, 64, 4, 3, parts=4),
-    S(False, 64, 8, 3, parts=4),
-    S(False, 32, 8, 3, parts=2),
-    S(False, 32, 8, 4, parts=2),
-    S(False, 32, 4, 3, parts=2),
+FULL += [S(False, 16, 8, 3, soon=True), S(False, 16, 4, 4, parts=2, soon=True)]
+FULL5 = [S(False, 64, 8, 3, parts=2), S(False, 16, 4, 2), S(False, 64, 8, 3, parts=2, soon=True)]
+FULL31 = [
+    S(False, 32, 8, 2, soon=True),
+    S(False, 32, 8, 2),
+    S(False, 16, 8, 2),
+    S(False, 16, 8, 2, soon=True),
+    S(False, 64, 8, 2, parts=4),
+    S(False, 64, 8, 2, parts=4, soon=True),
 ]
 
 
 def variants(kind: str, rows: int) -> list[Any]:
+    if kind in BIG:
+        return FULL31
     few = kind == "sliding"
     out = [*(SLIDING if few else FULL), *((SLIDING5 if few else FULL5) if rows > 1 else ())]
     return [v for v in out if GPU or not isinstance(v, P)]
@@ -59,6 +59,8 @@ def variants(kind: str, rows: int) -> list[Any]:
 def call(q: torch.Tensor, spec: AttnSpec, kv: KVView, shape: Any) -> torch.Tensor:
     if isinstance(shape, P):
         return prompts.attend(q, spec, kv, GPU, None, shape)
+    if isinstance(shape, B):
+        return abreast.attend(q, spec, kv, GPU, None, shape)
     return attention.attend(q, spec, kv, GPU, None, shape)
 
 
@@ -76,16 +78,18 @@ def name(shape: Any) -> str:
     if shape is None:
         return "now"
     if isinstance(shape, P):
-        return f"wgmma{astuple(shape)}"
-    return f"({'split' if shape.split else 'whole'} q{shape.bq} w{shape.warps} s{shape.stages}{f' run{shape.run}' if shape.split else ''}{f' parts{shape.parts}' if shape.parts > 1 else ''}{' pair' if shape.pair else ''}{f' ahead{shape.ahead}' if shape.ahead else ''})"
+        return f"prompts{astuple(shape)}"
+    if isinstance(shape, B):
+        return f"(abreast {shape.splits} q{shape.bq} w{shape.warps} s{shape.stages} parts{shape.parts} ahead{shape.ahead})"
+    return f"({'split' if shape.split else 'whole'} q{shape.bq} w{shape.warps} s{shape.stages}{f' run{shape.run}' if shape.split else ''}{f' parts{shape.parts}' if shape.parts > 1 else ''}{' pair' if shape.pair else ''}{' soon' if shape.soon else ''}{f' ahead{shape.ahead}' if shape.ahead else ''})"
 
 
 def compile_all() -> None:
     wanted = {(kind, v): None for kind, _, rows in CASES for v in variants(kind, rows)}
-    views = {kind: view(spec, 2, 5, 1, 64) for kind, spec in SPECS.items()}
+    views = {kind: view(spec, 2, 5, 1, 64) for kind, spec in {**SPECS, **BIG}.items()}
 
     def one(kind: str, shape: Any) -> None:
-        spec = SPECS[kind]
+        spec = {**SPECS, **BIG}[kind]
         call(torch.zeros((10, spec.heads * spec.head_dim), dtype=BF16, device=DEV), spec, views[kind], shape)
 
     with ThreadPoolExecutor(16 if GPU else 1) as pool:
@@ -108,9 +112,9 @@ def alone() -> None:
         if late(0.6 * LIMIT[0]) and GPU:
             say(f"{kind} {batch}x{rows} left out: late")
             continue
-        spec = SPECS[kind]
+        spec = {**SPECS, **BIG}[kind]
         seen = CONTEXT if spec.window is None else min(CONTEXT, spec.window + rows - 1)
-        size = batch * seen * spec.head_dim * 4
+        size = batch * seen * spec.kv_heads * spec.head_dim * 4
         layers = max(1, min(8, int(4e8 // size))) if GPU else 1
         kv = view(spec, batch if GPU else 2, rows, layers, CONTEXT)
         q = torch.empty((kv.positions.shape[0], spec.heads * spec.head_dim), dtype=BF16, device=DEV).normal_(0, spec.head_dim**-0.5)
@@ -158,6 +162,8 @@ def chosen(q: torch.Tensor, spec: AttnSpec, kv: KVView, pdl: bool) -> torch.Tens
     fits = shape is not None and spec.head_dim == SPECS[kind].head_dim
     if isinstance(shape, P) and fits:
         return prompts.attend(q, spec, kv, pdl, None, shape)
+    if isinstance(shape, B) and fits:
+        return abreast.attend(q, spec, kv, pdl, None, shape)
     return ORIGINAL(q, spec, kv, pdl, None, shape if fits else None)
 
 
@@ -184,7 +190,7 @@ def steps(rig: Rig, seqs: list[Any], batch: int, k: int) -> None:
     first = time.logits  # type: ignore[attr-defined]
     for kind in SPECS:
         keep = None
-        tries = BEST.get((kind, batch, rows), [])[:3]
+        tries = BEST.get((kind, batch, rows), [])[:4]
         tries += (
             [replace(tries[0], ahead=n) for n in (64, 256)] if tries and GPU and (isinstance(tries[0], P) or not tries[0].split) else []
         )

@@ -10,7 +10,7 @@ triton = pytest.importorskip("triton")
 from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, same  # noqa: E402
 
 from outrider.engine.tree import Tree  # noqa: E402
-from outrider.ops.triton import TritonOps, long_prompts, prompts, rope  # noqa: E402
+from outrider.ops.triton import TritonOps, abreast, long_prompts, prompts, rope  # noqa: E402
 from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
 from outrider.ops.triton.tiles import SHARED  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
@@ -132,9 +132,20 @@ def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
         assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4)), apart)
         assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 4, run=3)), apart)
         assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4, parts=2)), apart)
-        if window and bn == cut.fine:
-            assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4, parts=2, pair=True)), apart)
         same(attend(q, spec, kv, False, cut, Shape(False, 64, 4)), apart)
+
+
+@pytest.mark.parametrize("window", [None, 200])
+def test_splits_abreast(window: int | None) -> None:
+    """Two or four splits at a time: the bits of one after the other, also where the last ones are not there, or only for some rows."""
+    cut = Cut(32, 32, near=128, mid=64, far=256, coarse=128)
+    spec = AttnSpec(4, 2, 32, 0, True, window=window, scale=2.5)
+    for spans in ([(126, 4)], [(290, 3), (0, 1), (31, 2), (163, 5)]):
+        kv = cache(spec, spans, 16)
+        q = rand(kv.positions.shape[0], 128, seed=4)
+        apart = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
+        for shape in (abreast.Shape(2, 4, 2), abreast.Shape(4, 4, 2, parts=2)):
+            same(abreast.attend(q, spec, kv, False, cut, shape), apart)
 
 
 def test_partial_sums_stay_bounded() -> None:

@@ -59,6 +59,7 @@ class Shape:
     run: int = 1  # splits that a program walks, if they are apart
     parts: int = 1  # programs that share the columns of the values, if splits are not apart
     pair: bool = False  # two splits are computed side by side, if they are not apart and each is a single block
+    soon: bool = False  # each block is fetched into L2 while the one before it is computed, if splits are not apart
     ahead: int = 0  # keys that are asked for before the kernel ahead is done, if splits are not apart
 
 
@@ -261,7 +262,7 @@ def attend_kernel(
     table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr, WALKS: tl.constexpr,
-    PARTS: tl.constexpr, PAIR: tl.constexpr, AHEAD: tl.constexpr,
+    PARTS: tl.constexpr, PAIR: tl.constexpr, AHEAD: tl.constexpr, SOON: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     LONE: tl.constexpr, DEEP: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
@@ -364,6 +365,11 @@ def attend_kernel(
                 live = k + tl.arange(0, BN) < key_to
                 here, places = page, within  # those of the next block are asked for ahead of time
                 page, within = _seek(table, k + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
+                if SOON:  # noqa: SIM102
+                    if tile == 0:
+                        line = page.to(tl.int64) * page_stride + (kv_head * PAGE + within) * D
+                        prefetch(keys + line[:, None] + (tl.arange(0, DP // 64) * 64)[None, :])
+                        prefetch(values + line[:, None] + (share * COLS + tl.arange(0, COLS // 64) * 64)[None, :])
                 kt = _fetch(keys, here, places, page_stride, kv_head, live, d, D, PAGE, KIND, ASM)
                 vt = _fetch(values, here, places, page_stride, kv_head, live, dv, D, PAGE, KIND, ASM)
                 if SPLIT:
@@ -484,7 +490,8 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
         PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=lone, WALKS=walks, PARTS=1 if shape.split else shape.parts,
-        PAIR=shape.pair, AHEAD=shape.ahead if not shape.split else 0 if walks else cut.fine, DEEP=deep, TAIL=tail, EACH=each,
+        PAIR=shape.pair, SOON=shape.soon and q.device.type != "cpu",
+        AHEAD=shape.ahead if not shape.split else 0 if walks else cut.fine, DEEP=deep, TAIL=tail, EACH=each,
         ASM=q.device.type != "cpu", num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:
