@@ -27,25 +27,11 @@ CASES = [(kind, batch, rows) for batch, rows in ((64, 1), (128, 1), (64, 5)) for
 CASES += [("31B full", 32, 5), ("31B full", 64, 5), ("31B full", 64, 1)]
 CASES += [(kind, batch, rows) for batch, rows in ((32, 1), (128, 5), (32, 5), (48, 1)) for kind in SPECS]
 CONTEXT = 1040 if GPU else 70
-SLIDING = [
-    S(False, 16, 4, 4, parts=2, pair=True, ahead=64), S(False, 16, 8, 3, pair=True, ahead=64), S(False, 64, 4, 4, parts=2), S(False, 64, 4, 3, parts=2),
-    B(2, 4, 4, 2), B(2, 4, 3, 2), B(2, 8, 4, 2), B(4, 4, 3, 2), B(4, 8, 3, 2), B(4, 8, 3, 2, ahead=0), B(4, 4, 3, 2, ahead=128),
-    B(2, 4, 4), B(2, 4, 3), B(2, 8, 4), B(2, 8, 3), B(4, 8, 2), B(4, 4, 2),
-]  # fmt: skip
-SLIDING5 = [B(2, 4, 3, 2, bq=64), B(2, 4, 4, 2, bq=64), B(2, 8, 3, bq=64), B(2, 8, 4, 2, bq=64), P(64, 8, 3), S(False, 16, 4, 3)]
-FULL = [
-    S(False, 16, 4, 4, parts=2), S(False, 16, 8, 3), B(2, 4, 3, 2), B(2, 8, 3, 2), B(2, 4, 3, 2, ahead=0), B(2, 8, 2), B(2, 8, 3, 4), B(2, 4, 3, 4),
-]  # fmt: skip
-FULL += [S(False, 16, 8, 3, soon=True), S(False, 16, 4, 4, parts=2, soon=True)]
-FULL5 = [S(False, 64, 8, 3, parts=2), S(False, 16, 4, 2), S(False, 64, 8, 3, parts=2, soon=True)]
-FULL31 = [
-    S(False, 32, 8, 2, soon=True),
-    S(False, 32, 8, 2),
-    S(False, 16, 8, 2),
-    S(False, 16, 8, 2, soon=True),
-    S(False, 64, 8, 2, parts=4),
-    S(False, 64, 8, 2, parts=4, soon=True),
-]
+SLIDING = [S(False, 16, 4, 3), B(2, 4, 4, 2), B(4, 8, 3, 2), B(2, 4, 3), B(2, 8, 3)]
+SLIDING5 = [B(2, 4, 3, 2, bq=64), S(False, 64, 4, 4, parts=2), S(False, 64, 4, 3, parts=2), P(64, 8, 3)]
+FULL = [S(False, 16, 4, 4, parts=2), S(False, 16, 8, 3), B(2, 4, 3, 2, ahead=0), S(True, 16, 4, 2, 8)]
+FULL5 = [S(False, 64, 8, 3, parts=2), S(False, 16, 4, 2)]
+FULL31 = [S(False, 32, 8, 2), S(False, 16, 8, 2)]
 
 
 def variants(kind: str, rows: int) -> list[Any]:
@@ -60,7 +46,7 @@ def call(q: torch.Tensor, spec: AttnSpec, kv: KVView, shape: Any) -> torch.Tenso
     if isinstance(shape, P):
         return prompts.attend(q, spec, kv, GPU, None, shape)
     if isinstance(shape, B):
-        return abreast.attend(q, spec, kv, GPU, None, shape)
+        return abreast.attend(q, spec, kv, GPU, shape)
     return attention.attend(q, spec, kv, GPU, None, shape)
 
 
@@ -81,7 +67,7 @@ def name(shape: Any) -> str:
         return f"prompts{astuple(shape)}"
     if isinstance(shape, B):
         return f"(abreast {shape.splits} q{shape.bq} w{shape.warps} s{shape.stages} parts{shape.parts} ahead{shape.ahead})"
-    return f"({'split' if shape.split else 'whole'} q{shape.bq} w{shape.warps} s{shape.stages}{f' run{shape.run}' if shape.split else ''}{f' parts{shape.parts}' if shape.parts > 1 else ''}{' pair' if shape.pair else ''}{' soon' if shape.soon else ''}{f' ahead{shape.ahead}' if shape.ahead else ''})"
+    return f"({'split' if shape.split else 'whole'} q{shape.bq} w{shape.warps} s{shape.stages}{f' run{shape.run}' if shape.split else ''}{f' parts{shape.parts}' if shape.parts > 1 else ''})"
 
 
 def compile_all() -> None:
@@ -163,7 +149,7 @@ def chosen(q: torch.Tensor, spec: AttnSpec, kv: KVView, pdl: bool) -> torch.Tens
     if isinstance(shape, P) and fits:
         return prompts.attend(q, spec, kv, pdl, None, shape)
     if isinstance(shape, B) and fits:
-        return abreast.attend(q, spec, kv, pdl, None, shape)
+        return abreast.attend(q, spec, kv, pdl, shape)
     return ORIGINAL(q, spec, kv, pdl, None, shape if fits else None)
 
 
@@ -191,9 +177,6 @@ def steps(rig: Rig, seqs: list[Any], batch: int, k: int) -> None:
     for kind in SPECS:
         keep = None
         tries = BEST.get((kind, batch, rows), [])[:4]
-        tries += (
-            [replace(tries[0], ahead=n) for n in (64, 256)] if tries and GPU and (isinstance(tries[0], P) or not tries[0].split) else []
-        )
         for shape in tries:
             if late(LIMIT[0]):
                 break

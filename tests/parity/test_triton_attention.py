@@ -145,7 +145,7 @@ def test_splits_abreast(window: int | None) -> None:
         q = rand(kv.positions.shape[0], 128, seed=4)
         apart = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
         for shape in (abreast.Shape(2, 4, 2), abreast.Shape(4, 4, 2, parts=2)):
-            same(abreast.attend(q, spec, kv, False, cut, shape), apart)
+            same(abreast.attend(q, spec, kv, False, shape, cut), apart)
 
 
 def test_partial_sums_stay_bounded() -> None:

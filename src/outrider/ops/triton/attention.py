@@ -58,9 +58,6 @@ class Shape:
     stages: int = 2
     run: int = 1  # splits that a program walks, if they are apart
     parts: int = 1  # programs that share the columns of the values, if splits are not apart
-    pair: bool = False  # two splits are computed side by side, if they are not apart and each is a single block
-    soon: bool = False  # each block is fetched into L2 while the one before it is computed, if splits are not apart
-    ahead: int = 0  # keys that are asked for before the kernel ahead is done, if splits are not apart
 
 
 def choose_cut(spec: AttnSpec, dtype: torch.dtype, shared: int = SHARED) -> Cut:
@@ -81,23 +78,22 @@ def fitted(shape: Shape, spec: AttnSpec, shared: int, narrow: bool = False) -> S
     if shared > WIDE_HEAD or spec.head_dim < 256:
         return shape
     large = spec.head_dim > 256
-    return replace(shape, bq=min(shape.bq, 16 if large else 32), stages=min(shape.stages, 1 if large and narrow else 2), pair=False)
+    return replace(shape, bq=min(shape.bq, 16 if large else 32), stages=min(shape.stages, 1 if large and narrow else 2))
 
 
 def many_sequences(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, slots: int) -> Shape | None:
-    """For E2B and E4B from about 50 sequences on, whose programs are few and wait for one block after the other. Measured on E2B with 64
-    and 128 sequences of 1 and 5 rows at 1k, alone and in whole steps."""
+    """For E2B and E4B from 32 sequences on, whose programs are few and wait for one block after the other. Measured on E2B with 32 to 128
+    sequences of 1 and 5 rows at 1k, in whole steps with 64 and 128."""
     packed, pairs = kv.max_rows * (spec.heads // spec.kv_heads), batch * spec.kv_heads
-    if spec.head_dim < 256 or cut.bn != 32 or cut.fine != 32 or kv.paths is not None or packed > 64 or pairs < 48 or slots > 64:
+    if spec.head_dim < 256 or cut.bn != 32 or cut.fine != 32 or kv.paths is not None or slots > 64:
         return None
-    room = pairs <= 66  # two programs a pair find a processor each
-    if packed > 16:  # one tile of queries, whose rows nothing is exchanged among
-        return Shape(False, 64, 8, 3, parts=2) if spec.window is None else Shape(False, 64, 4, 4 if room else 3, parts=2)
-    if spec.window is None:
-        return Shape(False, 16, 4, 4, parts=2) if room else Shape(False, 16, 8, 3)
-    if pairs > 132 or cut.bn % kv.page_size:
-        return None
-    return Shape(False, 16, 4, 4, parts=2, pair=True, ahead=64) if room else Shape(False, 16, 8, 3, pair=True, ahead=64)
+    if 16 < packed <= 64 and pairs >= 32:  # a tile of 64 queries, among whose rows nothing is exchanged
+        if spec.window is not None:
+            return Shape(False, 64, 4, 4 if pairs <= 66 else 3, parts=2)
+        return Shape(False, 16, 8, 3) if pairs * triton.cdiv(packed, 16) <= 132 else Shape(False, 64, 8, 3, parts=2)
+    if packed <= 16 and pairs >= 48 and spec.window is None:  # two programs share a pair where each finds a processor
+        return Shape(False, 16, 4, 4, parts=2) if pairs <= 66 else Shape(False, 16, 8, 3)
+    return None
 
 
 def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.dtype) -> Shape:
@@ -195,10 +191,7 @@ def _seek(table, k, most, paths, row, base, DEEP: tl.constexpr, PAGE: tl.constex
     if DEEP > 0:
         inner = live & (key >= base)
         key = tl.where(inner, base + tl.load(paths + row * DEEP + key - base, mask=inner, other=0), key).to(tl.int32)
-    if DEEP == 0 and COUNT % PAGE == 0:
-        return tl.load(table + k // PAGE + i // PAGE, mask=live, other=0), i % PAGE
-    else:
-        return tl.load(table + key // PAGE, mask=live, other=0), key % PAGE
+    return tl.load(table + key // PAGE, mask=live, other=0), key % PAGE
 
 
 @triton.jit
@@ -225,29 +218,6 @@ def _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.cons
 
 
 @triton.jit
-def _pair(
-    query, kt, v0, v1, k, most, at, ones, all_acc, all_total, all_top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
-    """Take two splits of one block each into the sums, side by side: neither waits for the other's chain of products."""
-    BQ: tl.constexpr = all_acc.shape[0]
-    key = k + tl.arange(0, 2 * BN)
-    s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale  # [BQ, 2 * BN]
-    seen = (key[None, :] <= at[:, None]) & (key < most)[None, :]
-    if WINDOW > 0:
-        seen = seen & (key[None, :] > at[:, None] - WINDOW)
-    s = tl.reshape(tl.where(seen, s, float("-inf")), (BQ, 2, BN))
-    peak = tl.ceil(tl.max(s, 2))  # [BQ, 2]
-    p0, p1 = tl.split(tl.permute(tl.exp2(s - _known(peak)[:, :, None]).to(v0.dtype), (0, 2, 1)))
-    top0, top1 = tl.split(peak)
-    new = tl.maximum(all_top, tl.maximum(top0, top1))
-    ref = _known(new)
-    before, first, second = power(all_top - ref)[:, None], power(top0 - ref)[:, None], power(top1 - ref)[:, None]
-    acc0, acc1 = tl.dot(p0, v0, input_precision=PREC), tl.dot(p1, v1, input_precision=PREC)
-    total0, total1 = tl.dot(p0, ones, input_precision=PREC), tl.dot(p1, ones, input_precision=PREC)
-    return all_acc * before + acc0 * first + acc1 * second, all_total * before + total0 * first + total1 * second, new
-
-
-@triton.jit
 def _add(all_acc, all_total, all_top, acc, total, top):
     """Add a split to the ones before it."""
     new = tl.maximum(all_top, top)
@@ -262,7 +232,7 @@ def attend_kernel(
     table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr, WALKS: tl.constexpr,
-    PARTS: tl.constexpr, PAIR: tl.constexpr, AHEAD: tl.constexpr, SOON: tl.constexpr,
+    PARTS: tl.constexpr, AHEAD: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     LONE: tl.constexpr, DEEP: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
@@ -324,10 +294,7 @@ def attend_kernel(
             prefetch(keys + line[:, None] + each[None, :])
             prefetch(values + line[:, None] + each[None, :])
     mine = (first + tl.maximum(begin, 0) // GROUP).to(tl.int64)  # whose path it is, where a program has one row
-    page, within = _seek(table, key_from, key_to, paths, mine, base, DEEP, PAGE, 2 * BN if PAIR else BN)
-    if PAIR:  # values are fetched split by split
-        page0, _ = _seek(table, key_from, key_to, paths, mine, base, DEEP, PAGE, BN)
-        page1, _ = _seek(table, key_from + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
+    page, within = _seek(table, key_from, key_to, paths, mine, base, DEEP, PAGE, BN)
     if PDL:
         gdc_wait()
     if key_from < key_to:
@@ -347,17 +314,6 @@ def attend_kernel(
             kt = _fetch(keys, page, within, page_stride, kv_head, live, d, D, PAGE, KIND, ASM)
             vt = _fetch(values, page, within, page_stride, kv_head, live, dv, D, PAGE, KIND, ASM)
             acc, total, top = _block(query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
-        elif PAIR:
-            i = tl.arange(0, BN)
-            for k in range(key_from, key_to, 2 * BN):
-                here, here0, here1, places, k2 = page, page0, page1, within, k + 2 * BN
-                page, within = _seek(table, k2, key_to, paths, mine, base, DEEP, PAGE, 2 * BN)
-                page0, _ = _seek(table, k2, key_to, paths, mine, base, DEEP, PAGE, BN)
-                page1, _ = _seek(table, k2 + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
-                kt = _fetch(keys, here, places, page_stride, kv_head, k + tl.arange(0, 2 * BN) < key_to, d, D, PAGE, KIND, ASM)
-                v0 = _fetch(values, here0, i % PAGE, page_stride, kv_head, k + i < key_to, dv, D, PAGE, KIND, ASM)
-                v1 = _fetch(values, here1, i % PAGE, page_stride, kv_head, k + BN + i < key_to, dv, D, PAGE, KIND, ASM)
-                acc, total, top = _pair(query, kt, v0, v1, k, key_to, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         else:
             all_acc, all_total, all_top = acc, total, top
             none_acc, none_total, none_top = acc, total, top
@@ -365,11 +321,8 @@ def attend_kernel(
                 live = k + tl.arange(0, BN) < key_to
                 here, places = page, within  # those of the next block are asked for ahead of time
                 page, within = _seek(table, k + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
-                if SOON:  # noqa: SIM102
-                    if tile == 0:
-                        line = page.to(tl.int64) * page_stride + (kv_head * PAGE + within) * D
-                        prefetch(keys + line[:, None] + (tl.arange(0, DP // 64) * 64)[None, :])
-                        prefetch(values + line[:, None] + (share * COLS + tl.arange(0, COLS // 64) * 64)[None, :])
+                if DEEP == 0:  # found again: carried along they would take registers
+                    places = (k + tl.arange(0, BN)) % PAGE
                 kt = _fetch(keys, here, places, page_stride, kv_head, live, d, D, PAGE, KIND, ASM)
                 vt = _fetch(values, here, places, page_stride, kv_head, live, dv, D, PAGE, KIND, ASM)
                 if SPLIT:
@@ -484,14 +437,12 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         tail, each = 1 + triton.cdiv(deep - 1, cut.fine), triton.cdiv(kv.max_rows * triton.cdiv(group, shape.bq), tiles)
         programs += each
     lone, walks = spec.window is not None and cut.fine == cut.bn, shape.run > 1 or deep > 0
-    assert not shape.pair or (lone and not shape.split and cut.bn % kv.page_size == 0), "pairs are of single blocks of whole pages"
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
         q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.paths is None else kv.paths, out, part, part_ml,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
         KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
         PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=lone, WALKS=walks, PARTS=1 if shape.split else shape.parts,
-        PAIR=shape.pair, SOON=shape.soon and q.device.type != "cpu",
-        AHEAD=shape.ahead if not shape.split else 0 if walks else cut.fine, DEEP=deep, TAIL=tail, EACH=each,
+        AHEAD=cut.fine if shape.split and not walks else 0, DEEP=deep, TAIL=tail, EACH=each,
         ASM=q.device.type != "cpu", num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:

@@ -13,7 +13,7 @@ from ..backend import Capabilities, M, Norms
 from ..formats import Held
 from ..reference import ReferenceOps, plain
 from ..trees import Front, Nodes, Noise, Planted
-from . import attention, choose, long_prompts, moe, norm, prompts, rope, trees
+from . import abreast, attention, choose, long_prompts, moe, norm, prompts, rope, trees
 from .ahead import Ahead
 from .linear import Kind, compile_for, product, variant
 from .quant_tiles import shared_of
@@ -90,6 +90,9 @@ class TritonOps(ReferenceOps):
             return long_prompts.attend(q, spec, kv, self.pdl)
         if self.hopper and prompts.suited(spec, kv, q.dtype, self.shared):
             return prompts.attend(q, spec, kv, self.pdl)
+        shape = abreast.choose_shape(spec, kv, kv.row_start.shape[0] - 1, q.dtype, self.shared) if self.hopper else None
+        if shape is not None:
+            return abreast.attend(q, spec, kv, self.pdl, shape)
         return attention.attend(q, spec, kv, self.pdl)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
