@@ -116,7 +116,8 @@ class GraphExecutor:
         self._joined: dict[int, SeqCache] = {}  # whose history a slot holds
         self._known: tuple[list[Seq], Choosing, Asks] = ([], "greedy", NOTHING)  # of the last batch
         self._furthest = self.passes.furthest - MAX_DRAFT - 1
-        self._widths = tuple(k for k in widths if not k or drafter is not None)
+        drafted = (next(w for w in capabilities.graph_widths if w >= k) for k in widths)
+        self._widths = tuple(k for k in drafted if not k or drafter is not None)
         self._preparing = False  # what is captured is not needed for this step: if it fails, it is done without
         self.fixed = False  # somebody waits for every step: captured is only what no graph holds
         self._instead: dict[Key, tuple[Key, int]] = {}  # the graph that a step runs in, and how often one did
@@ -133,15 +134,21 @@ class GraphExecutor:
     def _stand_in(self, wanted: Key) -> Key:
         """The graph of a server that a step runs in."""
         found, count = self._instead.get(wanted, (None, 0))
-        if found is None or (count == stock.OFTEN and stock.wasteful(found, wanted)):
-            roomy = stock.roomy(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
-            if found is None:
-                found = stock.nearest(self._graphs, wanted) or (roomy if roomy not in self._refused else wanted)
-            else:
-                own, self._preparing = replace(wanted, context=roomy.context), True
-                found, self._preparing = own if own not in self._refused and self.ready(own) else found, False
+        roomy = stock.roomy(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
+        if found is None:
+            found = stock.nearest(self._graphs, wanted) or self._spare(roomy) or wanted
+        elif count == stock.OFTEN and stock.wasteful(found, wanted):
+            found = self._spare(replace(wanted, context=roomy.context)) or found
         self._instead[wanted] = (found, count + 1)
         return found
+
+    def _spare(self, key: Key) -> Key | None:
+        """This graph, captured now; None where that fails: a step can do without it."""
+        self._preparing = True
+        try:
+            return key if self.ready(key) else None
+        finally:
+            self._preparing = False
 
     @property
     def _most(self) -> int:
@@ -161,7 +168,9 @@ class GraphExecutor:
             source = self._source(lanes)
         furthest = max(lane.start + 1 + lane.seq.ahead for lane in lanes)
         nodes = self._nodes(lanes, k, furthest) if source == "drafter" and asks == NOTHING else 0
-        return Key(self.can.bucket(len(lanes)), k, bound_of(furthest + max(k, nodes)), choosing, source, "cycle", asks, nodes)
+        # A server may run lines in a graph of more drafted tokens, which writes K/V of as many positions.
+        beyond = max(MAX_DRAFT if self.fixed and k else k, nodes)
+        return Key(self.can.bucket(len(lanes)), k, bound_of(furthest + beyond), choosing, source, "cycle", asks, nodes)
 
     def _nodes(self, lanes: Sequence[Lane], depth: int, furthest: int) -> int:
         """Tokens of each sequence's tree in this step; 0: drafts are lines, because nobody asked for trees, or they would be too deep or

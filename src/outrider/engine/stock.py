@@ -42,7 +42,10 @@ def wasteful(found: Key, wanted: Key) -> bool:
 
 
 def roomy(key: Key, most: int, furthest: int, rows: int) -> Key:
-    """What is captured for a step that no graph holds. most: sequences that there can be; furthest: positions; rows: of a captured step."""
+    """What is captured for a step that no graph holds; one with trees as it is, since attention keeps sums of every row of them by pieces
+    of the context. most: sequences that there can be; furthest: positions; rows: of a captured step."""
+    if key.nodes:
+        return key
     batch = next((size for size in BATCHES if size >= key.batch), key.batch)
     batch = batch if batch <= most and batch * (key.drafted + 1) <= rows else key.batch
     context = NEAR

@@ -207,7 +207,9 @@ class _Lane:
         for piece, result, error in done:
             if piece.answer.done():
                 continue  # whoever asked has left
-            if error is not None:
+            if isinstance(error, StopIteration):  # a future takes no such exception
+                piece.answer.set_exception(RuntimeError(f"the work of a request ended with {error!r}"))
+            elif error is not None:
                 piece.answer.set_exception(error)
             else:
                 piece.answer.set_result(result)

@@ -133,7 +133,9 @@ class Controller:
                 most = min(cap, self._reach(name, 1, view.context))
                 top = self._risk(seq, times, plain, most)
                 top_rate = self._tolled(self._yield(seq, name, shared, times), toll)
-                nodes = view.nodes if top == most else min(view.nodes, top + 1)  # near its limit of losses: as small as the line would be
+                nodes = (
+                    view.nodes if top == most else min(view.nodes, top + 1)
+                )  # near its limit of losses: one row more than the line would have
                 offer = Choice(name, top, nodes=nodes if nodes > 1 else 0)
                 if top > 0 and top_rate > best_rate:
                     best, best_rate = offer, top_rate

@@ -55,6 +55,31 @@ def test_what_is_captured_beside_requests_has_room_to_spare() -> None:
     assert roomy(replace(DRAFTED, batch=192, k=8), 256, 32768, 2048).batch == 192, "nor more rows than a step may have"
 
 
+def test_trees_are_captured_as_they_are() -> None:
+    """Attention keeps sums of every row of a tree by pieces of the context: with room to spare it could take all memory."""
+    tree = replace(DRAFTED, batch=3, context=65536, nodes=8)
+    assert roomy(tree, 256, 1 << 18, 2048) == tree
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_graph_of_more_drafts_has_room_for_their_keys(model: Any, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """A line of one draft ran in a graph of four just before the graph's context ended, and K/V of the others went past its table."""
+    monkeypatch.setattr(stock, "NEAR", 512)
+    engine, executor = served(model, max_batch=2, max_context=1024)
+    executor.prepare()
+    prompts = [[(7 * i * i + 3 * i) % 40 + 3 for i in range(length)] for length in (498, 505)]
+    jobs = [request(str(i), prompt, k=k, max_tokens=20) for i, prompt in enumerate(prompts)]
+    plain = tiny_engine("dense", model=model, max_context=1024)
+    assert all(run(engine, [job]) == run(plain, [replace(job, draft_tokens=0)]) for job in jobs)
+    assert {key.k for key in executor._graphs} == {0, 4}
+
+
+def test_widths_are_those_of_steps(model: Any) -> None:
+    """`--draft-tokens 5`: steps have six, a limit leaves one out; graphs of five would serve nobody."""
+    machine = served(model)[1].machine
+    assert GraphExecutor(machine, machine.model.ops.capabilities, widths=(0, 5))._widths == (0, 6)
+
+
 def test_a_server_is_ready_for_every_number_of_sequences() -> None:
     keys = likely(256, 32768, 2048, (0, 4))
     assert len(keys) == len(set(keys)) <= 56
@@ -113,6 +138,22 @@ def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch
 
     executor.ready = some  # type: ignore[method-assign]
     assert run(engine, jobs) == got and executor.broken is None, "it is done without"
+
+
+def test_a_step_without_room_to_spare_has_its_own_graph(model: Any) -> None:
+    """Where the roomy graph failed, steps with logprobs were launched for ever though their own would have fitted."""
+    _, executor = served(model, max_batch=12)
+    executor.prepare()
+    ready = executor.ready
+
+    def some(key: Key) -> bool:
+        if key.asks.logprobs >= 0 and key.batch > 3 and key not in executor._refused:
+            executor._failed(key, RuntimeError("out of memory"))
+        return ready(key)
+
+    executor.ready = some  # type: ignore[method-assign]
+    wanted = replace(PLAIN, batch=3, context=512, asks=Asks(logprobs=5))
+    assert executor._stand_in(wanted) == wanted and executor.broken is None and ready(wanted)
 
 
 def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytest.LogCaptureFixture) -> None:
