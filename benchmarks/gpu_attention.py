@@ -1,7 +1,9 @@
 # ruff: noqa: E501, B023
-"""Shapes of attention for many sequences of E2B on this GPU: each alone, with the bits of a row alone, then whole steps with the best.
+"""Shapes of attention for many sequences on this GPU: each alone, with the bits of a row alone; then whole steps of E2B with the best.
 
-PYTHONPATH=src python3 benchmarks/gpu_attention.py [--seconds 85] [--steps-only]
+    PYTHONPATH=src python3 benchmarks/gpu_attention.py [--seconds 85]
+
+`now` is what the rules choose (`abreast.choose_shape`, `attention.choose_shape`). K/V is cold: several layers take turns.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ import torch
 from gpu_common import BF16, FAILED, attempt, begin, finish, graph_us, late, say
 
 from outrider.bench.gpu import H200_BYTES_PER_S, Rig
-from outrider.ops.triton import abreast, attention, prompts
+from outrider.ops.triton import TritonOps, abreast, attention, prompts
 from outrider.types import AttnSpec, KVView
 
 GPU = torch.cuda.is_available()
+OPS = TritonOps("cuda" if GPU else "cpu")
 DEV = "cuda" if GPU else "cpu"
 S, P, B = attention.Shape, prompts.Shape, abreast.Shape
 SPECS = {"sliding": AttnSpec(8, 1, 256, 0, True, window=512), "full": AttnSpec(8, 1, 512, 0, True)}
@@ -43,6 +46,8 @@ def variants(kind: str, rows: int) -> list[Any]:
 
 
 def call(q: torch.Tensor, spec: AttnSpec, kv: KVView, shape: Any) -> torch.Tensor:
+    if shape is None:  # what the rules choose
+        return OPS.attend(q, spec, kv)
     if isinstance(shape, P):
         return prompts.attend(q, spec, kv, GPU, None, shape)
     if isinstance(shape, B):
@@ -142,18 +147,15 @@ def alone() -> None:
 CHOSEN: dict[Any, Any] = {}  # (kind, batch, rows) -> shape
 
 
-def chosen(q: torch.Tensor, spec: AttnSpec, kv: KVView, pdl: bool) -> torch.Tensor:
+def chosen(self: TritonOps, q: torch.Tensor, spec: AttnSpec, kv: KVView) -> torch.Tensor:
     kind = "full" if spec.window is None else "sliding"
     shape = CHOSEN.get((kind, kv.row_start.shape[0] - 1, kv.max_rows))
-    fits = shape is not None and spec.head_dim == SPECS[kind].head_dim
-    if isinstance(shape, P) and fits:
-        return prompts.attend(q, spec, kv, pdl, None, shape)
-    if isinstance(shape, B) and fits:
-        return abreast.attend(q, spec, kv, pdl, shape)
-    return ORIGINAL(q, spec, kv, pdl, None, shape if fits else None)
+    if shape is None or spec.head_dim != SPECS[kind].head_dim:
+        return ORIGINAL(self, q, spec, kv)
+    return call(q, spec, kv, shape)
 
 
-ORIGINAL = attention.attend
+ORIGINAL = TritonOps.attend
 
 
 def steps(rig: Rig, seqs: list[Any], batch: int, k: int) -> None:
@@ -212,7 +214,7 @@ def main() -> None:
     with torch.inference_mode():
         compile_all()
         attempt("alone", alone)
-        attention.attend = chosen  # type: ignore[assignment]
+        TritonOps.attend = chosen  # type: ignore[method-assign]
         if GPU:
             rig = Rig.of("E2B", slots=128, context=1088)
         else:
