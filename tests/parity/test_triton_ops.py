@@ -149,11 +149,23 @@ def test_tiles_that_are_cut_among_programs(ops: TritonOps, gated: bool, splits: 
     x, w = rand(50, k), rand(n * (2 if gated else 1), k, seed=1)
     tile, extra = Tile(16, 16, splits, 2), dict(gated=True, act="silu", bias=rand(2 * n, seed=2)) if gated else {}
     monkeypatch.setattr(linear, "processors_of", lambda device: 3)
+    monkeypatch.setattr(linear, "DEALT_UNCUT", 0)
     want = product(x, w, ops.seen, tile=tile, shape=Rows(64, 16, 16, 2), **extra)
     for rows in (50, 30):
         for more in (16, 32):
             same(product(x[:rows], w, ops.seen, tile=tile, shape=Rows(16, 16, 16, 2, more=more, fetched=True), **extra), want[:rows])
             assert int(ops.seen.abs().sum()) == 0
+
+
+def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut ones need more shared memory than the stages of whole ones leave: on 114 processors 31B's qkv asked for more than there is."""
+    monkeypatch.setattr(linear, "processors_of", lambda device: 78)
+    x, w, seen = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((160, 5376), (16384, 5376), (8,)))
+    rest = dict(bias=None, mul=None, act="", gated=False, softcap=None, out_dtype=torch.bfloat16, pdl=False, tile=None, shape=None)
+    monkeypatch.setattr(linear, "fetchable", lambda t: True)
+    monkeypatch.setattr(linear, "tiles_of", lambda t, rows, columns: t)
+    launch = linear._call(x, w, seen, shared=linear.SHARED, **rest)  # type: ignore[arg-type]
+    assert launch.kernel is linear.dealt_kernel and launch.grid == (128,) and launch.options["CUT"] is False
 
 
 @pytest.mark.parametrize(

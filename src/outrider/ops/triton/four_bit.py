@@ -128,7 +128,7 @@ class FourBit:
         if w.order is not None:
             x = x[:, w.order]
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-            x = x.contiguous()
+            x = x.clone(memory_format=torch.contiguous_format)  # also where it is contiguous, but begins between 16 bytes
         out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
         part, sums, lift = out, out, scale if w.lift is None else w.lift
         if units.splits > 1:

@@ -24,7 +24,7 @@ from .ahead import Ahead
 from .common import finish, gdc_launch_dependents, gdc_wait, prefetch
 from .dealt import apart_kernel, dealt_kernel, tiles_of
 from .quant_tiles import processors_of, shared_of
-from .tiles import COUNTERS, SHARED, Shape, Tile, choose_tile, fitted, for_rows
+from .tiles import COUNTERS, DEALT_UNCUT, SHARED, Shape, Tile, choose_tile, fitted, for_rows
 from .wide import described, fetchable, wide_kernel
 
 LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
@@ -290,7 +290,7 @@ def _call(
     by_engine = shape.fetched and shared >= SHARED and fetchable(x) and fetchable(w)
     if by_engine and shape.more:
         tiles = triton.cdiv(rows, shape.bm + shape.more) * triton.cdiv(n, shape.bn)
-        programs = tiles * splits if splits > 1 else min(tiles, processors_of(x.device))
+        programs = tiles * splits if splits > 1 or tiles <= DEALT_UNCUT else min(tiles, processors_of(x.device))
         cut = tiles % programs > 0
         sums = (programs if splits > 1 else programs + 1 if cut else 0) * (shape.bm + shape.more) * shape.bn * (2 if gated else 1)
         given = (

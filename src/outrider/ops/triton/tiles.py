@@ -220,6 +220,7 @@ CUT = {
 }  # those that take several tiles and parts of one
 CUT_GATED = {(128, 32, 128): (0.79, 5, 4)}
 DEALT_ROWS = 640  # up to which these were measured
+DEALT_UNCUT = 132  # tiles up to which each is a program's own, on smaller cards too: cut ones need more shared memory than DEALT's stages leave
 
 
 def _dealt(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
@@ -238,7 +239,7 @@ def _dealt(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[
                 )
     for (bm, more, wide), (rate, stages, warps) in (CUT if sides == 1 else CUT_GATED).items():
         tiles = triton.cdiv(n * sides, wide)
-        if spans == 1 and rows <= bm + more and tiles > 132:
+        if spans == 1 and rows <= bm + more and tiles > DEALT_UNCUT:
             each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11  # nothing is fetched for the next tile while this one is stored
             yield (tiles / 132 + 0.1) * each, Shape(bm, wide // sides, 64, stages, warps, True, more, fetched=True)
 
