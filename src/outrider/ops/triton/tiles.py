@@ -220,7 +220,8 @@ CUT = {
 }  # those that take several tiles and parts of one
 CUT_GATED = {(128, 32, 128): (0.79, 5, 4)}
 DEALT_ROWS = 640  # up to which these were measured
-DEALT_UNCUT = 132  # tiles up to which each is a program's own, on smaller cards too: cut ones need more shared memory than DEALT's stages leave
+# Tiles up to which each is a program's own, on smaller cards too: cut ones need more shared memory than the stages of DEALT leave.
+DEALT_UNCUT = 132
 
 
 def _dealt(tile: Tile, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, Shape]]:
