@@ -1,13 +1,13 @@
 """What holding a model's weights in few bits costs: perplexity and logit error against float32 on a short text.
 
-The text is teacher-forced through the model as the CPU kernels hold it (`--quantize`, or a GGUF file's own formats) and
-through the torch reference with every weight in float32, one after the other, so that only one of them is in memory.
+The text is teacher-forced through the model as the CPU kernels hold it (`--quantize`, or a GGUF file's own formats), or as a GPU would
+round it, and through the torch reference with every weight in float32, one after the other, so that only one of them is in memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp
 
 import torch
@@ -19,7 +19,8 @@ from ..engine.text import Tokenizer
 from ..models.config import ModelConfig
 from ..models.decoder import TextModel
 from ..ops.backend import Backend
-from ..ops.formats import Held
+from ..ops.formats import MODES, Held, rounded_to
+from ..ops.reference import ReferenceOps
 from ..types import OutriderError
 from ..weights import load_target
 
@@ -68,10 +69,21 @@ class Rounding:
         )
 
 
+class AsOnGpu(ReferenceOps):
+    """The definition with matrices rounded as a GPU's kernels hold them (and multiplied in float32: theirs in bfloat16 come on top)."""
+
+    capabilities = replace(ReferenceOps.capabilities, quantizes=tuple(MODES))
+
+    def quantize(self, dense: Tensor, mode: str) -> Held:
+        format = rounded_to(mode, dense.shape)
+        return dense if format is None else format.quantise(dense).dense()
+
+
 def measure(
-    model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE, kv_dtype: str = "auto"
+    model: str, quantize: str | None = None, threads: int | None = None, text: str = SAMPLE, kv_dtype: str = "auto", gpu: bool = False
 ) -> Rounding:  # fmt: skip
-    held = ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu", threads)
+    """gpu: rounded as there, instead of as the CPU kernels do."""
+    held = AsOnGpu() if gpu else ops_module.choose("cpu", "reference" if kv_dtype == "fp8" else "cpu", threads)
     exact = ops_module.choose("cpu", "reference")
     rounded, ids = forced(model, held, quantize, text, kv_dtype)
     logits, _ = forced(model, exact, None, text)

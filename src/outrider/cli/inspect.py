@@ -52,7 +52,10 @@ def inspect(
     ] = None,
     gpu: Annotated[str | None, typer.Option(help="Does it fit this card, and with how much context? rtx4090, h200, …")] = None,
     quality: Annotated[bool, typer.Option("--quality", help="Load it on the CPU and measure what rounding costs there.")] = False,
-    quantize: Annotated[str | None, typer.Option(help="--quality of a dense checkpoint that is rounded to int8 | int4.")] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also fp8."),
+    ] = None,
     kv_dtype: common.KvDtype = "auto",
     as_json: common.AsJson = False,
     _: Annotated[
@@ -64,7 +67,8 @@ def inspect(
     Example: outrider inspect google/gemma-4-E2B-it --gpu rtx4090
 
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in float32, and
-    prints both perplexities on a short text and how far the logits are apart."""
+    prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize int8 | int4 | fp8 it is
+    rounded as a GPU rounds it; the measuring is still done here, without one."""
     from ..weights.recipe import rounded_activations
 
     if context < 1:
@@ -73,7 +77,13 @@ def inspect(
         raise OutriderError(f"--kv-dtype takes {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
     if bits is not None and not 0 < bits <= 64:
         raise OutriderError(f"--bits must be in (0, 64], got {bits:g}")
-    raw, config, kept = read(model)
+    if quantize is not None and quantize not in (known := ("int8", "int4") if gpu is None else ("int8", "int4", "fp8")):
+        raise OutriderError(
+            f"--quantize takes {', '.join(known[:-1])} or {known[-1]}{' without --gpu' if gpu is None else ''}, got {quantize!r}"
+        )
+    if bits is not None and gpu is not None and quantize is not None:
+        raise OutriderError("--bits and --quantize both say what the card holds: leave one of them out")
+    raw, config, kept = read(model, quantize if gpu is not None else None)
     size, total = per_weight(config, kept), kept.total
     helper, helper_size = read_drafter(drafter) if drafter is not None else (None, 2.0)
     if bits is not None:
@@ -94,31 +104,30 @@ def inspect(
         data["gpu"] = {"name": on.label, **memory, "fits": tokens > 0, "context": tokens}
     if data["drafter"] is not None:
         data["drafter"] = {"name": drafter, **data["drafter"]}
-    if quality or quantize is not None:
-        data["rounding"] = rounding(model, quantize, kv_dtype)
+    if quality or (quantize is not None and gpu is None):
+        data["rounding"] = rounding(model, quantize, kv_dtype, gpu is not None and quantize is not None)
     if as_json:
         print(json.dumps(data))
     else:
         show(data)
 
 
-def rounding(model: str, quantize: str | None, kv_dtype: str) -> dict[str, object]:
+def rounding(model: str, quantize: str | None, kv_dtype: str, as_on_gpu: bool) -> dict[str, object]:
     from ..bench.rounding import measure
 
-    if quantize not in (None, "int8", "int4"):
-        raise OutriderError(f"--quantize takes int8 or int4, got {quantize!r}")
-    found = measure(model, quantize, kv_dtype=kv_dtype)
+    found = measure(model, quantize, kv_dtype=kv_dtype, gpu=as_on_gpu)
     return {"held": quantize or "as stored", "kv": kv_dtype, "line": found.line(), **asdict(found)}
 
 
-def read(name: str) -> tuple[ForeignDict, ModelConfig, StoredSize]:
-    """A model's configuration, foreign and translated, and what its weights take. Gemma 4's are built in: nothing is fetched for them."""
+def read(name: str, quantize: str | None = None) -> tuple[ForeignDict, ModelConfig, StoredSize]:
+    """A model's configuration, foreign and translated, and what its weights take (quantize: rounded by a GPU as it loads them). Gemma 4's
+    are built in: nothing is fetched for them."""
     from ..weights import hub
     from ..weights.sizes import stored_size
 
     files = hub.resolve(name, weights=False)
     config = ModelConfig.from_hf(files.config)
-    return files.config, config, stored_size(files, config)
+    return files.config, config, stored_size(files, config, quantize)
 
 
 def read_drafter(name: str) -> tuple[DrafterConfig, float]:

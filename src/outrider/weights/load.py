@@ -23,7 +23,7 @@ from ..types import OutriderError, TextFiles
 from . import hub
 from .cut import border, cut_tensor, kept
 from .files import Files, open_source, text_files
-from .names import Config, TensorPlan, ignored, only_looked_up, tensor_plan
+from .names import Config, TensorPlan, ignored, only_looked_up, roundable, tensor_plan
 from .piece import FLOATS, Piece, find
 from .progress import progress
 from .recipe import recipe
@@ -35,7 +35,6 @@ LoadFormat = Literal["auto", "dummy"]
 SLICE = 8 << 20  # bytes of the file copied at once
 INTEGERS = ("I64", "I32")
 HALVES = (Dense(torch.float16), Dense(torch.bfloat16))
-TABLES = ("embed", "ple_embed", "head")  # what quantised checkpoints for GPUs leave dense, beside routers
 
 
 def load_target(
@@ -199,7 +198,7 @@ def finish(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: 
     """What the ops object makes of a dense weight."""
     if plan.role not in ("matrix", "embedding"):
         return tensor
-    if quantize is not None and (ops.capabilities.quantizes_tables or not (name in TABLES or name.endswith(".router"))):
+    if quantize is not None and (ops.capabilities.quantizes_tables or roundable(name, plan)):
         return ops.quantize(tensor, quantize)
     return ops.prepare(tensor)
 

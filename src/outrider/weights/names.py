@@ -76,6 +76,11 @@ def only_looked_up(config: Config, name: str) -> bool:
     return name == "ple_embed" or (name == "embed" and isinstance(config, ModelConfig) and not config.tied)
 
 
+def roundable(name: str, plan: TensorPlan) -> bool:
+    """A matrix that `--quantize` rounds on a GPU: quantised checkpoints too leave embeddings, heads and routers dense there."""
+    return plan.role in ("matrix", "embedding") and name not in ("embed", "ple_embed", "head") and not name.endswith(".router")
+
+
 def tensor_plan(config: Config) -> dict[str, TensorPlan]:
     return _target(config) if isinstance(config, ModelConfig) else _drafter(config)
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ..models.config import ModelConfig, text_part
-from ..ops.formats import Float8, Format, Integer, NvFp4, stays_dense
+from ..ops.formats import BLOCKS, Float8, Format, Integer, NvFp4, rounded_to, stays_dense
+from ..types import OutriderError
 from .files import Files, open_source
-from .names import Config, TensorPlan, only_looked_up, tensor_plan
+from .names import Config, TensorPlan, only_looked_up, roundable, tensor_plan
 from .recipe import recipe
 from .source import Entry
 
@@ -69,7 +70,8 @@ def item_bytes(config: Mapping[str, object]) -> float:
     return ITEM.get(str(named[0]), 2.0) if named else 2.0
 
 
-def stored_size(files: Files, config: Config) -> StoredSize:
+def stored_size(files: Files, config: Config, quantize: str | None = None) -> StoredSize:
+    """quantize: what a GPU rounds dense matrices to as it loads them."""
     how, item = recipe(files.config, files.name), item_bytes(files.config)
     entries: Mapping[str, Entry] = open_source(files).entries if files.gguf is not None else {}
     total, token, parameters, gpu = 0.0, 0.0, 0, 0.0
@@ -89,9 +91,15 @@ def stored_size(files: Files, config: Config) -> StoredSize:
             total, parameters = total + size, parameters + prod(shape)
             formats[kind] = formats.get(kind, 0.0) + size
             token += size * share(name, plan, config)
+            whole = shape  # what is filled up to 64 rows
             layout = LAYOUTS.get(kind) if stored is None else layout_of(stored.format, len(shape) == 3)
+            if quantize is not None and roundable(name, plan):
+                if stored is not None or kind in BLOCKS:
+                    raise OutriderError(f"{files.name} is quantised already ({kind}): --quantize rounds dense checkpoints; leave it out")
+                whole, made = plan.shape, rounded_to(quantize, plan.shape)  # fused parts are rounded as one
+                layout = None if made is None else layout_of(made)
             if layout is not None and plan.role == "matrix" and not stays_dense(plan.shape):
-                gpu += layout.nbytes(prod(shape[:-1]), shape[-1])
+                gpu += layout.nbytes(prod(whole[:-1]), whole[-1]) * prod(shape) / prod(whole)
             else:  # tables, small matrices and what was never quantised
                 gpu += prod(shape) * (2.0 if plan.role in ("matrix", "embedding") else 4.0)
     return StoredSize(total, token, parameters, gpu, formats)

@@ -11,6 +11,7 @@ from tests import quantised, tiny
 from typer.testing import CliRunner
 
 from outrider.cli.inspect import inspect
+from outrider.ops.formats import base
 from outrider.types import OutriderError
 
 app = typer.Typer()
@@ -55,6 +56,10 @@ def test_the_table_says_who_owns_kv() -> None:
         (["google/gemma-4-E2B-it", "--drafter", "google/gemma-4-E4B-it"], "not an MTP drafter"),
         (["google/gemma-4-E2B-it", "--context", "0"], "--context"),
         (["google/gemma-4-E2B-it", "--bits", "0"], "--bits"),
+        (["google/gemma-4-E2B-it", "--quantize", "fp8"], "int8 or int4 without --gpu"),
+        (["google/gemma-4-E2B-it", "--gpu", "h100", "--quantize", "int3"], "int8, int4 or fp8"),
+        (["google/gemma-4-E2B-it", "--gpu", "h100", "--quantize", "int4", "--bits", "4"], "leave one of them out"),
+        (["google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "h100", "--quantize", "int4"], "quantised already (int4 g32)"),
         (["./no/such/folder"], "does not exist"),
     ],
 )
@@ -80,6 +85,20 @@ def test_quality_of_a_quantised_checkpoint(tmp_path: Path) -> None:
     assert "perplexity" in call(str(folder), "--quantize", "int8") and "rounding" not in call(str(folder))
     with pytest.raises(OutriderError, match="int8 or int4"):
         call(str(folder), "--quantize", "int3")
+
+
+def test_a_dense_checkpoint_that_a_gpu_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether 31B rounded to four bits fits could only be guessed by --bits, which counts embeddings in four bits too."""
+    asked = {mode: json.loads(call("google/gemma-4-31B-it", "--gpu", "rtx4090", "--quantize", mode, "--json")) for mode in ("int4", "fp8")}
+    stored = json.loads(call("google/gemma-4-31B-it-qat-w4a16-ct", "--gpu", "rtx4090", "--json"))
+    assert asked["int4"]["gpu"] == stored["gpu"] and not asked["fp8"]["gpu"]["fits"] and "rounding" not in asked["int4"]
+    monkeypatch.setattr(base, "SMALL", 0)
+    folder = tiny.write_target("llama", tmp_path / "t")
+    found = {
+        mode: json.loads(call(str(folder), "--gpu", "h100", "--quantize", mode, "--quality", "--json")) for mode in ("int8", "fp8", "int4")
+    }
+    errors = [found[mode]["rounding"]["logit_error"] for mode in found]
+    assert 0 < errors[0] < errors[1] < errors[2] < 0.5
 
 
 def test_a_quantised_config_is_counted_as_it_is_stored() -> None:

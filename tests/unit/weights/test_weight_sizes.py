@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests import tiny
 from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
 
 from outrider.models.config import ModelConfig
@@ -63,3 +64,15 @@ def test_the_account_is_what_the_loader_allocates(
     assert isinstance(weights["layers.0.out"], torch.Tensor) == (small > 0)
     _, packed, _ = load_target(path, "cpu", torch.float32, CpuOps(threads=1))
     assert sum(w.nbytes for w in packed.values()) < 1.1 * said.total
+
+
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+@pytest.mark.parametrize("kind", ["llama", "gemma4_moe"])
+def test_the_account_of_weights_that_are_rounded_while_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, quantize: str
+) -> None:
+    monkeypatch.setattr(base, "SMALL", 1 << 11)
+    folder = tiny.write_target(kind, tmp_path / "t")
+    config, weights, _ = load_target(folder, "cpu", torch.bfloat16, QuantTritonOps("cpu"), quantize)
+    assert abs(stored_size(hub.resolve(str(folder)), config, quantize).gpu / sum(w.nbytes for w in weights.values()) - 1) < 0.01
+    assert any(not isinstance(w, torch.Tensor) for w in weights.values())

@@ -6,8 +6,9 @@ from .fp8 import Float8
 from .gguf import BLOCKS, Block, QuantPart
 from .integer import Integer
 from .nvfp4 import NvFp4
+from .rounded import MODES, rounded_to
 
 __all__ = [
-    "BLOCKS", "Block", "Dense", "Float8", "Format", "Held", "Integer", "NvFp4", "Packed", "QuantPart", "Unit", "Weight", "dense", "join",
-    "stack", "stays_dense",
+    "BLOCKS", "MODES", "Block", "Dense", "Float8", "Format", "Held", "Integer", "NvFp4", "Packed", "QuantPart", "Unit", "Weight", "dense",
+    "join", "rounded_to", "stack", "stays_dense",
 ]  # fmt: skip

@@ -14,18 +14,12 @@ import torch
 from torch import Tensor
 
 from ...types import OutriderError
-from ..formats import Float8, Format, Held, Integer, Weight, join, stays_dense
+from ..formats import MODES, Held, Weight, join, rounded_to, stays_dense
 from .four_bit import FourBit
 from .ops import TritonOps
 from .quant import Extras, quant_linear
 from .quant_moe import hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
-
-MODES: dict[str, tuple[Format, ...]] = {  # the first whose groups divide the rows
-    "int4": (Integer(4, 32), Integer(4, 16)),
-    "int8": (Integer(8, 128), Integer(8, 0)),
-    "fp8": (Float8(),),
-}
 
 
 class QuantTritonOps(TritonOps):
@@ -45,14 +39,11 @@ class QuantTritonOps(TritonOps):
     def quantize(self, dense: Tensor, mode: str) -> Held:
         if mode not in MODES:
             raise OutriderError(f"--quantize {mode}: the GPU holds {', '.join(MODES)}")
-        if stays_dense(dense.shape):
+        format = rounded_to(mode, dense.shape)
+        if format is None:
             return self.prepare(dense)
-        for format in MODES[mode]:
-            border = format.border()
-            if border <= 1 or dense.shape[-1] % border == 0:
-                made = repack(format.quantise(dense)) if dense.dim() == 2 else round_experts(dense, format)
-                return made or self.prepare(dense)
-        return self.prepare(dense)
+        made = repack(format.quantise(dense)) if dense.dim() == 2 else round_experts(dense, format)
+        return made or self.prepare(dense)
 
     def take_rows(self, weight: Held, order: Tensor) -> Held:
         return super().take_rows(self.unpack(weight), order)
