@@ -63,6 +63,8 @@ def bench(
     from ..bench import workloads
 
     guessers, trees = common.parts(drafters), common.parts(tree)
+    if not guessers:
+        raise OutriderError("--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding")
     for text in trees:
         parse_tree(text)
     options = common.LoadOptions(

@@ -79,6 +79,7 @@ def test_traces_are_recorded_once_and_replayed(model: str, tmp_path: Path) -> No
     (("--batch", "x"), "numbers separated by commas"),
     (("--repeats", "0"), "at least 1"),
     (("--categories", "poems"), "no category"),
+    (("--drafters", ",", "--simulate", "x.jsonl"), "names none"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(model: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:
     with pytest.raises(OutriderError, match=message):
