@@ -7,7 +7,7 @@ import sys
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +75,14 @@ def save(path: Path) -> None:
 def finish(path: Path) -> None:
     save(path)
     say("FAILED:" if FAILED else "all checks passed", *FAILED)
+
+
+def sections(names: list[str], jobs: Mapping[str, Callable[[], Any]], results: Path) -> None:
+    """These jobs one after the other, whether or not one fails; then the results."""
+    for name in names:
+        say(f"== {name}")
+        attempt(name, jobs[name])
+    finish(results)
 
 
 def cycles(size: str, others: Callable[[Any], dict[str, Any]]) -> None:

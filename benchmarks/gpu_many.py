@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import BF16, FAILED, RESULTS, attempt, begin, finish, graph_us, kernel_table, kernels, rand, say, view, weight_shapes  # fmt: skip
+from gpu_common import BF16, FAILED, RESULTS, begin, graph_us, kernel_table, kernels, rand, say, sections, view, weight_shapes  # fmt: skip
 
 from outrider.bench.gpu import H200_BYTES_PER_S, Rig, time_ms
 from outrider.cache.store import last_rows
@@ -482,10 +482,7 @@ def main() -> None:
         "experts": experts,
         "models": lambda: models(args.sizes, args.tables),
     }
-    for section in args.sections:
-        say(f"== {section}")
-        attempt(section, jobs[section])
-    finish(out / "many.json")
+    sections(args.sections, jobs, out / "many.json")
 
 
 if __name__ == "__main__":

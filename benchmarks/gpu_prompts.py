@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import BF16, FAILED, RESULTS, attempt, begin, finish, graph_us, kernel_table, kernels, rand, say, view
+from gpu_common import BF16, FAILED, RESULTS, attempt, begin, graph_us, kernel_table, kernels, rand, say, sections, view
 from gpu_many import PRODUCTS, SPECS, packed, pooled
 
 from outrider import LLM, SamplingParams
@@ -218,10 +218,7 @@ def main() -> None:
         "attention": attend, "products": products, "rope": rotate, "norms": norms, "models": lambda: models(args.sizes, args.tables),
         "engine": lambda: engine(args.sizes),
     }  # fmt: skip
-    for section in args.sections:
-        say(f"== {section}")
-        attempt(section, jobs[section])
-    finish(OUT[0] / "prompts.json")
+    sections(args.sections, jobs, OUT[0] / "prompts.json")
 
 
 if __name__ == "__main__":

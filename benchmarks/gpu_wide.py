@@ -15,7 +15,7 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
-from gpu_common import BF16, FAILED, attempt, begin, finish, graph_us, rand, say, view
+from gpu_common import BF16, FAILED, begin, graph_us, rand, say, sections, view
 from gpu_many import SPECS, pooled
 
 from outrider.bench.gpu import Rig
@@ -204,10 +204,7 @@ def main() -> None:
         "prompts": attend,
         "models": lambda: models({"31B": (32, 64), "E2B": (32, 64, 128)}),
     }
-    for section in args.sections:
-        say(f"== {section}")
-        attempt(section, jobs[section])
-    finish(out / "wide.json")
+    sections(args.sections, jobs, out / "wide.json")
 
 
 if __name__ == "__main__":

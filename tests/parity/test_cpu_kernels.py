@@ -349,8 +349,7 @@ def test_tokens_drawn_while_the_head_is_read(ops: CpuOps) -> None:
     equals out of order, another temperature's or position's noise, a tail of no whole vector."""
     one, many = engines("capped", ops=ops)
     heats = ({"temperature": 1.0, "seed": 5}, {"temperature": 0.02, "seed": 6}, {}, {"temperature": 9.0, "seed": -(1 << 40)})
-    prompt = [token % 90 for token in range(5, 305, 17)]
-    asked = [request(f"{i}", prompt[i:], k=4 * (i % 2), **heat, max_tokens=40) for i, heat in enumerate(heats)]
+    asked = [request(f"{i}", [t % 90 for t in range(5, 305, 17)][i:], k=4 * (i % 2), **h, max_tokens=40) for i, h in enumerate(heats)]
     got = run(one, asked)
     assert got == run(many, asked) and len({token for tokens in got.values() for token in tokens}) > 60
     assert [e.name for e in one.executors] == ["host", "eager"]

@@ -134,11 +134,12 @@ class GraphExecutor:
     def _stand_in(self, wanted: Key) -> Key:
         """The graph of a server that a step runs in."""
         found, count = self._instead.get(wanted, (None, 0))
-        roomy = stock.roomy(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
-        if found is None:
-            found = stock.nearest(self._graphs, wanted) or self._spare(roomy) or wanted
-        elif count == stock.OFTEN and stock.wasteful(found, wanted):
-            found = self._spare(replace(wanted, context=roomy.context)) or found
+        if found is None or (count == stock.OFTEN and stock.wasteful(found, wanted)):
+            roomy = stock.roomy(wanted, self._most, bound_of(self._furthest), self.can.graph_rows)
+            if found is None:
+                found = stock.nearest(self._graphs, wanted) or self._spare(roomy) or wanted
+            else:
+                found = self._spare(replace(wanted, context=roomy.context)) or found
         self._instead[wanted] = (found, count + 1)
         return found
 

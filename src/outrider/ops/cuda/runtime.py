@@ -100,18 +100,18 @@ class Kernel:
 
     def __init__(self, source: str, name: str, flags: Mapping[str, int], device: torch.device, shared: int):
         """shared: the most bytes of shared memory a launch may ask for."""
-        library = driver()
-        if library is None:
+        cuda = driver()
+        if cuda is None:
             raise CudaError("no CUDA driver")
-        self.library, self.device = library, device
+        self.cuda, self.device = cuda, device
         major, minor = torch.cuda.get_device_capability(device)
         code = image(source, 10 * major + minor, flags)
         self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).query()  # a context for this thread
-            _done(library.cuModuleLoadData(ctypes.byref(self.module), code), f"loading {name}")
-            _done(library.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()), f"finding {name}")
-            _done(library.cuFuncSetAttribute(self.function, SHARED_SIZE, shared), f"{name}: {shared} bytes of shared memory")
+            _done(cuda.cuModuleLoadData(ctypes.byref(self.module), code), f"loading {name}")
+            _done(cuda.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()), f"finding {name}")
+            _done(cuda.cuFuncSetAttribute(self.function, SHARED_SIZE, shared), f"{name}: {shared} bytes of shared memory")
 
     def __call__(self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool) -> None:
         """values: addresses, and structures by value. On the device's current stream. pdl: it may begin while the kernel ahead drains."""
@@ -121,4 +121,4 @@ class Kernel:
         stream = torch.cuda.current_stream(self.device).cuda_stream
         launch = Launch(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), int(pdl))
         with torch.cuda.device(self.device):
-            _done(self.library.cuLaunchKernelEx(ctypes.byref(launch), self.function, addresses, None), "launch")
+            _done(self.cuda.cuLaunchKernelEx(ctypes.byref(launch), self.function, addresses, None), "launch")
