@@ -96,7 +96,8 @@ def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: 
     page = config.page_size
     held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
     chunk = config.prefill_chunk or 1024
-    spare = max(chunk, min(8 * chunk, budget // (8 * sliding))) if sliding else 0  # and what prompts write ahead of their window
+    # What prompts write ahead of their window: a 24th, with which 31B on an H200 serves 40 sequences of 8k. Fewer leave prompts more.
+    spare = max(chunk, min(8 * chunk, budget // (24 * sliding))) if sliding else 0
     served = max(1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + held * sliding)))
     if full:  # one sequence must be able to have the whole context, however few others then fit
         served = max(1, min(served, (budget - spare * sliding - (asked + page) * full) // max(1, held * sliding))) if sliding else served
