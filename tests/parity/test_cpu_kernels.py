@@ -299,7 +299,7 @@ BASE = dict(
 )
 GEMMA4 = BASE | dict(
     model_type="gemma4_text", num_hidden_layers=4, global_head_dim=64, num_global_key_value_heads=1, sliding_window=24,
-    final_logit_softcapping=30.0,
+    final_logit_softcapping=30.0, hidden_size_per_layer_input=0,
     layer_types=["sliding_attention", "full_attention"] * 2,
 )  # fmt: skip
 MODELS = {

@@ -21,7 +21,7 @@ from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import KVView, Wanted
 from .config import ModelConfig
-from .layers import Block, gather_blocks, rope_variants
+from .layers import Block, gather_blocks, rope_variants, stretches
 from .split import SOLO, Together, piece
 
 
@@ -84,20 +84,21 @@ class TextModel:
                 PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], plain(weights[f"layers.{i}.ple_post_norm"]))
                 for i in range(len(config.layers))
             ]
+        whole = self.experts is None and self.ple_input is None and share.world == 1
+        self.stretches = stretches(self.blocks, config.activation, config.norm_eps) if whole else None
 
     def forward(
         self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
     ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
         """ids [R] at kv.positions -> hidden [R, H] after the final norm, of the rows that are wanted (None: all of them, else [W, H]); with
         taps also their residual streams after those layers."""
-        ops, total, eps, act = self.ops, self.total, self.config.norm_eps, self.config.activation
+        ops, first = self.ops, self.blocks[0]
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
         ple = None if self.ple_input is None else self.per_layer_inputs(self.ple_input, ids, x)
-        h = ops.rms_norm(x, self.blocks[0].attn_norm, eps)  # [R, H] what the next sublayer reads
+        qkv = ops.linear(ops.rms_norm(x, first.attn_norm, self.config.norm_eps), first.qkv, first.qkv_bias)
         streams: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
-            qkv = ops.linear(h, block.qkv, block.qkv_bias)
             q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
             if wanted is not None and i == self.last_write:  # nobody reads what the other rows would become
                 rows, kv = wanted.rows, wanted.kv
@@ -106,26 +107,41 @@ class TextModel:
                 q, x, angles = q[rows], x[rows], self.angles(kv.positions)
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
-            y = total(ops.linear(ops.attend(q, block.spec, kv), block.out, block.out_bias))
-            if self.experts is None:
-                x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
-                y = self.mlp(h, block)
-            else:  # experts beside the dense MLP; they and their router read norms of their own
-                routed = self.experts[i]
-                norms = (block.mlp_norm, routed.router_norm, routed.norm)
-                x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
-                y = self.mixed(routed, block, h, router_in, expert_in)
-
-            if ple is None:
-                x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
+            attended = ops.attend(q, block.spec, kv)
+            if self.stretches is not None:
+                x, qkv = ops.between(x, attended, self.stretches[i])
             else:
-                x, _ = ops.residual_norm(x, y, block.post_mlp_norm, None, None, eps)
-                side = self.ple_blocks[i]
-                y = ops.linear(ops.linear_act_mul(x, side.gate, ple[i], act), side.out)
-                x, h = ops.residual_norm(x, y, side.post_norm, block.scalar, block.next_norm, eps)
+                x, qkv = self.between(i, x, attended, ple)
             if i in taps:
                 streams[i] = x
+        h = qkv  # behind the last layer there is only the final norm
         return (h, tuple(streams[i] for i in taps)) if taps else h
+
+    def between(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What `Backend.between` does, of a layer with more parts than that knows: biases, experts, per-layer embeddings [L, R, ple], or
+        sums over several processes."""
+        ops, block, eps, act = self.ops, self.blocks[i], self.config.norm_eps, self.config.activation
+        y = self.total(ops.linear(attended, block.out, block.out_bias))
+        if self.experts is None:
+            x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
+            y = self.mlp(h, block)
+        else:  # experts beside the dense MLP; they and their router read norms of their own
+            routed = self.experts[i]
+            norms = (block.mlp_norm, routed.router_norm, routed.norm)
+            x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
+            y = self.mixed(routed, block, h, router_in, expert_in)
+
+        if ple is None:
+            x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
+        else:
+            x, _ = ops.residual_norm(x, y, block.post_mlp_norm, None, None, eps)
+            side = self.ple_blocks[i]
+            y = ops.linear(ops.linear_act_mul(x, side.gate, ple[i], act), side.out)
+            x, h = ops.residual_norm(x, y, side.post_norm, block.scalar, block.next_norm, eps)
+        if i + 1 == len(self.blocks):
+            return x, h
+        following = self.blocks[i + 1]
+        return x, ops.linear(h, following.qkv, following.qkv_bias)
 
     def mlp(self, h: Tensor, block: Block) -> Tensor:
         ops, act = self.ops, self.config.activation

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import AttnSpec, KVPages, KVView, OutriderError
-from .backend import Capabilities, DraftChain, HostCycle, M, Norms
+from .backend import Capabilities, DraftChain, HostCycle, M, Norms, Stretch
 from .formats import Held, Weight
 from .noise import gumbel
 from .trees import TreeOps
@@ -159,6 +159,15 @@ class ReferenceOps(TreeOps):
         """Float32 logits [R, V], soft-capped where the model asks for it."""
         z = self.linear(h, w).float()
         return z if softcap is None else torch.tanh(z / softcap) * softcap
+
+    def between(self, x: Tensor, attended: Tensor, stretch: Stretch) -> tuple[Tensor, Tensor]:
+        """The residual stream x [R, H] and what attention gave [R, heads·D] -> the stream after the layer, and what is read next: the
+        following layer's q, k and v, or after the last layer the stream's final norm."""
+        s = stretch
+        x, h = self.residual_norm(x, self.linear(attended, s.out), s.post_attn_norm, None, s.mlp_norm, s.eps)
+        y = self.linear(self.gated_linear(h, s.gate_up, s.act), s.down)
+        x, h = self.residual_norm(x, y, s.post_mlp_norm, s.scalar, s.next_norm, s.eps)
+        return x, h if s.next_qkv is None else self.linear(h, s.next_qkv)
 
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
