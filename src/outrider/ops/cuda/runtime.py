@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+FOLDER = Path(__file__).parent
 SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin while the kernel ahead drains
 
@@ -50,15 +51,23 @@ def missing() -> str | None:
     return "no CUDA driver" if driver() is None else None
 
 
+@lru_cache(maxsize=1)
+def headers() -> dict[str, str]:
+    """What a source may include."""
+    return {f.name: f.read_text() for f in sorted(FOLDER.glob("*.cuh"))}
+
+
 def image(source: str, arch: int, flags: Mapping[str, int]) -> bytes:
-    """Machine code of a source for one architecture (90: Hopper)."""
+    """Machine code of a source for one architecture (90: Hopper). It may include the headers of this folder."""
     library = compiler()
     if library is None:
         raise CudaError("no libnvrtc")
     program, size = ctypes.c_void_p(), ctypes.c_size_t()
     options = [f"--gpu-architecture=sm_{arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in flags.items())]
     argv = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
-    if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", 0, None, None):
+    names = (ctypes.c_char_p * len(headers()))(*(name.encode() for name in headers()))
+    texts = (ctypes.c_char_p * len(headers()))(*(text.encode() for text in headers().values()))
+    if library.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"kernel.cu", len(names), texts, names):
         raise CudaError("NVRTC takes no program")
     try:
         if library.nvrtcCompileProgram(program, len(options), argv):

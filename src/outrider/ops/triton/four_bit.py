@@ -12,18 +12,17 @@ import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..cuda.runtime import CudaError, Kernel, missing
+from ..cuda.runtime import FOLDER, CudaError, Kernel, missing
 from .quant import Extras, group_sums
 from .quant_tiles import choose_quant_tile, processors_of, shared_of
 from .repack import ROWS, Codes, QuantWeight
 
 log = logging.getLogger("outrider")
-SOURCE = Path(__file__).parents[1] / "cuda" / "four_bit.cu"
+SOURCE = FOLDER / "four_bit.cu"
 MOST_TOKENS = 8
 TILE = 16  # rows of the weight that a warp takes
 ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
@@ -35,7 +34,7 @@ NUMBERS = (
 
 
 class Shape(ctypes.Structure):
-    """What the kernel is told: `Shape` of four_bit.cu."""
+    """What the kernel is told: `Shape` of units.cuh."""
 
     _fields_ = [(name, ctypes.c_uint if name == "magic" else ctypes.c_int) for name in NUMBERS]
 

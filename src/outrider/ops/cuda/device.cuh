@@ -1,0 +1,125 @@
+// Every instruction that C++ has no word for, one function each: the only `asm` of these kernels. Addresses of shared memory are u32, bfloat16
+// pairs are u32, the first of them in the lower half. tests/cuda/emulate.h has the same functions for a machine without a GPU.
+#ifndef OUTRIDER_DEVICE
+#define OUTRIDER_DEVICE
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef long long i64;
+typedef unsigned long long u64;
+
+// Arithmetic.
+
+__device__ __forceinline__ u32 fma2(u32 a, u32 b, u32 c) {  // a · b + c of two bfloat16, one rounding
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+
+template <u32 MASK> __device__ __forceinline__ u32 and_or(u32 a, u32 b) {  // (a & MASK) | b
+    u32 d;
+    asm("lop3.b32 %0, %1, %3, %2, 0xEA;" : "=r"(d) : "r"(a), "r"(b), "n"(MASK));
+    return d;
+}
+
+// d [16, 8] += a [16, 16] · b [16, 8] of bfloat16. Lane 4 g + c holds rows g (a0, a2; d0, d1) and g + 8 (a1, a3; d2, d3): of a columns 2 c
+// and 2 c + 1 (a0, a1), and 8 further (a2, a3); of b the same rows of column g (b0; b1); of d columns 2 c and 2 c + 1.
+__device__ __forceinline__ void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ float float_of_half(u16 h) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
+    return f;
+}
+
+__device__ __forceinline__ u16 bfloat_of(float v) {  // rounded to nearest even
+    u16 h;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(h) : "f"(v));
+    return h;
+}
+
+__device__ __forceinline__ float power_of_2(float v) {
+    float e;
+    asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(v));
+    return e;
+}
+
+__device__ __forceinline__ float ratio(float a, float b) {
+    float q;
+    asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
+    return q;
+}
+
+// Shared memory. What is read (read16, read_float) was written once, before `pin`, and may be read whenever; what is taken stays where it is.
+
+__device__ __forceinline__ u32 shared_room() {  // what the launch asked for
+    extern __shared__ uint4 room[];
+    u32 base;
+    asm("{.reg .u64 t; cvta.to.shared.u64 t, %1; cvt.u32.u64 %0, t;}" : "=r"(base) : "l"(room));
+    return base;
+}
+
+__device__ __forceinline__ uint4 read16(u32 at) {
+    uint4 v;
+    asm("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ float read_float(u32 at) {
+    float v;
+    asm("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
+    return v;
+}
+
+__device__ __forceinline__ uint4 take16(u32 at) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ u32 take4(u32 at) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
+    return v;
+}
+
+__device__ __forceinline__ void put8(u32 at, u32 a, u32 b) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(at), "r"(a), "r"(b) : "memory");
+}
+
+__device__ __forceinline__ void put_float(u32 at, float v) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(v) : "memory");
+}
+
+__device__ __forceinline__ void pin(u32& a, u32& b) {  // no read through these addresses moves up from here
+    asm volatile("" : "+r"(a), "+r"(b)::"memory");
+}
+
+// Copies into shared memory that go on behind the thread's back until it waits for its own; others' are there after a barrier beside.
+
+__device__ __forceinline__ void copy16(u32 to, const char* from) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+template <int BYTES> __device__ __forceinline__ void copy_few(u32 to, const char* from) {  // 4, 8 or 16
+    if constexpr (BYTES == 16) copy16(to, from);
+    else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
+}
+
+__device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Between blocks and between kernels.
+
+__device__ __forceinline__ int count_one(int* at) {  // what stood there; what was written before is seen by whoever counts later
+    int before;
+    asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void let_next_kernel_in() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+#endif
