@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_quant.py products [--formats int4 fp8 Q4_0]        # 31B's four shapes, 1 to 320 rows
     python benchmarks/gpu_quant.py steps 31B --quantize int4 [--k 4] [--batch 1 8] [--kv fp8]
-    python benchmarks/gpu_quant.py gguf 31B --formats Q4_0 Q4_K_M            # one graph; Q4_K_M: every second down projection in Q6_K
+    python benchmarks/gpu_quant.py graphs 31B --formats int4 fp8 Q4_K_M --cycles 1x0 1x4 8x4 [--tables]
     python benchmarks/gpu_quant.py same E2B --quantize int4 --kv fp8         # tokens with drafts are those without
 
 Products: the time in a CUDA graph over copies larger than the L2 cache, beside the bytes at 4.39 TB/s, and of up to 8 rows what Triton's
 kernel takes; every row must have the same bits alone and in company. Steps: milliseconds a cycle are (16 + n tokens) - (16 tokens), best of
-two; K = 4 counts 3.88 tokens a cycle.
+two; K = 4 counts 3.88 tokens a cycle. Graphs: a cycle of BATCHxK as the engine captures it, without the engine.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import torch
-from gpu_common import graph_us
+from gpu_common import graph_us, kernel_table, kernels
 
 from outrider import LLM, SamplingParams
 from outrider.bench.gpu import SIZES, Rig
 from outrider.config import EngineConfig
 from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
-from outrider.ops.formats import BLOCKS, Block, Float8, Held, Integer, NvFp4, Weight, stays_dense
+from outrider.ops.formats import BLOCKS, MODES, Block, Float8, Held, Integer, NvFp4, Weight, stays_dense
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quantised import QuantTritonOps
 from outrider.ops.triton.repack import repack
@@ -90,38 +90,49 @@ def loaded(size: str, quantize: str | None, k: int, most: int, length: int, kv: 
     return LLM.load(SIZES[size], drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
 
 
-class GgufOps(QuantTritonOps):
-    """Matrices as a GGUF file of this kind would bring them, whatever the dense ones held."""
+class RecipeOps(QuantTritonOps):
+    """Matrices in the formats of a recipe, whatever `quantize` is asked for: a GGUF kind (Q4_K_M: every second down projection in Q6_K, all
+    else in Q4_K), `experts-int8`, or a mode of --quantize."""
 
-    kind, downs = "Q4_0", 0
+    recipe, downs = "int4", 0
 
     def quantize(self, dense: torch.Tensor, mode: str) -> Held:
+        if self.recipe in MODES:
+            return super().quantize(dense, self.recipe)
+        if self.recipe == "experts-int8":
+            return super().quantize(dense, "int8") if dense.dim() == 3 else self.prepare(dense)
         n, k = dense.shape
         self.downs += k > 2 * n  # a down projection
-        kind = ("Q6_K" if k > 2 * n and self.downs % 2 else "Q4_K") if self.kind == "Q4_K_M" else self.kind
+        kind = ("Q6_K" if k > 2 * n and self.downs % 2 else "Q4_K") if self.recipe == "Q4_K_M" else self.recipe
         held = None if stays_dense(dense.shape) else repack(made(kind, n, k))
         return dense if held is None else held
 
 
 @torch.inference_mode()
-def gguf(size: str, kinds: list[str], batches: list[int], context: int) -> None:
-    raw = dict(KNOWN[SIZES[size]])
-    for kind in kinds:
-        ops = GgufOps("cuda")
-        ops.kind = kind
-        weights = dummy_weights(ModelConfig.from_hf(raw), torch.device("cuda"), torch.bfloat16, ops, "int4", 0)
-        rig = Rig(raw, None, ops, slots=max(batches), context=context + 256, weights=weights)
-        seqs = rig.open(max(batches), context, 128)
-        for batch in batches:
-            ms = rig.graph(seqs[:batch], 0, context, context + 128).time(10)
-            print(
-                json.dumps(
-                    dict(size=size, kind=kind, batch=batch, context=context, ms=round(ms, 3), weights=round(rig.weight_bytes() / 1e9, 2))
-                ),
-                flush=True,
-            )
+def graphs(size: str, recipes: list[str], cycles: list[str], context: int, kv: str, tables: bool) -> None:
+    """Cycles BATCHxK as the engine captures them, alone; tables: their kernels too, the longest first."""
+    raw, pairs = dict(KNOWN[SIZES[size]]), [(int(b), int(k)) for b, k in (c.split("x") for c in cycles)]
+    for recipe in recipes:
+        ops = RecipeOps("cuda")
+        ops.recipe = recipe
+        mode = None if recipe == "bf16" else "int8"
+        weights = dummy_weights(ModelConfig.from_hf(raw), torch.device("cuda"), torch.bfloat16, ops, mode, 0)
+        drafter = KNOWN[SIZES[size] + "-assistant"] if any(k for _, k in pairs) else None
+        most = max(b for b, _ in pairs)
+        rig = Rig(raw, drafter, ops, slots=most, context=context + 256, weights=weights, compiled=True, kv=kv)
+        seqs = rig.open(most, context, 128)
+        for batch, k in pairs:
+            run = rig.graph(seqs[:batch], k, context, context + 128)
+            times = sorted(run.time(8) for _ in range(3))
+            rate = round((3.88 if k == 4 else 1.0) * batch / times[1] * 1e3)
+            row = dict(size=size, recipe=recipe, kv=kv, batch=batch, k=k, context=context, ms=[round(t, 3) for t in times], tokens_s=rate)
+            print(json.dumps({**row, "weights_gb": round(rig.weight_bytes() / 1e9, 2)}), flush=True)
+            if tables:
+                kernel_table(kernels(run.graph.replay, Path("/tmp")), f"{size} {recipe} {batch}x{k}")
+            del run
         rig.free()
         weights.clear()
+        del rig, weights, seqs
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -178,7 +189,7 @@ def steps(size: str, quantize: str | None, k: int, batches: list[int], tokens: i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["products", "steps", "gguf", "same"])
+    parser.add_argument("what", choices=["products", "steps", "graphs", "same"])
     parser.add_argument("size", nargs="?", default="31B")
     parser.add_argument("--formats", nargs="+", default=["int4", "fp8", "Q4_0", "Q4_K", "int8", "nvfp4"])
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
@@ -188,11 +199,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--kv", default="auto")
+    parser.add_argument("--cycles", nargs="+", default=["1x0"], metavar="BATCHxK")
+    parser.add_argument("--tables", action="store_true")
     args = parser.parse_args()
     if args.what == "products":
         products(args.formats, args.shapes)
-    elif args.what == "gguf":
-        gguf(args.size, args.formats, args.batch, args.context)
+    elif args.what == "graphs":
+        graphs(args.size, args.formats, args.cycles, args.context, args.kv, args.tables)
     elif args.what == "same":
         same(args.size, args.quantize, args.kv)
     else:
