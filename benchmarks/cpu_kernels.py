@@ -115,12 +115,12 @@ class Ours:
 
     def one_pass(self, rows: int) -> None:
         """What a step of decoding does: view, forward, logits, argmax."""
-        self.model.logits(self.model.forward(self.ids[:rows], self.view(CONTEXT, rows))).argmax(-1)
+        self.model.logits(self.model.forward(self.ids[:rows], self.view(CONTEXT, rows)).hidden).argmax(-1)
 
     def prefill(self, whole: bool = False) -> None:
         """What a prompt takes up to its first token; whole: with all rows through all layers."""
         kv = self.view(0, PREFILL)
-        self.model.logits(self.model.forward(self.ids, kv, (), None if whole else last_rows(kv, [0]))[-1:])
+        self.model.logits(self.model.forward(self.ids, kv, (), None if whole else last_rows(kv, [0])).hidden[-1:])
 
     def gate_ups(self, x: torch.Tensor) -> None:
         for block in self.model.blocks:

@@ -160,7 +160,7 @@ def whole_model(name: str, rows: list[int], pdl: bool) -> None:
     model = TextModel(config, shapes(config), ops)
     for count in rows:
         kv = view(config, count)
-        logits = model.logits(model.forward(shell(count, dtype=torch.int64), kv)[: min(count, 17)])
+        logits = model.logits(model.forward(shell(count, dtype=torch.int64), kv).hidden[: min(count, 17)])
         at = kv.positions[: len(logits)]
         ops.gumbel_argmax(logits, at, at, None, shell(len(logits), dtype=torch.bool))
     tree_step(config, ops)

@@ -248,7 +248,7 @@ def exact_logits(where: str, device: str, context: int) -> Tensor:
     model = TextModel(config, weights, ReferenceOps())
     ids = prompts(config.vocab_size, context)[1][:64]
     kv = build_kv(config, 1, len(ids), device=device)
-    return model.logits(model.forward(torch.tensor(ids, device=device), kv.view([(0, len(ids))]))).float().cpu()
+    return model.logits(model.forward(torch.tensor(ids, device=device), kv.view([(0, len(ids))])).hidden).float().cpu()
 
 
 def by_host() -> None:

@@ -411,8 +411,8 @@ def packed(rig: Rig, seqs: list[Any], count: int, whole: bool = False) -> Callab
     ids = torch.randint(3, 9999, (batch * count,), device="cuda")
     last = last_rows(kv, range(batch))
     if whole:
-        return lambda: rig.model.logits(rig.model.forward(ids, kv)[last.rows])
-    return lambda: rig.model.logits(rig.model.forward(ids, kv, (), last))
+        return lambda: rig.model.logits(rig.model.forward(ids, kv).hidden[last.rows])
+    return lambda: rig.model.logits(rig.model.forward(ids, kv, (), last).hidden)
 
 
 def models(sizes: list[str], tables: bool) -> None:

@@ -20,7 +20,6 @@ import torch
 
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
-from outrider.engine.cycle import forward
 from outrider.spec.choose import SamplingBatch
 from outrider.spec.controller import Controller
 from outrider.spec.mtp import MTPDrafter
@@ -67,7 +66,7 @@ def second_best(llm: LLM, ids: list[int], answer: list[int], temperature: float,
     slots, count = torch.tensor(machine.scratch_slots(1, len(text))), len(text)
     as_rows = lambda n: (torch.zeros(n, dtype=torch.int64), torch.tensor([0, n], dtype=torch.int32), n, count)  # noqa: E731
     view = machine.store.view(slots, torch.arange(count), *as_rows(count))
-    _, features = forward(machine.model, torch.tensor(text), view, machine.taps)
+    features = machine.model.forward(torch.tensor(text), view, machine.taps).features
     at = torch.arange(len(ids) - 1, count - 1)  # the newest token of each guess
     params = SamplingParams(temperature=temperature, seed=seed)
     sampling = SamplingBatch.build([params], [[0]], [[]], machine.vocab, machine.device).select(torch.zeros_like(at))

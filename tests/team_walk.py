@@ -42,8 +42,8 @@ PROMPT = [5, 17, 40, 3, 22, 9, 31, 8, 60, 2, 11, 45, 7, 30]
 def logits(model: Any) -> Tensor:
     """Of a prompt in one pass, and of three more rows in a second one."""
     kv = build_kv(model.config, 1, 32)
-    first = model.logits(model.forward(torch.tensor(PROMPT), kv.view([(0, len(PROMPT))])))
-    more = model.logits(model.forward(torch.tensor([4, 12, 33]), kv.view([(len(PROMPT), 3)])))
+    first = model.logits(model.forward(torch.tensor(PROMPT), kv.view([(0, len(PROMPT))])).hidden)
+    more = model.logits(model.forward(torch.tensor([4, 12, 33]), kv.view([(len(PROMPT), 3)])).hidden)
     return torch.cat((first, more))
 
 

@@ -48,10 +48,10 @@ def ours(path: Path) -> tuple[Any, Tokenizer]:
 def answer(model: Any, prompt: list[int], limit: int, stop: tuple[int, ...]) -> tuple[Tensor, list[int]]:
     """The prompt's logits, and the greedy continuation."""
     kv = build_kv(model.config, 1, len(prompt) + limit, page_size=16)
-    first = model.logits(model.forward(torch.tensor(prompt), kv.view([(0, len(prompt))])))
+    first = model.logits(model.forward(torch.tensor(prompt), kv.view([(0, len(prompt))])).hidden)
     tokens, at = [int(first[-1].argmax())], len(prompt)
     while len(tokens) < limit and tokens[-1] not in stop:
-        tokens.append(int(model.logits(model.forward(torch.tensor(tokens[-1:]), kv.view([(at, 1)])))[-1].argmax()))
+        tokens.append(int(model.logits(model.forward(torch.tensor(tokens[-1:]), kv.view([(at, 1)])).hidden)[-1].argmax()))
         at += 1
     return first, tokens
 

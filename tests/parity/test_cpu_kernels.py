@@ -327,18 +327,17 @@ def test_compiled_models(ops: CpuOps, name: str, quantize: str | None) -> None:
     taps = (0, 2)
     kv = [build_kv(config, 2, 160, 16, torch.float32) for _ in range(4)]
     spans = [(0, 100), (0, 50)]
-    want, streams = model.forward(ids, kv[0].view(spans), taps)
-    got, got_streams = compiled.forward(ids, kv[1].view(spans), taps)
-    assert torch.equal(got, want)
-    assert all(torch.equal(a, b) for a, b in zip(got_streams, streams, strict=True))
+    want, got = model.forward(ids, kv[0].view(spans), taps), compiled.forward(ids, kv[1].view(spans), taps)
+    assert torch.equal(got.hidden, want.hidden)
+    assert all(torch.equal(a, b) for a, b in zip(got.streams, want.streams, strict=True))
     at = 0
     for count in (1, 3, 4, 5, 9, 17, 1, 60):
-        part = compiled.forward(ids[at : at + count], kv[2].view([(at, count), (0, 0)]))
-        assert torch.equal(part, want[at : at + count]), count
+        part = compiled.forward(ids[at : at + count], kv[2].view([(at, count), (0, 0)])).hidden
+        assert torch.equal(part, want.hidden[at : at + count]), count
         at += count
     dense = {k: ops.unpack(w) if isinstance(w, PackedWeight) else w for k, w in weights.items()}
-    reference = TextModel(config, dense, REF).forward(ids, kv[3].view(spans))
-    error = (got - reference).norm() / reference.norm()
+    reference = TextModel(config, dense, REF).forward(ids, kv[3].view(spans)).hidden
+    error = (got.hidden - reference).norm() / reference.norm()
     sharp = name.startswith("gemma4")  # unscaled scores of random weights: the int8 rounding of activations moves the softmax
     routed = name == "gemma4_moe"  # and may choose another expert
     assert error < (1e-5 if quantize is None else 0.5 if routed else 0.2 if sharp else 0.03)
@@ -366,11 +365,11 @@ def test_files_in_every_format(ops: CpuOps, raw: dict[str, object], fmt: str, tm
     assert isinstance(compiled, CompiledModel)
     ids = torch.randint(0, config.vocab_size, (40,), generator=torch.Generator().manual_seed(0))
     kv = [build_kv(config, 1, 64, 16) for _ in range(3)]
-    want = model.forward(ids, kv[0].view([(0, 40)]))
-    assert torch.equal(compiled.forward(ids, kv[1].view([(0, 40)])), want)
+    want = model.forward(ids, kv[0].view([(0, 40)])).hidden
+    assert torch.equal(compiled.forward(ids, kv[1].view([(0, 40)])).hidden, want)
     at = 0
     for count in (1, 2, 5, 6, 9, 17):
-        assert torch.equal(compiled.forward(ids[at : at + count], kv[2].view([(at, count)])), want[at : at + count]), count
+        assert torch.equal(compiled.forward(ids[at : at + count], kv[2].view([(at, count)])).hidden, want[at : at + count]), count
         at += count
     assert at == 40
 
@@ -396,9 +395,9 @@ def test_experts_of_odd_sizes_are_left_to_the_operations(ops: CpuOps) -> None:
     model = TextModel(config, dummy_weights(config, "cpu", torch.float32, ops, None, seed=3), ops)
     assert ops.compile(model) is model
     ids = torch.arange(20)
-    whole_pass = model.forward(ids, build_kv(config, 1, 32, 16).view([(0, 20)]))
+    whole_pass = model.forward(ids, build_kv(config, 1, 32, 16).view([(0, 20)])).hidden
     kv = build_kv(config, 1, 32, 16)
-    parts = torch.cat([model.forward(ids[i : i + n], kv.view([(i, n)])) for i, n in ((0, 7), (7, 1), (8, 12))])
+    parts = torch.cat([model.forward(ids[i : i + n], kv.view([(i, n)])).hidden for i, n in ((0, 7), (7, 1), (8, 12))])
     assert torch.equal(parts, whole_pass)
 
 
@@ -426,9 +425,8 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
     kv = build_kv(target_config, 3, 64, 16, torch.float16)
     ids = torch.randint(0, 96, (90,), generator=torch.Generator().manual_seed(0))
     out = target.forward(ids, kv.view([(0, 40), (0, 30), (0, 20)]), config.taps)
-    hidden, streams = out if config.taps else (out, ())
     rows = torch.tensor([39, 69, 89])
-    features = torch.cat([t[rows] for t in (hidden, *streams)], -1)
+    features = out.features[rows]
     view, last = kv.view([(39, 1), (29, 1), (19, 1)]), ids[rows]
     hot, seed, position = torch.tensor([False, True, True]), torch.tensor([1, 2, 3]), torch.tensor([41, 31, 21])
     temperature = torch.tensor([1.0, 0.7, 1.3])

@@ -67,10 +67,10 @@ def run(name: str) -> Run:
     at = [0, 0]
     for counts in (PROMPTS, *STEPS):
         rows = torch.cat([ids[b][at[b] : at[b] + n] for b, n in enumerate(counts)])
-        h, streams = model.forward(rows, kv.view([(at[b], n) for b, n in enumerate(counts)]), taps=TAPS)
-        for b, part in enumerate(h.split(list(counts))):
+        out = model.forward(rows, kv.view([(at[b], n) for b, n in enumerate(counts)]), taps=TAPS)
+        for b, part in enumerate(out.hidden.split(list(counts))):
             hidden[b].append(part)
-            for k, stream in enumerate(streams):
+            for k, stream in enumerate(out.streams):
                 tapped[b][k].append(stream.split(list(counts))[b])
             at[b] += counts[b]
     assert tuple(at) == LENGTHS
@@ -109,7 +109,7 @@ def test_keys_and_values(name: str) -> None:
 def test_a_pass_does_not_depend_on_its_taps(name: str) -> None:
     this = run(name)
     kv = build_kv(this.model.config, batch=1, max_len=LENGTHS[0])
-    whole = this.model.forward(this.ids[0], kv.view([(0, LENGTHS[0])]))
+    whole = this.model.forward(this.ids[0], kv.view([(0, LENGTHS[0])])).hidden
     assert isinstance(whole, Tensor)
     assert worst(whole, this.hidden[0]) <= tolerance(name)
 
@@ -177,7 +177,7 @@ def test_bfloat16_stays_bfloat16(name: str, tmp_path: Path) -> None:
     model = TextModel(config, weights, ReferenceOps())
     assert model.dtype == torch.bfloat16 and weights["norm"].dtype == torch.float32
     kv = build_kv(config, batch=1, max_len=LENGTHS[0], dtype=torch.bfloat16)
-    hidden = model.forward(this.ids[0], kv.view([(0, LENGTHS[0])]))
+    hidden = model.forward(this.ids[0], kv.view([(0, LENGTHS[0])])).hidden
     assert isinstance(hidden, Tensor) and hidden.dtype == torch.bfloat16
     logits = model.logits(hidden)
     assert logits.dtype == torch.float32

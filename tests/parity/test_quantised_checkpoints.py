@@ -51,7 +51,7 @@ def test_every_scheme_means_what_its_container_says(name: str, scheme: str, tmp_
         values = torch.cat([by_name[source].float() for source in plan.sources])
         torch.testing.assert_close(plain(weights[key]), values, rtol=1e-6, atol=1e-9, msg=key)
     ours, ids = TextModel(config, weights, ReferenceOps()), torch.arange(7, 31)
-    hidden = ours.forward(ids, build_kv(config, 1, len(ids)).view([(0, len(ids))]))
+    hidden = ours.forward(ids, build_kv(config, 1, len(ids)).view([(0, len(ids))])).hidden
     assert isinstance(hidden, torch.Tensor)
     want = functional_call(model, meant, (ids[None],)).logits[0]
     torch.testing.assert_close(ours.logits(hidden), want, rtol=2e-3, atol=2e-3)

@@ -239,9 +239,7 @@ class Rig:
         at = torch.arange(start, start + count, device=self.device)
         rows = torch.tensor([0, count], dtype=torch.int32, device=self.device)
         kv = self.store.view(torch.tensor([seq.slot], device=self.device), at, torch.zeros_like(at), rows, count, start + count)
-        hidden = self.model.forward(ids, kv, (), last_rows(kv, [0]) if last else None)
-        assert isinstance(hidden, Tensor)  # no taps were asked for
-        return hidden
+        return self.model.forward(ids, kv, wanted=last_rows(kv, [0]) if last else None).hidden
 
     # ---- a cycle as one graph --------------------------------------------------------------------------------------------
     @torch.inference_mode()

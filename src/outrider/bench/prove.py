@@ -108,9 +108,7 @@ def _rows(
     row_seq = torch.arange(len(caches), device=device).repeat_interleave(count)
     start = torch.arange(0, len(caches) * count + 1, count, dtype=torch.int32, device=device)
     slots = torch.tensor([c.slot for c in caches], device=device)
-    hidden = model.forward(ids, store.view(slots, positions, row_seq, start, count, max(begins) + count))
-    assert isinstance(hidden, Tensor)  # no taps were asked for
-    return hidden
+    return model.forward(ids, store.view(slots, positions, row_seq, start, count, max(begins) + count)).hidden
 
 
 # ---- 2 ----------------------------------------------------------------------------------------------------------------

@@ -124,7 +124,5 @@ def predicted(config: ModelConfig, weights: Mapping[str, Held], ops: Backend, id
             torch.tensor([seq.slot]), torch.arange(lo, lo + n), torch.zeros(n, dtype=torch.int64),
             torch.tensor([0, n], dtype=torch.int32), n, lo + n,
         )  # fmt: skip
-        hidden = runner.forward(ids[lo : lo + n], view)
-        assert isinstance(hidden, Tensor)  # no taps were asked for
-        out.append(runner.logits(hidden))
+        out.append(runner.logits(runner.forward(ids[lo : lo + n], view).hidden))
     return torch.cat(out)

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops.backend import Backend
 from ..spec.choose import SamplingBatch, accept
 from ..spec.nets import Target
-from ..types import Draft, KVView, Verdict, Wanted
+from ..types import Draft, KVView, Verdict
 from .tree import Tree
 
 
@@ -109,8 +109,8 @@ def cycle(
     kv = store.view(x.slots, x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
     if x.tree is not None:
         kv.places, kv.paths = rows.positions(x.length), x.tree.paths
-    hidden, features = forward(model, ids, kv, taps)  # [R, H], [R, H·(1 + taps)]; K/V written
-    logits = model.logits(hidden)  # [R, V]
+    out = model.forward(ids, kv, taps)  # K/V written
+    features, logits = out.features, model.logits(out.hidden)  # [R, H·(1 + taps)], [R, V]
 
     verdict = verify(logits, draft, x)
     if override is not None:
@@ -122,15 +122,6 @@ def cycle(
     elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
     return CycleOutput(verdict, features, logits)
-
-
-def forward(model: Target, ids: Tensor, kv: KVView, taps: tuple[int, ...], wanted: Wanted | None = None) -> tuple[Tensor, Tensor]:
-    """hidden [R, H], and features [R, H·(1 + taps)]: the same where nothing is tapped. wanted: of these rows alone."""
-    out = model.forward(ids, kv, taps, wanted)
-    if isinstance(out, Tensor):
-        return out, out
-    hidden, streams = out
-    return hidden, torch.cat((hidden, *streams), dim=-1)
 
 
 def empty_draft(length: Tensor) -> Draft:

@@ -12,7 +12,6 @@ from ..cache.store import KVStore, SeqCache, last_rows, upload
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
 from ..spec.nets import Target
-from .cycle import forward
 from .step import Lane, Seq
 
 
@@ -82,9 +81,9 @@ class Machine:
         furthest, widest = max(lane.start + lane.count for lane in lanes), max(lane.count for lane in lanes)
         kv = self.store.view(slots, positions, row_seq, row_start, widest, furthest)
         ends = [i for i, lane in enumerate(lanes) if lane.wanted]
-        _, features = forward(self.model, upload(ids, torch.int64, device), kv, self.taps, last_rows(kv, ends))
+        out = self.model.forward(upload(ids, torch.int64, device), kv, self.taps, last_rows(kv, ends))
         if ends:
-            self.features.index_copy_(0, upload([lanes[i].slot for i in ends], torch.int64, device), features)
+            self.features.index_copy_(0, upload([lanes[i].slot for i in ends], torch.int64, device), out.features)
 
     @torch.inference_mode()
     def score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Tensor:
@@ -95,7 +94,7 @@ class Machine:
         ids, positions = upload(tokens, torch.int64, device), torch.arange(begin, end, device=device)
         slots, row_start = upload([cache.slot], torch.int64, device), upload([0, len(tokens)], torch.int32, device)
         view = self.store.view(slots, positions, torch.zeros_like(ids), row_start, len(tokens), end)
-        hidden, _ = forward(self.model, ids, view, ())
+        hidden = self.model.forward(ids, view).hidden
         return self.model.logits(hidden) if logits else hidden
 
     def sampling(self, seqs: list[Seq]) -> SamplingBatch:

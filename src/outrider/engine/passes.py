@@ -28,7 +28,6 @@ from ..models.inspect import flops, model_size
 from ..ops.backend import Capabilities
 from ..types import Wanted
 from .capture import Graph, Pool
-from .cycle import forward
 from .decode import Pages
 from .machine import Machine
 from .step import Lane
@@ -152,12 +151,12 @@ def prompt_pass(machine: Machine, numbers: Tensor, key: PassKey) -> None:
     pages = Pages.of(machine.store, slots, key.context)
     kv = pages.view(slots, positions, owner, starts.to(torch.int32), key.rows, key.context)
     if not key.wanted:
-        forward(machine.model, ids, kv, machine.taps, Wanted(positions[:0], kv))
+        machine.model.forward(ids, kv, machine.taps, Wanted(positions[:0], kv))
         return
     last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
     seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
-    _, features = forward(machine.model, ids, kv, machine.taps, Wanted(last, seen))
-    machine.features.index_copy_(0, ends, features)
+    out = machine.model.forward(ids, kv, machine.taps, Wanted(last, seen))
+    machine.features.index_copy_(0, ends, out.features)
 
 
 def most_rows(model: ModelConfig, can: Capabilities) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.backend import Backend
+from ..ops.backend import Backend, Pass
 from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import KVView, Wanted
@@ -87,11 +87,8 @@ class TextModel:
         whole = self.experts is None and self.ple_input is None and share.world == 1
         self.stretches = stretches(self.blocks, config.activation, config.norm_eps) if whole else None
 
-    def forward(
-        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """ids [R] at kv.positions -> hidden [R, H] after the final norm, of the rows that are wanted (None: all of them, else [W, H]); with
-        taps also their residual streams after those layers."""
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None) -> Pass:
+        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted (None: all)."""
         ops, first = self.ops, self.blocks[0]
         angles = self.angles(kv.positions)
         x = self.embed(ids)  # [R, H] the residual stream
@@ -103,7 +100,7 @@ class TextModel:
             if wanted is not None and i == self.last_write:  # nobody reads what the other rows would become
                 rows, kv = wanted.rows, wanted.kv
                 if not rows.shape[0]:
-                    return (x[:0], (x[:0],) * len(taps)) if taps else x[:0]
+                    return Pass(x[:0], (x[:0],) * len(taps))
                 q, x, angles = q[rows], x[rows], self.angles(kv.positions)
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
@@ -114,8 +111,7 @@ class TextModel:
                 x, qkv = self.between(i, x, attended, ple)
             if i in taps:
                 streams[i] = x
-        h = qkv  # behind the last layer there is only the final norm
-        return (h, tuple(streams[i] for i in taps)) if taps else h
+        return Pass(qkv, tuple(streams[i] for i in taps))  # behind the last layer there was only the final norm
 
     def between(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
         """What `Backend.between` does, of a layer with more parts than that knows: biases, experts, per-layer embeddings [L, R, ple], or

@@ -24,6 +24,19 @@ EVERY_ROW = 1 << 30  # "however many" where a number of rows is asked for
 
 
 @dataclass(frozen=True)
+class Pass:
+    """What a forward pass of a target hands out, of the W rows that are wanted (all of them, unless somebody said which)."""
+
+    hidden: Tensor  # [W, H] after the final norm
+    streams: tuple[Tensor, ...] = ()  # [W, H] each: the residual stream after every tapped layer
+
+    @property
+    def features(self) -> Tensor:
+        """[W, H·(1 + taps)]: what a draft starts from."""
+        return torch.cat((self.hidden, *self.streams), dim=-1) if self.streams else self.hidden
+
+
+@dataclass(frozen=True)
 class Capabilities:
     """What a backend promises. The defaults promise nothing."""
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..cache.store import last_rows
 from ..models.config import ModelConfig
 from ..ops.backend import Behind, Guessed
-from ..types import Draft, KVPages, KVView, Wanted
+from ..types import Draft, KVPages, KVView
 from .choose import SamplingBatch
 from .drafter import DraftBatch, Score, draft_round
 from .nets import Target
@@ -198,7 +198,7 @@ class DraftModel:
                 left -= count
         if some:
             view = self.pages.view(some, starts, counts)
-            self._forward(torch.tensor(ids), view, last_rows(view, []))  # nobody reads what becomes of them
+            self.model.forward(torch.tensor(ids), view, wanted=last_rows(view, []))  # nobody reads what becomes of them
 
     def _told(self, batch: DraftBatch, k: int) -> Draft:
         """`guess` as tensors."""
@@ -224,7 +224,7 @@ class DraftModel:
             if not j:
                 return ids, scores(hidden)
             view = self.pages.view(tracks, [len(t) + j - 1 for t in texts], [1] * len(fit))
-            return ids, scores(self._forward(token, view))
+            return ids, scores(self.model.forward(token, view).hidden)
 
         if batch.sampled:
             drafted, steps = draft_round(own, k, score), k
@@ -283,18 +283,13 @@ class DraftModel:
             view = self.pages.view([tracks[b] for b in which], starts, counts)
             ends = [i for i, b in enumerate(which) if starts[i] + counts[i] == len(texts[b])]
             wanted = last_rows(view, ends) if len(ends) < len(ids) else None
-            hidden = self._forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted)
+            hidden = self.model.forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted=wanted).hidden
             for b, start, count in zip(which, starts, counts):
                 done[b] = start + count
                 tracks[b].held[start:] = texts[b][start : start + count]
             for i, state in zip(ends, hidden):
                 out[which[i]] = state
         return torch.stack([h for h in out if h is not None])
-
-    def _forward(self, ids: Tensor, kv: KVView, wanted: Wanted | None = None) -> Tensor:
-        hidden = self.model.forward(ids, kv, (), wanted)
-        assert isinstance(hidden, Tensor)  # no taps were asked for
-        return hidden
 
     def _remember(self) -> None:
         """Note what the last proposal wrote. Only now: the target's answer has been waited for, so this wait is free."""

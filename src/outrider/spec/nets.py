@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..ops.backend import Backend
+from ..ops.backend import Backend, Pass
 from ..ops.formats import Held
 from ..types import DraftRound, KVView, Wanted
 
@@ -24,11 +24,8 @@ class Target(Protocol):
         """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
         ...
 
-    def forward(
-        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
-        """hidden [R, H] after the final norm, of the rows that are wanted (None: all); with taps also their residual streams after those
-        layers."""
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None) -> Pass:
+        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted (None: all)."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

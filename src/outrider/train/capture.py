@@ -126,9 +126,8 @@ def capture(model: TextModel, ids: Tensor, taps: tuple[int, ...] = ()) -> Captur
     batch, length = ids.shape
     kv = DenseKV(batch, length, torch.arange(length, device=ids.device).repeat(batch))
     out = model.forward(ids.reshape(-1), kv, taps)  # type: ignore[arg-type]
-    hidden, streams = (out, ()) if isinstance(out, Tensor) else out
-    shape = (batch, length, hidden.shape[-1])
-    return Captured(hidden.view(shape), kv.keys, kv.values, tuple(s.view(shape) for s in streams))
+    shape = (batch, length, out.hidden.shape[-1])
+    return Captured(out.hidden.view(shape), kv.keys, kv.values, tuple(s.view(shape) for s in out.streams))
 
 
 class Recorder:

@@ -19,6 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
+from outrider.ops.backend import Pass
 from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.draft_model import DraftModel
@@ -41,6 +42,10 @@ shapes = st.tuples(
 )  # fmt: skip
 
 
+def only(out: Pass, wanted: Wanted) -> Pass:
+    return Pass(out.hidden[wanted.rows], tuple(stream[wanted.rows] for stream in out.streams))
+
+
 def both(
     model: Any, narrowing: Any, counts: list[int], ends: int, before: int, taps: tuple[int, ...], page: int
 ) -> None:  # fmt: skip
@@ -55,8 +60,7 @@ def both(
         kv = cache.view([(before, n) for n in counts])
         wanted = last_rows(kv, seqs)
         out = runs.forward(ids[len(counts) * before :], kv, taps, None if runs is model and not got else wanted)
-        hidden, streams = out if taps else (out, ())
-        got.append([t if got else t[wanted.rows] for t in (hidden, *streams)])
+        got.append([t if got else t[wanted.rows] for t in (out.hidden, *out.streams)])
     assert all(a.shape == (len(seqs), model.config.hidden) and torch.equal(a, b) for a, b in zip(*got, strict=True))
     assert same_cache(*caches)
 
@@ -102,12 +106,11 @@ class Counting:
 
             return run
 
-        def told(ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None) -> Any:
+        def told(ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None) -> Pass:
             self.wanted.append(-1 if wanted is None else wanted.rows.shape[0])
             if not whole or wanted is None:
                 return forward(ids, kv, taps, wanted)
-            out = forward(ids, kv, taps)
-            return out[wanted.rows] if isinstance(out, Tensor) else (out[0][wanted.rows], tuple(s[wanted.rows] for s in out[1]))
+            return only(forward(ids, kv, taps), wanted)
 
         ops.linear, ops.gated_linear = counted(ops.linear), counted(ops.gated_linear)  # type: ignore[method-assign]
         self.model.forward = told
@@ -185,11 +188,10 @@ def test_the_engine_says_the_same_in_one_call(room: dict[str, Any]) -> None:
     told, metrics = [], []
     for whole in (True, False):
 
-        def ran(ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None, whole: bool = whole) -> Any:
+        def ran(ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None, whole: bool = whole) -> Pass:
             if not whole or wanted is None:
                 return forward(ids, kv, taps, wanted)
-            hidden, streams = forward(ids, kv, taps)
-            return hidden[wanted.rows], tuple(stream[wanted.rows] for stream in streams)
+            return only(forward(ids, kv, taps), wanted)
 
         model.forward = ran
         engine = tiny_engine("", MTPDrafter(net, model), model=model, page_size=16, **room)

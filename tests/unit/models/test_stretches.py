@@ -31,8 +31,8 @@ def test_between_is_the_separate_ops(name: str, narrow: bool) -> None:
     ids, answers = torch.arange(9) % 7, []
     for model in (joined, apart):
         kv = build_kv(model.config, 2, 16).view([(0, 5), (0, 4)])
-        hidden, streams = model.forward(ids, kv, (0, 1), last_rows(kv, [1]) if narrow else None)
-        answers.append([hidden, *streams])
+        out = model.forward(ids, kv, (0, 1), last_rows(kv, [1]) if narrow else None)
+        answers.append([out.hidden, *out.streams])
     assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 

@@ -70,7 +70,7 @@ def test_prompts_of_the_cpu_do_not_hang_on_where_they_are_cut(shape: str) -> Non
             where = torch.arange(at, end)
             start = torch.tensor([0, end - at], dtype=torch.int32)
             kv = store.view(torch.tensor([seq.slot]), where, torch.zeros_like(where), start, end - at, end)
-            hidden.append(model.forward(ids[at:end], kv))
+            hidden.append(model.forward(ids[at:end], kv).hidden)
             at = end
         left.append(torch.cat(hidden))
     assert all(torch.equal(left[0], other) for other in left[1:])

@@ -62,8 +62,7 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
 
         cache = build_kv(config, 2, LENGTH)
         model = MTPNet(drafter, own, paged.ops, paged)
-        out = paged.forward(ids.reshape(-1), cache.view([(0, LENGTH)] * 2), drafter.taps)
-        features = torch.cat((out[0], *out[1]), -1) if drafter.taps else out
+        features = paged.forward(ids.reshape(-1), cache.view([(0, LENGTH)] * 2), drafter.taps).features
         torch.testing.assert_close(seen.hidden.reshape(2 * LENGTH, -1), features[:, : config.hidden], rtol=1e-4, atol=1e-4)
         for a in (first, 12, LENGTH - steps - 1):
             at = torch.tensor([a, LENGTH + a])

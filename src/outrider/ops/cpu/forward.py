@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...types import DraftRound, KVView, Wanted
-from ..backend import EVERY_ROW
+from ..backend import EVERY_ROW, Pass
 from .lib import Batch, CCall, CDraft, CLayer, CStack, c_spec
 from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
 from .packing import cluster_hashes
@@ -103,11 +103,9 @@ class CompiledModel:
         self.together, self.total = model.together, model.total  # of one process: whole passes know nothing of others
         self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
 
-    def forward(
-        self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None
-    ) -> Tensor | tuple[Tensor, tuple[Tensor, ...]]:  # fmt: skip
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None) -> Pass:
         hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted)
-        return (hidden, tuple(streams)) if taps else hidden
+        return Pass(hidden, tuple(streams))
 
 
 def compile_model(ops: CpuOps, model: Any) -> CompiledModel | None:
