@@ -1,0 +1,248 @@
+// The words of CUDA C++ and the functions of ops/cuda/device.cuh for a machine without a GPU: included ahead of a kernel's source, it makes
+// that source a program for the CPU, with the launch below. How threads run is in machine.h.
+//
+// Numbers: every result that IEEE defines is the GPU's. The matrix instruction adds 16 exact products and the sum so far and rounds once
+// (a GPU cuts digits off), so the order of columns in it does not matter, as on Hopper; powers of 2 and quotients are rounded to nearest.
+#include <math.h>
+
+#include "machine.h"
+#define OUTRIDER_DEVICE  // device.cuh has nothing to say after this
+
+#define __device__
+#define __global__
+#define __host__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __launch_bounds__(...)
+#define __grid_constant__
+#define __shared__ static __attribute__((section("emulated_shared"), used))
+#define __align__(n) alignas(n)
+
+struct alignas(8) uint2 { u32 x, y; };
+struct alignas(16) uint4 { u32 x, y, z, w; };
+struct alignas(8) float2 { float x, y; };
+struct alignas(16) float4 { float x, y, z, w; };
+inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
+inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+#define threadIdx (uint3{(u32)machine::the.now->thread, 0, 0})
+#define blockIdx (uint3{machine::the.now->block->index, 0, 0})
+#define blockDim (uint3{machine::the.threads, 1, 1})
+#define gridDim (uint3{machine::the.blocks, 1, 1})
+
+inline int max(int a, int b) { return a > b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline float max(float a, float b) { return fmaxf(a, b); }
+inline float min(float a, float b) { return fminf(a, b); }
+
+template <class To, class From> inline To as(From v) {
+    static_assert(sizeof(To) == sizeof(From), "");
+    To to;
+    memcpy(&to, &v, sizeof to);
+    return to;
+}
+inline float __uint_as_float(u32 v) { return as<float>(v); }
+inline u32 __float_as_uint(float v) { return as<u32>(v); }
+inline float __int_as_float(int v) { return as<float>(v); }
+inline int __float_as_int(float v) { return as<int>(v); }
+inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __ffs(int v) { return __builtin_ffs(v); }
+inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __fsqrt_rn(float a) { return sqrtf(a); }
+inline float __frcp_rn(float a) { return 1.f / a; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+
+// Where threads meet.
+
+inline void __syncthreads() { machine::meet_block(0, 0, "__syncthreads"); }
+
+inline void whole_warp(u32 mask) {
+    if (mask != ~0u) machine::fail("only whole warps meet here, and the mask is %08x", mask);
+}
+
+inline void __syncwarp(u32 mask = ~0u) {
+    whole_warp(mask);
+    machine::meet_warp("__syncwarp", nullptr, false, [](machine::Warp&) {});
+}
+
+template <class T, class From> inline T exchange(const char* what, T v, From from) {  // from(lane): whose value it gets
+    T both[2] = {v, v};  // given, taken
+    int source[1] = {from(machine::the.now->lane)};
+    void* operands[2] = {both, source};
+    machine::meet_warp(what, operands, true, [](machine::Warp& w) {
+        for (int i = 0; i < w.size; i++) {
+            void** mine = (void**)w.lanes[i]->operands;
+            const int other = *(int*)mine[1];
+            if (other >= 0 && other < w.size) ((T*)mine[0])[1] = ((T*)((void**)w.lanes[other]->operands)[0])[0];
+        }
+    });
+    return both[1];
+}
+template <class T> inline T __shfl_sync(u32 mask, T v, int from, int width = 32) {
+    whole_warp(mask);
+    return exchange("__shfl_sync", v, [=](int lane) { return (lane & ~(width - 1)) + (from & (width - 1)); });
+}
+template <class T> inline T __shfl_xor_sync(u32 mask, T v, int with, int width = 32) {
+    whole_warp(mask);
+    return exchange("__shfl_xor_sync", v, [=](int lane) { return (lane ^ with) < (lane & ~(width - 1)) + width ? lane ^ with : lane; });
+}
+template <class T> inline T __shfl_down_sync(u32 mask, T v, u32 by, int width = 32) {
+    whole_warp(mask);
+    return exchange("__shfl_down_sync", v, [=](int lane) { return (lane & (width - 1)) + (int)by < width ? lane + (int)by : lane; });
+}
+template <class T> inline T __shfl_up_sync(u32 mask, T v, u32 by, int width = 32) {
+    whole_warp(mask);
+    return exchange("__shfl_up_sync", v, [=](int lane) { return (lane & (width - 1)) >= (int)by ? lane - (int)by : lane; });
+}
+inline u32 __ballot_sync(u32 mask, int v) {
+    whole_warp(mask);
+    u32 mine = v != 0;
+    machine::meet_warp("__ballot_sync", &mine, true, [](machine::Warp& w) {
+        u32 all = 0;
+        for (int i = 0; i < w.size; i++) all |= *(u32*)w.lanes[i]->operands << i;
+        for (int i = 0; i < w.size; i++) *(u32*)w.lanes[i]->operands = all;
+    });
+    return mine;
+}
+inline int __any_sync(u32 mask, int v) { return __ballot_sync(mask, v) != 0; }
+inline int __all_sync(u32 mask, int v) { return __ballot_sync(mask, !v) == 0; }
+
+// Global memory.
+
+template <class T> inline T __ldcg(const T* at) {
+    machine::check_global(at, sizeof(T), "reads");
+    return *at;
+}
+template <class T> inline T __ldg(const T* at) { return __ldcg(at); }
+template <class T> inline T __ldcs(const T* at) { return __ldcg(at); }
+template <class T> inline void __stcg(T* at, T v) {
+    machine::check_global(at, sizeof(T), "writes");
+    *at = v;
+}
+template <class T> inline void __stcs(T* at, T v) { __stcg(at, v); }
+template <class T> inline T atomicAdd(T* at, T v) {
+    machine::check_global(at, sizeof(T), "adds");
+    machine::the.spins = 0;
+    const T before = *at;
+    *at = before + v;
+    return before;
+}
+inline void __threadfence() {}
+inline void __threadfence_block() {}
+inline void __nanosleep(u32) { machine::spin(); }
+
+// device.cuh: arithmetic.
+
+inline u16 bfloat_of(float v) {
+    const u32 b = __float_as_uint(v);
+    if ((b & 0x7FFFFFFF) > 0x7F800000) return 0x7FFF;
+    return (u16)((b + 0x7FFF + (b >> 16 & 1)) >> 16);
+}
+
+inline float float_of_bfloat(u32 h) { return __uint_as_float(h << 16); }
+
+inline u16 rounded_once(float a, float b, float c) {  // a · b + c to bfloat16: the product is exact, and what gets lost leaves an odd last digit
+    const double p = (double)a * b, s = p + c, t = s - p, lost = (p - (s - t)) + (c - t);
+    u64 d = as<u64>(s);
+    if (lost != 0 && isfinite(s) && !(d & 1)) d += (lost > 0) == (s > 0) ? 1 : -1;
+    const double exact = as<double>(d);
+    float f = (float)exact;
+    if (isfinite(f) && (double)f != exact && !(__float_as_uint(f) & 1)) f = __uint_as_float(__float_as_uint(f) + (fabs((double)f) < fabs(exact) ? 1 : -1));
+    return bfloat_of(f);
+}
+
+inline u32 fma2(u32 a, u32 b, u32 c) {
+    const u32 low = rounded_once(float_of_bfloat(a & 0xFFFF), float_of_bfloat(b & 0xFFFF), float_of_bfloat(c & 0xFFFF));
+    return low | (u32)rounded_once(float_of_bfloat(a >> 16), float_of_bfloat(b >> 16), float_of_bfloat(c >> 16)) << 16;
+}
+
+template <u32 MASK> inline u32 and_or(u32 a, u32 b) { return (a & MASK) | b; }
+
+inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    struct Operands { u32 a[4], b[2]; float* d; } mine = {{a0, a1, a2, a3}, {b0, b1}, d};
+    machine::meet_warp("mma", &mine, true, [](machine::Warp& w) {
+        float a[16][16], b[8][16];
+        for (int lane = 0; lane < 32; lane++) {
+            const Operands& o = *(Operands*)w.lanes[lane]->operands;
+            const int g = lane / 4, c = lane % 4;
+            for (int i = 0; i < 4; i++)
+                for (int h = 0; h < 2; h++) a[g + (i & 1) * 8][2 * c + (i >> 1) * 8 + h] = float_of_bfloat(o.a[i] >> 16 * h & 0xFFFF);
+            for (int i = 0; i < 2; i++)
+                for (int h = 0; h < 2; h++) b[g][2 * c + i * 8 + h] = float_of_bfloat(o.b[i] >> 16 * h & 0xFFFF);
+        }
+        for (int lane = 0; lane < 32; lane++) {
+            const Operands& o = *(Operands*)w.lanes[lane]->operands;
+            for (int i = 0; i < 4; i++) {
+                const int row = lane / 4 + (i >> 1) * 8, column = lane % 4 * 2 + (i & 1);
+                double sum = o.d[i];
+                for (int k = 0; k < 16; k++) sum += (double)a[row][k] * b[column][k];
+                o.d[i] = (float)sum;
+            }
+        }
+    });
+}
+
+inline float float_of_half(u16 h) {
+    const int exponent = h >> 10 & 31, digits = h & 1023;
+    const float v = exponent == 31 ? (digits ? NAN : INFINITY) : exponent ? ldexpf(1024 + digits, exponent - 25) : ldexpf(digits, -24);
+    return h & 0x8000 ? -v : v;
+}
+
+inline float power_of_2(float v) { return exp2f(v); }
+
+inline float ratio(float a, float b) { return a / b; }
+
+// device.cuh: shared memory.
+
+inline u32 shared_room() { return machine::ROOM_AT; }
+
+template <class T> inline T from_shared(u32 at) {
+    T v;
+    memcpy(&v, machine::touch_shared(at, sizeof v, "reads"), sizeof v);
+    return v;
+}
+template <class T> inline void to_shared(u32 at, T v) { memcpy(machine::touch_shared(at, sizeof v, "writes"), &v, sizeof v); }
+
+inline uint4 read16(u32 at) { return from_shared<uint4>(at); }
+inline float read_float(u32 at) { return from_shared<float>(at); }
+inline uint4 take16(u32 at) { return from_shared<uint4>(at); }
+inline u32 take4(u32 at) { return from_shared<u32>(at); }
+inline void put8(u32 at, u32 a, u32 b) { to_shared(at, uint2{a, b}); }
+inline void put_float(u32 at, float v) { to_shared(at, v); }
+inline void pin(u32&, u32&) {}
+
+inline void copy16(u32 to, const char* from) { machine::begin_copy(to, from, 16); }
+template <int BYTES> inline void copy_few(u32 to, const char* from) {
+    static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "");
+    machine::begin_copy(to, from, BYTES);
+}
+inline void wait_copies() { machine::the.now->group++, machine::end_copies(0); }
+
+// device.cuh: between blocks and between kernels.
+
+inline int count_one(int* at) { return atomicAdd(at, 1); }
+inline void let_next_kernel_in() {}
+inline void wait_for_kernel_ahead() {}
+
+// The launch of KERNEL, which is given when compiled: values are addresses of its parameters, as the driver takes them.
+
+template <int... I> struct Numbers {};
+template <int N, int... I> struct Count : Count<N - 1, N - 1, I...> {};
+template <int... I> struct Count<0, I...> { typedef Numbers<I...> type; };
+template <class... P, int... I> inline void call_with(void (*kernel)(P...), void** values, Numbers<I...>) { kernel(*(P*)values[I]...); }
+template <class... P> inline void call(void (*kernel)(P...), void** values) { call_with(kernel, values, typename Count<sizeof...(P)>::type()); }
+
+#define EMULATED(KERNEL)                                                                                                                    \
+    extern "C" int emulated_launch(u32 blocks, u32 threads, u32 shared, void** values, const machine::Buffer* buffers, int count, u64 seed, \
+                                   char* message, int room) {                                                                               \
+        return machine::launch([](void** v) { call(KERNEL, v); }, blocks, threads, shared, values, buffers, count, seed, message, room);    \
+    }

@@ -1,0 +1,153 @@
+"""Kernels in CUDA C++ on a CPU: the sources of `ops/cuda`, compiled by g++ behind `emulate.h`, launched on torch tensors.
+
+    with Memory() as memory:  # tensors made in here end where unmapped memory begins
+        kernel = memory.kernel(SOURCE.read_text(), "four_bit", flags)
+        kernel(blocks, threads, shared, [x.data_ptr(), ..., shape], pdl=False)
+
+A kernel is called as `outrider.ops.cuda.runtime.Kernel` is, so what plans a launch for a GPU can plan one here. It raises
+`EmulatorError`, one line that names block and thread, for what machine.h lists; bytes around buffers that changed are found after the
+launch. `seed` draws the order in which threads run; 0: one after the other.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import mmap
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from outrider.ops.cuda.runtime import FOLDER
+
+HERE = Path(__file__).parent
+PAGE = mmap.PAGESIZE
+GUARD = 0xFF  # NaN of every kind of float, -1 of every kind of integer
+OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
+MAKERS = (
+    torch.empty,
+    torch.zeros,
+    torch.ones,
+    torch.full,
+    torch.empty_like,
+    torch.zeros_like,
+    Tensor.clone,
+    Tensor.contiguous,
+    Tensor.new_empty,
+)
+
+
+class EmulatorError(RuntimeError):
+    """What a kernel did that it must not do, or what the compiler says."""
+
+
+def missing() -> str | None:
+    """Why nothing can be emulated here, or None."""
+    return None if shutil.which("g++") else "no g++"
+
+
+def compiled(source: str, name: str, flags: Mapping[str, int], folder: Path = FOLDER) -> ctypes.CDLL:
+    """The program of a kernel, from a folder of one's own among temporary files where it was compiled before. folder: of its headers."""
+    text = f'#include "emulate.h"\n#line 1 "{name}.cu"\n{source}\nEMULATED({name})\n'
+    options = [*OPTIONS, *(f"-D{key}={value}" for key, value in flags.items())]
+    parts = [text, *options, *(f.read_text() for f in (*sorted(HERE.glob("*.h")), *sorted(folder.glob("*.cuh"))))]
+    cache = Path(tempfile.gettempdir()) / f"outrider-emulator-{os.getuid()}"
+    cache.mkdir(mode=0o700, exist_ok=True)
+    if cache.stat().st_uid != os.getuid():
+        raise EmulatorError(f"{cache} is somebody else's")
+    library = cache / (hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32] + ".so")
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}")
+        command = ["g++", *options, f"-I{HERE}", f"-I{folder}", "-x", "c++", "-", "-o", str(made)]
+        done = subprocess.run(command, input=text, capture_output=True, text=True)
+        if done.returncode:
+            raise EmulatorError(done.stderr.strip())
+        made.rename(library)
+    return ctypes.CDLL(str(library))
+
+
+class Buffer(ctypes.Structure):
+    """`Buffer` of machine.h."""
+
+    _fields_ = [("at", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+
+
+class Memory(TorchFunctionMode):
+    """Buffers that a kernel may touch. Each lies between two unmapped pages, its end (filled up to 16 bytes) right at the second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffers: list[tuple[mmap.mmap, int, int]] = []  # the mapping, where in it the tensor begins, its bytes
+
+    def hold(self, tensor: Tensor) -> Tensor:
+        """A copy with the same shape and strides that kernels may touch; between its elements are guards too."""
+        assert tensor.device.type == "cpu"
+        size = tensor.element_size()
+        count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
+        pages = -(-max(count * size, 1) // PAGE)
+        mapping = mmap.mmap(-1, (pages + 2) * PAGE)
+        mapping.write(bytes([GUARD]) * len(mapping))
+        begin = (pages + 1) * PAGE - -(-count * size // 16) * 16
+        self.buffers.append((mapping, begin, count * size))
+        with torch._C.DisableTorchFunction():
+            raw = torch.frombuffer(mapping, dtype=torch.uint8, count=max(count * size, 1), offset=begin if count else PAGE)
+            held = raw[: count * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            held.copy_(tensor)
+        libc, whole = ctypes.CDLL(None, use_errno=True), address_of(mapping)
+        for page in (whole, whole + len(mapping) - PAGE):
+            if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0):
+                raise OSError(ctypes.get_errno(), "mprotect")
+        return held
+
+    def kernel(self, source: str, name: str, flags: Mapping[str, int], folder: Path = FOLDER, seed: int = 0) -> Emulated:
+        return Emulated(self, source, name, flags, folder, seed)
+
+    def check(self) -> None:
+        """That nothing was written around the buffers."""
+        for i, (mapping, begin, count) in enumerate(self.buffers):
+            ahead, behind = mapping[PAGE:begin], mapping[begin + count : len(mapping) - PAGE]
+            if ahead.strip(b"\xff"):
+                raise EmulatorError(f"bytes ahead of buffer {i} of {count} bytes were overwritten")
+            if behind.strip(b"\xff"):
+                raise EmulatorError(f"bytes behind the end of buffer {i} of {count} bytes were overwritten")
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func not in MAKERS or made.device.type != "cpu":
+            return made
+        if func in (torch.empty, torch.empty_like, Tensor.new_empty):
+            made = self.hold(made)
+            with torch._C.DisableTorchFunction():
+                made.view(torch.uint8).fill_(GUARD)
+            return made
+        return self.hold(made)
+
+
+def address_of(mapping: mmap.mmap) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+
+
+class Emulated:
+    """A kernel that touches the buffers of one memory. Called as `runtime.Kernel` is; pdl means nothing here."""
+
+    def __init__(self, memory: Memory, source: str, name: str, flags: Mapping[str, int], folder: Path, seed: int):
+        self.memory, self.seed = memory, seed
+        self.launch = compiled(source, name, flags, folder).emulated_launch
+
+    def __call__(self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool = False) -> None:
+        held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
+        addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
+        known = [(address_of(mapping) + begin, count) for mapping, begin, count in self.memory.buffers]
+        buffers = (Buffer * max(len(known), 1))(*(Buffer(*b) for b in known))
+        message = ctypes.create_string_buffer(500)
+        if self.launch(blocks, threads, shared, addresses, buffers, len(known), ctypes.c_uint64(self.seed), message, len(message)):
+            raise EmulatorError(message.value.decode())
+        self.memory.check()

@@ -1,0 +1,195 @@
+"""`ops/cuda/four_bit.cu` on a CPU (tests/cuda): its numbers, its rows alone and in company, and what is found in it when it is broken."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.cuda.emulator import EmulatorError, Memory, missing
+
+from outrider.ops.cuda.runtime import FOLDER
+from outrider.ops.triton import four_bit
+from outrider.ops.triton.four_bit import SOURCE, FourBit, Units
+from outrider.ops.triton.quant import Extras
+from outrider.ops.triton.repack import ROWS, Codes, QuantWeight
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
+
+PLANE, PLANES = 32, 8
+PLAIN, GELU, SILU = Extras(), Extras(act="gelu_tanh", gated=True), Extras(act="silu", gated=True)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A weight [n, k], how it is cut and who takes it."""
+
+    n: int
+    k: int
+    span: int  # chunks of 256 columns
+    blocks: int
+    warps: int
+    per: int = 1  # planes of 32 columns that share a factor
+    half: bool = False
+    lifted: bool = False
+    codes: Codes = Codes.INT4
+    extras: Extras = PLAIN
+
+
+CASES = {
+    "several units a warp, a block without any": Case(128, 512, 2, 9, 1),
+    "a short last span, a last chunk that is not whole": Case(192, 5 * 256 - 40, 2, 4, 2, half=True, lifted=True, codes=Codes.UINT4),
+    "gelu, pairs of planes": Case(256, 768, 2, 3, 3, per=2, lifted=True, extras=GELU),
+    "silu, fours of planes": Case(128, 512, 1, 2, 4, per=4, half=True, extras=SILU),
+    "a factor for a chunk": Case(144, 3 * 256, 3, 2, 2, per=8, lifted=True),
+}
+
+
+def made(case: Case) -> QuantWeight:
+    """Any words are weights; factors of about a fifteenth."""
+    draw, chunks, tiles = torch.Generator().manual_seed(case.n + case.k), -(-case.k // 256), -(-case.n // ROWS)
+    words = torch.randint(-(1 << 31), 1 << 31, (tiles, chunks, ROWS, PLANE), generator=draw, dtype=torch.int64).int()
+    pairs = (PLANES // case.per + 1) // 2
+
+    def numbers() -> Tensor:
+        kind = torch.float16 if case.half else torch.bfloat16
+        return (torch.randn((tiles, chunks, ROWS, 2 * pairs), generator=draw) / 15).to(kind).view(torch.int32)
+
+    lift = numbers() if case.lifted else None
+    return QuantWeight((case.n, case.k), case.codes, PLANE, case.per, words, numbers(), lift, None, case.half)
+
+
+def dequantised(w: QuantWeight) -> Tensor:
+    """The definition (ops/triton/quant.py): float64 [N, K]."""
+    tiles, chunks = w.words.shape[:2]
+    by_pair = w.words.view(tiles, chunks, ROWS, PLANE // 2, 2)
+    q = torch.stack([torch.stack([by_pair >> (4 * p + 16 * h) & 15 for h in range(2)], -1) for p in range(4)], -1)
+    q = q.permute(0, 2, 1, 4, 6, 3, 5).reshape(tiles * ROWS, chunks * 256)  # half of the planes, plane in it, pair, column of the pair
+
+    def by_column(words: Tensor) -> Tensor:
+        groups = PLANES // w.per
+        numbers = words.view(torch.float16 if w.half else torch.bfloat16)[..., :groups].double()
+        return numbers.transpose(1, 2).reshape(tiles * ROWS, chunks * groups).repeat_interleave(w.per * PLANE, 1)
+
+    assert w.scale is not None
+    values = (q - (8 if w.codes is Codes.INT4 else 0)) * by_column(w.scale)
+    return (values if w.lift is None else values + by_column(w.lift))[: w.shape[0], : w.shape[1]]
+
+
+def sums_of_groups(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
+    """`group_sums`, which is Triton's."""
+    group = w.per * PLANE
+    padded = torch.nn.functional.pad(x.float(), (0, w.columns - x.shape[1]))
+    sums = torch.zeros((w.columns // group, tokens))
+    sums[:, : len(x)] = padded.view(len(x), -1, group).sum(-1).T
+    return sums
+
+
+class Rig:
+    """The product of a case, planned as on a GPU, launched on the emulator."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, case: Case, seed: int = 0, folder: Path = FOLDER):
+        self.case, self.memory = case, Memory()
+        bare = made(case)
+        held = {name: self.memory.hold(t) for name in ("words", "scale", "lift") if (t := getattr(bare, name)) is not None}
+        self.weight = replace(bare, **held)
+        block = lambda units, tokens, groups, lifted, processors, room: (case.warps, shared_bytes(case, units, tokens))  # noqa: E731
+        patch.setattr(four_bit, "Kernel", lambda source, name, flags, device, room: self.memory.kernel(source, name, flags, folder, seed))
+        patch.setattr(four_bit, "group_sums", sums_of_groups)
+        patch.setattr(four_bit, "units_of", lambda w: Units(case.n // 16, w.chunks, case.span))
+        patch.setattr(four_bit, "choose_block", block)
+        self.few = FourBit(torch.device("cpu"), self.memory.hold(torch.zeros(case.n // 16, dtype=torch.int32)))
+        self.few.processors = case.blocks
+        self.few.source = (folder / SOURCE.name).read_text()
+
+    def product(self, x: Tensor) -> Tensor:
+        x = self.memory.hold(x)
+        with self.memory:
+            out = self.few.product(x, self.weight, self.case.extras, False)
+        assert out is not None and not self.few.seen.any()  # the next launch finds no spans done
+        return out
+
+
+def shared_bytes(case: Case, units: Units, tokens: int) -> int:
+    """No byte more than the kernel needs."""
+    widest, groups = units.widest(case.blocks), PLANES // case.per
+    stage = 2048 + 64 * -(-groups // 2) * (1 + case.lifted)
+    totals = widest * groups * 4 * four_bit.tokens_of(tokens) if case.lifted else 0
+    return case.warps * 2 * stage + tokens * (widest * 512 + 64) + totals
+
+
+def drawn(case: Case, rows: int = 8) -> Tensor:
+    return torch.randn((rows, case.k), generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
+def of(case: Case, w: QuantWeight, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The definition in float64, and how far a kernel may be from it: K roundings of float32, each at most 2^-24 of the sum of all
+    magnitudes, then the roundings to bfloat16 that the definition names, 2^-8 of a number each as either side of a tie may be taken.
+    Neither activation is steeper than 1.13; a power of 2 and a quotient add 2^-20."""
+    d = dequantised(w)
+    y, far = x.double() @ d.T, case.k * 2**-24 * (x.double().abs() @ dequantised_magnitude(w).T)
+    far = far + 2**-8 * y.abs()
+    if not case.extras.gated:
+        return y, far
+    gate, up = y.chunk(2, 1)
+    far_gate, far_up = far.chunk(2, 1)
+    act = torch.nn.functional.gelu(gate, approximate="tanh") if case.extras.act == "gelu_tanh" else torch.nn.functional.silu(gate)
+    far_act = 1.13 * far_gate + 2**-8 * act.abs() + 2**-20
+    return act * up, far_act * (up.abs() + far_up) + act.abs() * far_up + 2**-8 * (act * up).abs()
+
+
+def dequantised_magnitude(w: QuantWeight) -> Tensor:
+    """Magnitudes of what is added: products with codes, and with offsets."""
+    assert w.scale is not None
+    plain = dequantised(replace(w, lift=None)).abs()
+    return plain if w.lift is None else plain + (dequantised(w) - dequantised(replace(w, lift=None))).abs()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_numbers_of_the_definition_and_rows_that_do_not_know_of_each_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    rig, x = Rig(monkeypatch, case), drawn(case)
+    together = rig.product(x)
+    wanted, far = of(case, rig.weight, x)
+    assert bool(((together.double() - wanted).abs() <= far).all())
+    for rows in (1, 3, 4, 5, 7):
+        assert torch.equal(rig.product(x[:rows]), together[:rows]), f"{rows} rows"
+    assert torch.equal(rig.product(x.flip(0)), together.flip(0))
+    assert torch.equal(rig.product(x[6:7]), together[6:7])
+
+
+def test_no_order_of_threads_and_blocks_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["a short last span, a last chunk that is not whole"]
+    x = drawn(case)
+    plain = Rig(monkeypatch, case).product(x)
+    for seed in (1, 2, 3):
+        assert torch.equal(Rig(monkeypatch, case, seed=seed).product(x), plain)
+
+
+def test_rows_of_x_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES["several units a warp, a block without any"]
+    rig, x = Rig(monkeypatch, case), drawn(case)
+    assert torch.equal(rig.product(torch.nn.functional.pad(x, (0, 24))[:, : case.k]), rig.product(x))
+
+
+BROKEN = {
+    "no wait": ("units.cuh", "        wait_copies();\n", "", "still on its way"),
+    "x beyond its end": ("units.cuh", "t < p.m && column < p.k", "column < p.k", "behind the end of buffer"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file, text, instead, message = BROKEN[name]
+    for f in (*FOLDER.glob("*.cuh"), SOURCE):
+        whole = f.read_text()
+        assert f.name != file or text in whole
+        (tmp_path / f.name).write_text(whole.replace(text, instead) if f.name == file else whole)
+    case = CASES["several units a warp, a block without any"]
+    with pytest.raises(EmulatorError, match=message):
+        Rig(monkeypatch, case, folder=tmp_path).product(drawn(case, 3))
