@@ -50,6 +50,15 @@ inline u32 __float_as_uint(float v) { return as<u32>(v); }
 inline float __int_as_float(int v) { return as<float>(v); }
 inline int __float_as_int(float v) { return as<int>(v); }
 inline u32 __umulhi(u32 a, u32 b) { return (u32)((u64)a * b >> 32); }
+inline u32 __byte_perm(u32 a, u32 b, u32 which) {
+    const u64 both = (u64)b << 32 | a;
+    u32 v = 0;
+    for (int i = 0; i < 4; i++) {
+        const u32 s = which >> 4 * i & 15, byte = both >> 8 * (s & 7) & 0xFF;
+        v |= (s & 8 ? (byte & 0x80 ? 0xFF : 0) : byte) << 8 * i;
+    }
+    return v;
+}
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
@@ -113,24 +122,38 @@ inline u32 __ballot_sync(u32 mask, int v) {
     });
     return mine;
 }
+template <class T, class F> inline T reduced(const char* what, u32 mask, T v, F f) {
+    whole_warp(mask);
+    struct Operands { T v; F f; } mine = {v, f};
+    machine::meet_warp(what, &mine, true, [](machine::Warp& w) {
+        Operands* first = (Operands*)w.lanes[0]->operands;
+        for (int i = 1; i < w.size; i++) first->v = first->f(first->v, ((Operands*)w.lanes[i]->operands)->v);
+        for (int i = 1; i < w.size; i++) ((Operands*)w.lanes[i]->operands)->v = first->v;
+    });
+    return mine.v;
+}
+template <class T> inline T __reduce_max_sync(u32 mask, T v) { return reduced("__reduce_max_sync", mask, v, [](T a, T b) { return a > b ? a : b; }); }
+template <class T> inline T __reduce_min_sync(u32 mask, T v) { return reduced("__reduce_min_sync", mask, v, [](T a, T b) { return a < b ? a : b; }); }
+template <class T> inline T __reduce_add_sync(u32 mask, T v) { return reduced("__reduce_add_sync", mask, v, [](T a, T b) { return (T)(a + b); }); }
+template <class T> inline T __reduce_or_sync(u32 mask, T v) { return reduced("__reduce_or_sync", mask, v, [](T a, T b) { return (T)(a | b); }); }
 inline int __any_sync(u32 mask, int v) { return __ballot_sync(mask, v) != 0; }
 inline int __all_sync(u32 mask, int v) { return __ballot_sync(mask, !v) == 0; }
 
 // Global memory.
 
 template <class T> inline T __ldcg(const T* at) {
-    machine::check_global(at, sizeof(T), "reads");
+    machine::check_global(at, sizeof(T), sizeof(T), "reads");
     return *at;
 }
 template <class T> inline T __ldg(const T* at) { return __ldcg(at); }
 template <class T> inline T __ldcs(const T* at) { return __ldcg(at); }
 template <class T> inline void __stcg(T* at, T v) {
-    machine::check_global(at, sizeof(T), "writes");
+    machine::check_global(at, sizeof(T), sizeof(T), "writes");
     *at = v;
 }
 template <class T> inline void __stcs(T* at, T v) { __stcg(at, v); }
 template <class T> inline T atomicAdd(T* at, T v) {
-    machine::check_global(at, sizeof(T), "adds");
+    machine::check_global(at, sizeof(T), sizeof(T), "adds");
     machine::the.spins = 0;
     const T before = *at;
     *at = before + v;
@@ -199,6 +222,10 @@ inline float float_of_half(u16 h) {
 
 inline float power_of_2(float v) { return exp2f(v); }
 
+inline float root(float v) { return (float)(1 / sqrt((double)v)); }
+
+inline float reciprocal(float v) { return 1 / v; }
+
 inline float ratio(float a, float b) { return a / b; }
 
 // device.cuh: shared memory.
@@ -216,22 +243,46 @@ inline uint4 read16(u32 at) { return from_shared<uint4>(at); }
 inline float read_float(u32 at) { return from_shared<float>(at); }
 inline uint4 take16(u32 at) { return from_shared<uint4>(at); }
 inline u32 take4(u32 at) { return from_shared<u32>(at); }
+inline uint2 take8(u32 at) { return from_shared<uint2>(at); }
+inline float take_float(u32 at) { return from_shared<float>(at); }
 inline void put8(u32 at, u32 a, u32 b) { to_shared(at, uint2{a, b}); }
 inline void put_float(u32 at, float v) { to_shared(at, v); }
+inline void take_matrices(u32 (&b)[4], u32 at) {  // four of 8 x 8: lane 8 i + r says where row r of matrix i lies
+    struct Operands { u32 at, *b; } mine = {at, b};
+    machine::meet_warp("ldmatrix", &mine, true, [](machine::Warp& w) {
+        for (int row = 0; row < 32; row++) {
+            const uint4 v = from_shared<uint4>(((Operands*)w.lanes[row]->operands)->at);
+            const u32 words[4] = {v.x, v.y, v.z, v.w};
+            for (int c = 0; c < 4; c++) ((Operands*)w.lanes[row % 8 * 4 + c]->operands)->b[row / 8] = words[c];
+        }
+    });
+}
 inline void pin(u32&, u32&) {}
 
-inline void copy16(u32 to, const char* from) { machine::begin_copy(to, from, 16); }
+inline void copy16(u32 to, const char* from) { machine::begin_copy(to, from, 16, 16); }
 template <int BYTES> inline void copy_few(u32 to, const char* from) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "");
-    machine::begin_copy(to, from, BYTES);
+    machine::begin_copy(to, from, BYTES, BYTES);
 }
+inline void copy16_or_zeros(u32 to, const char* from, int bytes) { machine::begin_copy(to, from, 16, bytes); }
+inline void ask(const void*) {}
+inline void commit_copies() { machine::the.now->group++; }
+template <int GROUPS> inline void wait_copies_but() { machine::end_copies(GROUPS); }
 inline void wait_copies() { machine::the.now->group++, machine::end_copies(0); }
 
 // device.cuh: between blocks and between kernels.
 
 inline int count_one(int* at) { return atomicAdd(at, 1); }
+inline u32 add_and_see(u32* at, u32 more) { return atomicAdd(at, more); }
+inline u32 look(const u32* at) {
+    machine::spin();
+    return __ldcg(at);
+}
+inline void stop() { machine::fail("stops the launch"); }
 inline void let_next_kernel_in() {}
 inline void wait_for_kernel_ahead() {}
+
+#include "warpgroup.h"
 
 // The launch of KERNEL, which is given when compiled: values are addresses of its parameters, as the driver takes them.
 

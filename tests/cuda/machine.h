@@ -27,17 +27,18 @@ extern char shared_end[] __asm__("__stop_emulated_shared") __attribute__((weak))
 
 namespace machine {
 
-constexpr size_t STACK = 64 << 10, PAGE = 4096;
+constexpr size_t STACK = 256 << 10, PAGE = 4096;
 constexpr u32 ROOM_AT = 1024;    // where the shared memory of a launch begins
 constexpr int MOST_FIBERS = 8192;
 constexpr u64 MOST_SPINS = 2000;  // rounds of all fibers in which nobody but those who wait for a flag did anything
 
 struct Buffer { char* at; u64 bytes; };
 
-struct Copy { u32 to; const char* from; int bytes, group; };
+struct Copy { u32 to; const char* from; int bytes, read, group; };  // bytes beyond those that are read become 0
 
 struct Block;
 struct Warp;
+struct Products;  // of warpgroup.h
 
 struct Fiber {
     jmp_buf state;
@@ -50,6 +51,7 @@ struct Fiber {
     void* operands;  // of the instruction of the whole warp that it stands at
     Copy* copies;
     int copying, copies_room, group;
+    Products* products;
 };
 
 struct Meeting {  // of the threads that come to one barrier, or of a warp's lanes at one instruction
@@ -250,8 +252,8 @@ inline void outside(const void* at, const char* what) {
     fail(texts[past], what, (long long)best, which, the.buffers[which].bytes);
 }
 
-inline void check_global(const void* at, u64 bytes, const char* what) {
-    if ((uintptr_t)at % bytes) fail("%s of %llu bytes at %p, which is not aligned", what, bytes, at);
+inline void check_global(const void* at, u64 aligned, u64 bytes, const char* what) {
+    if ((uintptr_t)at % aligned) fail("%s of %llu bytes at %p, which is not aligned", what, bytes, at);
     if (!buffer_of(at, bytes)) outside(at, what);
     stir();
 }
@@ -270,13 +272,13 @@ inline char* touch_shared(u32 at, u32 bytes, const char* what) {
     return place;
 }
 
-inline void begin_copy(u32 to, const char* from, int bytes) {
+inline void begin_copy(u32 to, const char* from, int bytes, int read) {
     Fiber& f = *the.now;
-    check_global(from, bytes, "copies");
+    if (read) check_global(from, bytes, read, "copies");
     touch_shared(to, bytes, "copies over");
     for (int i = 0; i < bytes; i += 4) the.here->flying[(to - ROOM_AT + i) / 4]++;
     if (f.copying == f.copies_room) f.copies = (Copy*)realloc(f.copies, (f.copies_room = 2 * f.copies_room + 16) * sizeof(Copy));
-    f.copies[f.copying++] = {to, from, bytes, f.group};
+    f.copies[f.copying++] = {to, from, bytes, read, f.group};
 }
 
 inline void end_copies(int open) {  // all but those of the newest `open` groups; a group ends with `f.group++`
@@ -288,7 +290,9 @@ inline void end_copies(int open) {  // all but those of the newest `open` groups
             f.copies[kept++] = c;
             continue;
         }
-        memcpy(shared_at(c.to, c.bytes, "copies"), c.from, c.bytes);
+        char* to = shared_at(c.to, c.bytes, "copies");
+        memset(to, 0, c.bytes);
+        memcpy(to, c.from, c.read);
         for (int j = 0; j < c.bytes; j += 4) the.here->flying[(c.to - ROOM_AT + j) / 4]--;
     }
     f.copying = kept;
@@ -367,7 +371,7 @@ inline int launch(void (*kernel)(void**), u32 blocks, u32 threads, u32 shared, v
     sigaction(SIGSEGV, &segv_before, nullptr), sigaction(SIGBUS, &bus_before, nullptr), sigaltstack(&aside_before, nullptr);
     for (u32 b = 0; b < the.resident; b++) {
         Block& block = the.slots[b];
-        for (u32 t = 0; t < the.threads; t++) free(block.fibers[t].copies);
+        for (u32 t = 0; t < the.threads; t++) free(block.fibers[t].copies), free(block.fibers[t].products);
         for (u32 w = 0; w < (the.threads + 31) / 32; w++) free(block.warps[w].meeting.waiting);
         for (int i = 0; i < 16; i++) free(block.barriers[i].waiting);
         free(block.warps), free(block.room), free(block.flying), free(block.variables);

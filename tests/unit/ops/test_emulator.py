@@ -1,0 +1,139 @@
+"""The emulator of kernels in CUDA C++ (tests/cuda): each thing that it finds, and each instruction that no kernel's test is about."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from tests.cuda.emulator import EmulatorError, Memory, missing
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
+
+
+class Mode(ctypes.Structure):
+    _fields_ = [("mode", ctypes.c_int)]
+
+
+def run(
+    memory: Memory,
+    body: str,
+    values: list[Tensor],
+    mode: int = 0,
+    blocks: int = 1,
+    threads: int = 32,
+    shared: int = 1024,
+    seed: int = 0,
+    beside: str = "",
+    **flags: int,
+) -> None:
+    """One kernel for all modes, so it is compiled once."""
+    names = ", ".join(f"char* p{i}" for i in range(len(values)))
+    source = f'{beside}struct Mode {{ int mode; }};\nextern "C" __global__ void k({names}, Mode m) {{\n{body}\n}}'
+    memory.kernel(source, "k", flags, seed=seed)(blocks, threads, shared, [*(v.data_ptr() for v in values), Mode(mode)])
+
+
+FAULTS = """
+    const u32 at = shared_room(), t = threadIdx.x;
+    int* in = (int*)p0;
+    switch (m.mode) {
+    case 0: in[0] = in[12]; break;                                   // beyond the page
+    case 1: in[9] = __ldcg(in + 10); break;                          // beyond the buffer
+    case 2: in[-1] = 0; break;                                       // ahead of it
+    case 3: __ldcg((uint4*)(in + 1)); break;
+    case 4: take16(at + 4); break;
+    case 5: take4(at + 1024); break;
+    case 6: put8(at - 8, 0, 0); break;
+    case 7: copy16(at + t * 16, p0), take4(at + t * 16); break;
+    case 8: if (t < 31) __syncwarp(); else __syncthreads(); break;
+    case 9: if (t) __shfl_sync(~0u, t, 0); break;
+    case 10: while (look((u32*)in) != 5) {} break;
+    case 11: stop(); break;
+    case 12: if (t < 16) __syncwarp(); else __shfl_sync(~0u, t, 0); break;
+    case 13: in[0] = deep(1 << 20); break;
+    case 14: copy16(at + t * 16, p0 + 32); break;
+    case 15: in[0] = ((int*)(uintptr_t)64)[0]; break;
+    }
+"""
+DEEP = "__device__ __noinline__ int deep(int n) { volatile int v = n; return n ? deep(n - 1) + v : 0; }\n"
+FOUND = [
+    "behind the end of buffer 0 of 40 bytes", "behind the end of buffer 0 of 40 bytes", "ahead of buffer 0 of 40 bytes were overwritten",
+    "not aligned", "not aligned", "byte 1024 of 1024", "byte -8 of 1024", "still on its way",
+    "all wait for ever: in block 0, warp 0, 31 of 32", "have left|leaves", "flag that nobody sets", "block 0, thread 0: stops the launch",
+    "__shfl_sync where others wait at __syncwarp", "bytes of variables", "across the end", "in no buffer",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", range(len(FOUND)))
+def test_what_is_found(mode: int) -> None:
+    memory = Memory()
+    with pytest.raises(EmulatorError, match=FOUND[mode]):
+        run(memory, FAULTS, [memory.hold(torch.zeros(10, dtype=torch.int32))], mode, beside=DEEP)
+
+
+BLOCKS = """
+    __shared__ int total;
+    int* out = (int*)p0;
+    u32* gate = (u32*)p1;
+    if (threadIdx.x == 0) total = blockIdx.x * 100;
+    __syncthreads();
+    for (int round = 0; round < 3; round++) {   // each block waits for all others: they run side by side
+        if (threadIdx.x == 0) {
+            add_and_see(gate, 1);
+            while (look(gate) < gridDim.x * (round + 1)) {}
+            total += 1;
+        }
+        __syncthreads();
+    }
+    out[blockIdx.x * blockDim.x + threadIdx.x] = total + __shfl_xor_sync(~0u, (int)threadIdx.x, 1);
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_blocks_wait_for_each_other_and_have_variables_of_their_own(seed: int) -> None:
+    memory = Memory()
+    out, gate = memory.hold(torch.zeros(5, 64, dtype=torch.int32)), memory.hold(torch.zeros(1, dtype=torch.int32))
+    run(memory, BLOCKS, [out, gate], blocks=5, threads=64, seed=seed)
+    threads = torch.arange(64)
+    assert torch.equal(out.long(), torch.arange(5)[:, None] * 100 + 3 + (threads ^ 1))
+
+
+PRODUCT = """
+    const u32 at = shared_room();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    for (int i = threadIdx.x; i < NT * 8 * 2; i += 128) {  // 8 columns of a token
+        const uint4 v = __ldcg((uint4*)p1 + i);
+        const u32 to = at + (i % 2 * NT + i / 16) * 128 + i / 2 % 8 * 16;
+        put8(to, v.x, v.y), put8(to + 8, v.z, v.w);
+    }
+    show_to_matrix_units();
+    __syncthreads();
+    const u32* x = (u32*)p0 + (warp * 16 + g) * 8 + c;
+    const u32 a[4] = {x[0], x[64], x[4], x[68]};
+    float d[4 * NT], e[4] = {0, 0, 0, 0};
+    for (int i = 0; i < 4 * NT; i++) d[i] = 1;
+    begin_multiplying();
+    multiply_all<false>(d, a, matrix_at(at));
+    multiply_all<true>(d, a, matrix_at(at));
+    end_batch();
+    if (m.mode == 0) wait_batches<0>(d);
+    for (int j = 0; j < NT; j++)
+        for (int i = 0; i < 4; i++) ((float*)p2)[(warp * 16 + g + i / 2 * 8) * (8 * NT) + j * 8 + c * 2 + i % 2] = d[4 * j + i];
+    if (m.mode) wait_batches<0>(d);
+    u32 b[4];
+    take_matrices(b, at + (lane / 8 % 2) * NT * 128 + lane % 8 * 16);
+    multiply(e, a[0], a[1], a[2], a[3], b[0], b[1]);
+    for (int i = 0; i < 4; i++) ((float*)p3)[(warp * 16 + g + i / 2 * 8) * 8 + c * 2 + i % 2] = e[i];
+"""
+
+
+def test_matrix_instructions() -> None:
+    memory = Memory()
+    a, b = (memory.hold(torch.randn(n, 16, generator=torch.Generator().manual_seed(n)).bfloat16()) for n in (64, 24))
+    d, e = memory.hold(torch.zeros(64, 24)), memory.hold(torch.zeros(64, 8))
+    run(memory, PRODUCT, [a, b, d, e], threads=128, shared=768, NT=3)
+    wanted = a.double() @ b.double().T
+    assert torch.allclose(d.double(), 2 * wanted, atol=1e-5) and torch.equal(e, wanted[:, :8].float())
+    run(memory, PRODUCT, [a, b, d, e], 1, threads=128, shared=768, NT=3)
+    assert d.isnan().all()  # read before they were waited for
