@@ -1,7 +1,7 @@
 """Kernels in CUDA C++ on a CPU: the sources of `ops/cuda`, compiled by g++ behind `emulate.h`, launched on torch tensors.
 
     with Memory() as memory:  # tensors made in here end where unmapped memory begins
-        kernel = memory.kernel(SOURCE.read_text(), "four_bit", flags)
+        kernel = memory.kernel(SOURCE.read_text(), "few_rows", flags)
         kernel(blocks, threads, shared, [x.data_ptr(), ..., shape], pdl=False)
 
 A kernel is called as `outrider.ops.cuda.runtime.Kernel` is, so what plans a launch for a GPU can plan one here. It raises
@@ -54,7 +54,7 @@ def missing() -> str | None:
     return None if shutil.which("g++") else "no g++"
 
 
-def compiled(source: str, name: str, flags: Mapping[str, int], folder: Path = FOLDER) -> ctypes.CDLL:
+def compiled(source: str, name: str, flags: Mapping[str, int | str], folder: Path = FOLDER) -> ctypes.CDLL:
     """The program of a kernel, from a folder of one's own among temporary files where it was compiled before. folder: of its headers."""
     text = f'#include "emulate.h"\n#line 1 "{name}.cu"\n{source}\nEMULATED({name})\n'
     options = [*OPTIONS, *(f"-D{key}={value}" for key, value in flags.items())]
@@ -107,7 +107,7 @@ class Memory(TorchFunctionMode):
                 raise OSError(ctypes.get_errno(), "mprotect")
         return held
 
-    def kernel(self, source: str, name: str, flags: Mapping[str, int], folder: Path = FOLDER, seed: int = 0) -> Emulated:
+    def kernel(self, source: str, name: str, flags: Mapping[str, int | str], folder: Path = FOLDER, seed: int = 0) -> Emulated:
         return Emulated(self, source, name, flags, folder, seed)
 
     def check(self) -> None:
@@ -138,7 +138,7 @@ def address_of(mapping: mmap.mmap) -> int:
 class Emulated:
     """A kernel that touches the buffers of one memory. Called as `runtime.Kernel` is; pdl means nothing here."""
 
-    def __init__(self, memory: Memory, source: str, name: str, flags: Mapping[str, int], folder: Path, seed: int):
+    def __init__(self, memory: Memory, source: str, name: str, flags: Mapping[str, int | str], folder: Path, seed: int):
         self.memory, self.seed = memory, seed
         self.launch = compiled(source, name, flags, folder).emulated_launch
 

@@ -20,7 +20,7 @@ from tests.unit.ops.test_cpu_packing import part  # noqa: E402
 from outrider.ops.formats import Float8, Integer, NvFp4, Weight, base  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
-from outrider.ops.triton.four_bit import FourBit  # noqa: E402
+from outrider.ops.triton.few_rows import FewRows  # noqa: E402
 from outrider.ops.triton.quant import Extras, quant_linear  # noqa: E402
 from outrider.ops.triton.quant_tiles import QuantTile, fit  # noqa: E402
 from outrider.ops.triton.repack import Parts, QuantWeight, repack  # noqa: E402
@@ -201,7 +201,7 @@ def test_five_bits_take_no_tile_of_8_tokens_and_fit(lifted: bool) -> None:
 @pytest.mark.parametrize("name", ["int4 g32", "int4 g128", "int4 asymmetric", "int4 ordered", "Q4_0", "Q4_1", "Q4_K"])
 def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> None:
     """Alone, in fours and in eights; one span, several, and a last one that is shorter."""
-    few = FourBit.of(torch.device("cuda", 0), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
+    few = FewRows.of(torch.device("cuda", 0), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
     assert few is not None
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))

@@ -57,7 +57,7 @@ def headers() -> dict[str, str]:
     return {f.name: f.read_text() for f in sorted(FOLDER.glob("*.cuh"))}
 
 
-def image(source: str, arch: int, flags: Mapping[str, int]) -> bytes:
+def image(source: str, arch: int, flags: Mapping[str, int | str]) -> bytes:
     """Machine code of a source for one architecture (90: Hopper). It may include the headers of this folder."""
     library = compiler()
     if library is None:
@@ -107,7 +107,7 @@ def _done(code: int, what: str) -> None:
 class Kernel:
     """A function of a source, loaded on one device."""
 
-    def __init__(self, source: str, name: str, flags: Mapping[str, int], device: torch.device, shared: int):
+    def __init__(self, source: str, name: str, flags: Mapping[str, int | str], device: torch.device, shared: int):
         """shared: the most bytes of shared memory a launch may ask for."""
         cuda = driver()
         if cuda is None:

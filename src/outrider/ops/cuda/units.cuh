@@ -7,7 +7,7 @@
 #include "codes.cuh"
 
 struct Shape {
-    int m, n, k, chunks, span, splits, tiles, x_stride, sums_stride;
+    int m, n, k, chunks, span, splits, tiles, x_stride;
     u32 magic;                // 2^32 / tiles, rounded up
     int longs, more_longs;    // units of whole spans that each block takes, and how many of the last blocks take one more
     int shorts, more_shorts;  // units of a last span that is shorter; how many of the first blocks take one more
@@ -94,6 +94,10 @@ template <class Code, class Source> struct Ring {
     }
 };
 
+__device__ __forceinline__ float lower_of(u32 pair) { return __uint_as_float(pair << 16); }  // of two bfloat16
+
+__device__ __forceinline__ float upper_of(u32 pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
 // The columns of x that a block needs, in shared memory, and their sums by group: tokens one after the other, then the sums.
 template <class Code> struct X {
     static constexpr int BYTES = Code::COLUMNS * 2;  // of a chunk
@@ -108,8 +112,8 @@ template <class Code> struct X {
     __device__ __forceinline__ int chunk(const Shape& p, int i) const {  // of x, the block's i-th
         return i < long_chunks ? long_from + i : p.chunks - p.rest + i - long_chunks;
     }
-    __device__ __forceinline__ void lay(const Shape& p, const char* x, const float* sums) const {  // the whole block; a barrier follows
-        constexpr int PIECES = Code::COLUMNS / 8;
+    static constexpr int PIECES = Code::COLUMNS / 8;
+    __device__ __forceinline__ void lay(const Shape& p, const char* x) const {  // the whole block; a barrier follows
         for (int j = threadIdx.x; j < chunks * PIECES; j += WARPS * 32) {
             const int column = chunk(p, (u32)j / PIECES) * Code::COLUMNS + (u32)j % PIECES * 8;
             const char* from = x + (i64)column * 2;
@@ -123,17 +127,25 @@ template <class Code> struct X {
 #pragma unroll
             for (int t = 0; t < TOKENS; t++)
                 if (t < p.m) {
+                    if constexpr (Code::LIFTED) total(v[t], j, t);
                     Code::laid(v[t], j);
                     put8(to + t * token_bytes, v[t].x, v[t].y);
                     put8(to + t * token_bytes + 16, v[t].z, v[t].w);
                 }
         }
-        if constexpr (Code::LIFTED) {
-            for (int i = threadIdx.x; i < chunks * Code::GROUPS * TOKENS; i += WARPS * 32) {
-                const int group = chunk(p, i / (Code::GROUPS * TOKENS)) * Code::GROUPS + i / TOKENS % Code::GROUPS;
-                put_float(totals + i * 4, __ldcg(sums + (i64)group * p.sums_stride + min(i % TOKENS, p.m - 1)));
-            }
-        }
+    }
+    // A group's sum from the lanes that hold it, eight neighbours each, as `sums_kernel` of ops/triton/quant.py adds: the eight in order, then
+    // lanes half a group apart, a quarter, and so on.
+    __device__ __forceinline__ void total(const uint4& v, int j, int t) const {
+        constexpr int LANES = PIECES / Code::GROUPS;
+        static_assert(PIECES % 32 == 0, "a warp has whole chunks, so all its lanes are here");
+        float sum = __fadd_rn(lower_of(v.x), upper_of(v.x));
+        sum = __fadd_rn(__fadd_rn(sum, lower_of(v.y)), upper_of(v.y));
+        sum = __fadd_rn(__fadd_rn(sum, lower_of(v.z)), upper_of(v.z));
+        sum = __fadd_rn(__fadd_rn(sum, lower_of(v.w)), upper_of(v.w));
+#pragma unroll
+        for (int apart = LANES / 2; apart > 0; apart /= 2) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, apart));
+        if (j % LANES == 0) put_float(totals + (j / LANES * TOKENS + t) * 4, sum);
     }
 };
 
@@ -214,14 +226,18 @@ __device__ __forceinline__ void multiply_units(Ring<Code, Source>& ring, const S
     pin(x_lane, totals_lane);
     int i = threadIdx.x >> 5, n;  // the unit that is multiplied, chunks of it to come
     u32 at, sum_at;
-    float acc[SUMS];
+    float acc[Code::HELD], lower = 0.f, upper = 0.f;  // factors of the lane's two rows
     auto begin = [&]() {
         const Place u = deal.at(p, i);
         n = u.count;
         const int x_at = i < deal.longs ? u.first - x.long_from : x.long_chunks;
         at = x_lane + x_at * X<Code>::BYTES, sum_at = totals_lane + x_at * (Code::GROUPS * TOKENS * 4);
 #pragma unroll
-        for (int a = 0; a < SUMS; a++) acc[a] = 0.f;
+        for (int a = 0; a < Code::HELD; a++) acc[a] = 0.f;
+        if constexpr (Code::FACTORED) {
+            const int row = u.tile * (Gated ? 8 : 16) + g;
+            lower = __ldg(ring.source.weights.factors + row), upper = __ldg(ring.source.weights.factors_high + row);
+        }
     };
     if (i >= units) return;
     begin();
@@ -231,7 +247,9 @@ __device__ __forceinline__ void multiply_units(Ring<Code, Source>& ring, const S
         Code::add(acc, k, at, sum_at);
         at += X<Code>::BYTES, sum_at += Code::GROUPS * TOKENS * 4;
         if (--n > 0) continue;
-        finish_unit<Gated>(acc, p, deal.at(p, i), to, lane, token);
+        float sums[SUMS];
+        Code::close(sums, acc, lower, upper);
+        finish_unit<Gated>(sums, p, deal.at(p, i), to, lane, token);
         i += WARPS;
         if (i >= units) break;
         begin();

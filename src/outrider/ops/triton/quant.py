@@ -312,7 +312,7 @@ def quant_linear(
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages,
         AHEAD=tile.ahead if pdl else 0, PDL=pdl,
         LATE=pdl and w.words.nbytes >= LATE_BYTES, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        enable_fp_fusion=True,  # a product and a sum are one rounding, here as in `four_bit`
+        enable_fp_fusion=True,  # a product and a sum are one rounding, here as in `few_rows`
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

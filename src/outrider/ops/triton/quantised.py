@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...types import OutriderError
 from ..formats import MODES, Held, Weight, join, rounded_to, stays_dense
-from .four_bit import FourBit
+from .few_rows import FewRows
 from .ops import TritonOps
 from .quant import Extras, quant_linear
 from .quant_moe import hold_experts, round_experts
@@ -89,9 +89,9 @@ class QuantTritonOps(TritonOps):
         return torch.cat(outs, dim=-1)
 
     @cached_property
-    def few(self) -> FourBit | None:
+    def few(self) -> FewRows | None:
         """Kernels for few tokens, asked for with the first quantised product."""
-        return FourBit.of(self.seen.device, self.seen)
+        return FewRows.of(self.seen.device, self.seen)
 
     def multiply(self, x: Tensor, w: QuantWeight, extras: Extras) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""

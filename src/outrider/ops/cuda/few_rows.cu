@@ -1,4 +1,4 @@
-// y = x · wᵀ for 1 to 8 tokens and weights of four bits: the layout, the arithmetic and the order of sums of ops/triton/quant.py, so its bits.
+// y = x · wᵀ for 1 to 8 tokens and weights of four to eight bits: the layout, the arithmetic and the order of sums of ops/triton/quant.py, so its bits.
 //
 // A warp takes 16 rows of the weight over one span of its columns, a unit. While it multiplies a chunk the next one is on its way into shared
 // memory that is the warp's own, 16 bytes a lane, and every lane reads back what it fetched itself (factors aside): no warp waits for
@@ -8,13 +8,12 @@
 // The matrix instruction multiplies 16 columns at once, in any order, so a lane takes four neighbours (8 bytes of x) where the instruction's
 // own order would give it two and two: loads are twice as wide. On Hopper the bits are the same.
 //
-// Given when compiled: TOKENS, WARPS, ACT (units.cuh); HALF, OFFSET, PER, LIFT (`FourBits` of codes.cuh); GATED.
+// Given when compiled: TOKENS, WARPS, ACT (units.cuh); VALUES (of values.cuh), HALF, PER, LIFT, FACTOR (`Coded` of codes.cuh); GATED.
 #include "units.cuh"
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-four_bit(const char* x, const char* w, const char* w_high, const char* scales, const char* scales_high, const char* lifts, const char* lifts_high,
-         const float* sums, u16* out, float* part, int* seen, const __grid_constant__ Shape p) {
-    typedef FourBits<HALF, OFFSET, PER, LIFT> Code;
+few_rows(const char* x, u16* out, float* part, int* seen, const __grid_constant__ Weights weights, const __grid_constant__ Shape p) {
+    typedef Coded<VALUES, HALF, PER, LIFT, FACTOR> Code;
     typedef Ring<Code, OneProduct<GATED>> Chunks;
     const u32 base = shared_room();
     const int index = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -22,14 +21,13 @@ four_bit(const char* x, const char* w, const char* w_high, const char* scales, c
     const Deal deal(p);
     const int units = deal.count();
     if (units == 0) return;
-    const Weights weights = {w, w_high, scales, scales_high, lifts, lifts_high};
     OneProduct<GATED> source = {p, deal, weights, warp, units};
     Chunks ring(source, base + warp * Chunks::BYTES, lane);
     ring.start();  // weights are nobody's output: the first ones come while the kernel ahead still runs
     let_next_kernel_in();  // all blocks have their place, so the next kernel takes none from them
     wait_for_kernel_ahead();
     const X<Code> columns(p, deal, base + WARPS * Chunks::BYTES);
-    columns.lay(p, x, sums);
+    columns.lay(p, x);
     __syncthreads();
     multiply_units<Code, GATED>(ring, p, deal, columns, {out, part, seen});
 }

@@ -1,8 +1,8 @@
-"""Products of up to 8 tokens with weights of four bits, in CUDA C++ (`ops/cuda/four_bit.cu`): the bits of `quant`, sooner.
+"""Products of up to 8 tokens with weights of four to eight bits, in CUDA C++ (`ops/cuda/few_rows.cu`): the bits of `quant`, sooner.
 
-`suits` is the rule, in one place: bfloat16, 4-bit integers in groups of 32 to 256 with or without offsets (int4, AWQ, GPTQ, Q4_0, Q4_1,
-Q4_K), nothing done with the product but a gate; and `FourBit.of` the device: Hopper, where both were seen to give the same bits. Everything
-else, and every larger number of tokens, goes to Triton; so does all where NVRTC cannot be had, which one line of the log says.
+`suits` is the rule, in one place: bfloat16, codes that were compared, factors of groups, of rows or both, nothing done with the product
+but a gate; and `FewRows.of` the device: Hopper, where both were seen to give the same bits. Everything else, and every larger number of
+tokens, goes to Triton; so does all where NVRTC cannot be had, which one line of the log says.
 """
 
 from __future__ import annotations
@@ -17,26 +17,61 @@ import torch
 from torch import Tensor
 
 from ..cuda.runtime import FOLDER, CudaError, Kernel, missing
-from .quant import Extras, group_sums
+from .quant import Extras
 from .quant_tiles import choose_quant_tile, processors_of, shared_of
 from .repack import ROWS, Codes, QuantWeight
 
+Flags = tuple[tuple[str, int | str], ...]
+
 log = logging.getLogger("outrider")
-SOURCE = FOLDER / "four_bit.cu"
+SOURCE = FOLDER / "few_rows.cu"
 MOST_TOKENS = 8
 TILE = 16  # rows of the weight that a warp takes
 ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
-INSTEAD = "4-bit weights at up to 8 tokens go through Triton, about a tenth slower: %s"
+INSTEAD = "quantised weights at up to 8 tokens go through Triton, about a tenth slower: %s"
 NUMBERS = (
-    "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "sums_stride", "magic", "longs", "more_longs", "shorts", "more_shorts",
-    "rest",
+    "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "magic", "longs", "more_longs", "shorts", "more_shorts", "rest",
 )  # fmt: skip
+POINTERS = (
+    "words", "words_high", "scales", "scales_high", "lifts", "lifts_high", "above", "above_high", "factors", "factors_high",
+)  # fmt: skip
+VALUES = {  # of values.cuh, and the columns of a plane that they have there
+    Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32), Codes.UINT5: ("Unsigned5", 32),
+    Codes.INT6: ("Integer6", 16), Codes.INT8: ("Integer8", 32), Codes.FP8: ("Float8", 32), Codes.FP4: ("Float4", 16),
+}  # fmt: skip
+COMPARED = {Codes.INT4, Codes.UINT4}  # codes that were seen to give Triton's bits
 
 
 class Shape(ctypes.Structure):
     """What the kernel is told: `Shape` of units.cuh."""
 
     _fields_ = [(name, ctypes.c_uint if name == "magic" else ctypes.c_int) for name in NUMBERS]
+
+
+class Weights(ctypes.Structure):
+    """Where a weight lies: `Weights` of codes.cuh."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in POINTERS]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What a block keeps of a chunk: as `Coded` of codes.cuh has it."""
+
+    columns: int
+    groups: int  # 0: no factors but those of whole rows
+    stage: int  # bytes of 16 rows
+    lifted: bool
+
+    @staticmethod
+    def of(w: QuantWeight) -> Chunk:
+        groups, lifted = w.planes // w.per if w.per else 0, w.lift is not None
+        words = TILE * (4 * w.plane + (32 if w.high is not None else 0))
+        return Chunk(w.columns_of_chunk, groups, words + 64 * -(-groups // 2) * (1 + lifted), lifted)
+
+    def room_of_x(self, chunks: int, tokens: int) -> int:
+        """Bytes of so many chunks' columns, and of their sums by group where these are needed."""
+        return tokens * (chunks * self.columns * 2 + 64) + (chunks * self.groups * 4 * tokens_of(tokens) if self.lifted else 0)
 
 
 @dataclass(frozen=True)
@@ -80,47 +115,44 @@ class Units:
 
 
 @lru_cache(maxsize=4096)
-def choose_block(units: Units, tokens: int, groups: int, lifted: bool, processors: int, room: int) -> tuple[int, int] | None:
+def choose_block(units: Units, chunk: Chunk, tokens: int, processors: int, room: int) -> tuple[int, int] | None:
     """Warps of the one block that a processor has, and bytes of its shared memory; None where x does not fit into the room that a block may
-    take. groups: of a chunk."""
-    columns = units.widest(processors)
-    x = tokens * (columns * 512 + 64) + (columns * groups * 4 * tokens_of(tokens) if lifted else 0)
-    stage = 2048 + 64 * -(-groups // 2) * (1 + lifted)
+    take."""
+    x = chunk.room_of_x(units.widest(processors), tokens)
     for warps in (24, 16):
-        shared = warps * 2 * stage + x
+        shared = warps * 2 * chunk.stage + x
         if shared <= room:
             return warps, shared
     return None
 
 
-class FourBit:
+class FewRows:
     """The kernels of one device, compiled at first need. `of` gives None, and says why, where there are none."""
 
     def __init__(self, device: torch.device, seen: Tensor):
         self.device, self.seen = device, seen
         self.processors, self.room = processors_of(device), shared_of(device)
         self.source = SOURCE.read_text()
-        self.kernels: dict[tuple[tuple[str, int], ...], Kernel] = {}
+        self.kernels: dict[Flags, Kernel] = {}
         self.usable = True
 
     @staticmethod
-    def of(device: torch.device, seen: Tensor) -> FourBit | None:
+    def of(device: torch.device, seen: Tensor) -> FewRows | None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
             return None
         reason = missing()
         if reason is not None:
             log.warning(INSTEAD, reason)
             return None
-        return FourBit(device, seen)
+        return FewRows(device, seen)
 
     def product(self, x: Tensor, w: QuantWeight, extras: Extras, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
         if not self.usable or not suits(x, w, extras):
             return None
         rows, n, k = x.shape[0], *w.shape
-        units, scale = units_of(w), w.scale
-        assert scale is not None  # groups have factors
-        block = choose_block(units, rows, w.planes // w.per, w.lift is not None, self.processors, self.room)
+        units = units_of(w)
+        block = choose_block(units, Chunk.of(w), rows, self.processors, self.room)
         kernel = None if block is None else self._kernel(flags_of(w, extras, rows, block[0]))
         if block is None or kernel is None:
             return None
@@ -129,26 +161,22 @@ class FourBit:
         if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
             x = x.clone(memory_format=torch.contiguous_format)  # also where it is contiguous, but begins between 16 bytes
         out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
-        part, sums, lift = out, out, scale if w.lift is None else w.lift
+        part = out
         if units.splits > 1:
             part = torch.empty(units.tiles * units.splits * TILE * tokens_of(rows), dtype=torch.float32, device=x.device)
-        if w.lift is not None:
-            sums = group_sums(x, w, MOST_TOKENS, pdl)
         blocks, warps, shared = self.processors, *block
         shape = Shape(
-            rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), sums.stride(0), -(-(1 << 32) // units.tiles),
+            rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), -(-(1 << 32) // units.tiles),
             units.longs // blocks, units.longs % blocks, units.shorts // blocks, units.shorts % blocks, units.rest,
         )  # fmt: skip
-        upper = (n // 2 // ROWS) * w.chunks * ROWS if extras.gated else TILE // 2  # rows of chunks to the upper half of a tile
-        both = [a for t in (w.words, scale, lift) for a in (t.data_ptr(), t.data_ptr() + upper * t.shape[-1] * 4)]
-        others = [t.data_ptr() for t in (sums, out, part, self.seen)]
-        kernel(blocks, 32 * warps, shared, [x.data_ptr(), *both, *others, shape], pdl)
+        addresses = [x.data_ptr(), out.data_ptr(), part.data_ptr(), self.seen.data_ptr()]
+        kernel(blocks, 32 * warps, shared, [*addresses, weights_of(w, extras.gated), shape], pdl)
         return out
 
-    def _kernel(self, flags: tuple[tuple[str, int], ...]) -> Kernel | None:
+    def _kernel(self, flags: Flags) -> Kernel | None:
         if flags not in self.kernels:
             try:
-                self.kernels[flags] = Kernel(self.source, "four_bit", dict(flags), self.device, self.room)
+                self.kernels[flags] = Kernel(self.source, "few_rows", dict(flags), self.device, self.room)
             except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
                 log.warning(INSTEAD, error)
                 self.usable = False
@@ -161,7 +189,7 @@ def suits(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
     n, k = w.shape
     if extras.bias is not None or extras.mul is not None or extras.softcap is not None or extras.out_dtype not in (None, torch.bfloat16):
         return False
-    known = w.codes in (Codes.INT4, Codes.UINT4) and w.plane == 32 and w.per in (1, 2, 4, 8) and w.factor is None
+    known = w.codes in COMPARED and w.plane == VALUES[w.codes][1] and (w.lift is None or (w.columns_of_chunk == 256 and k % 16 == 0))
     whole = n % (2 * ROWS) == 0 if extras.gated else n % TILE == 0 and n > TILE
     return known and whole and k % 8 == 0 and x.dtype == torch.bfloat16 and 0 < x.shape[0] <= MOST_TOKENS
 
@@ -177,10 +205,21 @@ def units_of(w: QuantWeight) -> Units:
     return Units(w.shape[0] // TILE, w.chunks, span)
 
 
-def flags_of(w: QuantWeight, extras: Extras, rows: int, warps: int) -> tuple[tuple[str, int], ...]:
+def weights_of(w: QuantWeight, gated: bool) -> Weights:
+    """Of each tensor where the lower and the upper 8 rows of the first tile begin; the upper ones of a gated tile are those of up."""
+    lines = (w.shape[0] // 2 // ROWS) * w.chunks * ROWS if gated else TILE // 2  # rows of chunks between the two
+    both: list[int | None] = []
+    for t in (w.words, w.scale, w.lift, w.high):
+        both += [None, None] if t is None else [t.data_ptr(), t.data_ptr() + lines * t.shape[-1] * t.element_size()]
+    if w.factor is not None:
+        both += [w.factor.data_ptr(), w.factor.data_ptr() + 4 * (w.shape[0] // 2 if gated else TILE // 2)]
+    return Weights(*both)
+
+
+def flags_of(w: QuantWeight, extras: Extras, rows: int, warps: int) -> Flags:
     """What the source is compiled with."""
-    flags = dict(
-        TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], HALF=int(w.half), OFFSET=8 if w.codes is Codes.INT4 else 0,
-        PER=w.per, LIFT=int(w.lift is not None), WARPS=warps,
+    flags: dict[str, int | str] = dict(
+        TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0], HALF=int(w.half), PER=w.per,
+        LIFT=int(w.lift is not None), FACTOR=int(w.factor is not None), WARPS=warps,
     )  # fmt: skip
     return tuple(flags.items())

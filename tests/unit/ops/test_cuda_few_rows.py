@@ -1,4 +1,4 @@
-"""`ops/cuda/four_bit.cu` on a CPU (tests/cuda): its numbers, its rows alone and in company, and what is found in it when it is broken."""
+"""`ops/cuda/few_rows.cu` on a CPU (tests/cuda): its numbers, its rows alone and in company, and what is found in it when it is broken."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.cuda.emulator import EmulatorError, Memory, missing
+from tests.unit.ops.test_cpu_packing import part
 
 from outrider.ops.cuda.runtime import FOLDER
-from outrider.ops.triton import four_bit
-from outrider.ops.triton.four_bit import SOURCE, FourBit, Units
+from outrider.ops.formats import Float8, Integer, NvFp4, Weight
+from outrider.ops.triton import few_rows
+from outrider.ops.triton.few_rows import SOURCE, Chunk, FewRows, Units
 from outrider.ops.triton.quant import Extras
-from outrider.ops.triton.repack import ROWS, Codes, QuantWeight
+from outrider.ops.triton.repack import ROWS, Codes, QuantWeight, repack
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
 
 PLANE, PLANES = 32, 8
+TENSORS = ("words", "high", "scale", "lift", "factor")
 PLAIN, GELU, SILU = Extras(), Extras(act="gelu_tanh", gated=True), Extras(act="silu", gated=True)
 
 
@@ -43,7 +46,7 @@ class Case:
 
 CASES = {
     "several units a warp, a block without any": Case(128, 512, 2, 9, 1),
-    "a short last span, a last chunk that is not whole": Case(192, 5 * 256 - 40, 2, 4, 2, half=True, lifted=True, codes=Codes.UINT4),
+    "a short last span, a last chunk that is not whole": Case(192, 5 * 256 - 48, 2, 4, 2, half=True, lifted=True, codes=Codes.UINT4),
     "gelu, pairs of planes": Case(256, 768, 2, 3, 3, per=2, lifted=True, extras=GELU),
     "silu, fours of planes": Case(128, 512, 1, 2, 4, per=4, half=True, extras=SILU),
     "a factor for a chunk": Case(144, 3 * 256, 3, 2, 2, per=8, lifted=True),
@@ -81,29 +84,18 @@ def dequantised(w: QuantWeight) -> Tensor:
     return (values if w.lift is None else values + by_column(w.lift))[: w.shape[0], : w.shape[1]]
 
 
-def sums_of_groups(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
-    """`group_sums`, which is Triton's."""
-    group = w.per * PLANE
-    padded = torch.nn.functional.pad(x.float(), (0, w.columns - x.shape[1]))
-    sums = torch.zeros((w.columns // group, tokens))
-    sums[:, : len(x)] = padded.view(len(x), -1, group).sum(-1).T
-    return sums
-
-
 class Rig:
     """The product of a case, planned as on a GPU, launched on the emulator."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, case: Case, seed: int = 0, folder: Path = FOLDER):
+    def __init__(self, patch: pytest.MonkeyPatch, case: Case, seed: int = 0, folder: Path = FOLDER, weight: QuantWeight | None = None):
         self.case, self.memory = case, Memory()
-        bare = made(case)
-        held = {name: self.memory.hold(t) for name in ("words", "scale", "lift") if (t := getattr(bare, name)) is not None}
+        bare = weight or made(case)
+        held = {name: self.memory.hold(t) for name in TENSORS if (t := getattr(bare, name)) is not None}
         self.weight = replace(bare, **held)
-        block = lambda units, tokens, groups, lifted, processors, room: (case.warps, shared_bytes(case, units, tokens))  # noqa: E731
-        patch.setattr(four_bit, "Kernel", lambda source, name, flags, device, room: self.memory.kernel(source, name, flags, folder, seed))
-        patch.setattr(four_bit, "group_sums", sums_of_groups)
-        patch.setattr(four_bit, "units_of", lambda w: Units(case.n // 16, w.chunks, case.span))
-        patch.setattr(four_bit, "choose_block", block)
-        self.few = FourBit(torch.device("cpu"), self.memory.hold(torch.zeros(case.n // 16, dtype=torch.int32)))
+        patch.setattr(few_rows, "Kernel", lambda source, name, flags, device, room: self.memory.kernel(source, name, flags, folder, seed))
+        patch.setattr(few_rows, "units_of", lambda w: Units(case.n // 16, w.chunks, case.span))
+        patch.setattr(few_rows, "choose_block", lambda units, chunk, tokens, *_: (case.warps, shared_bytes(case, units, chunk, tokens)))
+        self.few = FewRows(torch.device("cpu"), self.memory.hold(torch.zeros(case.n // 16, dtype=torch.int32)))
         self.few.processors = case.blocks
         self.few.source = (folder / SOURCE.name).read_text()
 
@@ -115,12 +107,9 @@ class Rig:
         return out
 
 
-def shared_bytes(case: Case, units: Units, tokens: int) -> int:
+def shared_bytes(case: Case, units: Units, chunk: Chunk, tokens: int) -> int:
     """No byte more than the kernel needs."""
-    widest, groups = units.widest(case.blocks), PLANES // case.per
-    stage = 2048 + 64 * -(-groups // 2) * (1 + case.lifted)
-    totals = widest * groups * 4 * four_bit.tokens_of(tokens) if case.lifted else 0
-    return case.warps * 2 * stage + tokens * (widest * 512 + 64) + totals
+    return case.warps * 2 * chunk.stage + chunk.room_of_x(units.widest(case.blocks), tokens)
 
 
 def drawn(case: Case, rows: int = 8) -> Tensor:
@@ -161,6 +150,29 @@ def test_numbers_of_the_definition_and_rows_that_do_not_know_of_each_other(name:
         assert torch.equal(rig.product(x[:rows]), together[:rows]), f"{rows} rows"
     assert torch.equal(rig.product(x.flip(0)), together.flip(0))
     assert torch.equal(rig.product(x[6:7]), together[6:7])
+
+
+FORMATS = {
+    f.name: lambda n, k, f=f: f.quantise(torch.randn((n, k), generator=torch.Generator().manual_seed(n + k)))
+    for f in (Integer(4, 0), Integer(8, 0), Integer(8, 32), Float8(), Float8(128), NvFp4())
+} | {kind: lambda n, k, kind=kind: part(kind, n, k).weight for kind in ("Q4_K", "Q5_0", "Q5_K", "Q6_K")}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plane, a pair or a bit above it in the wrong place, a factor of another group or row."""
+    monkeypatch.setattr(few_rows, "COMPARED", set(Codes))
+    for case, most, fewer in ((Case(128, 512, 1, 3, 2), 8, 5), (Case(128, 768, 4, 2, 2, extras=GELU), 3, 1)):
+        weight: Weight = FORMATS[name](case.n, case.k)
+        held = repack(weight)
+        assert held is not None
+        rig, x = Rig(monkeypatch, case, weight=held), drawn(case, most)
+        together, y = rig.product(x), x.double() @ weight.dense().double().T
+        if case.extras.gated:
+            gate, up = y.bfloat16().double().chunk(2, 1)
+            y = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        assert float((together.double() - y).norm() / y.norm()) < 4e-3
+        assert torch.equal(rig.product(x[:fewer]), together[:fewer])
 
 
 def test_no_order_of_threads_and_blocks_changes_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:

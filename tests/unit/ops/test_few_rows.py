@@ -1,0 +1,164 @@
+"""Few tokens times quantised weights in CUDA C++: what is dealt out to whom, what the kernel takes, and what happens where there is none.
+The numbers themselves need a GPU: tests/parity/test_triton_quant.py."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from outrider.models.config import ModelConfig
+from outrider.models.known import KNOWN
+from outrider.ops.cuda import runtime
+from outrider.ops.formats import BLOCKS, Block, Float8, Integer, NvFp4, Weight
+from outrider.ops.triton import few_rows
+from outrider.ops.triton.few_rows import NUMBERS, POINTERS, SOURCE, Chunk, FewRows, Units, choose_block, flags_of, suits, weights_of
+from outrider.ops.triton.quant import Extras
+from outrider.ops.triton.quant_tiles import choose_quant_tile
+from outrider.ops.triton.repack import Codes, QuantWeight, repack
+from outrider.weights.names import tensor_plan
+
+ROOM = 226 << 10
+BLOCK_KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
+INT4 = Chunk(256, 8, 2048 + 256, False)
+
+
+def weight(n: int = 128, k: int = 512, group: int = 32) -> QuantWeight:
+    return held(Integer(4, group).quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(0))))
+
+
+def held(weight: Weight) -> QuantWeight:
+    made = repack(weight)
+    assert made is not None
+    return made
+
+
+def block(kind: str, n: int = 128, k: int = 512) -> QuantWeight:
+    columns, nbytes = BLOCKS[kind]
+    return held(Weight(Block(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)}))
+
+
+def every_code() -> dict[str, QuantWeight]:
+    values = torch.randn(128, 512, generator=torch.Generator().manual_seed(0))
+    formats = [Integer(4, 32), Integer(4, 128), Integer(8, 0), Integer(8, 128), Float8(), Float8(128), NvFp4()]
+    return {f.name: held(f.quantise(values)) for f in formats} | {kind: block(kind) for kind in BLOCKS if kind in BLOCK_KINDS}
+
+
+@pytest.mark.parametrize(("tiles", "chunks", "span"), [(336, 84, 10), (2688, 21, 21), (1024, 21, 7), (7, 9, 4), (2, 1, 1)])
+@pytest.mark.parametrize("blocks", [132, 5, 1])
+def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, chunks: int, span: int, blocks: int) -> None:
+    units = Units(tiles, chunks, span)
+    assert units.longs + units.shorts == tiles * units.splits and units.rest + (units.splits - 1) * span == chunks
+    for edges, all_of_them in zip(units.edges(blocks), (units.longs, units.shorts), strict=True):
+        counts = [hi - lo for lo, hi in pairwise(edges)]
+        assert edges[0] == 0 and edges[-1] == all_of_them and max(counts) - min(counts) <= 1
+    magic = -(-(1 << 32) // tiles)
+    assert all(u * magic >> 32 == u // tiles for u in range(units.longs))  # how the kernel divides
+    assert units.widest(blocks) <= chunks + span
+
+
+def test_the_kernel_is_told_what_it_reads() -> None:
+    """Fields by their order: one that is missing shifts all behind it."""
+    for name, header, told in (("Shape", "units.cuh", NUMBERS), ("Weights", "codes.cuh", POINTERS)):
+        fields = re.search(rf"struct {name} \{{(.*?)\}};", runtime.headers()[header], re.S)
+        assert fields is not None
+        plain = re.sub(r"//[^\n]*", "", fields[1])
+        assert tuple(re.findall(r"(\w+)\s*[,;]", plain)) == told
+
+
+def test_matrices_of_gemma_fit_with_all_warps() -> None:
+    for name, raw in KNOWN.items():
+        if "assistant" in name:
+            continue
+        for plan in tensor_plan(ModelConfig.from_hf(raw)).values():
+            if plan.role != "matrix" or len(plan.shape) != 2 or plan.shape[0] % 64 or plan.shape[1] % 256:
+                continue
+            n, k = plan.shape
+            units = Units(n // 16, k // 256, -(-(k // 256) // choose_quant_tile(n, k, 4).splits))
+            for tokens in range(1, 9):
+                block = choose_block(units, INT4, tokens, 132, ROOM)
+                assert block is not None and block[0] == 24 and block[1] <= ROOM, (name, n, k, tokens)
+    wide = Units(16, 128, 128)
+    assert choose_block(wide, INT4, 1, 132, ROOM) is not None and choose_block(wide, INT4, 8, 132, ROOM) is None  # that goes to Triton
+    assert choose_block(Units(4096, 32, 32), INT4, 8, 132, ROOM) == (16, 16 * 2 * 2304 + 8 * (32 * 512 + 64))
+
+
+def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    w, gated = weight(), Extras(act="gelu_tanh", gated=True)
+    x = torch.zeros((8, 512), dtype=torch.bfloat16)
+    assert suits(x, w, Extras()) and suits(x[:1], w, gated) and suits(x, weight(group=128), Extras())
+    not_these = [
+        (x.repeat(2, 1), w, Extras()), (x[:0], w, Extras()), (x.float(), w, Extras()), (x, weight(group=16), Extras()),
+        (x, replace(w, codes=Codes.FP4), Extras()), (x, weight(n=72), Extras()),
+        (x, weight(n=192), gated), (x, w, Extras(softcap=3.0)), (x, w, Extras(bias=torch.ones(128))),
+        (x, w, Extras(mul=x, act="gelu_tanh")), (x, w, Extras(out_dtype=torch.float32)),
+    ]  # fmt: skip
+    assert not any(suits(*case) for case in not_these)
+    monkeypatch.setattr(few_rows, "COMPARED", set(Codes))
+    for name, other in every_code().items():
+        assert suits(x, other, Extras()) and suits(x[:5], other, gated), name
+
+
+def test_where_the_halves_of_a_tile_begin() -> None:
+    """The upper 8 rows of 16, or, of a gate, as many of up: 64 rows of a chunk lie together."""
+    w = block("Q6_K")
+    assert w.high is not None and w.scale is not None
+    for gated, lines in ((False, 8), (True, w.chunks * 64)):
+        at = weights_of(w, gated)
+        assert (at.words, at.above, at.scales) == (w.words.data_ptr(), w.high.data_ptr(), w.scale.data_ptr())
+        assert (at.words_high - at.words, at.above_high - at.above, at.scales_high - at.scales) == (64 * lines, 32 * lines, 16 * lines)
+        assert at.lifts is None and at.factors is None
+    w = held(Float8().quantise(torch.randn(128, 512, generator=torch.Generator().manual_seed(0))))
+    for gated, rows in ((False, 8), (True, 64)):
+        at = weights_of(w, gated)
+        assert at.scales is None and at.factors_high - at.factors == 4 * rows
+
+
+def test_without_nvrtc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    seen = torch.zeros(8, dtype=torch.int32)
+    assert FewRows.of(torch.device("cpu"), seen) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(few_rows, "missing", lambda: "no libnvrtc")
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        assert FewRows.of(torch.device("cuda", 0), seen) is None
+    assert len(caplog.records) == 1 and "no libnvrtc" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    assert FewRows.of(torch.device("cuda", 0), seen) is None and not caplog.records  # no bits were compared there
+
+
+def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object) -> None:
+        raise runtime.CudaError("NVRTC gives no machine code")
+
+    monkeypatch.setattr(few_rows, "Kernel", broken)
+    few, w = FewRows(torch.device("cpu"), torch.zeros(8, dtype=torch.int32)), weight()
+    x = torch.zeros((2, 512), dtype=torch.bfloat16)
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        assert few.product(x, w, Extras(), False) is None and few.product(x, w, Extras(), False) is None
+    assert len(caplog.records) == 1 and "no machine code" in caplog.text
+
+
+@pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
+@pytest.mark.parametrize("name", every_code())
+def test_the_source_compiles(name: str) -> None:
+    """And a chunk takes as much of shared memory there as is asked for here."""
+    w = every_code()[name]
+    for rows, gated in ((1, True), (8, False)):
+        flags = flags_of(w, Extras(act="silu" if gated else "", gated=gated), rows, 24)
+        chunk = Chunk.of(w)
+        code = "Coded<VALUES, HALF, PER, LIFT, FACTOR>"
+        check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
+        assert runtime.image(f"{SOURCE.read_text()}\n{check}\n", 90, dict(flags)).startswith(b"\x7fELF")
+
+
+@pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
+def test_what_does_not_compile_is_said() -> None:
+    with pytest.raises(runtime.CudaError, match="error"):
+        runtime.image("not a kernel", 90, {})
