@@ -41,12 +41,12 @@ from tests.kv import build_kv
 
 from outrider import llm as llm_module
 from outrider.bench.gpu import SIZES, shallow
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, LoadSettings
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
 from outrider.engine.score import Walk
 from outrider.engine.step import Request
-from outrider.llm import LLM, Options
+from outrider.llm import LLM
 from outrider.models.decoder import TextModel
 from outrider.models.known import KNOWN
 from outrider.ops.reference import ReferenceOps
@@ -180,16 +180,13 @@ def one(size: str, device: str, dry: bool) -> None:
     share_weights()
     context, steps, rounds, tokens = (40, 6, 3, 12) if dry else (1024, 30, 5, 24) if size == "31B" else (1024, 150, 9, 48)
     with folder(size, 10 if dry else None, dry) as (target, drafter):
-        options = Options(
-            target, drafter, K, verify="coupled", tree=0, device=device, dtype=None, ops="auto", threads=None, quantize=None,
-            load_format="dummy", seed=0, engine=settings(context, 4),
-        )  # fmt: skip
+        load = LoadSettings(drafter=drafter, draft_tokens=K, tree="off", device=device, load_format="dummy", engine=settings(context, 4))
         quiet = lambda line: None  # noqa: E731
         team = join(1, device)
         say(f"one: {size}, {dist.get_backend()} at world size 1" + (f", NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if not dry else ""))
         engines: dict[str, LLM] = {}
         for name, whose in (("solo", None), ("team", team), ("copies", Copies(team))):
-            engines[name] = LLM._open(options, say if name == "solo" else quiet, whose)
+            engines[name] = LLM._open(target, load, say if name == "solo" else quiet, whose)
         want: list[list[int]] | None = None
         for name, llm in engines.items():
             plain, drafted = texts(llm, context, tokens, False, 0), texts(llm, context, tokens, True, K)
@@ -271,8 +268,8 @@ def rank(how: str, device: str, dry: bool, where: str) -> None:
         by_host()
     context, tokens = 40, 12
     options = {"draft_tokens": K, "tree": 0, "device": device, "load_format": "dummy", "engine": settings(context, 4, graphs=how != "gloo")}
-    llm = LLM.load(f"{where}/target", f"{where}/drafter", tensor_parallel=2, say=say, **options)  # type: ignore[arg-type]  # rank 1 stays in here
-    whole = LLM.load(f"{where}/target", f"{where}/drafter", say=lambda line: None, **options)  # type: ignore[arg-type]
+    llm = LLM.load(f"{where}/target", drafter=f"{where}/drafter", tensor_parallel=2, say=say, **options)  # type: ignore[arg-type]  # rank 1 stays in here
+    whole = LLM.load(f"{where}/target", drafter=f"{where}/drafter", say=lambda line: None, **options)  # type: ignore[arg-type]
     mine, want, exact = logits_of(llm, context), logits_of(whole, context), exact_logits(f"{where}/target", device, context)
     off = {name: (a - b).abs() for name, a, b in (("two - one", mine, want), ("one - exact", want, exact), ("two - exact", mine, exact))}
     say("logits (exact: the same weights in float32, plain torch), rms and most: " + ", ".join(f"{name} {float(x.square().mean().sqrt()):.2e} {float(x.max()):.2e}" for name, x in off.items()))

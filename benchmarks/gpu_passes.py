@@ -49,7 +49,7 @@ def main() -> None:
 
         model = small(args.size)
     settings = EngineConfig(16, 8320, kv_tokens=16384, prefix_cache=False, graphs=True)
-    llm = LLM.load(model, "auto", 4, device=HERE.device, load_format="dummy", engine=settings, say=print)
+    llm = LLM.load(model, draft_tokens=4, device=HERE.device, load_format="dummy", engine=settings, say=print)
     engine, sync = llm.engine, torch.cuda.synchronize if HERE.gpu else lambda: None
     executor = engine.executors[0]
     assert isinstance(executor, GraphExecutor)

@@ -87,7 +87,7 @@ def loaded(size: str, quantize: str | None, k: int, most: int, length: int, kv: 
     """Dummy weights, and room for so many sequences of that length."""
     engine = EngineConfig(max_batch=most, max_context=length + 128, kv_tokens=most * (length + 160), kv_dtype=kv, prefix_cache=False)
     drafter = f"{SIZES[size]}-assistant" if k else "none"
-    return LLM.load(SIZES[size], drafter, k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
+    return LLM.load(SIZES[size], drafter=drafter, draft_tokens=k, device="cuda:0", load_format="dummy", quantize=quantize, engine=engine, say=print)
 
 
 class RecipeOps(QuantTritonOps):

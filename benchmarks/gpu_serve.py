@@ -200,7 +200,7 @@ def main() -> None:
     room = max(args.long, args.prompt + args.tokens) + 64
     tokens = args.streams * (args.prompt + args.tokens + 96) + arrivals * room
     settings = EngineConfig(args.streams + arrivals + 2, room, kv_tokens=tokens, prefix_cache=False)
-    llm = LLM.load(model, "auto" if args.k else "none", args.k, device=HERE.device, load_format="dummy", engine=settings, say=print)
+    llm = LLM.load(model, drafter="auto" if args.k else "none", draft_tokens=args.k, device=HERE.device, load_format="dummy", engine=settings, say=print)
     llm.tokenizer = llm.engine.tokenizer = words(llm.config.vocab_size)
     if args.stand_in:
         stand_in.replace(llm.engine, args.stand_in / 1e3, args.row / 1e6)

@@ -99,7 +99,7 @@ def cycles(size: str, dry: bool) -> None:
 def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:
     graphs = EngineConfig(max_batch=1, max_context=2048, prefix_cache=False, graphs=True)
     drafter = str(Path(__file__).resolve().parents[1] / "src/outrider/assets/drafters/smollm2")
-    llm = LLM.load(file, drafter, engine=graphs, say=say)
+    llm = LLM.load(file, drafter=drafter, engine=graphs, say=say)
     start = llm.engine.controller
     say("costs, us by K:", {n or "verify": [round(1e6 * t) for t in start.cost.curve(n, 1, 300)[:9]] for n in (None, "mtp", "mtp tree")})
     card = json.loads((Path(drafter) / "acceptance.json").read_text())

@@ -1,29 +1,40 @@
-"""Settings, validated once, frozen. Torch-free."""
+"""Settings, validated once, frozen. Torch-free.
+
+A field whose annotation carries a text is also an option of commands and of a deployment's file: its name, its default and its help stand
+here and nowhere else (`OPTIONS`).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from .types import MAX_DRAFT, OutriderError
 
 Verify = Literal["coupled", "rejection", "block"]
-VERIFIERS: tuple[Verify, ...] = ("coupled", "rejection", "block")
+KvDtype = Literal["auto", "int8", "fp8"]
+LoadFormat = Literal["auto", "dummy"]
 
 
-KV_DTYPES = ("auto", "int8", "fp8")
+def known(what: str, value: object, kind: object) -> None:
+    """A text that must be one of a Literal's."""
+    if value not in get_args(kind):
+        raise OutriderError(f"unknown {what} {value!r}; known: {', '.join(get_args(kind))}")
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     max_batch: int | None = None  # sequences that run at once; None: 256 on a GPU, else 8
-    max_context: int | None = None  # prompt and answer together; None: what the model and the memory hold (engine.room)
+    max_context: Annotated[int | None, "Most tokens of prompt and answer together. Default: what model and memory hold."] = None
     page_size: int = 32
     prefill_chunk: int | None = None  # prompt tokens of one sequence in one pass; None: what the backend does best
     kv_tokens: int | None = None  # positions of K/V in all; None: what the memory holds (engine.room)
-    kv_dtype: str = "auto"  # auto: what the backend does best; half of that: int8 on a CPU, fp8 on a GPU
-    gpu_memory: float = 0.9  # share of a GPU's memory that weights, K/V and work may take together
-    swap: float = 0.0  # GiB of host memory for the K/V of sequences that are pre-empted; 0: it is computed again
+    kv_dtype: Annotated[KvDtype, "Keys and values: auto (16 bits) | int8 on a CPU, fp8 on a GPU: half the memory, a little less exact."] = (
+        "auto"
+    )
+    gpu_memory: Annotated[float, "Share of the GPU's memory for weights, K/V and work together."] = 0.9
+    swap: Annotated[float, "GiB of host memory for K/V that makes room for others when pages run out. 0: it is computed again."] = 0.0
     prefix_cache: bool = True
     graphs: bool | None = None  # decode cycles as one CUDA graph each, read one cycle behind; None: on a GPU
 
@@ -31,8 +42,7 @@ class EngineConfig:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.kv_dtype not in KV_DTYPES:
-            raise OutriderError(f"unknown K/V dtype {self.kv_dtype!r}; known: {', '.join(KV_DTYPES)}")
+        known("K/V dtype", self.kv_dtype, KvDtype)
         if not 0.0 < self.gpu_memory <= 1.0:
             raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
         if not 0.0 <= self.swap < 1 << 20:
@@ -50,12 +60,84 @@ class SpecConfig:
     def __post_init__(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:
             raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {self.draft_tokens}")
-        if self.verify not in VERIFIERS:
-            raise OutriderError(f"unknown verifier {self.verify!r}; known: {', '.join(VERIFIERS)}")
+        known("verifier", self.verify, Verify)
         if self.tree is not None and not 0 <= self.tree <= MAX_DRAFT:
             raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 1..{MAX_DRAFT}, got {self.tree}")
         if self.tree and self.verify != "coupled":
             raise OutriderError(f"trees are for the coupled verifier; {self.verify} keeps lines: leave --tree out")
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """How a model is loaded and run: what `LLM.load` takes, and what commands and clusters pass on to it."""
+
+    drafter: Annotated[
+        str,
+        "Who guesses: auto (the drafter that belongs to the model, else ngram) | none | ngram (repeats of the text) | "
+        "a folder or id of an MTP drafter or Medusa heads | draft:MODEL (a small model).",
+    ] = "auto"
+    draft_tokens: Annotated[
+        int | str | None, "Tokens to guess in a cycle, 0..16; 0 is plain decoding, auto decides every cycle by what pays."
+    ] = "auto"
+    tree: Annotated[int | str | None, "Guesses that branch: most tokens of a tree, 2..16; off: a line; auto: where it pays."] = "auto"
+    verify: Annotated[Verify, "coupled: same seed, same text as without drafts | rejection, block: the same distribution only."] = "coupled"
+    device: Annotated[str | None, "cpu or cuda. Default: cuda where there is one."] = None
+    dtype: Annotated[str | None, "Of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32."] = None
+    ops: Annotated[
+        str,
+        "Kernels: auto | reference (plain torch) | cpu | cpu:LEVEL (`outrider inspect --cpu` lists them) | triton | "
+        "triton:dense (16-bit weights).",
+    ] = "auto"
+    threads: Annotated[int | None, "CPU threads. Default, and at most: the cores this process may use."] = None
+    quantize: Annotated[str | None, "Round a dense checkpoint while loading: int8 | int4, on a GPU also fp8."] = None
+    tensor_parallel: Annotated[int, "Divide the model over so many processes, each with a GPU of its own (or on one CPU)."] = 1
+    load_format: Annotated[LoadFormat, "auto | dummy (seeded random weights from the config alone)."] = "auto"
+    seed: int = 0  # of dummy weights
+    engine: EngineConfig = EngineConfig()
+
+    def __post_init__(self) -> None:
+        self.spec  # noqa: B018  # checks what it is made of
+        if self.dtype is not None:
+            known("dtype", self.dtype, Literal["float32", "bfloat16", "float16"])
+        if self.quantize is not None:
+            known("--quantize", self.quantize, Literal["int8", "int4", "fp8"])
+        known("load format", self.load_format, LoadFormat)
+        if self.tensor_parallel < 1:
+            raise OutriderError(f"--tensor-parallel must be at least 1, got {self.tensor_parallel}")
+        if self.tensor_parallel > 1 and self.engine.swap:
+            raise OutriderError("--swap is for a model in one process: leave it out beside --tensor-parallel")
+
+    @property
+    def spec(self) -> SpecConfig:
+        return SpecConfig(parse_draft_tokens(self.draft_tokens), self.verify, parse_tree(self.tree))
+
+    @classmethod
+    def of(cls, options: Mapping[str, object]) -> LoadSettings:
+        """From options by their names, the engine's among them."""
+        engine = EngineConfig(**{name: value for name, value in options.items() if name in ENGINE})  # type: ignore[arg-type]
+        return cls(**{name: value for name, value in options.items() if name not in ENGINE}, engine=engine)  # type: ignore[arg-type]
+
+    def options(self) -> dict[str, str | int | float | None]:
+        """What `of` would make this from."""
+        return {name: getattr(self.engine if name in ENGINE else self, name) for name in OPTIONS}
+
+
+@dataclass(frozen=True)
+class Option:
+    kind: object  # its type
+    default: object
+    help: str
+
+
+def options(settings: type[EngineConfig | LoadSettings]) -> dict[str, Option]:
+    """The fields whose annotation carries a text."""
+    hints = get_type_hints(settings, include_extras=True)
+    found = {f.name: (f, hints[f.name]) for f in fields(settings) if get_origin(hints[f.name]) is Annotated}
+    return {name: Option(get_args(hint)[0], field.default, get_args(hint)[1]) for name, (field, hint) in found.items()}
+
+
+ENGINE = options(EngineConfig)
+OPTIONS = options(LoadSettings) | ENGINE
 
 
 def parse_tree(text: str | int | None) -> int | None:

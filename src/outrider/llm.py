@@ -22,7 +22,7 @@ import torch
 
 from . import __version__
 from . import ops as ops_module
-from .config import EngineConfig, SpecConfig, Verify, parse_draft_tokens, parse_tree
+from .config import LoadFormat, LoadSettings
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
 from .engine.room import Room
@@ -45,29 +45,9 @@ from .spec.mtp import MTPDrafter
 from .types import Json, OutriderError, RequestStats, SamplingParams
 from .weights import hub, load_drafter, load_target
 from .weights.files import Files, fingerprint, text_files
-from .weights.load import LoadFormat
 
 log = logging.getLogger("outrider")
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What `LLM.load` was asked for."""
-
-    model: str
-    drafter: str
-    draft_tokens: int | None
-    verify: Verify
-    tree: int | None
-    device: str | None
-    dtype: str | None
-    ops: str
-    threads: int | None
-    quantize: str | None
-    load_format: LoadFormat
-    seed: int
-    engine: EngineConfig | None
 
 
 @dataclass
@@ -88,53 +68,31 @@ class LLM:
         self._ids = itertools.count()
 
     @classmethod
-    def load(
-        cls,
-        model: str,
-        drafter: str = "auto",
-        draft_tokens: int | str | None = "auto",
-        tree: int | str | None = "auto",
-        verify: Verify = "coupled",
-        device: str | None = None,
-        dtype: str | None = None,
-        ops: str = "auto",
-        threads: int | None = None,
-        quantize: str | None = None,
-        load_format: LoadFormat = "auto",
-        seed: int = 0,
-        engine: EngineConfig | None = None,
-        tensor_parallel: int = 1,
-        say: Callable[[str], None] = log.info,
-    ) -> LLM:
-        """`drafter`: auto | none | ngram | a folder or id of an MTP drafter, a draft model (draft:NAME) or Medusa heads.
-        `tensor_parallel`: divide the model over so many processes (outrider.parallel); the others never come back from here."""
-        options = Options(
-            model, drafter, parse_draft_tokens(draft_tokens), verify, parse_tree(tree), device, dtype, ops, threads, quantize, load_format,
-            seed, engine,
-        )  # fmt: skip
-        if tensor_parallel == 1:
-            return cls._open(options, say)
-        if engine is not None and engine.swap:
-            raise OutriderError("--swap is for a model in one process: leave it out beside --tensor-parallel")
+    def load(cls, model: str, settings: LoadSettings = LoadSettings(), *, say: Callable[[str], None] = log.info, **changes: object) -> LLM:
+        """`changes`: fields of the settings, as in LLM.load("smollm2", drafter="none"). Where the model is divided over several processes
+        (`tensor_parallel`, outrider.parallel) the others never come back from here."""
+        settings = replace(settings, **changes)  # type: ignore[arg-type]  # they are checked as they are set
+        if settings.tensor_parallel == 1:
+            return cls._open(model, settings, say)
         if is_worker():
-            worker(device)
-        team = join(tensor_parallel, device)
+            worker(settings.device)
+        team = join(settings.tensor_parallel, settings.device)
         try:
-            team.send(options)
-            return cls._open(options, say, team)
+            team.send((model, settings))
+            return cls._open(model, settings, say, team)
         except KeyboardInterrupt:
             team.abandon()
             raise
 
     @classmethod
-    def _open(cls, options: Options, say: Callable[[str], None], team: Team | None = None) -> LLM:
-        engine, note, size, key = assemble(options, say, team)
+    def _open(cls, model: str, settings: LoadSettings, say: Callable[[str], None], team: Team | None = None) -> LLM:
+        engine, note, size, key = assemble(model, settings, say, team)
         if team is not None:
             Leader(engine, team)
         if key is not None:
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
             engine.controller.cost = calibrate(engine, key, hub.keeping("costs", f"{digest}.json"))
-        return cls(engine, options.model, note, size, team)
+        return cls(engine, model, note, size, team)
 
     @property
     def nbytes(self) -> int:
@@ -242,7 +200,9 @@ def _take(completion: Completion, event: Event) -> None:
             raise OutriderError(event.error)
 
 
-def assemble(options: Options, say: Callable[[str], None], team: Team | None = None) -> tuple[Engine, str, int, CostKey | None]:
+def assemble(
+    model: str, settings: LoadSettings, say: Callable[[str], None], team: Team | None = None
+) -> tuple[Engine, str, int, CostKey | None]:  # fmt: skip
     """The engine, the line that says who drafts, the bytes of the weights, and what its costs are kept by (None: nobody will ask).
     With a team: this process's part of it; what goes wrong in one process goes wrong in all."""
     agreed = False
@@ -257,7 +217,7 @@ def assemble(options: Options, say: Callable[[str], None], team: Team | None = N
         return Room(context, tokens, None if window < 0 else window, rows)
 
     try:
-        return _assemble(options, say, team, agree)
+        return _assemble(model, settings, say, team, agree)
     except OutriderError as error:
         if team is not None and not agreed:
             team.least((), str(error))  # raises here and everywhere
@@ -265,17 +225,17 @@ def assemble(options: Options, say: Callable[[str], None], team: Team | None = N
 
 
 def _assemble(
-    options: Options, say: Callable[[str], None], team: Team | None, agree: Callable[[Room], Room]
+    model: str, settings: LoadSettings, say: Callable[[str], None], team: Team | None, agree: Callable[[Room], Room]
 ) -> tuple[Engine, str, int, CostKey | None]:
-    model, quantize, load_format, seed, threads = options.model, options.quantize, options.load_format, options.seed, options.threads
-    spec = SpecConfig(options.draft_tokens, options.verify, options.tree)
-    place = ops_module.place(options.device) if team is None else team.device
+    quantize, load_format, seed, threads = settings.quantize, settings.load_format, settings.seed, settings.threads
+    spec, room = settings.spec, settings.engine
+    place = ops_module.place(settings.device) if team is None else team.device
     if place.index is not None:
         torch.cuda.set_device(place)  # kernels are launched on the current device, wherever their tensors are
-    kind = _dtype(options.dtype, place)
+    kind: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if place.type == "cuda" else "float32"))
     if team is not None and place.type == "cpu":
         threads = threads or max(1, default_threads() // team.share.world)  # the processes share the cores
-    chosen = ops_module.choose(place, options.ops, threads)
+    chosen = ops_module.choose(place, settings.ops, threads)
     if chosen.name == "cpu" or (team is not None and place.type == "cpu"):
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
     share, together = (None, SOLO) if team is None else (team.share, team)
@@ -287,7 +247,7 @@ def _assemble(
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = TextModel(config, weights, chosen, together)
     common = lambda: tokenizing.result().everyday() if tokenizing is not None else ()  # noqa: E731
-    guesser, names, note = pick_drafter(files, options.drafter, target, kind, load_format, seed, common)
+    guesser, names, note = pick_drafter(files, settings.drafter, target, kind, load_format, seed, common)
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
@@ -295,13 +255,12 @@ def _assemble(
         say(f"tensor parallel: {team.share.world} processes, {size / 2**30:.2f} GiB of weights in the first")
     runner = chosen.compile(target) if team is None else target  # whole models in one call know nothing of other processes
     card = guesser.card if isinstance(guesser, MTPDrafter) else None
-    settings = options.engine or EngineConfig()
     prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
     if isinstance(guesser, DraftModel):  # what small models of a family were seen to do
         prior, trust = {guesser.name: draft_model.ACCEPTED}, {guesser.name: draft_model.TRUST}
-    captured = chosen.capabilities.graphs if settings.graphs is None else settings.graphs  # then no draft ends by its confidence
+    captured = chosen.capabilities.graphs if room.graphs is None else room.graphs  # then no draft ends by its confidence
     controller = Controller(CostTable(), names, prior, trust=None if captured else trust)
-    made = Engine(runner, tokenizer, settings, spec, guesser, controller, chosen.kv_dtype(kind, settings.kv_dtype), agree=agree)
+    made = Engine(runner, tokenizer, room, spec, guesser, controller, chosen.kv_dtype(kind, room.kv_dtype), agree=agree)
     if place.type == "cuda":
         gib = made.store.bytes() / 2**30
         say(f"K/V: {made.room.tokens:,} tokens in {gib:.1f} GiB; up to {made.max_batch} sequences, {made.max_context:,} tokens each")
@@ -311,7 +270,7 @@ def _assemble(
     divided = "" if team is None else f" over {team.share.world}"
     key = CostKey(
         machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
-        f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.max_batch} kv {settings.kv_dtype}{divided}",
+        f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.max_batch} kv {room.kv_dtype}{divided}",
         f"{__version__} {FORMAT} {chosen.version}",
     )
     return made, note, size, key
@@ -325,10 +284,11 @@ def worker(device: str | None = None) -> NoReturn:
     team = None
     try:
         team = join(int(os.environ["WORLD_SIZE"]), os.environ.get(STARTED_BY_US, device))
-        options = team.receive()
-        assert isinstance(options, Options)
+        told = team.receive()
+        assert isinstance(told, tuple)
+        model, settings = told
         try:
-            engine, *_ = assemble(options, lambda line: None, team)
+            engine, *_ = assemble(model, settings, lambda line: None, team)
         except OutriderError:
             team.receive()  # rank 0 says what went wrong, and that this is the end
         else:
@@ -344,15 +304,6 @@ def worker(device: str | None = None) -> NoReturn:
         if team is None or not team.watch.ending:
             log.exception("process %s failed", os.environ.get("RANK"))
     os._exit(1)
-
-
-def _dtype(name: str | None, device: torch.device) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    if name is None:
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name not in known:
-        raise OutriderError(f"unknown dtype {name!r}; known: {', '.join(known)}")
-    return known[name]
 
 
 def pick_drafter(

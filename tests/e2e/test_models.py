@@ -10,7 +10,7 @@ import pytest
 from tests import tiny
 
 from outrider.cli.serve import several
-from outrider.config import EngineConfig
+from outrider.config import EngineConfig, LoadSettings
 from outrider.llm import LLM
 from outrider.server import catalogue
 from outrider.server.main import HttpServer
@@ -70,10 +70,10 @@ def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
 def test_what_makes_no_sense_with_several_models() -> None:
     listed = catalogue.read(["smollm2", "other=org/name"])
     for arguments, told in (
-        (("x", "auto", None, 1), "--name is for one model"),
-        ((None, "some/drafter", None, 1), "can't fit 2 models"),
-        ((None, "auto", 0.0, 1), "--memory must be more than 0"),
-        ((None, "auto", None, 2), "--tensor-parallel serves one model"),
+        (("x", LoadSettings(), None), "--name is for one model"),
+        ((None, LoadSettings(drafter="some/drafter"), None), "can't fit 2 models"),
+        ((None, LoadSettings(), 0.0), "--memory must be more than 0"),
+        ((None, LoadSettings(tensor_parallel=2), None), "--tensor-parallel serves one model"),
     ):
         with pytest.raises(OutriderError, match=told):
             several(listed, *arguments)

@@ -137,7 +137,7 @@ def test_the_folder_has_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     target, _, out = world
     shipped = Path(run.__file__).parents[1] / "assets" / "drafters" / "smollm2"
     assert {p.name for p in (out / "drafter").iterdir()} >= {p.name for p in shipped.iterdir()}
-    llm = LLM.load(str(target), str(out / "drafter"), 3, device="cpu", ops="reference")
+    llm = LLM.load(str(target), drafter=str(out / "drafter"), draft_tokens=3, device="cpu", ops="reference")
     assert llm.drafter is not None and llm.drafter.card is not None  # type: ignore[attr-defined]
     prior = llm.drafter.card  # type: ignore[attr-defined]
     first = [r for r in log(out) if "final" in r][-1]["final"]["clustered"]["first_position_all_anchors"]
@@ -288,7 +288,7 @@ def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Pa
 def test_the_walk_is_what_the_engine_does(world: tuple[Path, Path, Path]) -> None:
     """Cycles counted over known answers against cycles that the engine really took, clustered head and all."""
     target, data, out = world
-    llm = LLM.load(str(target), str(out / "drafter"), 3, device="cpu", ops="reference")
+    llm = LLM.load(str(target), drafter=str(out / "drafter"), draft_tokens=3, device="cpu", ops="reference")
     opened = open_target(str(target), "cpu", torch.float32)
     net = load_net(str(out / "drafter"), opened)
     for temperature in (0.0, 1.0):

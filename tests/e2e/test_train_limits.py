@@ -63,7 +63,7 @@ def test_a_signal_saves_a_drafter_and_a_run_to_continue(world: tuple[Path, Path]
     assert "stopped at step" in done.stderr and "Traceback" not in done.stderr
     step = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["progress"]["step"]
     assert step > 0
-    llm = LLM.load(str(target), str(tmp_path / "drafter"), 3, device="cpu", ops="reference")
+    llm = LLM.load(str(target), drafter=str(tmp_path / "drafter"), draft_tokens=3, device="cpu", ops="reference")
     assert llm.generate("red cat", SamplingParams(max_tokens=8))[0].token_ids
     assert "Not measured" in (tmp_path / "drafter" / "README.md").read_text()
     settings = TrainSettings(steps=step + 5, unroll=2, warmup=10, eval_every=0)
@@ -177,7 +177,7 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     assert "trained as 4 bits hold them" in text and "sampled, coupled" in text and text.count("steps over") == 2
     own = Sequences.load(tmp_path / "2-second" / "data.npz")
     assert (own.index == Sequences.load(tmp_path / "1-first" / "data.npz").index[0]).sum() >= 2  # carried and new
-    llm = LLM.load(str(target), str(made), 3, device="cpu", ops="reference")
+    llm = LLM.load(str(target), drafter=str(made), draft_tokens=3, device="cpu", ops="reference")
     assert llm.drafter is not None and llm.drafter.card is not None  # type: ignore[attr-defined]
 
 

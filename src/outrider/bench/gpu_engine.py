@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import EngineConfig
+from ..config import EngineConfig, LoadSettings
 from ..engine.engine import Engine
 from ..engine.graphs import Copied, GraphExecutor
 from ..engine.step import Request
@@ -52,9 +52,8 @@ def measure(size: str, batches: Sequence[int], k: int, context: int, device: str
     most = max(batches)
     room = context + 4 * STEPS + MAX_DRAFT + 32
     settings = EngineConfig(most, room, kv_tokens=most * (room + 32), prefix_cache=False)
-    llm = LLM.load(
-        SIZES.get(size, size), "auto" if k else "none", k, device=device, load_format="dummy", engine=settings, say=lambda _: None
-    )  # fmt: skip
+    load = LoadSettings(drafter="auto" if k else "none", draft_tokens=k, device=device, load_format="dummy", engine=settings)
+    llm = LLM.load(SIZES.get(size, size), load, say=lambda _: None)
     for batch in batches:
         yield of_engine(llm.engine, size, batch, k, context)
     del llm

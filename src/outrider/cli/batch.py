@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,7 +11,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from ..config import EngineConfig
+from ..config import LoadSettings
 from ..types import OutriderError
 from . import common
 from .common import err
@@ -19,26 +20,18 @@ if TYPE_CHECKING:
     from ..server.batch import Progress
 
 
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "load_format")
 def batch(
     requests: Annotated[Path, typer.Argument(help="Requests in OpenAI's batch format, one JSON object a line.")],
     out: Annotated[Path, typer.Option(help="Results, one a line, in the order in which they finish. An existing file is continued.")],
     model: Annotated[str | None, typer.Option(help="What to load. Default: the model named by the first request.")] = None,
     name: Annotated[str | None, typer.Option(help="The model name the requests use. Default: --model (a folder's last part).")] = None,
     seed: Annotated[int, typer.Option(help="For requests without a seed of their own: theirs is made from this and custom_id.")] = 0,
-    drafter: common.Drafter = "auto",
-    draft_tokens: common.DraftTokens = "auto",
-    verify: common.VerifyBy = "coupled",
     max_concurrent: Annotated[int, typer.Option(help="Sequences that decode at once.")] = 16,
-    max_context: common.MaxContext = None,
-    device: common.Device = None,
-    dtype: common.Dtype = None,
-    ops: common.Ops = "auto",
-    threads: common.Threads = None,
-    quantize: common.Quantize = None,
-    tensor_parallel: common.TensorParallel = 1,
-    load_format: common.LoadFormat = "auto",
     ray: Annotated[bool, typer.Option("--ray", help="On a Ray cluster: one that runs (RAY_ADDRESS), else one on this machine.")] = False,
     replicas: Annotated[int | None, typer.Option(help="With --ray: engines. Default: one a GPU; without GPUs one a machine.")] = None,
+    *,
+    load: LoadSettings,
 ) -> None:
     """Answer a file of requests for /v1/chat/completions and /v1/completions.
 
@@ -55,14 +48,8 @@ def batch(
     settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)
     if replicas is not None and not ray:
         raise OutriderError("--replicas is for --ray: one machine without Ray has one engine")
-    options = common.LoadOptions(
-        drafter=drafter, draft_tokens=draft_tokens, verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-        quantize=quantize, load_format=load_format, tensor_parallel=tensor_parallel,
-    )  # fmt: skip
     if not ray:
-        engine = EngineConfig(max_batch=max_concurrent, max_context=max_context)
-        here: common.LoadOptions = {**options, "engine": engine}
-        llm = common.load_llm(chosen, **here)
+        llm = common.load_llm(chosen, replace(load, engine=replace(load.engine, max_batch=max_concurrent)))
     columns = [BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn(), TimeRemainingColumn()]
     began = time.monotonic()
     with Bar(*columns, console=err) as bar:
@@ -74,8 +61,7 @@ def batch(
             bar.update(task, total=p.total, completed=p.done, speed=f"{speed:.0f} tokens/s{failed}")
 
         if ray:
-            limits = {"max_concurrent": max_concurrent, "max_context": max_context}
-            given: dict[str, object] = {"model": chosen, "name": settings.model_name, **options, **limits}
+            given = {"model": chosen, "name": settings.model_name, "max_concurrent": max_concurrent, **load.options()}
             with common.needs("--ray needs", "ray"):
                 from ..cluster.batch import whole
             progress = whole(given, replicas, requests, out, seed, tell, common.note)

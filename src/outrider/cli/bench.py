@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..config import parse_tree
+from ..config import LoadSettings, parse_tree
 from ..types import OutriderError
 from . import common
 from .common import err, out
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..bench.workloads import Prompt
 
 
+@common.loading("verify", *common.MACHINE, *common.ROOM)
 def bench(
     model: Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")] = "smollm2",
     suite: Annotated[str, typer.Option(help="quick (47 prompts) | full (800 more) | a .jsonl file.")] = "quick",
@@ -48,13 +49,8 @@ def bench(
     card: Annotated[Path | None, typer.Option(help="Instead of timing: write the drafter's acceptance.json from these traces.")] = None,
     seed: common.Seed = 0,
     as_json: common.AsJson = False,
-    verify: common.VerifyBy = "coupled",
-    device: common.Device = None,
-    dtype: common.Dtype = None,
-    ops: common.Ops = "auto",
-    threads: common.Threads = None,
-    quantize: common.Quantize = None,
-    tensor_parallel: common.TensorParallel = 1,
+    *,
+    load: LoadSettings,
 ) -> None:
     """Time contestants over many kinds of prompts, interleaved, with 95 % intervals; check that the texts are identical.
 
@@ -67,14 +63,11 @@ def bench(
         raise OutriderError("--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding")
     for text in trees:
         parse_tree(text)
-    options = common.LoadOptions(
-        tree=trees[0] if len(trees) == 1 else "auto", verify=verify, device=device, dtype=dtype, ops=ops, threads=threads,
-        quantize=quantize, seed=seed, tensor_parallel=tensor_parallel,
-    )  # fmt: skip
-    if tensor_parallel > 1 and len(guessers) > 1:
+    load = replace(load, drafter=guessers[0], tree=trees[0] if len(trees) == 1 else "auto", seed=seed)
+    if load.tensor_parallel > 1 and len(guessers) > 1:
         raise OutriderError("--tensor-parallel times one drafter at a time: give one with --drafters")
     if simulate is not None:
-        _simulate(model, guessers[0], simulate, options, as_json)
+        _simulate(model, simulate, load, as_json)
         return
     if card is not None:
         _card(model, guessers[0], card)
@@ -90,7 +83,7 @@ def bench(
     if max_tokens is not None:
         prompts = [workloads.Prompt(p.id, p.category, p.text, min(p.max_tokens, max_tokens), p.check) for p in prompts]
     if record_traces is not None:
-        _record(model, guessers[0], prompts, record_traces, temperatures[0], seed, options)
+        _record(model, prompts, record_traces, temperatures[0], seed, load)
         return
     from .. import __version__
     from ..bench import harness, report
@@ -99,12 +92,12 @@ def bench(
 
     names = _names(guessers, ks, trees) + list(common.parts(against))
     settings = harness.Settings(
-        model, suite, tuple(names), temperatures, batches, repeats, len(prompts), machine_name(_accelerator(device), threads),
+        model, suite, tuple(names), temperatures, batches, repeats, len(prompts), machine_name(_accelerator(load.device), load.threads),
         __version__, seed,
     )  # fmt: skip
     store = harness.Store(output, settings, resume)
     if len(store.done) < harness.total(settings, prompts):
-        contestants = _contestants(model, guessers, ks, trees, common.parts(against), max(batches), options)
+        contestants = _contestants(model, guessers, ks, trees, common.parts(against), max(batches), load)
         _run(contestants, prompts, settings, store)
     cells = list(harness.read_cells(output))
     rows = report.summarise(cells)
@@ -120,7 +113,7 @@ def bench(
     if found:
         out.print(report.score_table(found))
     out.print(f"report: {output / 'report.html'}")
-    _verdict(rows, verify)
+    _verdict(rows, load.verify)
 
 
 def _verdict(rows: list[Row], verify: str) -> None:
@@ -155,17 +148,15 @@ def _run(contestants: list[Contestant], prompts: list[Prompt], settings: Setting
 
 def _contestants(
     model: str, drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...], peers: tuple[str, ...], batch: int,
-    options: common.LoadOptions,
+    load: LoadSettings,
 ) -> list[Contestant]:  # fmt: skip
     from ..bench import harness
     from ..bench import peers as others
-    from ..config import EngineConfig
 
     found: list[Contestant] = []
-    engine = EngineConfig(max_batch=batch, prefix_cache=False)  # the same prompt comes again and again: a cache would hide its cost
+    engine = replace(load.engine, max_batch=batch, prefix_cache=False)  # the same prompt comes again and again: a cache would hide its cost
     for drafter in drafters:
-        chosen: common.LoadOptions = {**options, "drafter": drafter, "engine": engine}
-        llm = common.load_llm(model, **chosen)
+        llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
         if 0 in ks and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
         for name, k, tree in _ways(drafter, ks, trees):
@@ -175,8 +166,8 @@ def _contestants(
 
         path = Path(hub.resolve(model).path)
         where = str(llm.engine.device)
-        kind = options["dtype"] or "bfloat16"
-        found += others.build(peers, path, lambda p: llm.asked(p.text), llm.engine.eos, options["threads"], where, kind)
+        kind = load.dtype or "bfloat16"
+        found += others.build(peers, path, lambda p: llm.asked(p.text), llm.engine.eos, load.threads, where, kind)
     return found
 
 
@@ -193,15 +184,12 @@ def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ..
     return (["plain"] if 0 in ks else []) + [name for d in drafters for name, _, _ in _ways(d, ks, trees)]
 
 
-def _record(
-    model: str, drafter: str, prompts: list[Prompt], path: Path, temperature: float, seed: int, options: common.LoadOptions
-) -> None:
+def _record(model: str, prompts: list[Prompt], path: Path, temperature: float, seed: int, load: LoadSettings) -> None:
     from ..bench import traces
     from ..spec.simulate import read_traces, write_traces
 
     done = {t.id for t in read_traces(path)} if path.exists() else set()
-    chosen: common.LoadOptions = {**options, "drafter": drafter}
-    llm = common.load_llm(model, **chosen)
+    llm = common.load_llm(model, load)
     left = [p for p in prompts if p.id not in done]
     with _bar() as progress:
         task = progress.add_task("traces", total=len(left))
@@ -214,13 +202,12 @@ def _record(
     out.print(f"{len(left)} prompts recorded into {path} ({len(done)} were there)")
 
 
-def _simulate(model: str, drafter: str, path: Path, options: common.LoadOptions, as_json: bool) -> None:
+def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None:
     """By category, each with a controller that has seen nothing, and over all."""
     from ..spec.simulate import compare, read_traces
 
     traces = list(read_traces(path))
-    wanted: common.LoadOptions = {**options, "drafter": drafter}
-    controller = common.load_llm(model, as_json, **wanted).engine.controller
+    controller = common.load_llm(model, load, as_json).engine.controller
     table = Table("category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt")
     found = {}
     for category in ["all", *dict.fromkeys(t.category for t in traces)]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config import EngineConfig, parse_draft_tokens
+from ..config import LoadSettings, parse_draft_tokens
 from ..types import OutriderError, RequestStats, SamplingParams
 from . import common
 from .common import err, note, out
@@ -21,6 +21,7 @@ FENCE = '"""'
 HELP = "/stats  statistics of all turns · /seed N · /draft K|auto · /clear  forget the conversation · /quit"
 
 
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM)
 def chat(
     model: common.Model = "smollm2",
     system: Annotated[str | None, typer.Option(help="A system message.")] = None,
@@ -29,30 +30,16 @@ def chat(
     top_p: common.TopP = 1.0,
     top_k: common.TopK = 0,
     seed: common.Seed = 0,
-    drafter: common.Drafter = "auto",
-    draft_tokens: common.DraftTokens = "auto",
-    tree: common.Tree = "auto",
-    verify: common.VerifyBy = "coupled",
     show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
-    device: common.Device = None,
-    dtype: common.Dtype = None,
-    ops: common.Ops = "auto",
-    threads: common.Threads = None,
-    quantize: common.Quantize = None,
-    tensor_parallel: common.TensorParallel = 1,
-    max_context: common.MaxContext = None,
-    kv_dtype: common.KvDtype = "auto",
+    *,
+    load: LoadSettings,
 ) -> None:
     """Chat. Ctrl-C stops an answer and keeps what was said; Ctrl-D or /quit ends.
 
     What is pasted is one message, with all its lines. From a pipe every line is one, or what stands between three quotes.
     """
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed).validate()
-    llm = common.load_llm(
-        model, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify,
-        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, tensor_parallel=tensor_parallel,
-        engine=EngineConfig(max_context=max_context, kv_dtype=kv_dtype),
-    )  # fmt: skip
+    llm = common.load_llm(model, load)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
     note(HELP)

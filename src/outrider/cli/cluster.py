@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from ..config import LoadSettings
 from . import common
 from .common import out
 
 
+@common.loading("device")
 def cluster(
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
     to: Annotated[Path, typer.Option("--out", help="Where the drafter with the new head goes.")],
@@ -26,15 +28,16 @@ def cluster(
     recall: Annotated[float, typer.Option(help="With --target: find the full head's token this often.")] = 0.99,
     max_tokens: common.MaxTokens = 96,
     seed: common.Seed = 0,
-    device: common.Device = None,
     as_json: common.AsJson = False,
+    *,
+    load: LoadSettings,
 ) -> None:
     """Group a drafter's vocabulary so that a draft step scores only the best few clusters (the big Gemma drafters have no such head)."""
 
     from ..ops import place
     from ..train.tools import cluster_drafter
 
-    where = str(place(device))
+    where = str(place(load.device))
     result = cluster_drafter(
         drafter, to, clusters=clusters, top=top, target=target, prompts=prompts, limit=limit, recall=recall, max_new=max_tokens, seed=seed,
         device=where, say=common.teller(as_json),

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from inspect import Parameter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 
+from ..config import OPTIONS, LoadSettings
 from ..types import OutriderError, RequestStats
 from .quick import quick_start
 
 if TYPE_CHECKING:
-    from ..config import EngineConfig
     from ..llm import LLM, Completion
     from ..models.config import ForeignDict
 
@@ -24,49 +27,12 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")]
-Drafter = Annotated[
-    str,
-    typer.Option(
-        help="Who guesses: auto (the drafter that belongs to the model, else ngram) | none | ngram (repeats of the text) | "
-        "a folder or id of an MTP drafter or Medusa heads | draft:MODEL (a small model)."
-    ),
-]
-DraftTokens = Annotated[
-    str, typer.Option(help="Tokens to guess in a cycle, 0..16; 0 is plain decoding, auto decides every cycle by what pays.")
-]
-Tree = Annotated[str, typer.Option(help="Guesses that branch: most tokens of a tree, 2..16; off: a line; auto: where it pays.")]
-VerifyBy = Annotated[
-    str, typer.Option("--verify", help="coupled: same seed, same text as without drafts | rejection, block: the same distribution only.")
-]
-Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda where there is one.")]
-Dtype = Annotated[
-    str | None, typer.Option(help="Of dense weights: float32 | bfloat16 | float16. Default: bfloat16 on a GPU, else float32.")
-]
-Ops = Annotated[
-    str,
-    typer.Option(
-        help="Kernels: auto | reference (plain torch) | cpu | cpu:LEVEL (`outrider inspect --cpu` lists them) | triton | "
-        "triton:dense (16-bit weights)."
-    ),
-]
-Threads = Annotated[int | None, typer.Option(help="CPU threads. Default, and at most: the cores this process may use.")]
-Quantize = Annotated[str | None, typer.Option(help="Round a dense checkpoint while loading: int8 | int4, on a GPU also fp8.")]
-KvDtype = Annotated[
-    str, typer.Option(help="Keys and values: auto (16 bits) | int8 on a CPU, fp8 on a GPU: half the memory, a little less exact.")
-]
-TensorParallel = Annotated[int, typer.Option(help="Divide the model over so many processes, each with a GPU of its own (or on one CPU).")]
-MaxContext = Annotated[int | None, typer.Option(help="Most tokens of prompt and answer together. Default: what model and memory hold.")]
-GpuMemory = Annotated[float, typer.Option(help="Share of the GPU's memory for weights, K/V and work together.")]
-SwapSpace = Annotated[
-    float, typer.Option(help="GiB of host memory for K/V that makes room for others when pages run out. 0: it is computed again.")
-]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
 Temperature = Annotated[float, typer.Option(help="0: always the likeliest token (greedy); 1: as the model has it.")]
 TopP = Annotated[float, typer.Option(help="Draw only from the likeliest tokens that together have this share, in (0, 1]; 1: off.")]
 TopK = Annotated[int, typer.Option(help="Draw only from so many likeliest tokens; 0: off.")]
 Seed = Annotated[int, typer.Option(help="Of all randomness: the same seed gives the same result.")]
 AsJson = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-LoadFormat = Annotated[str, typer.Option(help="auto | dummy (seeded random weights from the config alone).")]
 
 PROMPTS = (  # where a command was given none
     "Why is the sky blue?",
@@ -98,48 +64,58 @@ def needs(who: str, extra: str) -> Iterator[None]:
         raise OutriderError(f"{who} {e.name}: pip install 'outrider[{extra}]'") from None
 
 
-class LoadOptions(TypedDict, total=False):
-    """What a command passes on to `LLM.load`."""
-
-    drafter: str
-    draft_tokens: str
-    tree: str
-    verify: str
-    device: str | None
-    dtype: str | None
-    ops: str
-    threads: int | None
-    quantize: str | None
-    load_format: str
-    seed: int
-    engine: EngineConfig
-    tensor_parallel: int
+DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
+MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
+ROOM = ("max_context", "kv_dtype", "gpu_memory")
+PLAIN = (int, float, int | None, float | None)  # kinds of options that the parser reads; others are texts, which the settings check
 
 
-def load_llm(model: str, quiet: bool = False, **options: Unpack[LoadOptions]) -> LLM:
+def loading(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a command these options of `config.OPTIONS`: what they say reaches it as its parameter `load`, a `LoadSettings`."""
+
+    def around(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def run(**given: object) -> None:
+            load = LoadSettings.of({name: given.pop(name) for name in names})
+            command(**given, load=load)
+
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "load"]
+        ours = [Parameter(name, Parameter.KEYWORD_ONLY, default=OPTIONS[name].default, annotation=as_option(name)) for name in names]
+        run.__signature__ = inspect.Signature([*own, *ours])  # type: ignore[attr-defined]  # what typer reads
+        run.__annotations__ = {}
+        return run
+
+    return around
+
+
+def as_option(name: str) -> object:
+    option = OPTIONS[name]
+    kind = option.kind if option.kind in PLAIN else str | None if option.default is None else str
+    return Annotated[kind, typer.Option(help=option.help)]
+
+
+def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
     """Load and say once what was chosen."""
-    follow_if_told(options.get("tensor_parallel", 1), options.get("device"))
+    follow_if_told(load)
     say = teller(quiet)
-    with quick_start(options.get("device")):
+    with quick_start(load.device):
         from ..llm import LLM
 
-        llm = LLM.load(model, say=say, **options)  # type: ignore[arg-type]  # a user's words: it checks them
-    engine = options.get("engine")
-    if engine is not None and engine.max_context is not None and engine.max_context > llm.config.max_context:
-        say(f"context: {llm.engine.max_context} tokens (--max-context {engine.max_context} is more than this model knows)")
+        llm = LLM.load(model, load, say=say)
+    asked = load.engine.max_context
+    if asked is not None and asked > llm.config.max_context:
+        say(f"context: {llm.engine.max_context} tokens (--max-context {asked} is more than this model knows)")
     return llm
 
 
-def follow_if_told(tensor_parallel: int, device: str | None) -> None:
+def follow_if_told(load: LoadSettings) -> None:
     """Under torchrun every process runs the same command; all but the first follow that one and never return from here."""
-    if tensor_parallel < 1:
-        raise OutriderError(f"--tensor-parallel must be at least 1, got {tensor_parallel}")
-    if tensor_parallel > 1:
+    if load.tensor_parallel > 1:
         from ..llm import worker
         from ..parallel import is_worker
 
         if is_worker():
-            worker(device)
+            worker(load.device)
 
 
 def read_prompts(path: Path) -> Iterator[ForeignDict]:

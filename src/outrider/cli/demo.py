@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from ..config import LoadSettings
 from ..types import SamplingParams
 from . import common
 from .common import out
@@ -25,18 +26,18 @@ PROMPTS = (
 )
 
 
+@common.loading("drafter", "draft_tokens", "threads")
 def demo(
     model: common.Model = "smollm2",
     max_tokens: common.MaxTokens = 128,
-    drafter: common.Drafter = "auto",
-    draft_tokens: common.DraftTokens = "auto",
-    threads: common.Threads = None,
     peer: Annotated[bool, typer.Option(help="Time llama.cpp on the same file too, where llama-cpp-python is installed.")] = True,
+    *,
+    load: LoadSettings,
 ) -> None:
     """See it work: the same answers, faster. Downloads the default model (98 MB) the first time."""
-    llm = common.load_llm(model, drafter=drafter, draft_tokens=draft_tokens, threads=threads)
+    llm = common.load_llm(model, load)
     params = SamplingParams(max_tokens=max_tokens)
-    llama_cpp = _llama_cpp(llm, model, threads) if peer else None
+    llama_cpp = _llama_cpp(llm, model, load.threads) if peer else None
     llm.generate(llm.asked("Hello"), SamplingParams(max_tokens=8))  # warm up
     table = Table(title=f"{model}, tokens a second, greedy, at most {max_tokens} tokens")
     columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]

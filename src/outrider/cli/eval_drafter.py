@@ -9,11 +9,13 @@ import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..config import LoadSettings
 from ..types import OutriderError
 from . import common
 from .common import out
 
 
+@common.loading("device", "dtype")
 def eval_drafter(
     model: common.Model,
     drafter: Annotated[str, typer.Argument(help="An MTP drafter's folder or id.")],
@@ -24,9 +26,9 @@ def eval_drafter(
     raw: Annotated[bool, typer.Option(help="No chat template.")] = False,
     full_head: Annotated[bool, typer.Option(help="Score the whole vocabulary even if the drafter has a clustered head.")] = False,
     slots: Annotated[int | None, typer.Option(help="Prompts answered at a time. Default: 8, on a GPU 256.")] = None,
-    device: common.Device = None,
-    dtype: common.Dtype = None,
     as_json: common.AsJson = False,
+    *,
+    load: LoadSettings,
 ) -> None:
     """Acceptance by position and by category, tokens a cycle for K = 1..16, and the K that should be fastest."""
     import torch
@@ -34,8 +36,8 @@ def eval_drafter(
     from ..ops import place
     from ..train.tools import evaluate_drafter
 
-    where = str(place(device))
-    kind = dtype or ("bfloat16" if where.startswith("cuda") else "float32")
+    where = str(place(load.device))
+    kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     if kind not in ("float32", "bfloat16"):
         raise OutriderError(f"--dtype must be float32 or bfloat16 here, got {kind!r}")
     result = evaluate_drafter(

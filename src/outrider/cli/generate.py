@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config import EngineConfig
+from ..config import LoadSettings
 from ..types import OutriderError, SamplingParams
 from . import common
 from .common import err, out
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..llm import LLM, Completion
 
 
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM)
 def generate(
     model: common.Model,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' reads standard input.")] = None,
@@ -37,21 +38,11 @@ def generate(
     logprobs: Annotated[int | None, typer.Option(help="Report the chosen token's and the N likeliest tokens' logprobs (--json).")] = None,
     n: Annotated[int, typer.Option(help="How many answers (answer i has seed + i).")] = 1,
     seed: common.Seed = 0,
-    drafter: common.Drafter = "auto",
-    draft_tokens: common.DraftTokens = "auto",
-    tree: common.Tree = "auto",
-    verify: common.VerifyBy = "coupled",
     compare: Annotated[bool, typer.Option(help="Run plain decoding too; print the speed-up and whether the texts are identical.")] = False,
     show_draft: Annotated[bool, typer.Option(help="Colour the tokens: drafted and right, corrected, bonus.")] = False,
     as_json: common.AsJson = False,
-    device: common.Device = None,
-    dtype: common.Dtype = None,
-    ops: common.Ops = "auto",
-    threads: common.Threads = None,
-    quantize: common.Quantize = None,
-    tensor_parallel: common.TensorParallel = 1,
-    max_context: common.MaxContext = None,
-    kv_dtype: common.KvDtype = "auto",
+    *,
+    load: LoadSettings,
 ) -> None:
     """Generate text. Speculation is on by default and never changes the answer.
 
@@ -69,11 +60,7 @@ def generate(
     if prompt is not None and not prompt.strip():
         raise OutriderError("the prompt is empty")
     rows = list(common.read_prompts(prompts)) if prompts is not None else []
-    llm = common.load_llm(
-        model, as_json, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify,
-        device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize, tensor_parallel=tensor_parallel,
-        engine=EngineConfig(max_context=max_context, kv_dtype=kv_dtype),
-    )  # fmt: skip
+    llm = common.load_llm(model, load, as_json)
     if prompts is not None:
         for row in rows:
             kept = {k: v for k, v in row.items() if k not in ("prompt", "turns")}

@@ -12,7 +12,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from ..bench.predict import machine
-from ..config import KV_DTYPES
+from ..config import LoadSettings
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
 from ..models.inspect import drafter_size, model_size, report, room
 from ..types import OutriderError
@@ -43,6 +43,7 @@ def show_cpu(asked: bool) -> None:
     raise typer.Exit
 
 
+@common.loading("kv_dtype")
 def inspect(
     model: common.Model,
     drafter: Annotated[str | None, typer.Option(help="Does this MTP drafter fit, and what does a step of it cost?")] = None,
@@ -56,11 +57,12 @@ def inspect(
         str | None,
         typer.Option(help="Of a dense checkpoint rounded to int8 | int4: --quality. With --gpu: what the card then holds; also fp8."),
     ] = None,
-    kv_dtype: common.KvDtype = "auto",
     as_json: common.AsJson = False,
     _: Annotated[
         bool, typer.Option("--cpu", help="Which CPU kernels this machine uses and why; needs no model.", is_eager=True, callback=show_cpu)
     ] = False,
+    *,
+    load: LoadSettings,
 ) -> None:
     """Parameters, layers, bytes for a token, K/V, arithmetic intensity, and whether a drafter fits. No weights are needed.
 
@@ -71,10 +73,9 @@ def inspect(
     rounded as a GPU rounds it; the measuring is still done here, without one."""
     from ..weights.recipe import rounded_activations
 
+    kv_dtype = load.engine.kv_dtype
     if context < 1:
         raise OutriderError(f"--context must be at least 1, got {context}")
-    if kv_dtype not in KV_DTYPES:
-        raise OutriderError(f"--kv-dtype takes {' or '.join(KV_DTYPES)}, got {kv_dtype!r}")
     if bits is not None and not 0 < bits <= 64:
         raise OutriderError(f"--bits must be in (0, 64], got {bits:g}")
     if quantize is not None and quantize not in (known := ("int8", "int4") if gpu is None else ("int8", "int4", "fp8")):

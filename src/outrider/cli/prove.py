@@ -9,12 +9,13 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from ..config import EngineConfig
+from ..config import LoadSettings
 from ..types import MAX_DRAFT, OutriderError
 from . import common
 from .common import err, out
 
 
+@common.loading("drafter", "device", "dtype", "ops", "threads", "quantize", *common.ROOM)
 def prove(
     model: common.Model,
     prompts: Annotated[Path | None, typer.Option(help="A .jsonl file of prompts (default: eight built in).")] = None,
@@ -23,15 +24,10 @@ def prove(
     temperatures: Annotated[str, typer.Option(help="To try, separated by commas; 0 is greedy.")] = "0,0.7,1.0",
     max_tokens: common.MaxTokens = 64,
     seed: common.Seed = 7,
-    drafter: common.Drafter = "auto",
     raw: Annotated[bool, typer.Option(help="No chat template: continue the prompts as they are.")] = False,
     as_json: common.AsJson = False,
-    device: common.Device = None,
-    dtype: common.Dtype = None,
-    ops: common.Ops = "auto",
-    threads: common.Threads = None,
-    quantize: common.Quantize = None,
-    max_context: common.MaxContext = None,
+    *,
+    load: LoadSettings,
 ) -> None:
     """Check, on your machine and with your weights, that speculation changes nothing. Exit code 1 if anything differs."""
     from ..bench.prove import prove as run
@@ -42,10 +38,7 @@ def prove(
     if count < 1:
         raise OutriderError(f"--count must be at least 1, got {count}")
     texts = common.prompt_texts(prompts) if prompts else list(common.PROMPTS)
-    llm = common.load_llm(
-        model, as_json, drafter=drafter, device=device, dtype=dtype, ops=ops, threads=threads, quantize=quantize,
-        engine=EngineConfig(max_context=max_context),
-    )  # fmt: skip
+    llm = common.load_llm(model, load, as_json)
     ids = [llm.asked(text, raw) for text in texts[:count]]
     findings = []
     for finding in run(llm, ids, lengths, max_tokens, seed, heats):

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..config import EngineConfig
+from ..config import LoadSettings
 from ..types import OutriderError
 from . import common
 from .common import err
 
 if TYPE_CHECKING:
-    from ..llm import LLM
     from ..server.catalogue import Listed
     from ..server.prepare import Backend
     from ..server.shelf import Shelf
@@ -29,12 +28,9 @@ Models = Annotated[
 ]
 
 
+@common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "load_format")
 def serve(
     models: Models,
-    drafter: common.Drafter = "auto",
-    draft_tokens: common.DraftTokens = "auto",
-    tree: common.Tree = "auto",
-    verify: common.VerifyBy = "coupled",
     host: Annotated[str, typer.Option(help="Address to listen on. Anything but loopback should have an API key.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0: any free one, which is printed.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model name clients use. Default: MODEL (a folder's last part).")] = None,
@@ -48,10 +44,6 @@ def serve(
     ] = None,
     max_concurrent: Annotated[int | None, typer.Option(help="Sequences that decode at once. Default: 254 on a GPU, else 8.")] = None,
     max_queued: Annotated[int, typer.Option(help="Sequences that wait behind them; more get 429.")] = 64,
-    max_context: common.MaxContext = None,
-    kv_dtype: common.KvDtype = "auto",
-    gpu_memory: common.GpuMemory = 0.9,
-    swap: common.SwapSpace = 0.0,
     timeout: Annotated[float, typer.Option(help="Seconds for one request, waiting included.")] = 600.0,
     max_body: Annotated[int, typer.Option(help="Most bytes of a request body; more get 413.")] = 4 << 20,
     max_prompt: Annotated[int, typer.Option(help="Most tokens of a prompt. 0: as many as the context holds.")] = 0,
@@ -67,13 +59,8 @@ def serve(
     idle_timeout: Annotated[float, typer.Option(help="Seconds a connection stays open between requests.")] = 60.0,
     stall_timeout: Annotated[float, typer.Option(help="Seconds a client may leave its answer unread.")] = 20.0,
     keep_prefixes: Annotated[float, typer.Option(help="Minutes that a text's beginning stays in memory after its last use (CPU).")] = 5.0,
-    device: common.Device = None,
-    dtype: common.Dtype = None,
-    ops: common.Ops = "auto",
-    threads: common.Threads = None,
-    quantize: common.Quantize = None,
-    tensor_parallel: common.TensorParallel = 1,
-    load_format: common.LoadFormat = "auto",
+    *,
+    load: LoadSettings,
 ) -> None:
     """Serve MODEL with OpenAI's API at /v1 and a page at / that shows the drafting live.
 
@@ -94,7 +81,7 @@ def serve(
 
     listed = catalogue.read(models)
     if len(listed) > 1:
-        several(listed, name, drafter, memory, tensor_parallel)
+        several(listed, name, load, memory)
     settings = ServerSettings(
         model_name=name or listed[0].name, host=host, port=port, api_keys=read_keys(api_key, api_key_file),
         api_key=api_key, api_key_file=api_key_file, ssl_certfile=ssl_certfile, ssl_keyfile=ssl_keyfile, otel_endpoint=otel_endpoint,
@@ -105,25 +92,19 @@ def serve(
         request_timeout=request_timeout, idle_timeout=idle_timeout, stall_timeout=stall_timeout,
         keep_prefixes=keep_prefixes,
     )  # fmt: skip
-    common.follow_if_told(tensor_parallel, device)
+    common.follow_if_told(load)
     listener = listen(host, port)  # before the model is loaded: a port in use should not cost a minute
-    places = None if max_concurrent is None else max_concurrent + SPARE
-    engine = EngineConfig(places, max_context, kv_dtype=kv_dtype, gpu_memory=gpu_memory, swap=swap)
-
-    def load(model: str) -> LLM:
-        return common.load_llm(
-            model, drafter=drafter, draft_tokens=draft_tokens, tree=tree, verify=verify, device=device, dtype=dtype, ops=ops,
-            threads=threads, quantize=quantize, tensor_parallel=tensor_parallel, load_format=load_format, engine=engine,
-        )  # fmt: skip
-
+    if max_concurrent is not None:
+        load = replace(load, engine=replace(load.engine, max_batch=max_concurrent + SPARE))
     served: Backend | Shelf
     if len(listed) == 1:
-        llm = load(listed[0].model)
+        llm = common.load_llm(listed[0].model, load)
         settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
         served = Backend.of(llm, err.print)
     else:
         limit = None if memory is None else int(memory * 2**30)
-        served = catalogue.shelf(listed, load, engine, limit, settings, cuda=place(device).type == "cuda")
+        cuda = place(load.device).type == "cuda"
+        served = catalogue.shelf(listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda)
         served.first.take(Model(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"[yellow]warning: {host} can be reached from other machines and no API key is set[/yellow]")
@@ -133,13 +114,13 @@ def serve(
     run(served, settings, listener)
 
 
-def several(listed: Sequence[Listed], name: str | None, drafter: str, memory: float | None, tensor_parallel: int) -> None:
+def several(listed: Sequence[Listed], name: str | None, load: LoadSettings, memory: float | None) -> None:
     """What makes no sense with more than one model."""
     if name is not None:
         raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={listed[0].model}")
-    if drafter not in ("auto", "none", "ngram"):
-        raise OutriderError(f"--drafter {drafter} can't fit {len(listed)} models: use auto, ngram or none")
+    if load.drafter not in ("auto", "none", "ngram"):
+        raise OutriderError(f"--drafter {load.drafter} can't fit {len(listed)} models: use auto, ngram or none")
     if memory is not None and memory <= 0:
         raise OutriderError(f"--memory must be more than 0 GiB, got {memory:g}")
-    if tensor_parallel > 1:
+    if load.tensor_parallel > 1:
         raise OutriderError("--tensor-parallel serves one model: name only one")

@@ -10,12 +10,14 @@ from typing import Annotated
 
 import typer
 
+from ..config import LoadSettings
 from ..types import OutriderError
 from . import common
 from .common import out
 from .progress import StageProgress
 
 
+@common.loading("device")
 def train(
     ctx: typer.Context,
     target: Annotated[str, typer.Option(help="The model to draft for: smollm2, a folder, a .gguf file, or a Hugging Face id.")],
@@ -75,9 +77,10 @@ def train(
         typer.Option("--shard-target", help="Under torchrun: divide the target over the processes, gather each matrix when it is used."),
     ] = False,
     seed: common.Seed = 0,
-    device: common.Device = None,
     dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16. Default: bfloat16 where the GPU or the CPU multiplies it.")] = None,
     as_json: common.AsJson = False,
+    *,
+    load: LoadSettings,
 ) -> None:
     """Train a drafter for a target: the target answers your prompts, and the drafter learns to foresee it. Ctrl-C saves everything."""
     with StageProgress(quiet=as_json) as progress:
@@ -93,7 +96,7 @@ def train(
         from ..train.run import train as run
         from ..train.trainer import TrainSettings
 
-        where = str(place(device))
+        where = str(place(load.device))
         cuda = where.startswith("cuda")
         if dtype not in (None, "float32", "bfloat16"):
             raise OutriderError(f"--dtype must be float32 or bfloat16 for training, got {dtype!r}")

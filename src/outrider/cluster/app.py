@@ -134,7 +134,7 @@ class Group(TypedDict, total=False):
 def grouped(config: ClusterConfig) -> Group:
     """A tensor-parallel replica is a placement group: what all its processes take, in one bundle and so on one machine. The replica is the
     first process and starts the others itself, as `outrider serve` does: so it must see all their GPUs."""
-    if config.tensor_parallel == 1:
+    if config.load.tensor_parallel == 1:
         return {}
     takes = {"CPU": config.cpus_per_replica, **({"GPU": config.gpus_per_replica} if config.gpus_per_replica else {})}
     return {"placement_group_bundles": [takes], "placement_group_strategy": "STRICT_PACK"}
@@ -142,7 +142,7 @@ def grouped(config: ClusterConfig) -> Group:
 
 def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Application:
     """`config` has to be placed. What has changed since the last deployment is rolled out, a replica at a time. `keys`: besides its own."""
-    assert config.max_concurrent is not None and config.threads is not None, "not placed"
+    assert config.max_concurrent is not None and config.load.threads is not None, "not placed"
     fields = config.fields()
     bounds = config.replicas
     scale = {"num_replicas": bounds.low} if bounds.fixed else {"autoscaling_config": AutoscalingConfig(

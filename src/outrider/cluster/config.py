@@ -10,14 +10,17 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, get_type_hints
+from types import NoneType
+from typing import Annotated, get_args, get_type_hints
 
 import yaml
 
+from ..config import OPTIONS, LoadSettings, Option
 from ..server.settings import ServerSettings, public_name, read_keys
 from ..types import OutriderError
 
 Value = str | int | float | bool | None
+AS_IT_COMES = LoadSettings()
 
 
 @dataclass(frozen=True)
@@ -55,19 +58,8 @@ class ClusterConfig:
     host: Annotated[str, TEXT] = "127.0.0.1"
     port: Annotated[int, _whole(0, 65535)] = 8000
     # each engine
-    drafter: Annotated[str, TEXT] = "auto"
-    draft_tokens: Annotated[str, Rule(_draft_tokens, "auto or 0..16")] = "auto"
-    verify: Annotated[str, _one_of("coupled", "rejection", "block")] = "coupled"
-    device: Annotated[str | None, TEXT] = None
-    dtype: Annotated[str | None, _one_of("float32", "bfloat16", "float16")] = None
-    ops: Annotated[str, TEXT] = "auto"
-    threads: Annotated[int | None, _whole(1)] = None  # default: as many as cpus_per_replica
-    quantize: Annotated[str | None, _one_of("int8", "int4", "fp8")] = None
-    load_format: Annotated[str, _one_of("auto", "dummy")] = "auto"
+    load: LoadSettings = AS_IT_COMES  # in a file its options stand beside the others; threads by default: as many as cpus_per_replica
     max_concurrent: Annotated[int | None, _whole(1)] = None  # default: 254 on a GPU, else 8
-    max_context: Annotated[int | None, _whole(1)] = None
-    gpu_memory: Annotated[float, _number(0, 1, over=True)] = 0.9
-    tensor_parallel: Annotated[int, _whole(1)] = 1  # processes of a replica, on one machine
     # what a replica takes of its machine
     cpus_per_replica: Annotated[float, _number(0, over=True)] = 1.0
     gpus_per_replica: Annotated[float | None, _number(0)] = None  # default: one a process where the cluster has GPUs
@@ -105,7 +97,12 @@ class ClusterConfig:
                 raise OutriderError(f"{where}{raw}: {json.dumps(value, default=str)} is not allowed; it must be {rule.allowed}") from None
         if "model" not in known:
             raise OutriderError(f"{where}model is missing: say what to load, e.g. model: smollm2")
-        return cls(**known)  # type: ignore[arg-type]  # each was read by its rule
+        own = {name: value for name, value in known.items() if name not in OPTIONS}
+        try:
+            load = LoadSettings.of({name: value for name, value in known.items() if name in OPTIONS})
+        except OutriderError as e:
+            raise OutriderError(f"{where}{e}") from None
+        return cls(**own, load=load)  # type: ignore[arg-type]  # each was read by its rule
 
     @classmethod
     def read(cls, path: Path, over: Mapping[str, object]) -> ClusterConfig:
@@ -130,8 +127,9 @@ class ClusterConfig:
     def fields(self) -> dict[str, Value]:
         """What `of` would read this from: only what differs from the defaults."""
         out: dict[str, Value] = {}
+        load = self.load.options()
         for name in RULES:
-            value = getattr(self, name)
+            value = load[name] if name in load else getattr(self, name)
             if value != DEFAULTS.get(name, ...):
                 out[name] = str(value) if isinstance(value, Replicas) else value
         return out
@@ -142,18 +140,19 @@ class ClusterConfig:
 
     def placed(self, gpus: float) -> ClusterConfig:
         """The same with the fields filled in that depend on the machines. gpus: of the whole cluster."""
-        wanted = self.device is None or self.device.startswith("cuda")
-        per_replica = self.gpus_per_replica if self.gpus_per_replica is not None else float(bool(gpus and wanted)) * self.tensor_parallel
-        if per_replica and self.tensor_parallel > 1 and per_replica != self.tensor_parallel:
+        load = self.load
+        wanted = load.device is None or load.device.startswith("cuda")
+        per_replica = self.gpus_per_replica if self.gpus_per_replica is not None else float(bool(gpus and wanted)) * load.tensor_parallel
+        if per_replica and load.tensor_parallel > 1 and per_replica != load.tensor_parallel:
             raise OutriderError(
-                f"gpus_per_replica: {per_replica:g} with tensor_parallel {self.tensor_parallel}: a GPU a process; leave the first out"
+                f"gpus_per_replica: {per_replica:g} with tensor_parallel {load.tensor_parallel}: a GPU a process; leave the first out"
             )
         if per_replica > gpus:
             raise OutriderError(f"gpus_per_replica: {per_replica:g}, but the cluster has {gpus:g} GPUs; set it to 0 or add machines")
         concurrent = self.max_concurrent or (254 if per_replica else 8)
         return dataclasses.replace(
             self, gpus_per_replica=per_replica, max_concurrent=concurrent, target_queue=self.target_queue or float(concurrent),
-            threads=self.threads or max(1, int(self.cpus_per_replica / self.tensor_parallel)),
+            load=dataclasses.replace(load, threads=load.threads or max(1, int(self.cpus_per_replica / load.tensor_parallel))),
         )  # fmt: skip
 
     def front(self) -> ServerSettings:
@@ -175,8 +174,9 @@ class ClusterConfig:
         return read_keys(environment.get("OUTRIDER_API_KEY"), Path(self.api_key_file) if self.api_key_file else None)
 
 
-DEFAULTS: dict[str, Value | Replicas] = {
-    f.name: f.default for f in dataclasses.fields(ClusterConfig) if f.default is not dataclasses.MISSING
+DEFAULTS: dict[str, object] = {
+    **{f.name: f.default for f in dataclasses.fields(ClusterConfig) if f.default is not dataclasses.MISSING},
+    **{name: option.default for name, option in OPTIONS.items()},
 }
 
 
@@ -228,10 +228,16 @@ def _replicas(value: object) -> Replicas:
     return Replicas.parse(str(value))
 
 
-def _draft_tokens(value: object) -> str:
-    if isinstance(value, bool) or str(value) not in ("auto", *map(str, range(17))):
-        raise ValueError
-    return str(value)
+def _option(option: Option) -> Rule:
+    """Of a load setting: its kind is seen to here, what else it must be by `LoadSettings`."""
+    kinds = [kind for kind in get_args(option.kind) or (option.kind,) if kind is not NoneType]
+    if kinds == [int]:
+        return _whole(1)
+    if kinds == [float]:
+        return _number(0)
+    if int in kinds:
+        return Rule(lambda value: _text(str(value)), "a text or a number")
+    return TEXT
 
 
 def _typed(name: str, value: object) -> object:
@@ -250,4 +256,7 @@ def _typed(name: str, value: object) -> object:
 
 
 TEXT = Rule(_text, "a text that is not empty")
-RULES: dict[str, Rule] = {name: hint.__metadata__[0] for name, hint in get_type_hints(ClusterConfig, include_extras=True).items()}
+RULES: dict[str, Rule] = {
+    **{name: hint.__metadata__[0] for name, hint in get_type_hints(ClusterConfig, include_extras=True).items() if name != "load"},
+    **{name: _option(option) for name, option in OPTIONS.items()},
+}

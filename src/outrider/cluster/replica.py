@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
 
 from fastapi import FastAPI
 from starlette.types import Message, Receive, Scope
 
-from ..config import EngineConfig
 from ..llm import LLM
 from ..server.app import create_app
 from ..server.prepare import Backend
@@ -27,13 +27,7 @@ from .totals import Snapshot
 def load(config: ClusterConfig) -> Backend:
     """What `outrider serve` would load."""
     assert config.max_concurrent is not None, "not placed"
-    llm = LLM.load(
-        config.model, drafter=config.drafter, draft_tokens=config.draft_tokens, verify=config.verify,  # type: ignore[arg-type]
-        device=config.device, dtype=config.dtype, ops=config.ops, threads=config.threads, quantize=config.quantize,
-        load_format=config.load_format,  # type: ignore[arg-type]
-        tensor_parallel=config.tensor_parallel,
-        engine=EngineConfig(config.max_concurrent + SPARE, config.max_context, gpu_memory=config.gpu_memory),
-    )  # fmt: skip
+    llm = LLM.load(config.model, config.load, engine=replace(config.load.engine, max_batch=config.max_concurrent + SPARE))
     if llm.team is not None:
         llm.team.watch.grace = 0.0  # the ingress sends what was running here to another replica: an error of ours would end it
     return Backend.of(llm)

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..config import EngineConfig
+from ..config import EngineConfig, LoadSettings
 from ..engine.engine import Engine, Request
 from ..llm import LLM
 from ..models.config import ModelConfig
@@ -150,7 +150,8 @@ def answering_engine(
     short, kernels = (str(dtype).removeprefix("torch."), "triton:dense") if cuda else (None, "auto")
     draft = 0 if drafter == "none" else 4
     try:
-        llm = LLM.load(name, drafter, draft, device=device, dtype=short, ops=kernels, engine=settings, say=lambda _: None)
+        load = LoadSettings(drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, engine=settings)
+        llm = LLM.load(name, load, say=lambda _: None)
         engine = llm.engine
         engine.tokenizer = None  # token ids are all that is wanted
         del llm

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ..config import LoadFormat
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.split import Cuts, Share, split_drafter, split_target
 from ..ops.backend import Backend
@@ -31,7 +32,6 @@ from .source import Source
 from .stored import Recipe
 
 C = TypeVar("C", ModelConfig, DrafterConfig)
-LoadFormat = Literal["auto", "dummy"]
 SLICE = 8 << 20  # bytes of the file copied at once
 INTEGERS = ("I64", "I32")
 HALVES = (Dense(torch.float16), Dense(torch.bfloat16))

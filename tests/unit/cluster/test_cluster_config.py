@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner
 
 from outrider.cli.main import app
 from outrider.cluster.config import RULES, ClusterConfig, Replicas
+from outrider.config import OPTIONS
 from outrider.types import OutriderError
 
 
@@ -32,7 +34,9 @@ def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None
         ({"max_concurrent": "many"}, 'max_concurrent: "many" '),
         ({"routing": "random"}, "one of prefix, least-loaded"),
         ({"wait": 0}, "a number, more than 0"),
-        ({"gpu_memory": 1.5}, "at most 1"),
+        ({"gpu_memory": 1.5}, "gpu_memory must be in (0, 1], got 1.5"),
+        ({"draft_tokens": 17}, "draft tokens must be in 0..16 or 'auto', got 17"),
+        ({"dtype": "int7"}, "unknown dtype 'int7'; known: float32, bfloat16, float16"),
         ({"colour": "red"}, "unknown field 'colour'; known: model, replicas,"),
         ({"tensor_parallel": 0}, "tensor_parallel: 0 is not allowed; it must be a whole number, 1 or more"),
         ({"model": ""}, 'model: "" is not allowed'),
@@ -48,13 +52,13 @@ def test_a_mistake_is_one_line(fields: dict[str, object], told: str) -> None:
 def test_what_it_says_of_itself_reads_back() -> None:
     config = ClusterConfig.of({"model": "smollm2", "replicas": "2..8", "max-concurrent": 4, "device": None, "wait": 3})
     assert ClusterConfig.of(config.fields()) == config and config.fields()["replicas"] == "2..8"
-    assert all(hasattr(config, name) for name in RULES)
+    assert {*RULES} == {*OPTIONS, *(f.name for f in fields(ClusterConfig) if f.name != "load")}
     placed = config.placed(0)
-    assert (placed.gpus_per_replica, placed.max_concurrent, placed.threads, placed.target_queue) == (0.0, 4, 1, 4.0)
+    assert (placed.gpus_per_replica, placed.max_concurrent, placed.load.threads, placed.target_queue) == (0.0, 4, 1, 4.0)
     assert ClusterConfig.of({"model": "m"}).placed(2).max_concurrent == 254  # as `outrider serve` on a GPU
     assert ClusterConfig.of({"model": "m", "device": "cpu"}).placed(2).gpus_per_replica == 0
     divided = ClusterConfig.of({"model": "m", "tensor_parallel": 2, "cpus_per_replica": 4})
-    assert (divided.placed(0).threads, divided.placed(0).gpus_per_replica, divided.placed(4).gpus_per_replica) == (2, 0.0, 2.0)
+    assert (divided.placed(0).load.threads, divided.placed(0).gpus_per_replica, divided.placed(4).gpus_per_replica) == (2, 0.0, 2.0)
     with pytest.raises(OutriderError, match="a GPU a process"):
         ClusterConfig.of({"model": "m", "tensor_parallel": 2, "gpus_per_replica": 1}).placed(4)
     with pytest.raises(OutriderError, match="the cluster has 0 GPUs"):
@@ -65,7 +69,7 @@ def test_arguments_of_an_application_are_texts(tmp_path: Path) -> None:
     file = tmp_path / "cluster.yaml"
     file.write_text("model: smollm2\nwait: 7\n")
     config = ClusterConfig.from_args({"config": str(file), "replicas": "2", "gpu_memory": "0.5", "max_concurrent": "4", "name": "7"})
-    assert (config.model, config.wait, str(config.replicas), config.gpu_memory, config.max_concurrent, config.name) == (
+    assert (config.model, config.wait, str(config.replicas), config.load.engine.gpu_memory, config.max_concurrent, config.name) == (
         "smollm2", 7.0, "2", 0.5, 4, "7",
     )  # fmt: skip
     with pytest.raises(OutriderError, match='max_concurrent: "x" is not allowed'):

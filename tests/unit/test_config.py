@@ -1,0 +1,73 @@
+"""Load settings: an option is named, given its default and explained in one place, and reaches everybody from there."""
+
+from __future__ import annotations
+
+import pytest
+import typer.main
+
+from outrider.cli.common import loading
+from outrider.cli.main import app
+from outrider.config import ENGINE, OPTIONS, EngineConfig, LoadSettings
+from outrider.llm import LLM
+from outrider.types import OutriderError
+
+# These mean something else there, or take several.
+OTHERS = {("train", "dtype"), ("inspect", "drafter"), ("inspect", "quantize"), ("bench", "draft_tokens"), ("bench", "tree")}
+
+
+@pytest.mark.parametrize(
+    "name", ["generate", "chat", "serve", "batch", "bench", "prove", "demo", "inspect", "train", "eval-drafter", "cluster"]
+)
+def test_commands_take_name_default_and_help_from_the_settings(name: str) -> None:
+    group = typer.main.get_command(app(("doctor", name)))
+    options = [p for p in group.commands[name].params if p.param_type_name == "option" and p.name in OPTIONS]  # type: ignore[attr-defined]
+    found = {p.name: p for p in options if (name, p.name) not in OTHERS}
+    assert found
+    for option, parameter in found.items():
+        assert parameter.default == OPTIONS[option].default and parameter.help == OPTIONS[option].help, option
+        assert parameter.opts == ["--" + option.replace("_", "-")]
+
+
+def test_a_command_gets_what_was_said() -> None:
+    told: list[object] = []
+
+    @loading("drafter", "draft_tokens", "threads", "kv_dtype", "swap")
+    def command(word: str = "x", *, load: LoadSettings) -> None:
+        told.extend((word, load))
+
+    shell = typer.Typer()
+    shell.command()(command)
+    words = ["--word", "y", "--draft-tokens", "3", "--threads", "2", "--kv-dtype", "int8", "--swap", "1.5"]
+    typer.main.get_command(shell)(words, standalone_mode=False)
+    assert told == ["y", LoadSettings(draft_tokens="3", threads=2, engine=EngineConfig(kv_dtype="int8", swap=1.5))]
+    with pytest.raises(KeyError, match="colour"):
+        loading("colour")(command)
+
+
+def test_options_there_and_back() -> None:
+    load = LoadSettings(draft_tokens=3, dtype="float16", engine=EngineConfig(max_context=77, gpu_memory=0.5))
+    assert LoadSettings.of(load.options()) == load and LoadSettings.of({}) == LoadSettings()
+    assert {*load.options()} == {*OPTIONS} >= {*ENGINE} == {"max_context", "kv_dtype", "gpu_memory", "swap"}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"draft_tokens": "many"}, "draft tokens must be a number in 0..16 or 'auto', got 'many'"),
+        ({"tree": 99}, "tree must be 'auto', 'off' or a number"),
+        ({"verify": "hope"}, "unknown verifier 'hope'; known: coupled, rejection, block"),
+        ({"dtype": "int7"}, "unknown dtype 'int7'; known: float32, bfloat16, float16"),
+        ({"quantize": "int7"}, "unknown --quantize 'int7'; known: int8, int4, fp8"),
+        ({"load_format": "tar"}, "unknown load format 'tar'; known: auto, dummy"),
+        ({"tensor_parallel": 0}, "--tensor-parallel must be at least 1, got 0"),
+        ({"tensor_parallel": 2, "engine": EngineConfig(swap=1)}, "--swap is for a model in one process"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_loaded(wrong: dict[str, object], told: str) -> None:
+    with pytest.raises(OutriderError, match=told):
+        LLM.load("nowhere", **wrong)
+
+
+def test_a_field_that_there_is_not() -> None:
+    with pytest.raises(TypeError, match="colour"):
+        LLM.load("nowhere", colour="red")
