@@ -142,19 +142,19 @@ inline int __all_sync(u32 mask, int v) { return __ballot_sync(mask, !v) == 0; }
 // Global memory.
 
 template <class T> inline T __ldcg(const T* at) {
-    machine::check_global(at, sizeof(T), sizeof(T), "reads");
+    machine::check_global(at, sizeof(T), sizeof(T), "reads", machine::READS);
     return *at;
 }
 template <class T> inline T __ldg(const T* at) { return __ldcg(at); }
 template <class T> inline T __ldcs(const T* at) { return __ldcg(at); }
 template <class T> inline void __stcg(T* at, T v) {
-    machine::check_global(at, sizeof(T), sizeof(T), "writes");
+    machine::check_global(at, sizeof(T), sizeof(T), "writes", machine::WRITES);
     *at = v;
 }
 template <class T> inline void __stcs(T* at, T v) { __stcg(at, v); }
 template <class T> inline T atomicAdd(T* at, T v) {
-    machine::check_global(at, sizeof(T), sizeof(T), "adds");
-    machine::the.spins = 0;
+    machine::check_global(at, sizeof(T), sizeof(T), "adds", machine::ADDS);
+    machine::the.spins = 0, machine::take_along(at), machine::leave_at(at);
     const T before = *at;
     *at = before + v;
     return before;
@@ -234,10 +234,10 @@ inline u32 shared_room() { return machine::ROOM_AT; }
 
 template <class T> inline T from_shared(u32 at) {
     T v;
-    memcpy(&v, machine::touch_shared(at, sizeof v, "reads"), sizeof v);
+    memcpy(&v, machine::touch_shared(at, sizeof v, "reads", machine::READS), sizeof v);
     return v;
 }
-template <class T> inline void to_shared(u32 at, T v) { memcpy(machine::touch_shared(at, sizeof v, "writes"), &v, sizeof v); }
+template <class T> inline void to_shared(u32 at, T v) { memcpy(machine::touch_shared(at, sizeof v, "writes", machine::WRITES), &v, sizeof v); }
 
 inline uint4 read16(u32 at) { return from_shared<uint4>(at); }
 inline float read_float(u32 at) { return from_shared<float>(at); }
@@ -276,7 +276,8 @@ inline int count_one(int* at) { return atomicAdd(at, 1); }
 inline u32 add_and_see(u32* at, u32 more) { return atomicAdd(at, more); }
 inline u32 look(const u32* at) {
     machine::spin();
-    return __ldcg(at);
+    machine::check_global(at, 4, 4, "looks", machine::ADDS), machine::take_along(at);
+    return *at;
 }
 inline void stop() { machine::fail("stops the launch"); }
 inline void let_next_kernel_in() {}

@@ -31,7 +31,19 @@ from outrider.ops.cuda.runtime import FOLDER
 HERE = Path(__file__).parent
 PAGE = mmap.PAGESIZE
 GUARD = 0xFF  # NaN of every kind of float, -1 of every kind of integer
-OPTIONS = ("-std=c++17", "-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-U_FORTIFY_SOURCE", "-w")
+OPTIONS = (
+    "-std=c++17",
+    "-O0",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fno-asynchronous-unwind-tables",
+    "-shared",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-U_FORTIFY_SOURCE",
+    "-w",
+)
 MAKERS = (
     torch.empty,
     torch.zeros,

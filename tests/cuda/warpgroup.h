@@ -18,7 +18,7 @@ struct Products {
 
 inline Products& products() {
     Fiber& f = *the.now;
-    if (!f.products) f.products = (Products*)calloc(1, sizeof(Products));
+    if (!f.products) f.products = (Products*)room_for(sizeof(Products));
     return *f.products;
 }
 
@@ -33,20 +33,34 @@ inline Sums& sums_of(Products& p, float* d) {
     fail("more than 8 sums of products under way");
 }
 
-inline u16 element(u64 matrix, int column, int token) {  // pieces of 8 columns of 8 tokens, no swizzle
+template <class F> inline void each_piece(u64 matrix, int tokens, F f) {  // f(where 8 columns of a token lie, first column, token); no swizzle
     const u32 at = (matrix & 0x3FFF) << 4, next_columns = (matrix >> 16 & 0x3FFF) << 4, next_tokens = (matrix >> 32 & 0x3FFF) << 4;
     if (matrix >> 62) fail("a matrix with a swizzle, which is not emulated");
-    u16 v;
-    memcpy(&v, touch_shared(at + column / 8 * next_columns + token / 8 * next_tokens + token % 8 * 16 + column % 8 * 2, 2, "multiplies"), 2);
-    return v;
+    for (int t = 0; t < tokens; t++)
+        for (int k = 0; k < 2; k++) f(at + k * next_columns + t / 8 * next_tokens + t % 8 * 16, k * 8, t);
+}
+
+inline void hold(u64 matrix, int tokens) {  // until the product is made nobody may write there
+    each_piece(matrix, tokens, [](u32 at, int, int) {
+        touch_shared(at, 16, "multiplies", READS);
+        for (u32 word = (at - ROOM_AT) / 4, end = word + 4; word < end; word++) {
+            const Written& w = the.here->shadow.written[word];
+            if (w.by && the.fibers[w.by - 1].shown == w.shown) fail("multiplies byte %u of shared memory, which was not shown to the matrix units", word * 4);
+            the.here->held[word]++;
+        }
+    });
 }
 
 inline void make_product(Warp& w, int index) {
     const int sums = w.lanes[0]->products->queue[index].sums, tokens = sums * 2;
     const u64 matrix = w.lanes[0]->products->queue[index].b;
     float b[MOST_SUMS * 2][16];
-    for (int t = 0; t < tokens; t++)
-        for (int k = 0; k < 16; k++) b[t][k] = float_of_bfloat(element(matrix, k, t));
+    each_piece(matrix, tokens, [&](u32 at, int column, int token) {
+        u16 v[8];
+        memcpy(v, touch_shared(at, 16, "multiplies", READS), 16);
+        for (int i = 0; i < 8; i++) b[token][column + i] = float_of_bfloat(v[i]);
+        for (int i = 0; i < 4; i++) the.here->held[(at - ROOM_AT) / 4 + i]--;
+    });
     float a[16][16];
     for (int lane = 0; lane < 32; lane++) {
         const Product& p = w.lanes[lane]->products->queue[index];
@@ -78,7 +92,7 @@ template <bool Add, int N> inline void multiply_all(float (&d)[N], const u32* a,
     if (!s.waiting++) memcpy(s.value, d, sizeof d);
     memset(d, 0xFF, sizeof d);
     p.queue[p.count++] = {d, N, p.group, {a[0], a[1], a[2], a[3]}, b, Add};
-    machine::meet_warp("wgmma", nullptr, true, [](machine::Warp&) {});
+    machine::meet_warp("wgmma", nullptr, true, [=](machine::Warp&) { machine::hold(b, N * 2); });
 }
 
 inline void begin_multiplying() { machine::products().fenced = true; }
@@ -104,4 +118,4 @@ template <int LEFT, int N> inline void wait_batches(float (&)[N]) {
 inline u64 matrix_at(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(NT * 8) << 16 | (u64)8 << 32; }
 #endif
 
-inline void show_to_matrix_units() {}
+inline void show_to_matrix_units() { machine::the.now->shown++; }

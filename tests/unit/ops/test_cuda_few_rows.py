@@ -191,6 +191,20 @@ def test_rows_of_x_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 BROKEN = {
     "no wait": ("units.cuh", "        wait_copies();\n", "", "still on its way"),
+    "factors before the lanes that fetched them": ("units.cuh", "        __syncwarp();  // factors", "//", "shared memory, which"),
+    "x before other warps have laid it": ("few_rows.cu", "    __syncthreads();\n", "", r"shared memory, which thread \d+ wrote"),
+    "counted before other lanes have stored": (
+        "units.cuh",
+        "        __syncwarp();\n        int done",
+        "int done",
+        r"of buffer \d+, which thread \d+ of block",
+    ),
+    "sums before a lane has seen the count": (
+        "units.cuh",
+        "        __syncwarp();\n        if (lane",
+        "if (lane",
+        r"of buffer \d+, which thread \d+ of block",
+    ),
     "x beyond its end": ("units.cuh", "t < p.m && column < p.k", "column < p.k", "behind the end of buffer"),
 }
 
@@ -202,6 +216,6 @@ def test_a_broken_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tm
         whole = f.read_text()
         assert f.name != file or text in whole
         (tmp_path / f.name).write_text(whole.replace(text, instead) if f.name == file else whole)
-    case = CASES["several units a warp, a block without any"]
+    case = replace(CASES["several units a warp, a block without any"], span=1, blocks=3, warps=2)
     with pytest.raises(EmulatorError, match=message):
         Rig(monkeypatch, case, folder=tmp_path).product(drawn(case, 3))

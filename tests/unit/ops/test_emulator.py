@@ -72,6 +72,46 @@ def test_what_is_found(mode: int) -> None:
         run(memory, FAULTS, [memory.hold(torch.zeros(10, dtype=torch.int32))], mode, beside=DEEP)
 
 
+ORDER = """
+    const u32 at = shared_room(), t = threadIdx.x, warp = t / 32;
+    u32 *data = (u32*)p0, *flag = data + 8;
+    switch (m.mode) {
+    case 0: put_float(at + t * 4, 1.f); take4(at + (t ^ 1) * 4); break;                 // a neighbour's, no barrier
+    case 1: put_float(at + t * 4, 1.f); __syncwarp(); take4(at + (t ^ 32) * 4); break;  // another warp's, a barrier of the warp
+    case 2: take4(at + (t ^ 1) * 4); put_float(at + t * 4, 1.f); break;                 // written while others may still read
+    case 3: take4(at + 64); __syncwarp(); if (t == 40) put_float(at + 64, 1.f); break;
+    case 4: put_float(at, 1.f); break;                                                  // all to one place
+    case 5: put_float(at + t * 4, 1.f); __shfl_sync(~0u, t, 0); take4(at + (t ^ 1) * 4); break;  // a shuffle orders nothing
+    case 6:                                                                             // a flag, but the other lane has not looked
+        if (t == 0) __stcg(data, 5u), add_and_see(flag, 1);
+        if (t == 32) while (!look(flag)) {}
+        if (t == 33) { for (int i = 0; i < 9; i++) __nanosleep(9); __ldcg(data); }
+        break;
+    case 7: if (blockIdx.x == 0 && t == 0) __stcg(data, 5u); if (blockIdx.x && t == 0) __ldcg(data); break;
+    case 8:                                                                             // all of this is right
+        put_float(at + t * 4, 1.f); __syncthreads(); take4(at + (t ^ 33) * 4); __syncthreads();
+        put_float(at + (t ^ 1) * 4, 2.f); __syncwarp(); take4(at + (t ^ 2) * 4);
+        if (blockIdx.x == 0 && t == 5) __stcg(data, 5u);
+        __syncthreads();
+        if (blockIdx.x == 0 && t == 0) add_and_see(flag, 1);
+        if (blockIdx.x && t == 0) while (!look(flag)) {}
+        __syncthreads();
+        if (blockIdx.x && __ldcg(data) != 5) stop();
+        break;
+    }
+"""
+
+
+@pytest.mark.parametrize("seed", [0, 5])
+def test_what_nothing_orders_is_found_in_whatever_order_it_ran(seed: int) -> None:
+    memory = Memory()
+    data = memory.hold(torch.zeros(16, dtype=torch.int32))
+    for mode in range(8):
+        with pytest.raises(EmulatorError, match="nothing says in which order"):
+            run(memory, ORDER, [data.zero_()], mode, blocks=2 if mode > 6 else 1, threads=64, seed=seed)
+    run(memory, ORDER, [data.zero_()], 8, blocks=3, threads=64, seed=seed)
+
+
 BLOCKS = """
     __shared__ int total;
     int* out = (int*)p0;
@@ -107,7 +147,7 @@ PRODUCT = """
         const u32 to = at + (i % 2 * NT + i / 16) * 128 + i / 2 % 8 * 16;
         put8(to, v.x, v.y), put8(to + 8, v.z, v.w);
     }
-    show_to_matrix_units();
+    if (m.mode != 2) show_to_matrix_units();
     __syncthreads();
     const u32* x = (u32*)p0 + (warp * 16 + g) * 8 + c;
     const u32 a[4] = {x[0], x[64], x[4], x[68]};
@@ -117,6 +157,7 @@ PRODUCT = """
     multiply_all<false>(d, a, matrix_at(at));
     multiply_all<true>(d, a, matrix_at(at));
     end_batch();
+    if (m.mode == 3) __syncthreads(), put8(at + threadIdx.x * 8 % 768, 0, 0);
     if (m.mode == 0) wait_batches<0>(d);
     for (int j = 0; j < NT; j++)
         for (int i = 0; i < 4; i++) ((float*)p2)[(warp * 16 + g + i / 2 * 8) * (8 * NT) + j * 8 + c * 2 + i % 2] = d[4 * j + i];
@@ -137,3 +178,6 @@ def test_matrix_instructions() -> None:
     assert torch.allclose(d.double(), 2 * wanted, atol=1e-5) and torch.equal(e, wanted[:, :8].float())
     run(memory, PRODUCT, [a, b, d, e], 1, threads=128, shared=768, NT=3)
     assert d.isnan().all()  # read before they were waited for
+    for mode, message in ((2, "not shown to the matrix units"), (3, "which a product still reads")):
+        with pytest.raises(EmulatorError, match=message):
+            run(memory, PRODUCT, [a, b, d, e], mode, threads=128, shared=768, NT=3)

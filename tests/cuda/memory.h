@@ -1,0 +1,89 @@
+// Memory that kernels may touch, and copies that arrive when they are waited for.
+#ifndef OUTRIDER_MEMORY
+#define OUTRIDER_MEMORY
+#include "threads.h"
+
+namespace machine {
+
+inline const Buffer* buffer_of(const void* at, u64 bytes) {
+    for (int i = 0; i < the.buffer_count; i++) {
+        const Buffer& b = the.buffers[i];
+        if ((char*)at >= b.at && (char*)at + bytes <= b.at + b.bytes) return &b;
+    }
+    return nullptr;
+}
+
+inline void outside(const void* at, const char* what) {
+    i64 best = 1 << 20;
+    int which = -1, past = 0;
+    for (int i = 0; i < the.buffer_count; i++) {
+        const Buffer& b = the.buffers[i];
+        const i64 before = b.at - (char*)at, behind = (char*)at - (b.at + (i64)b.bytes);
+        if (before > 0 && before < best) best = before, which = i, past = 0;
+        if (behind >= 0 && behind < best) best = behind, which = i, past = 1;
+        if (before <= 0 && behind < 0) best = -behind, which = i, past = 2;
+    }
+    static const char* const texts[] = {"%s %lld bytes ahead of buffer %d of %llu bytes", "%s %lld bytes behind the end of buffer %d of %llu bytes",
+                                        "%s across the end, %lld bytes on, of buffer %d of %llu bytes"};
+    if (which < 0) fail("%s at %p, which is in no buffer", what, at);
+    fail(texts[past], what, (long long)best, which, the.buffers[which].bytes);
+}
+
+enum Access { READS, WRITES, ADDS };  // ADDS: whole, so in any order
+
+inline void check_global(const void* at, u64 aligned, u64 bytes, const char* what, Access access) {
+    if ((uintptr_t)at % aligned) fail("%s of %llu bytes at %p, which is not aligned", what, bytes, at);
+    const Buffer* b = buffer_of(at, bytes);
+    if (!b) outside(at, what);
+    stir();
+    if (access == ADDS || bytes < 4) return;
+    for (u64 i = 0; i < bytes; i += 4) touch(the.shadows[b - the.buffers], ((char*)at - b->at + i) / 4, access == WRITES, what);
+}
+
+inline char* shared_at(u32 at, u32 bytes, const char* what) {
+    if (at % bytes) fail("%s of %u bytes of shared memory at %u, which is not aligned", what, bytes, at - ROOM_AT);
+    if (at < ROOM_AT || (u64)at + bytes > (u64)ROOM_AT + the.shared) fail("%s at byte %lld of %u of shared memory", what, (i64)at - ROOM_AT, the.shared);
+    return the.here->room + (at - ROOM_AT);
+}
+
+inline char* touch_shared(u32 at, u32 bytes, const char* what, Access access) {
+    stir();
+    char* place = shared_at(at, bytes, what);
+    for (u32 i = 0; i < bytes; i += 4) {
+        const u32 word = (at - ROOM_AT + i) / 4;
+        if (the.here->flying[word]) fail("%s byte %u of shared memory, which a copy is still on its way to", what, at - ROOM_AT + i);
+        if (access == WRITES && the.here->held[word]) fail("%s byte %u of shared memory, which a product still reads", what, at - ROOM_AT + i);
+        touch(the.here->shadow, word, access == WRITES, what);
+    }
+    return place;
+}
+
+inline void begin_copy(u32 to, const char* from, int bytes, int read) {
+    Fiber& f = *the.now;
+    if (read) check_global(from, bytes, read, "copies", READS);
+    touch_shared(to, bytes, "copies over", WRITES);
+    for (int i = 0; i < bytes; i += 4) the.here->flying[(to - ROOM_AT + i) / 4]++;
+    if (f.copying == f.copies_room) f.copies = (Copy*)realloc(f.copies, (f.copies_room = 2 * f.copies_room + 16) * sizeof(Copy));
+    f.copies[f.copying++] = {to, from, bytes, read, f.group};
+}
+
+inline void end_copies(int open) {  // all but those of the newest `open` groups; a group ends with `f.group++`
+    Fiber& f = *the.now;
+    int kept = 0;
+    for (int i = 0; i < f.copying; i++) {
+        const Copy& c = f.copies[i];
+        if (c.group >= f.group - open) {
+            f.copies[kept++] = c;
+            continue;
+        }
+        char* to = shared_at(c.to, c.bytes, "copies");
+        memset(to, 0, c.bytes);
+        memcpy(to, c.from, c.read);
+        for (int j = 0; j < c.bytes; j += 4) the.here->flying[(c.to - ROOM_AT + j) / 4]--, note_write(the.here->shadow, (c.to - ROOM_AT + j) / 4);
+    }
+    f.copying = kept;
+    stir();
+}
+
+}  // namespace machine
+#endif

@@ -1,0 +1,113 @@
+// What comes before what. Two threads touch the same word, one of them writes, and neither a barrier nor a flag orders the two: an error, in
+// whatever order they happen to run here. Known of is what goes through functions of emulate.h; plain loads and stores of C++ are not.
+//
+// A thread counts its stretches between two barriers (`clock`). A warp knows of each thread up to which stretch all that it did has happened.
+// A barrier gives all warps that meet what any of them knew; `__syncwarp` does so for the lanes of a warp, and nothing else does: not a
+// shuffle, not a matrix instruction. Whoever adds to a flag leaves there what it knows, whoever looks at it afterwards takes that along.
+#ifndef OUTRIDER_ORDER
+#define OUTRIDER_ORDER
+#include "parts.h"
+
+namespace machine {
+
+constexpr u32 SEVERAL = 33;  // lanes of a warp that read a word
+
+inline void widen(u32* known, const u32* more) {
+    for (u32 i = 0; i < the.resident * the.threads; i++) known[i] = known[i] > more[i] ? known[i] : more[i];
+}
+
+inline u32* nothing_known() { return (u32*)room_for(the.resident * the.threads * 4); }
+
+inline bool knows(const Fiber& f, u32 id, u32 clock) {
+    return id == f.id || f.warp->known[id] >= clock || (f.taken_along && f.taken_along[id] >= clock);
+}
+
+inline void order_all(Fiber** fibers, int count) {  // they have met
+    const size_t bytes = the.resident * the.threads * 4;
+    u32 clock = 0, *joint = fibers[0]->warp->known;
+    the.meetings++;
+    for (int i = 0; i < count; i++) {
+        Fiber& f = *fibers[i];
+        clock = f.clock > clock ? f.clock : clock;
+        if (f.warp->known != joint && f.warp->meeting_number != the.meetings) widen(joint, f.warp->known);
+        f.warp->meeting_number = the.meetings;
+        if (f.has_taken) widen(joint, f.taken_along), memset(f.taken_along, 0, bytes), f.has_taken = false;
+    }
+    for (int i = 0; i < count; i++) joint[fibers[i]->id] = clock, fibers[i]->clock = clock + 1;
+    for (int i = 0; i < count; i++) {
+        Warp& w = *fibers[i]->warp;
+        if (w.known != joint && w.meeting_number == the.meetings) memcpy(w.known, joint, bytes), w.meeting_number = 0;
+    }
+}
+
+inline Flag& flag_at(const void* at) {
+    Flag*& first = the.flags[(uintptr_t)at / 4 % FLAGS];
+    for (Flag* f = first; f; f = f->next)
+        if (f->at == at) return *f;
+    Flag* made = (Flag*)room_for(sizeof(Flag));
+    made->at = at, made->known = nothing_known(), made->next = first;
+    return *(first = made);
+}
+
+inline void take_along(const void* at) {  // what was left at a flag
+    Fiber& f = *the.now;
+    if (!f.taken_along) f.taken_along = nothing_known();
+    widen(f.taken_along, flag_at(at).known), f.has_taken = true;
+}
+
+inline void leave_at(const void* at) {
+    Fiber& f = *the.now;
+    u32* known = flag_at(at).known;
+    widen(known, f.warp->known);
+    if (f.has_taken) widen(known, f.taken_along);
+    known[f.id] = f.clock++;
+}
+
+__attribute__((noinline)) inline void clash(const Shadow& s, u32 word, const char* what, const char* before, u32 id) {
+    const Fiber& other = the.fibers[id];
+    char where[60];
+    if (s.buffer < 0) snprintf(where, sizeof where, "byte %u of shared memory", word * 4);
+    else snprintf(where, sizeof where, "byte %u of buffer %d", word * 4, s.buffer);
+    if (other.block == the.now->block) fail("%s %s, which thread %d %s: nothing says in which order", what, where, other.thread, before);
+    fail("%s %s, which thread %d of block %u %s: nothing says in which order", what, where, other.thread, other.block->index, before);
+}
+
+inline void note_write(Shadow& s, u32 word) { s.written[word] = {the.now->id + 1, the.now->clock, the.now->shown}; }
+
+inline void touch(Shadow& s, u32 word, bool writes, const char* what) {
+    Fiber& f = *the.now;
+    const Written& w = s.written[word];
+    if (w.by && !knows(f, w.by - 1, w.clock)) clash(s, word, what, "wrote", w.by - 1);
+    if (!writes) {
+        u32*& mine = s.reads[f.warp->index - s.first_warp];
+        if (!mine) mine = (u32*)room_for(s.words * 4);
+        u32& e = mine[word];
+        const u32 lane = f.lane + 1, who = e & 63, clock = e >> 6;
+        const bool open = who && who != lane && (who == SEVERAL ? clock >= f.clock : !knows(f, f.warp->lanes[who - 1]->id, clock));
+        e = (clock > f.clock && open ? clock : f.clock) << 6 | (open ? SEVERAL : lane);
+        return;
+    }
+    for (u32 v = 0; v < s.warps; v++) {
+        if (!s.reads[v] || !s.reads[v][word]) continue;
+        u32& e = s.reads[v][word];
+        const Warp& warp = *the.warps[s.first_warp + v];
+        for (int lane = 0; lane < warp.size; lane++)
+            if (((e & 63) == SEVERAL || (int)(e & 63) == lane + 1) && !knows(f, warp.lanes[lane]->id, e >> 6)) clash(s, word, what, "read", warp.lanes[lane]->id);
+        e = 0;
+    }
+    note_write(s, word);
+}
+
+inline void make_shadow(Shadow& s, int buffer, u64 bytes, u32 first_warp, u32 warps) {
+    s.buffer = buffer, s.words = bytes / 4 + 4, s.first_warp = first_warp, s.warps = warps;
+    s.written = (Written*)room_for(s.words * sizeof(Written)), s.reads = (u32**)room_for(warps * sizeof(u32*));
+}
+
+inline void forget(Shadow& s) {
+    memset(s.written, 0, s.words * sizeof(Written));
+    for (u32 v = 0; v < s.warps; v++)
+        if (s.reads[v]) memset(s.reads[v], 0, s.words * 4);
+}
+
+}  // namespace machine
+#endif
