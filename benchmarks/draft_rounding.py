@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from outrider.ops.triton.draft_steps import rounded
-from outrider.train.data import read_prompts
+from outrider.prompts import read_prompts
 from outrider.train.evaluate import Head, judge_drafts, summary
 from outrider.train.finish import views
 from outrider.train.target import describe, open_target

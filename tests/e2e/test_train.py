@@ -19,11 +19,12 @@ from tests import tiny
 from outrider.cli.main import main
 from outrider.llm import LLM
 from outrider.models.decoder import TextModel
+from outrider.prompts import read_prompts
 from outrider.spec import card
 from outrider.train import run
 from outrider.train.answers import Answering, read_answers
 from outrider.train.capture import DenseOps
-from outrider.train.data import Sequences, read_prompts
+from outrider.train.data import Sequences
 from outrider.train.evaluate import judge_drafts, walk
 from outrider.train.finish import views
 from outrider.train.job import TrainJob

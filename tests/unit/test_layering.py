@@ -9,10 +9,11 @@ import pytest
 
 SRC = Path(__file__).resolve().parents[2] / "src" / "outrider"
 
-# A package (or module) may import only these of ours, besides itself. `types` and `config` are open to everybody.
+# A package (or module) may import only these of ours, besides itself. `types`, `config` and `prompts` are open to everybody.
 ALLOWED = {
     "types": set(),
     "config": set(),
+    "prompts": set(),
     "ops": set(),
     "models": {"ops"},
     "weights": {"models.config", "models.known", "models.split", "ops"},
@@ -29,7 +30,8 @@ ALLOWED = {
     "__init__": {"llm"},
 }
 TORCH_FREE = [
-    "types", "config", "models/config", "models/split", "models/pairing", "models/known", "models/inspect", "cache/pages", "cache/prefix",
+    "types", "config", "prompts",
+    "models/config", "models/split", "models/pairing", "models/known", "models/inspect", "cache/pages", "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram",
     "engine/scheduler", "engine/step", "engine/metrics",
     "bench/predict",
@@ -58,7 +60,7 @@ def test_imports_follow_the_map() -> None:
         package = path.relative_to(SRC).with_suffix("").parts[0]
         for name in imports(path):
             top = name.split(".")[0]
-            if top in (package, "types", "config", "__version__", "OutriderError", "SamplingParams"):
+            if top in (package, "types", "config", "prompts", "__version__", "OutriderError", "SamplingParams"):
                 continue
             if not any(name == a or name.startswith(a + ".") for a in ALLOWED[package]):
                 wrong.append(f"{path.relative_to(SRC)} imports {name}")

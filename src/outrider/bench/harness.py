@@ -17,8 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypedDict
 
+from ..prompts import Prompt
 from ..types import OutriderError, RequestStats, SamplingParams
-from .workloads import Prompt
 
 if TYPE_CHECKING:
     from ..llm import LLM

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ..prompts import Prompt
 from ..types import OutriderError
 from .harness import Answer, Contestant
-from .workloads import Prompt
 
 if TYPE_CHECKING:
     import torch

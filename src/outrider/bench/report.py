@@ -18,9 +18,9 @@ from statistics import median
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from ..prompts import Prompt
 from . import svg
 from .harness import PLAIN, Cell
-from .workloads import Prompt
 
 ALL = "all"
 DRAWS = 1000

@@ -11,10 +11,10 @@ from contextlib import closing
 from unittest.mock import patch
 
 from ..llm import LLM
+from ..prompts import Prompt
 from ..spec.ngram import NgramIndex
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT, SamplingParams
-from .workloads import Prompt
 
 
 def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0) -> Trace | None:

@@ -20,7 +20,7 @@ from .common import err, out
 if TYPE_CHECKING:
     from ..bench.harness import Cell, Contestant, Settings, Store
     from ..bench.report import Row
-    from ..bench.workloads import Prompt
+    from ..prompts import Prompt
 
 
 @common.loading("verify", *common.MACHINE, *common.ROOM)
@@ -81,7 +81,7 @@ def bench(
         known = {p.id for p in prompts}
         prompts += [p for p in workloads.load_graded(quality, data) if p.id not in known]
     if max_tokens is not None:
-        prompts = [workloads.Prompt(p.id, p.category, p.text, min(p.max_tokens, max_tokens), p.check) for p in prompts]
+        prompts = [replace(p, max_tokens=min(p.max_tokens, max_tokens)) for p in prompts]
     if record_traces is not None:
         _record(model, prompts, record_traces, temperatures[0], seed, load)
         return

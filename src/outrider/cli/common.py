@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import Parameter
@@ -15,12 +14,12 @@ import typer
 from rich.console import Console
 
 from ..config import OPTIONS, LoadSettings
+from ..prompts import read_prompts
 from ..types import OutriderError, RequestStats
 from .quick import quick_start
 
 if TYPE_CHECKING:
     from ..llm import LLM, Completion
-    from ..models.config import ForeignDict
 
 N = TypeVar("N", int, float)
 out = Console(highlight=False, soft_wrap=True)
@@ -118,28 +117,9 @@ def follow_if_told(load: LoadSettings) -> None:
             worker(load.device)
 
 
-def read_prompts(path: Path) -> Iterator[ForeignDict]:
-    """Lines of {"prompt": ...} or {"turns": [...]}; other fields are kept."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise OutriderError(f"cannot read {path}: {error}") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise OutriderError(f"{path}, line {number}: not JSON ({error.msg})") from None
-        turns = row.get("turns") if isinstance(row, dict) else None
-        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or (isinstance(turns, list) and turns)):
-            raise OutriderError(f"{path}, line {number}: needs a field 'prompt' (a string) or 'turns' (a list that is not empty)")
-        yield row
-
-
-def prompt_texts(path: Path) -> list[str]:
-    """The first turn of every line."""
-    return [row["prompt"] if isinstance(row.get("prompt"), str) else str(row["turns"][0]) for row in read_prompts(path)]
+def prompt_texts(path: Path | None) -> list[str]:
+    """What the lines of a file ask first; without one, what is built in."""
+    return [prompt.text for prompt in read_prompts(path)] if path is not None else list(PROMPTS)
 
 
 def parts(text: str) -> tuple[str, ...]:

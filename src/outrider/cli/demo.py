@@ -71,7 +71,7 @@ def demo(
 def _llama_cpp(llm: LLM, model: str, threads: int | None) -> Callable[[str, int], float] | None:
     """(prompt, tokens) -> llama.cpp's plain decoding speed over the same file; None where it is not installed."""
     from ..bench import peers
-    from ..bench.workloads import Prompt
+    from ..prompts import Prompt
     from ..weights import hub
 
     path = hub.resolve(model).path

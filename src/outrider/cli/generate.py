@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..config import LoadSettings
+from ..prompts import Prompt, read_prompts
 from ..types import OutriderError, SamplingParams
 from . import common
 from .common import err, out
@@ -59,12 +59,12 @@ def generate(
         prompt = typer.get_text_stream("stdin").read()
     if prompt is not None and not prompt.strip():
         raise OutriderError("the prompt is empty")
-    rows = list(common.read_prompts(prompts)) if prompts is not None else []
+    listed = read_prompts(prompts) if prompts is not None else []
     llm = common.load_llm(model, load, as_json)
     if prompts is not None:
-        for row in rows:
-            kept = {k: v for k, v in row.items() if k not in ("prompt", "turns")}
-            print(json.dumps({**kept, **_one_row(llm, row, params, raw, compare)}), flush=True)
+        for one in listed:
+            kept = {k: v for k, v in one.row.items() if k not in ("prompt", "text", "turns")}
+            print(json.dumps({**kept, **_one_row(llm, one, params, raw, compare)}), flush=True)
         return
     assert prompt is not None
     ids = llm.asked(prompt, raw)
@@ -115,13 +115,12 @@ def _answer(llm: LLM, ids: list[int], params: SamplingParams, compare: bool) -> 
     return row
 
 
-def _one_row(llm: LLM, row: Mapping[str, object], params: SamplingParams, raw: bool, compare: bool) -> dict[str, object]:
+def _one_row(llm: LLM, prompt: Prompt, params: SamplingParams, raw: bool, compare: bool) -> dict[str, object]:
     """Turns are answered one after the other, each seeing what came before."""
-    turns = row.get("turns")
     messages: list[dict[str, str]] = []
     answers = []
-    for turn in turns if isinstance(turns, list) and turns else [row["prompt"]]:
-        messages.append({"role": "user", "content": str(turn)})
+    for turn in prompt.turns:
+        messages.append({"role": "user", "content": turn})
         answers.append(_answer(llm, llm.asked(messages, raw), params, compare))
         messages.append({"role": "assistant", "content": str(answers[-1]["text"])})
-    return answers[0] if "turns" not in row else {**answers[-1], "turns": answers}
+    return answers[0] if "turns" not in prompt.row else {**answers[-1], "turns": answers}

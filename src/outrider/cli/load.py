@@ -19,7 +19,7 @@ from rich import box
 from rich.table import Table
 
 from ..types import OutriderError
-from .common import PROMPTS, err, needs, note, numbers, out, prompt_texts
+from .common import err, needs, note, numbers, out, prompt_texts
 
 if TYPE_CHECKING:
     from ..bench.load import Summary
@@ -52,7 +52,7 @@ def load(
     levels = numbers(concurrency, int, "--concurrency")
     if min(levels) < 1 or requests < 1 or max_tokens < 1:
         raise OutriderError("--concurrency, --requests and --max-tokens must be at least 1")
-    texts = prompt_texts(prompts) if prompts else list(PROMPTS)
+    texts = prompt_texts(prompts)
     rows: list[Summary] = []
     with server(target, drafter, max(levels)) as url:
         for level in levels:

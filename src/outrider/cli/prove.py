@@ -37,7 +37,7 @@ def prove(
         raise OutriderError(f"--k must be in 1..{MAX_DRAFT}, got {ks}")
     if count < 1:
         raise OutriderError(f"--count must be at least 1, got {count}")
-    texts = common.prompt_texts(prompts) if prompts else list(common.PROMPTS)
+    texts = common.prompt_texts(prompts)
     llm = common.load_llm(model, load, as_json)
     ids = [llm.asked(text, raw) for text in texts[:count]]
     findings = []

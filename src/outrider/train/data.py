@@ -1,15 +1,12 @@
-"""Training data: prompts in, token sequences on disk, batches out.
+"""Training data: token sequences on disk, batches out.
 
-A prompt file is JSON lines (optionally gzipped) with `prompt`, `text`, or `turns` (of which the first is used), and
-optionally `id` and `category`. A dataset is one file of token ids (`data.npz`): small, because no hidden states are
+A dataset is one file of token ids (`data.npz`): small, because no hidden states are
 stored. Everything here is numpy and the standard library; batches hold torch tensors.
 """
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,47 +21,6 @@ from torch import Tensor
 from ..types import OutriderError
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Prompt:
-    id: str
-    category: str
-    text: str
-
-
-def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
-    path = Path(path)
-    if not path.is_file():
-        raise OutriderError(f"{path}: no such prompt file")
-    prompts: list[Prompt] = []
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if limit is not None and len(prompts) >= limit:
-                    break
-                if line.strip():
-                    prompts.append(_prompt(line, f"{path}:{number}", number))
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise OutriderError(f"{path}: cannot be read as (gzipped) UTF-8 JSON lines: {error}") from None
-    if not prompts:
-        raise OutriderError(f"{path}: holds no prompts")
-    return prompts
-
-
-def _prompt(line: str, where: str, number: int) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(row, dict):
-        raise OutriderError(f"{where}: a JSON object with 'prompt', 'text' or 'turns' is needed, got {type(row).__name__}")
-    text = row.get("prompt", row.get("text"))
-    if text is None and isinstance(row.get("turns"), list) and row["turns"]:
-        text = row["turns"][0]
-    if not isinstance(text, str) or not text.strip():
-        raise OutriderError(f"{where}: no text under 'prompt', 'text' or 'turns'")
-    return Prompt(str(row.get("id", row.get("question_id", number))), str(row.get("category", "all")), text)
 
 
 def file_hash(path: str | Path) -> str:

@@ -27,12 +27,13 @@ import torch
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
 from ..models.pairing import fits
+from ..prompts import read_prompts
 from ..types import OutriderError
 from ..weights.load import load_drafter, plain_all
 from . import design, finish
 from .answers import answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks, read_answers
 from .clock import Budget, Stop, listening
-from .data import Sequences, file_hash, make_batch, plan_epoch, read_prompts
+from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import write_json
 from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
 from .job import Say, TrainJob

@@ -11,12 +11,13 @@ import torch
 from ..engine.text import Tokenizer
 from ..models.config import ModelConfig
 from ..models.decoder import TextModel
+from ..prompts import Prompt
 from ..types import OutriderError, TextFiles
 from ..weights import files as weight_files
 from ..weights import hub
 from ..weights.load import load_target, translate
 from .capture import DenseOps
-from .data import Prompt, Sequences
+from .data import Sequences
 from .parallel import Group
 from .shards import divide
 

@@ -13,11 +13,12 @@ from ..models.config import DrafterConfig
 from ..models.inspect import drafter_size, model_size
 from ..models.pairing import fits
 from ..ops.reference import plain
+from ..prompts import Prompt, read_prompts
 from ..types import OutriderError
 from ..weights.load import load_drafter, plain_all
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
-from .data import Prompt, Sequences, read_prompts
+from .data import Sequences
 from .design import default_clusters
 from .evaluate import MAX_K, best_k, states, summary
 from .export import save_drafter

@@ -7,7 +7,7 @@ from tests.unit.bench.fakes import FakeLLM
 
 from outrider.bench import report
 from outrider.bench.harness import PLAIN, Ours, Settings, Store, groups, read_cells, run, total
-from outrider.bench.workloads import Prompt
+from outrider.prompts import Prompt
 from outrider.types import OutriderError
 
 PROMPTS = [Prompt(f"{c}/{i}", c, "word " * (i + 3), 12 + i) for c in ("qa", "haiku") for i in range(3)]

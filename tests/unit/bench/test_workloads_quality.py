@@ -6,7 +6,7 @@ import pytest
 
 from outrider.bench.quality import function, grade, last_number, letter, passes
 from outrider.bench.traces import copy_runs
-from outrider.bench.workloads import load_graded, load_suite, read_prompts
+from outrider.bench.workloads import load_graded, load_suite
 from outrider.types import OutriderError
 
 SPEC_BENCH = {"translation", "summarization", "qa", "math_reasoning", "rag", "writing", "roleplay", "reasoning", "math", "coding",
@@ -34,7 +34,10 @@ def test_suites_can_be_thinned():
 def test_bad_prompt_files_are_one_line(tmp_path):
     (tmp_path / "p.jsonl").write_text('{"id": "a", "category": "c", "prompt": "hello"}\n{"id": "b"}\n')
     with pytest.raises(OutriderError, match=r"p.jsonl:2"):
-        read_prompts(tmp_path / "p.jsonl")
+        load_suite(str(tmp_path / "p.jsonl"))
+    (tmp_path / "p.jsonl").write_text('{"id": "a", "prompt": "hello"}\n{"id": "a", "prompt": "there"}\n')
+    with pytest.raises(OutriderError, match="two prompts have the same id"):
+        load_suite(str(tmp_path / "p.jsonl"))
     with pytest.raises(OutriderError, match="--data"):
         load_suite("full", tmp_path)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from outrider.train.data import Sequences, make_batch, plan_epoch, prefetch, read_prompts
+from outrider.train.data import Sequences, make_batch, plan_epoch, prefetch
 from outrider.types import OutriderError
 
 
@@ -18,37 +16,6 @@ def some(count: int = 40, seed: int = 0) -> Sequences:
     rng = np.random.default_rng(seed)
     given, made = rng.integers(1, 30, count), rng.integers(0, 20, count)
     return Sequences.of([rng.integers(0, 200, a + b) for a, b in zip(given, made, strict=True)], given, range(count), made > 9, 200)
-
-
-def test_prompts_of_every_form(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "category": "x"}, {"text": "b", "id": 7}, {"turns": ["c", "d"], "question_id": 81}]
-    text = "\n\n".join(json.dumps(r) for r in rows)
-    (tmp_path / "p.jsonl").write_text(text)
-    with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
-        file.write(text)
-    for name in ("p.jsonl", "p.jsonl.gz"):
-        read = read_prompts(tmp_path / name)
-        assert [(p.text, p.category, p.id) for p in read] == [("a", "x", "1"), ("b", "all", "7"), ("c", "all", "81")]
-    assert len(read_prompts(tmp_path / "p.jsonl", 2)) == 2
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b'{"prompt": "a"}\n[1]\n', ":2: a JSON object"),
-        (b'{"prompt": "a"}\n{"prompt": 3}\n', ":2: no text"),
-        (b'{"turns": []}\n', ":1: no text"),
-        (b"\n\n", "holds no prompts"),
-        (b'{"prompt": "\xff"}\n', "cannot be read"),
-    ],
-)
-def test_a_bad_prompt_file_names_the_line(content: bytes, message: str, tmp_path: Path) -> None:
-    (tmp_path / "p.jsonl").write_bytes(content)
-    with pytest.raises(OutriderError, match=message):
-        read_prompts(tmp_path / "p.jsonl")
-    (tmp_path / "p.gz").write_bytes(content)  # not gzip at all
-    with pytest.raises(OutriderError):
-        read_prompts(tmp_path / "p.gz")
 
 
 def test_sequences_come_back_whole(tmp_path: Path) -> None:

@@ -1,0 +1,71 @@
+"""Files of prompts: one reader for every command.
+
+A file holds JSON lines, gzipped where its name ends in .gz. A line has what is asked under `prompt`, `text` or `turns` (a list, of which
+the first counts where one question is asked), and may have `id` (Spec-Bench: `question_id`), `category`, `max_tokens` and `check` (how an
+answer is graded: bench.quality). Whatever is wrong is one line that names the file and the line. Torch-free.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from .types import OutriderError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    id: str
+    category: str
+    text: str
+    max_tokens: int = 128
+    check: Mapping[str, str] | None = None
+    row: Mapping[str, object] = field(default_factory=dict)  # the line as it was written
+
+    @property
+    def turns(self) -> list[str]:
+        """What is said one after the other, each seeing the answers before it."""
+        given = self.row.get("turns")
+        return [str(turn) for turn in given] if isinstance(given, list) and given else [self.text]
+
+
+def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
+    """The first `limit`, or all."""
+    path = Path(path)
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+            prompts = list(islice(parse(file, str(path)), limit))
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise OutriderError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from None
+    if not prompts:
+        raise OutriderError(f"{path}: holds no prompts")
+    return prompts
+
+
+def parse(lines: Iterable[str], where: str) -> Iterator[Prompt]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield _prompt(line, number, f"{where}:{number}")
+
+
+def _prompt(line: str, number: int, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    if not isinstance(row, dict):
+        raise OutriderError(f"{where}: a JSON object with 'prompt', 'text' or 'turns' is needed, got {type(row).__name__}")
+    turns = row.get("turns")
+    written = [row.get("prompt"), row.get("text"), *(turns[:1] if isinstance(turns, list) else [])]
+    text = next((t for t in written if t is not None), None)
+    if not isinstance(text, str) or not text.strip():
+        raise OutriderError(f"{where}: no text under 'prompt', 'text' or 'turns'")
+    most = row.get("max_tokens", 256 if "question_id" in row else 128)
+    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+        raise OutriderError(f"{where}: max_tokens must be a whole number, 1 or more, got {json.dumps(most)}")
+    name = row.get("id", f"spec_bench/{row['question_id']}" if "question_id" in row else number)
+    return Prompt(str(name), str(row.get("category", "all")), text, most, row.get("check"), row)

@@ -1,0 +1,61 @@
+"""Files of prompts: every form, and every mistake in one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.prompts import read_prompts
+from outrider.types import OutriderError
+
+
+def test_prompts_of_every_form(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "category": "x"}, {"text": "b", "id": 7}, {"turns": ["c", "d"], "question_id": 81}]
+    text = "\n\n".join(json.dumps(r) for r in rows)
+    (tmp_path / "p.jsonl").write_text(text)
+    with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
+        file.write(text)
+    for name in ("p.jsonl", "p.jsonl.gz"):
+        read = read_prompts(tmp_path / name)
+        assert [(p.text, p.category, p.id) for p in read] == [("a", "x", "1"), ("b", "all", "7"), ("c", "all", "spec_bench/81")]
+    assert len(read_prompts(tmp_path / "p.jsonl", 2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"prompt": "a"}\n[1]\n', ":2: a JSON object"),
+        (b'{"prompt": "a"}\n{"prompt": 3}\n', ":2: no text"),
+        (b'{"turns": []}\n', ":1: no text"),
+        (b'{"prompt": "a", "max_tokens": 0}\n', ":1: max_tokens must be a whole number, 1 or more, got 0"),
+        (b'{"prompt": "a"\n', ":1: not JSON"),
+        (b"\n\n", "holds no prompts"),
+        (b'{"prompt": "\xff"}\n', "cannot read prompts"),
+    ],
+)
+def test_a_bad_prompt_file_names_the_line(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_bytes(content)
+    with pytest.raises(OutriderError, match=message):
+        read_prompts(tmp_path / "p.jsonl")
+    (tmp_path / "p.gz").write_bytes(content)  # not gzip at all
+    with pytest.raises(OutriderError):
+        read_prompts(tmp_path / "p.gz")
+
+
+def test_turns_and_the_first_of_them(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"prompt": "d", "turns": []}, {"prompt": None, "turns": ["e"], "more": 1}]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    read = read_prompts(path)
+    assert [p.text for p in read] == ["a", "b", "d", "e"] and [p.row for p in read] == rows
+    assert [p.turns for p in read] == [["a"], ["b", "c"], ["d"], ["e"]]
+
+
+def test_a_file_that_there_is_not(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.jsonl", tmp_path, tmp_path / "none.gz"):
+        with pytest.raises(OutriderError, match="cannot read prompts from") as caught:
+            read_prompts(path)
+        assert "\n" not in str(caught.value)
