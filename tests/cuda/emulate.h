@@ -1,11 +1,10 @@
 // The words of CUDA C++ and the functions of ops/cuda/device.cuh for a machine without a GPU: included ahead of a kernel's source, it makes
-// that source a program for the CPU, with the launch below. How threads run is in machine.h.
+// that source a program for the CPU, with the launch below. How threads run is in machine.cpp.
 //
-// Numbers: every result that IEEE defines is the GPU's. The matrix instruction adds 16 exact products and the sum so far and rounds once
-// (a GPU cuts digits off), so the order of columns in it does not matter, as on Hopper; powers of 2 and quotients are rounded to nearest.
+// Numbers: every result that IEEE defines is the GPU's; powers of 2, quotients and roots are rounded to nearest; matrices: products.h.
 #include <math.h>
 
-#include "machine.h"
+#include "parts.h"
 #define OUTRIDER_DEVICE  // device.cuh has nothing to say after this
 
 #define __device__
@@ -27,10 +26,10 @@ inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
-#define threadIdx (uint3{(u32)machine::the.now->thread, 0, 0})
-#define blockIdx (uint3{machine::the.now->block->index, 0, 0})
-#define blockDim (uint3{machine::the.threads, 1, 1})
-#define gridDim (uint3{machine::the.blocks, 1, 1})
+#define threadIdx (uint3{machine::thread_index(), 0, 0})
+#define blockIdx (uint3{machine::block_index(), 0, 0})
+#define blockDim (uint3{machine::threads_of_block(), 1, 1})
+#define gridDim (uint3{machine::blocks_of_grid(), 1, 1})
 
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
@@ -80,12 +79,12 @@ inline void whole_warp(u32 mask) {
 
 inline void __syncwarp(u32 mask = ~0u) {
     whole_warp(mask);
-    machine::meet_warp("__syncwarp", nullptr, false, [](machine::Warp&) {});
+    machine::meet_warp("__syncwarp", nullptr, false, nullptr);
 }
 
 template <class T, class From> inline T exchange(const char* what, T v, From from) {  // from(lane): whose value it gets
     T both[2] = {v, v};  // given, taken
-    int source[1] = {from(machine::the.now->lane)};
+    int source[1] = {from(machine::thread_index() % 32)};
     void* operands[2] = {both, source};
     machine::meet_warp(what, operands, true, [](machine::Warp& w) {
         for (int i = 0; i < w.size; i++) {
@@ -142,21 +141,19 @@ inline int __all_sync(u32 mask, int v) { return __ballot_sync(mask, !v) == 0; }
 // Global memory.
 
 template <class T> inline T __ldcg(const T* at) {
-    machine::check_global(at, sizeof(T), sizeof(T), "reads", machine::READS);
-    return *at;
+    T v;
+    machine::read_global(at, &v, sizeof v);
+    return v;
 }
 template <class T> inline T __ldg(const T* at) { return __ldcg(at); }
 template <class T> inline T __ldcs(const T* at) { return __ldcg(at); }
-template <class T> inline void __stcg(T* at, T v) {
-    machine::check_global(at, sizeof(T), sizeof(T), "writes", machine::WRITES);
-    *at = v;
-}
+template <class T> inline void __stcg(T* at, T v) { machine::write_global(at, &v, sizeof v); }
 template <class T> inline void __stcs(T* at, T v) { __stcg(at, v); }
 template <class T> inline T atomicAdd(T* at, T v) {
-    machine::check_global(at, sizeof(T), sizeof(T), "adds", machine::ADDS);
-    machine::the.spins = 0, machine::take_along(at), machine::leave_at(at);
-    const T before = *at;
-    *at = before + v;
+    T before, after;
+    machine::begin_adding(at, &before, sizeof v);
+    after = before + v;
+    machine::end_adding(at, &after, sizeof v);
     return before;
 }
 inline void __threadfence() {}
@@ -191,27 +188,8 @@ inline u32 fma2(u32 a, u32 b, u32 c) {
 template <u32 MASK> inline u32 and_or(u32 a, u32 b) { return (a & MASK) | b; }
 
 inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    struct Operands { u32 a[4], b[2]; float* d; } mine = {{a0, a1, a2, a3}, {b0, b1}, d};
-    machine::meet_warp("mma", &mine, true, [](machine::Warp& w) {
-        float a[16][16], b[8][16];
-        for (int lane = 0; lane < 32; lane++) {
-            const Operands& o = *(Operands*)w.lanes[lane]->operands;
-            const int g = lane / 4, c = lane % 4;
-            for (int i = 0; i < 4; i++)
-                for (int h = 0; h < 2; h++) a[g + (i & 1) * 8][2 * c + (i >> 1) * 8 + h] = float_of_bfloat(o.a[i] >> 16 * h & 0xFFFF);
-            for (int i = 0; i < 2; i++)
-                for (int h = 0; h < 2; h++) b[g][2 * c + i * 8 + h] = float_of_bfloat(o.b[i] >> 16 * h & 0xFFFF);
-        }
-        for (int lane = 0; lane < 32; lane++) {
-            const Operands& o = *(Operands*)w.lanes[lane]->operands;
-            for (int i = 0; i < 4; i++) {
-                const int row = lane / 4 + (i >> 1) * 8, column = lane % 4 * 2 + (i & 1);
-                double sum = o.d[i];
-                for (int k = 0; k < 16; k++) sum += (double)a[row][k] * b[column][k];
-                o.d[i] = (float)sum;
-            }
-        }
-    });
+    const u32 a[4] = {a0, a1, a2, a3}, b[2] = {b0, b1};
+    machine::multiply(d, a, b);
 }
 
 inline float float_of_half(u16 h) {
@@ -234,10 +212,10 @@ inline u32 shared_room() { return machine::ROOM_AT; }
 
 template <class T> inline T from_shared(u32 at) {
     T v;
-    memcpy(&v, machine::touch_shared(at, sizeof v, "reads", machine::READS), sizeof v);
+    machine::read_shared(at, &v, sizeof v);
     return v;
 }
-template <class T> inline void to_shared(u32 at, T v) { memcpy(machine::touch_shared(at, sizeof v, "writes", machine::WRITES), &v, sizeof v); }
+template <class T> inline void to_shared(u32 at, T v) { machine::write_shared(at, &v, sizeof v); }
 
 inline uint4 read16(u32 at) { return from_shared<uint4>(at); }
 inline float read_float(u32 at) { return from_shared<float>(at); }
@@ -247,16 +225,7 @@ inline uint2 take8(u32 at) { return from_shared<uint2>(at); }
 inline float take_float(u32 at) { return from_shared<float>(at); }
 inline void put8(u32 at, u32 a, u32 b) { to_shared(at, uint2{a, b}); }
 inline void put_float(u32 at, float v) { to_shared(at, v); }
-inline void take_matrices(u32 (&b)[4], u32 at) {  // four of 8 x 8: lane 8 i + r says where row r of matrix i lies
-    struct Operands { u32 at, *b; } mine = {at, b};
-    machine::meet_warp("ldmatrix", &mine, true, [](machine::Warp& w) {
-        for (int row = 0; row < 32; row++) {
-            const uint4 v = from_shared<uint4>(((Operands*)w.lanes[row]->operands)->at);
-            const u32 words[4] = {v.x, v.y, v.z, v.w};
-            for (int c = 0; c < 4; c++) ((Operands*)w.lanes[row % 8 * 4 + c]->operands)->b[row / 8] = words[c];
-        }
-    });
-}
+inline void take_matrices(u32 (&b)[4], u32 at) { machine::take_matrices(b, at); }
 inline void pin(u32&, u32&) {}
 
 inline void copy16(u32 to, const char* from) { machine::begin_copy(to, from, 16, 16); }
@@ -266,24 +235,34 @@ template <int BYTES> inline void copy_few(u32 to, const char* from) {
 }
 inline void copy16_or_zeros(u32 to, const char* from, int bytes) { machine::begin_copy(to, from, 16, bytes); }
 inline void ask(const void*) {}
-inline void commit_copies() { machine::the.now->group++; }
+inline void commit_copies() { machine::end_group(); }
 template <int GROUPS> inline void wait_copies_but() { machine::end_copies(GROUPS); }
-inline void wait_copies() { machine::the.now->group++, machine::end_copies(0); }
+inline void wait_copies() { machine::end_group(), machine::end_copies(0); }
 
 // device.cuh: between blocks and between kernels.
 
 inline int count_one(int* at) { return atomicAdd(at, 1); }
 inline u32 add_and_see(u32* at, u32 more) { return atomicAdd(at, more); }
 inline u32 look(const u32* at) {
-    machine::spin();
-    machine::check_global(at, 4, 4, "looks", machine::ADDS), machine::take_along(at);
-    return *at;
+    u32 v;
+    machine::look_global(at, &v, sizeof v);
+    return v;
 }
 inline void stop() { machine::fail("stops the launch"); }
 inline void let_next_kernel_in() {}
 inline void wait_for_kernel_ahead() {}
 
-#include "warpgroup.h"
+// warpgroup.cuh.
+
+#define OUTRIDER_WARPGROUP
+template <bool Add, int N> inline void multiply_all(float (&d)[N], const u32* a, u64 b) { machine::add_product(d, N, a, b, Add); }
+inline void begin_multiplying() { machine::begin_products(); }
+inline void end_batch() { machine::end_products(); }
+template <int LEFT, int N> inline void wait_batches(float (&)[N]) { machine::wait_products(LEFT); }
+inline void show_to_matrix_units() { machine::show_to_products(); }
+#ifdef NT
+inline u64 matrix_at(u32 at) { return (u64)((at & 0x3FFFF) >> 4) | (u64)(NT * 8) << 16 | (u64)8 << 32; }
+#endif
 
 // The launch of KERNEL, which is given when compiled: values are addresses of its parameters, as the driver takes them.
 
@@ -293,8 +272,12 @@ template <int... I> struct Count<0, I...> { typedef Numbers<I...> type; };
 template <class... P, int... I> inline void call_with(void (*kernel)(P...), void** values, Numbers<I...>) { kernel(*(P*)values[I]...); }
 template <class... P> inline void call(void (*kernel)(P...), void** values) { call_with(kernel, values, typename Count<sizeof...(P)>::type()); }
 
-#define EMULATED(KERNEL)                                                                                                                    \
-    extern "C" int emulated_launch(u32 blocks, u32 threads, u32 shared, void** values, const machine::Buffer* buffers, int count, u64 seed, \
-                                   char* message, int room) {                                                                               \
-        return machine::launch([](void** v) { call(KERNEL, v); }, blocks, threads, shared, values, buffers, count, seed, message, room);    \
+extern char shared_begin[] __asm__("__start_emulated_shared") __attribute__((weak, visibility("hidden")));  // its shared variables
+extern char shared_end[] __asm__("__stop_emulated_shared") __attribute__((weak, visibility("hidden")));
+
+#define EMULATED(KERNEL)                                                                                                                     \
+    extern "C" int emulated_launch(u32 blocks, u32 threads, u32 shared, void** values, const machine::Buffer* buffers, int count, u64 seed,  \
+                                   char* message, int room) {                                                                                \
+        return machine::launch([](void** v) { call(KERNEL, v); }, shared_begin, shared_end, blocks, threads, shared, values, buffers, count, \
+                               seed, message, room);                                                                                         \
     }

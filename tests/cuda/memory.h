@@ -29,15 +29,17 @@ inline void outside(const void* at, const char* what) {
     fail(texts[past], what, (long long)best, which, the.buffers[which].bytes);
 }
 
-enum Access { READS, WRITES, ADDS };  // ADDS: whole, so in any order
+inline void touch_all(Shadow& s, u64 at, u64 bytes, bool writes, const char* what) {
+    if (bytes < s.grain) return;  // bytes one by one: several threads may have the same word
+    for (u64 word = at / s.grain, end = (at + bytes) / s.grain; word < end; word++) touch(s, word, writes, what);
+}
 
 inline void check_global(const void* at, u64 aligned, u64 bytes, const char* what, Access access) {
     if ((uintptr_t)at % aligned) fail("%s of %llu bytes at %p, which is not aligned", what, bytes, at);
     const Buffer* b = buffer_of(at, bytes);
     if (!b) outside(at, what);
     stir();
-    if (access == ADDS || bytes < 4) return;
-    for (u64 i = 0; i < bytes; i += 4) touch(the.shadows[b - the.buffers], ((char*)at - b->at + i) / 4, access == WRITES, what);
+    if (access != ADDS) touch_all(the.shadows[b - the.buffers], (char*)at - b->at, bytes, access == WRITES, what);
 }
 
 inline char* shared_at(u32 at, u32 bytes, const char* what) {
@@ -58,7 +60,7 @@ inline char* touch_shared(u32 at, u32 bytes, const char* what, Access access) {
     return place;
 }
 
-inline void begin_copy(u32 to, const char* from, int bytes, int read) {
+void begin_copy(u32 to, const char* from, int bytes, int read) {
     Fiber& f = *the.now;
     if (read) check_global(from, bytes, read, "copies", READS);
     touch_shared(to, bytes, "copies over", WRITES);
@@ -67,7 +69,9 @@ inline void begin_copy(u32 to, const char* from, int bytes, int read) {
     f.copies[f.copying++] = {to, from, bytes, read, f.group};
 }
 
-inline void end_copies(int open) {  // all but those of the newest `open` groups; a group ends with `f.group++`
+void end_group() { the.now->group++; }
+
+void end_copies(int open) {
     Fiber& f = *the.now;
     int kept = 0;
     for (int i = 0; i < f.copying; i++) {
@@ -83,6 +87,49 @@ inline void end_copies(int open) {  // all but those of the newest `open` groups
     }
     f.copying = kept;
     stir();
+}
+
+void read_global(const void* at, void* v, u32 bytes) {
+    check_global(at, bytes, bytes, "reads", READS);
+    memcpy(v, at, bytes);
+}
+
+void write_global(void* at, const void* v, u32 bytes) {
+    check_global(at, bytes, bytes, "writes", WRITES);
+    memcpy(at, v, bytes);
+}
+
+void look_global(const void* at, void* v, u32 bytes) {
+    spin();
+    check_global(at, bytes, bytes, "looks", ADDS);
+    take_along(at);
+    memcpy(v, at, bytes);
+}
+
+void begin_adding(void* at, void* v, u32 bytes) {
+    check_global(at, bytes, bytes, "adds", ADDS);
+    the.spins = 0;
+    take_along(at), leave_at(at);
+    memcpy(v, at, bytes);
+}
+
+void end_adding(void* at, const void* v, u32 bytes) { memcpy(at, v, bytes); }
+
+void read_shared(u32 at, void* v, u32 bytes) { memcpy(v, touch_shared(at, bytes, "reads", READS), bytes); }
+
+void write_shared(u32 at, const void* v, u32 bytes) { memcpy(touch_shared(at, bytes, "writes", WRITES), v, bytes); }
+
+// A plain load or store of the kernel: of a buffer, of the bytes around it, of a shared variable, or of something that is the thread's own.
+inline void plain(const void* address, u32 bytes, bool writes) {
+    const char *at = (const char*)address, *what = writes ? "writes" : "reads";
+    if (!the.now || (u64)(at - the.now->stack) < STACK) return;
+    if (at >= the.variables && at < the.variables_end) return touch_all(the.here->variables_shadow, at - the.variables, bytes, writes, what);
+    for (int i = 0; i < the.buffer_count; i++) {
+        const Buffer& b = the.buffers[i];
+        if (at < (char*)((uintptr_t)b.at & -PAGE) || at >= b.at + (b.bytes + 15) / 16 * 16) continue;
+        if (at < b.at || at + bytes > b.at + b.bytes) outside(at, what);
+        return touch_all(the.shadows[i], at - b.at, bytes, writes, what);
+    }
 }
 
 }  // namespace machine

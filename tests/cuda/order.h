@@ -1,5 +1,5 @@
 // What comes before what. Two threads touch the same word, one of them writes, and neither a barrier nor a flag orders the two: an error, in
-// whatever order they happen to run here. Known of is what goes through functions of emulate.h; plain loads and stores of C++ are not.
+// whatever order they happen to run here.
 //
 // A thread counts its stretches between two barriers (`clock`). A warp knows of each thread up to which stretch all that it did has happened.
 // A barrier gives all warps that meet what any of them knew; `__syncwarp` does so for the lanes of a warp, and nothing else does: not a
@@ -9,6 +9,26 @@
 #include "parts.h"
 
 namespace machine {
+
+Machine the;
+
+__attribute__((noinline, noreturn)) void fail(const char* text, ...) {
+    char line[400];
+    va_list more;
+    va_start(more, text);
+    vsnprintf(line, sizeof line, text, more);
+    va_end(more);
+    if (the.now) snprintf(the.message, the.message_room, "block %u, thread %d: %s", the.now->block->index, the.now->thread, line);
+    else snprintf(the.message, the.message_room, "%s", line);
+    _longjmp(the.home, 2);
+}
+
+inline void* room_for(u64 bytes) {  // zeros, until the launch ends
+    void** room = (void**)calloc(1, bytes + 64);
+    if (!room) fail("no memory");
+    *room = the.owned, the.owned = room;
+    return room + 2;
+}
 
 constexpr u32 SEVERAL = 33;  // lanes of a warp that read a word
 
@@ -66,8 +86,8 @@ inline void leave_at(const void* at) {
 __attribute__((noinline)) inline void clash(const Shadow& s, u32 word, const char* what, const char* before, u32 id) {
     const Fiber& other = the.fibers[id];
     char where[60];
-    if (s.buffer < 0) snprintf(where, sizeof where, "byte %u of shared memory", word * 4);
-    else snprintf(where, sizeof where, "byte %u of buffer %d", word * 4, s.buffer);
+    if (s.buffer < 0) snprintf(where, sizeof where, "byte %u of shared %s", word * s.grain, s.buffer == -1 ? "memory" : "variables");
+    else snprintf(where, sizeof where, "byte %u of buffer %d", word * s.grain, s.buffer);
     if (other.block == the.now->block) fail("%s %s, which thread %d %s: nothing says in which order", what, where, other.thread, before);
     fail("%s %s, which thread %d of block %u %s: nothing says in which order", what, where, other.thread, other.block->index, before);
 }
@@ -98,8 +118,8 @@ inline void touch(Shadow& s, u32 word, bool writes, const char* what) {
     note_write(s, word);
 }
 
-inline void make_shadow(Shadow& s, int buffer, u64 bytes, u32 first_warp, u32 warps) {
-    s.buffer = buffer, s.words = bytes / 4 + 4, s.first_warp = first_warp, s.warps = warps;
+inline void make_shadow(Shadow& s, int buffer, u32 grain, u64 bytes, u32 first_warp, u32 warps) {
+    s.buffer = buffer, s.grain = grain, s.words = bytes / grain + 1, s.first_warp = first_warp, s.warps = warps;
     s.written = (Written*)room_for(s.words * sizeof(Written)), s.reads = (u32**)room_for(warps * sizeof(u32*));
 }
 

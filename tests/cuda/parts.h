@@ -1,4 +1,5 @@
-// What the emulated machine is made of, and `fail`.
+// What the emulated machine is made of, and what emulate.h asks it for. The machine itself is machine.cpp, a library of its own, compiled once;
+// kernels are compiled with a call of the machine at every load and store (-fsanitize=thread without its library).
 #ifndef OUTRIDER_PARTS
 #define OUTRIDER_PARTS
 #include <setjmp.h>
@@ -18,9 +19,6 @@ typedef unsigned long long u64;
 
 struct uint3 { u32 x, y, z; };
 
-extern char shared_begin[] __asm__("__start_emulated_shared") __attribute__((weak));  // variables of kernels that are said to be shared
-extern char shared_end[] __asm__("__stop_emulated_shared") __attribute__((weak));
-
 namespace machine {
 
 constexpr size_t STACK = 256 << 10, PAGE = 4096;
@@ -30,10 +28,13 @@ constexpr u64 MOST_SPINS = 2000;  // rounds of all fibers in which nobody but th
 
 struct Buffer { char* at; u64 bytes; };
 
+enum Access { READS, WRITES, ADDS };  // ADDS: whole, so in any order
+
 struct Written { u32 by, clock, shown; };  // by: 0, or a fiber and one
 
-struct Shadow {  // of shared memory, or of a buffer: by words of four bytes
-    int buffer;  // -1: shared memory
+struct Shadow {  // of shared memory, of shared variables, or of a buffer
+    int buffer;  // -1: shared memory, -2: shared variables
+    u32 grain;   // bytes of a word here: no thread touches less
     u64 words;
     Written* written;
     u32** reads;  // by warp, from the first one that may read here: clock of the last, times 64, and its lane and one
@@ -46,7 +47,7 @@ struct Copy { u32 to; const char* from; int bytes, read, group; };  // bytes bey
 
 struct Block;
 struct Warp;
-struct Products;  // of warpgroup.h
+struct Products;  // of products.h
 
 struct Fiber {
     jmp_buf state;
@@ -89,11 +90,12 @@ struct Block {
     Warp* warps;
     char* room;       // shared memory of the launch
     u16 *flying, *held;  // by word of it: copies that are on their way there, products that still read it
-    Shadow shadow;
+    Shadow shadow, variables_shadow;
     char* variables;  // shared variables while another block runs
 };
 
 struct Machine {
+    char *variables, *variables_end;  // that are said to be shared
     u32 blocks, threads, shared, begun, resident, live_blocks;
     void (*kernel)(void**);
     void** values;
@@ -115,25 +117,41 @@ struct Machine {
     int message_room;
 };
 
-inline Machine the;
+// The thread that runs.
+u32 thread_index();
+u32 block_index();
+u32 threads_of_block();
+u32 blocks_of_grid();
 
-__attribute__((noinline, noreturn)) inline void fail(const char* text, ...) {
-    char line[400];
-    va_list more;
-    va_start(more, text);
-    vsnprintf(line, sizeof line, text, more);
-    va_end(more);
-    if (the.now) snprintf(the.message, the.message_room, "block %u, thread %d: %s", the.now->block->index, the.now->thread, line);
-    else snprintf(the.message, the.message_room, "%s", line);
-    _longjmp(the.home, 2);
-}
+[[noreturn]] void fail(const char* text, ...);
 
-inline void* room_for(u64 bytes) {  // zeros, until the launch ends
-    void** room = (void**)calloc(1, bytes + 64);
-    if (!room) fail("no memory");
-    *room = the.owned, the.owned = room;
-    return room + 2;
-}
+// An instruction of the whole warp. all: run once, by the last lane. everybody: a lane that has left is an error; else it is `__syncwarp`.
+void meet_warp(const char* what, void* operands, bool everybody, void (*all)(Warp&));
+void meet_block(int id, int expected, const char* what);  // expected 0: all that have not left
+void spin();  // one look at a flag that another thread is to set
+
+void read_global(const void* at, void* v, u32 bytes);
+void write_global(void* at, const void* v, u32 bytes);
+void look_global(const void* at, void* v, u32 bytes);  // at a flag
+void begin_adding(void* at, void* v, u32 bytes);       // what stands there; nobody comes between this and
+void end_adding(void* at, const void* v, u32 bytes);
+void read_shared(u32 at, void* v, u32 bytes);
+void write_shared(u32 at, const void* v, u32 bytes);
+
+void begin_copy(u32 to, const char* from, int bytes, int read);
+void end_group();
+void end_copies(int open);  // all but those of the newest `open` groups
+
+void multiply(float* d, const u32* a, const u32* b);  // mma.m16n8k16
+void take_matrices(u32* b, u32 at);                   // ldmatrix.x4
+void begin_products();                                // products of four warps: wgmma
+void add_product(float* d, int sums, const u32* a, u64 matrix, bool add);
+void end_products();
+void wait_products(int open);
+void show_to_products();
+
+int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blocks, u32 threads, u32 shared, void** values, const Buffer* buffers, int count,
+           u64 seed, char* message, int room);
 
 }  // namespace machine
 #endif

@@ -38,9 +38,9 @@ inline Fiber* next_ready() {
 
 __attribute__((noinline, noreturn)) inline void go(Fiber* f) {
     if (the.here != f->block) {
-        const size_t bytes = shared_end - shared_begin;
-        if (bytes && the.here) memcpy(the.here->variables, shared_begin, bytes);
-        if (bytes) memcpy(shared_begin, f->block->variables, bytes);
+        const size_t bytes = the.variables_end - the.variables;
+        if (bytes && the.here) memcpy(the.here->variables, the.variables, bytes);
+        if (bytes) memcpy(the.variables, f->block->variables, bytes);
         the.here = f->block;
     }
     the.now = f;
@@ -59,7 +59,7 @@ inline void give_way() {
     leave();
 }
 
-inline void spin() {  // one look at a flag that another thread is to set
+void spin() {
     if (++the.spins > MOST_SPINS * (the.count + 1)) fail("waits for a flag that nobody sets");
     give_way();
 }
@@ -82,19 +82,18 @@ inline void arrive(Meeting& m, const char* what) {
     m.what = what, m.waiting[m.arrived++] = the.now;
 }
 
-// An instruction of the whole warp. all: run once, by the last lane. everybody: a lane that has left is an error; else it is `__syncwarp`.
-template <class All> inline void meet_warp(const char* what, void* operands, bool everybody, All all) {
+void meet_warp(const char* what, void* operands, bool everybody, void (*all)(Warp&)) {
     Warp& warp = *the.now->warp;
     if (everybody && warp.live != warp.size) fail("%s, and %d lanes of the warp have left", what, warp.size - warp.live);
     the.now->operands = operands;
     arrive(warp.meeting, what);
     if (warp.meeting.arrived < warp.live) return leave();
-    all(warp);
+    if (all) all(warp);
     release(warp.meeting, !everybody);
     leave();
 }
 
-inline void meet_block(int id, int expected, const char* what) {  // expected 0: all that have not left
+void meet_block(int id, int expected, const char* what) {
     Block& block = *the.now->block;
     Meeting& m = block.barriers[id];
     if (m.arrived && block.expected[id] != expected) fail("%s of %d threads where others wait for %d", what, expected, block.expected[id]);

@@ -38,7 +38,7 @@ FAULTS = """
     const u32 at = shared_room(), t = threadIdx.x;
     int* in = (int*)p0;
     switch (m.mode) {
-    case 0: in[0] = in[12]; break;                                   // beyond the page
+    case 0: in[0] = in[10]; break;                                   // beyond the buffer
     case 1: in[9] = __ldcg(in + 10); break;                          // beyond the buffer
     case 2: in[-1] = 0; break;                                       // ahead of it
     case 3: __ldcg((uint4*)(in + 1)); break;
@@ -54,14 +54,16 @@ FAULTS = """
     case 13: in[0] = deep(1 << 20); break;
     case 14: copy16(at + t * 16, p0 + 32); break;
     case 15: in[0] = ((int*)(uintptr_t)64)[0]; break;
+    case 16: in[0] = in[500]; break;                                 // beyond the page
     }
 """
 DEEP = "__device__ __noinline__ int deep(int n) { volatile int v = n; return n ? deep(n - 1) + v : 0; }\n"
 FOUND = [
-    "behind the end of buffer 0 of 40 bytes", "behind the end of buffer 0 of 40 bytes", "ahead of buffer 0 of 40 bytes were overwritten",
+    "behind the end of buffer 0 of 40 bytes", "behind the end of buffer 0 of 40 bytes", "writes 4 bytes ahead of buffer 0 of 40 bytes",
     "not aligned", "not aligned", "byte 1024 of 1024", "byte -8 of 1024", "still on its way",
     "all wait for ever: in block 0, warp 0, 31 of 32", "have left|leaves", "flag that nobody sets", "block 0, thread 0: stops the launch",
     "__shfl_sync where others wait at __syncwarp", "bytes of variables", "across the end", "in no buffer",
+    "reads or writes 1960 bytes behind the end of buffer 0",
 ]  # fmt: skip
 
 
@@ -88,7 +90,9 @@ ORDER = """
         if (t == 33) { for (int i = 0; i < 9; i++) __nanosleep(9); __ldcg(data); }
         break;
     case 7: if (blockIdx.x == 0 && t == 0) __stcg(data, 5u); if (blockIdx.x && t == 0) __ldcg(data); break;
-    case 8:                                                                             // all of this is right
+    case 8: { __shared__ float v[64]; v[t] = 1.f; *(volatile float*)(v + (t ^ 1)); } break;
+    case 9: if (blockIdx.x == 0 && t == 0) data[0] = 5; if (blockIdx.x && t == 0) ((u16*)data)[16] = data[0]; break;  // plain ones
+    case 10:                                                                            // all of this is right
         put_float(at + t * 4, 1.f); __syncthreads(); take4(at + (t ^ 33) * 4); __syncthreads();
         put_float(at + (t ^ 1) * 4, 2.f); __syncwarp(); take4(at + (t ^ 2) * 4);
         if (blockIdx.x == 0 && t == 5) __stcg(data, 5u);
@@ -96,7 +100,8 @@ ORDER = """
         if (blockIdx.x == 0 && t == 0) add_and_see(flag, 1);
         if (blockIdx.x && t == 0) while (!look(flag)) {}
         __syncthreads();
-        if (blockIdx.x && __ldcg(data) != 5) stop();
+        if (blockIdx.x && (__ldcg(data) != 5 || data[0] != 5)) stop();
+        if (blockIdx.x == 0 && t < 8) ((u16*)(data + 4))[t] = t;
         break;
     }
 """
@@ -106,10 +111,10 @@ ORDER = """
 def test_what_nothing_orders_is_found_in_whatever_order_it_ran(seed: int) -> None:
     memory = Memory()
     data = memory.hold(torch.zeros(16, dtype=torch.int32))
-    for mode in range(8):
+    for mode in range(10):
         with pytest.raises(EmulatorError, match="nothing says in which order"):
             run(memory, ORDER, [data.zero_()], mode, blocks=2 if mode > 6 else 1, threads=64, seed=seed)
-    run(memory, ORDER, [data.zero_()], 8, blocks=3, threads=64, seed=seed)
+    run(memory, ORDER, [data.zero_()], 10, blocks=3, threads=64, seed=seed)
 
 
 BLOCKS = """

@@ -3,9 +3,7 @@
 //
 // What goes wrong ends the launch with one line that says where: memory that is nobody's, addresses that are not aligned, bytes that are
 // still on their way, words that two threads touch in no order (order.h), lanes that meet at different places, and waiting that cannot end.
-#ifndef OUTRIDER_MACHINE
-#define OUTRIDER_MACHINE
-#include "memory.h"
+#include "products.h"
 
 namespace machine {
 
@@ -18,8 +16,8 @@ inline void begin_block(Block& block) {
     block.index = the.begun++, block.live = the.threads;
     memset(block.room, 0xFF, the.shared);  // NaN of every kind
     memset(block.flying, 0, (the.shared / 4 + 4) * 2), memset(block.held, 0, (the.shared / 4 + 4) * 2);
-    forget(block.shadow);
-    memset(block.variables, 0xFF, shared_end - shared_begin);
+    forget(block.shadow), forget(block.variables_shadow);
+    memset(block.variables, 0xFF, the.variables_end - the.variables);
     if (the.here == &block) the.here = nullptr;
     for (u32 w = 0; w < (the.threads + 31) / 32; w++) {
         Warp& warp = block.warps[w];
@@ -38,12 +36,13 @@ inline void begin_block(Block& block) {
     the.live_blocks++;
 }
 
-inline int launch(void (*kernel)(void**), u32 blocks, u32 threads, u32 shared, void** values, const Buffer* buffers, int count, u64 seed, char* message, int room) {
+int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blocks, u32 threads, u32 shared, void** values, const Buffer* buffers, int count,
+           u64 seed, char* message, int room) {
     const u32 warps = (threads + 31) / 32;
     u32 resident = MOST_FIBERS / threads ? MOST_FIBERS / threads : 1;
     if (resident > blocks) resident = blocks;
     the = Machine{};
-    the.kernel = kernel, the.blocks = blocks, the.threads = threads, the.shared = shared, the.values = values, the.buffers = buffers, the.buffer_count = count;
+    the.kernel = kernel, the.variables = variables, the.variables_end = variables_end, the.blocks = blocks, the.threads = threads, the.shared = shared, the.values = values, the.buffers = buffers, the.buffer_count = count;
     the.resident = resident, the.seed = seed, the.message = message, the.message_room = room, the.ring = resident * threads + 1;
     the.ready = (Fiber**)room_for(the.ring * sizeof(Fiber*));
     the.slots = (Block*)room_for(resident * sizeof(Block));
@@ -52,15 +51,16 @@ inline int launch(void (*kernel)(void**), u32 blocks, u32 threads, u32 shared, v
     the.fibers = (Fiber*)room_for((size_t)resident * threads * sizeof(Fiber));
     the.warps = (Warp**)room_for(resident * warps * sizeof(Warp*));
     the.shadows = (Shadow*)room_for(count * sizeof(Shadow));
-    for (int i = 0; i < count; i++) make_shadow(the.shadows[i], i, buffers[i].bytes, 0, resident * warps);
+    for (int i = 0; i < count; i++) make_shadow(the.shadows[i], i, 2, buffers[i].bytes, 0, resident * warps);
     for (u32 i = 0; i < resident * threads; i++)
         mprotect(stacks + i * each, PAGE, PROT_NONE), the.fibers[i].stack = stacks + i * each + PAGE, the.fibers[i].id = i;
     for (u32 b = 0; b < resident; b++) {
         Block& block = the.slots[b];
         block.fibers = the.fibers + b * threads, block.warps = (Warp*)room_for(warps * sizeof(Warp));
         block.room = (char*)room_for(shared), block.flying = (u16*)room_for((shared / 4 + 4) * 2), block.held = (u16*)room_for((shared / 4 + 4) * 2);
-        make_shadow(block.shadow, -1, shared, b * warps, warps);
-        block.variables = (char*)room_for(shared_end - shared_begin);
+        make_shadow(block.shadow, -1, 4, shared, b * warps, warps);
+        make_shadow(block.variables_shadow, -2, 4, variables_end - variables, b * warps, warps);
+        block.variables = (char*)room_for(the.variables_end - the.variables);
         for (u32 w = 0; w < warps; w++) {
             Warp& warp = block.warps[w];
             warp.meeting.waiting = (Fiber**)room_for(32 * sizeof(Fiber*)), warp.index = b * warps + w, warp.known = nothing_known();
@@ -95,5 +95,30 @@ inline int launch(void (*kernel)(void**), u32 blocks, u32 threads, u32 shared, v
     return why == 2;
 }
 
+u32 thread_index() { return the.now->thread; }
+u32 block_index() { return the.now->block->index; }
+u32 threads_of_block() { return the.threads; }
+u32 blocks_of_grid() { return the.blocks; }
+
 }  // namespace machine
-#endif
+
+// What the compiler calls at loads and stores.
+#define LOADS_AND_STORES(BYTES, PLACE)                                                                       \
+    extern "C" void __tsan_##PLACE##read##BYTES(void* at) { machine::plain(at, BYTES, false); }              \
+    extern "C" void __tsan_##PLACE##write##BYTES(void* at) { machine::plain(at, BYTES, true); }              \
+    extern "C" void __tsan_##PLACE##volatile_read##BYTES(void* at) { machine::plain(at, BYTES, false); }     \
+    extern "C" void __tsan_##PLACE##volatile_write##BYTES(void* at) { machine::plain(at, BYTES, true); }
+LOADS_AND_STORES(1, )
+LOADS_AND_STORES(2, )
+LOADS_AND_STORES(4, )
+LOADS_AND_STORES(8, )
+LOADS_AND_STORES(16, )
+LOADS_AND_STORES(2, unaligned_)
+LOADS_AND_STORES(4, unaligned_)
+LOADS_AND_STORES(8, unaligned_)
+LOADS_AND_STORES(16, unaligned_)
+extern "C" void __tsan_read_range(void* at, long bytes) { machine::plain(at, bytes, false); }
+extern "C" void __tsan_write_range(void* at, long bytes) { machine::plain(at, bytes, true); }
+extern "C" void __tsan_func_entry(void*) {}
+extern "C" void __tsan_func_exit() {}
+extern "C" void __tsan_init() {}
