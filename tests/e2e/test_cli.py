@@ -146,7 +146,7 @@ def test_bad_input_is_one_line_and_exit_code_2(cli: Any, model: Path, arguments:
 
 def test_malformed_prompt_files_name_the_line(cli: Any, model: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompts.jsonl"
-    for text, says in (('{"prompt": "a"}\n{nope}\n', "line 2"), ('{"text": "a"}\n', "line 1")):
+    for text, says in (('{"prompt": "a"}\n{nope}\n', "prompts.jsonl:2: not JSON"), ('{"words": "a"}\n', "prompts.jsonl:1: no text under")):
         file.write_text(text)
         code, _, err = cli("generate", model, "--prompts", file)
         assert code == 2 and says in err
