@@ -20,10 +20,11 @@ from tests.parity.test_triton_quant import DEVICE, DTYPE, REF, WEIGHTS, near, ra
 
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.models.decoder import TextModel  # noqa: E402
-from outrider.ops.formats import Held, Integer, Weight, stack  # noqa: E402
-from outrider.ops.reference import ReferenceOps  # noqa: E402
+from outrider.ops.formats import MODES, Held, Integer, Weight, stack  # noqa: E402
+from outrider.ops.reference import ReferenceOps, plain  # noqa: E402
 from outrider.ops.triton import TritonOps, moe  # noqa: E402
 from outrider.ops.triton.quant_moe import ExpertTile, QuantExperts, hold_experts  # noqa: E402
+from outrider.ops.triton.repack import repack  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
 from outrider.weights.load import dummy_weights  # noqa: E402
 
@@ -98,6 +99,43 @@ def test_one_product_quantised_and_the_other_dense() -> None:
     for (a, b), (c, d) in zip(both, meant, strict=True):
         assert a is not None and b is not None
         near(moe.experts(list_pairs(z, scale, TOP, False), x, a, b, "gelu_tanh", False), defined(z, x, scale, c, d), 1e-2)
+
+
+@pytest.mark.parametrize("dense", ["int8", "plain"])
+def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
+    """On a Hopper one row goes through `few_experts`, and with a dense MLP in int8 that does too; 300 rows add and norm in two launches."""
+    count, hidden, inner, wide, top = (128, 2816, 704, 2112, 8) if CUDA else (5, 256, 48, 136, 2)
+    ops = TritonOps(DEVICE, pdl=False)
+
+    def weight(*shape: int, seed: int) -> torch.Tensor:
+        return rand(*shape, seed=seed, scale=shape[-1] ** -0.5).to(DEVICE, torch.bfloat16 if CUDA else DTYPE)
+
+    gate_up, down = (ops.quantize(weight(*s, seed=i), "int8") for i, s in enumerate(((count, 2 * inner, hidden), (count, hidden, inner))))
+    mlp: list[Held] = [weight(2 * wide, hidden, seed=3), weight(hidden, wide, seed=4)]
+    if dense == "int8":
+        mlp = [m for m in (repack(f.quantise(plain(w))) for f, w in zip(MODES["int8"], mlp, strict=True)) if m is not None]
+    router, scale = weight(count, hidden, seed=5) * 4, rand(count, seed=6).abs().to(DEVICE) + 0.5
+    norms, scalar = [weight(1, hidden, seed=7 + i)[0] * 30 for i in range(4)], torch.full((1,), 0.7, dtype=DTYPE, device=DEVICE)
+    most = 300 if CUDA else 3
+    z, x, h, stream = (rand(most, hidden, seed=11 + i).to(DEVICE, DTYPE) for i in range(4))
+
+    def run(lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
+        first = (z[lo:hi], x[lo:hi], router, scale, gate_up, down, top, "gelu_tanh", h[lo:hi], *mlp)
+        return ops.moe_beside(*first, norms[0], norms[1], stream[lo:hi], norms[2], scalar, norms[3], 1e-6)
+
+    whole = run(0, most)
+    for lo, hi in ((0, 1), (1, 2), (most - 1, most), (0, 2)) + (((0, 5), (3, 43)) if CUDA else ()):
+        for got, want in zip(run(lo, hi), whole, strict=True):
+            assert torch.equal(got, want[lo:hi])
+
+
+def test_spans_of_the_dense_mlp_are_added_where_it_is_mixed() -> None:
+    pairs, weight, x = rand(TOP, 64).to(DEVICE, DTYPE), rand(TOP, seed=1).to(DEVICE), rand(1, 64, seed=2).to(DEVICE, DTYPE)
+    parts, norms = rand(3, 64, seed=3).to(DEVICE), [rand(64, seed=4 + i).to(DEVICE, DTYPE) for i in range(4)]
+    ends = (norms[0], norms[1], x, norms[2], None, norms[3], 1e-6)
+    added = ((parts[0] + parts[1]) + parts[2]).to(DTYPE)[None]
+    whole, spans = moe.mix(pairs, weight, moe.Beside(added, *ends), False), moe.mix(pairs, weight, moe.Beside(parts, *ends, parts=3), False)
+    assert all(torch.equal(a, b) for a, b in zip(whole, spans, strict=True))
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -267,10 +267,19 @@ def test_moe(ops: TritonOps, rows: int) -> None:
     whole = ops.moe(z, x, *args)
     near(whole, REF.moe(z, x, *args))
     same(ops.moe(z[:1], x[:1], *args), whole[:1])
-    rest = (rand(*x.shape, seed=9), rand(64, 48, seed=12), rand(48, 32, seed=13), rand(48, seed=10), rand(48, seed=11), 1e-6)
-    both = ops.moe_beside(z, x, *args, *rest)
-    near(both, REF.moe_beside(z, x, *args, *rest))
-    same(ops.moe_beside(z[:1], x[:1], *args, rest[0][:1], *rest[1:]), both[:1])
+    h, stream = rand(*x.shape, seed=9), rand(*x.shape, seed=14)
+    rest = (rand(64, 48, seed=12), rand(48, 32, seed=13), rand(48, seed=10), rand(48, seed=11))
+    for end in ((rand(48, seed=15), rand(1, seed=16), rand(48, seed=17)), (rand(48, seed=15), None, None), (None, rand(1, seed=16), None)):
+        both = ops.moe_beside(z, x, *args, h, *rest, stream, *end, 1e-6)
+        for got, want in zip(both, REF.moe_beside(z, x, *args, h, *rest, stream, *end, 1e-6), strict=True):
+            near(got, want)
+        one = ops.moe_beside(z[:1], x[:1], *args, h[:1], *rest, stream[:1], *end, 1e-6)
+        many = ops.moe_beside(
+            *(t.repeat(300, 1)[:300] for t in (z, x)), *args, h.repeat(300, 1)[:300], *rest, stream.repeat(300, 1)[:300], *end, 1e-6
+        )
+        for got, among, apart in zip(one, both, many, strict=True):
+            same(got, among[:1])
+            same(got, apart[:1])  # many rows take two launches
 
 
 @pytest.mark.parametrize("pairs,wide", [(16, 16), (32, 64), (128, 32)])

@@ -24,6 +24,8 @@ from .config import ModelConfig
 from .layers import Block, gather_blocks, rope_variants, stretches
 from .split import SOLO, Together, piece
 
+End = tuple[Tensor | None, Tensor | None, Tensor | None]  # a residual step behind a sublayer: its norm, the layer's scalar, the next norm
+
 
 @dataclass(frozen=True)
 class PerLayerBlock:
@@ -118,19 +120,17 @@ class TextModel:
         sums over several processes."""
         ops, block, eps, act = self.ops, self.blocks[i], self.config.norm_eps, self.config.activation
         y = self.total(ops.linear(attended, block.out, block.out_bias))
+        end: End = (block.post_mlp_norm, block.scalar, block.next_norm) if ple is None else (block.post_mlp_norm, None, None)
         if self.experts is None:
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
-            y = self.mlp(h, block)
+            x, h = ops.residual_norm(x, self.mlp(h, block), *end, eps)
         else:  # experts beside the dense MLP; they and their router read norms of their own
             routed = self.experts[i]
             norms = (block.mlp_norm, routed.router_norm, routed.norm)
             x, h, router_in, expert_in = ops.residual_norms(x, y, block.post_attn_norm, norms, eps)
-            y = self.mixed(routed, block, h, router_in, expert_in)
+            x, h = self.mixed(routed, block, h, router_in, expert_in, x, end)
 
-        if ple is None:
-            x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
-        else:
-            x, _ = ops.residual_norm(x, y, block.post_mlp_norm, None, None, eps)
+        if ple is not None:
             side = self.ple_blocks[i]
             y = ops.linear(ops.linear_act_mul(x, side.gate, ple[i], act), side.out)
             x, h = ops.residual_norm(x, y, side.post_norm, block.scalar, block.next_norm, eps)
@@ -146,16 +146,21 @@ class TextModel:
         gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
         return self.total(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
 
-    def mixed(self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor) -> Tensor:
-        """The dense MLP and the experts. h, router_in, expert_in [R, H]: norms of the residual stream that it, router and experts read."""
+    def mixed(
+        self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor,
+        end: End,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The dense MLP and the experts, and the residual step behind them. h, router_in, expert_in
+        [R, H]: norms of the residual stream x that it, router and experts read."""
         ops, moe, eps, act = self.ops, self.config.moe, self.config.norm_eps, self.config.activation
         assert moe is not None
         routing = (router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, moe.top_k, act)
         if self.together.share.world == 1:
-            return ops.moe_beside(*routing, h, block.gate_up, block.down, experts.post_dense_norm, experts.post_norm, eps)
+            return ops.moe_beside(*routing, h, block.gate_up, block.down, experts.post_dense_norm, experts.post_norm, x, *end, eps)
         # Each process has a piece of every expert: the sum comes before the norm.
         dense, routed = self.mlp(h, block), self.total(ops.moe(*routing))
-        return ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)[0]
+        y = ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)[0]
+        return ops.residual_norm(x, y, *end, eps)
 
     def routed(self, weights: Mapping[str, Held], here: str) -> Experts:
         return Experts(

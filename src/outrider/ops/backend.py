@@ -240,8 +240,9 @@ class Backend(Protocol):
     ) -> Tensor: ...
     def moe_beside(
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor, eps: float,
-    ) -> Tensor: ...  # fmt: skip
+        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     # ---- drafting and choosing
     def clustered_logits(self, g: Tensor, centroids: Held, rows: Held, top: int, lean: Tensor | None = None) -> tuple[Tensor, Tensor]: ...

@@ -278,12 +278,15 @@ class ReferenceOps(TreeOps):
 
     def moe_beside(
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor, eps: float,
-    ) -> Tensor:  # fmt: skip
-        """norm(mlp(h)) + norm(moe): the routed experts beside the dense MLP of the same layer."""
+        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts beside the dense MLP of the same
+        layer."""
         dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
         routed = self.moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
-        return self.residual_norm(self.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
+        y = self.residual_norm(self.rms_norm(dense, dense_w, eps), routed, post_w, None, None, eps)[0]
+        return self.residual_norm(stream, y, out_w, scale, next_w, eps)
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(

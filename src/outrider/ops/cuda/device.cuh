@@ -111,6 +111,12 @@ template <int BYTES> __device__ __forceinline__ void copy_few(u32 to, const char
 
 __device__ __forceinline__ void wait_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }  // those asked for since the last one
+
+template <int GROUPS> __device__ __forceinline__ void wait_copies_but() {  // but for the last GROUPS that were committed
+    asm volatile("cp.async.wait_group %0;" ::"n"(GROUPS) : "memory");
+}
+
 // Between blocks and between kernels.
 
 __device__ __forceinline__ int count_one(int* at) {  // what stood there; what was written before is seen by whoever counts later

@@ -19,7 +19,7 @@ from ..formats import Held
 from ..reference import plain
 from .common import activate, start
 from .linear import chain, gate_and_up, weight_rows
-from .norm import width_warps
+from .norm import PROMPT, residual_norm, width_warps
 from .quant_moe import ExpertTile, QuantExperts, choose_tile, quant_product
 from .quant_tiles import shared_of
 from .routing import Pairs, pairs_of, tile_of
@@ -66,23 +66,51 @@ def mix_kernel(y, weight, out, n, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: t
 
 @triton.jit
 def mix_beside_kernel(
-    y, weight, dense, dense_w, post_w, out, n, eps, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    y, weight, dense, dense_w, post_w, x, out_w, scale, next_w, x_out, h_out, n, eps,
+    TOP: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[row] = norm(dense) + norm(mix): rounded where the separate steps round."""
+    """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes of x and both. PARTS:
+    dense is float32 [PARTS, n], spans of a product of one row that are still to be added; 0: it is done."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
-    kind = out.dtype.element_ty
+    kind = x_out.dtype.element_ty
     dw, pw = tl.load(dense_w + i, mask=ok, other=0.0), tl.load(post_w + i, mask=ok, other=0.0)
+    if OUT:
+        ow = tl.load(out_w + i, mask=ok, other=0.0)
+    if NEXT:
+        nw = tl.load(next_w + i, mask=ok, other=0.0)
+    if SCALE:
+        factor = tl.load(scale).to(kind).to(tl.float32)
     start(PDL)
-    a = tl.load(dense + row * n + i, mask=ok, other=0.0).to(tl.float32)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(TOP):
         acc += tl.load(weight + row * TOP + slot) * tl.load(y + (row * TOP + slot) * n + i, mask=ok, other=0.0).to(tl.float32)
+    if PARTS == 0:
+        a = tl.load(dense + row * n + i, mask=ok, other=0.0).to(tl.float32)
+    else:
+        a = tl.load(dense + i, mask=ok, other=0.0)
+        if PARTS > 1:
+            a += 0.0
+        for part in tl.static_range(1, PARTS):
+            a += tl.load(dense + part * n + i, mask=ok, other=0.0)
+        a = a.to(kind).to(tl.float32)
     b = acc.to(kind).to(tl.float32)
     a = (a * tl.rsqrt(tl.sum(a * a, 0) / n + eps) * dw).to(kind).to(tl.float32)
     b = (b * tl.rsqrt(tl.sum(b * b, 0) / n + eps) * pw).to(kind).to(tl.float32)
-    tl.store(out + row * n + i, (a + b).to(kind), mask=ok)
+    both = (a + b).to(kind)
+    if ADD:
+        c = both.to(tl.float32)
+        if OUT:
+            c = (c * tl.rsqrt(tl.sum(c * c, 0) / n + eps) * ow).to(kind).to(tl.float32)
+        both = (tl.load(x + row * n + i, mask=ok, other=0.0).to(tl.float32) + c).to(kind)
+        if SCALE:
+            both = (both.to(tl.float32) * factor).to(kind)
+    tl.store(x_out + row * n + i, both, mask=ok)
+    if NEXT:
+        h = both.to(tl.float32)
+        tl.store(h_out + row * n + i, (h * tl.rsqrt(tl.sum(h * h, 0) / n + eps) * nw).to(kind), mask=ok)
 
 
 @dataclass(frozen=True)
@@ -128,35 +156,51 @@ def grouped(source: Tensor, w: Held, to: Tensor, pairs: Pairs, share: int, act: 
 
 @dataclass(frozen=True)
 class Beside:
-    """The dense MLP's answer, to which the routed one is added, each under its norm."""
+    """The dense MLP's answer, to which the routed one is added, each under its norm; and what the sum of both is added to."""
 
-    dense: Tensor
+    dense: Tensor  # [R, H]; or float32 [parts, H]: spans of one row that are still to be added
     dense_w: Tensor
     post_w: Tensor
+    x: Tensor  # [R, H] the residual stream
+    out_w: Tensor | None
+    scale: Tensor | None
+    next_w: Tensor | None
     eps: float
+    parts: int = 0  # of dense
 
 
-def experts(
-    pairs: Pairs, x: Tensor, gate_up: Held, down: Held, act: str, pdl: bool,
-    beside: Beside | None = None, cut: tuple[Cut, Cut] | None = None,
-) -> Tensor:  # fmt: skip
-    """x [R, H] -> [R, H]; pairs: of these rows. cut: other tiles than the rule's, for measuring."""
-    rows, hidden = x.shape
-    launch = {"launch_pdl": True} if pdl else {}
+def products(pairs: Pairs, x: Tensor, gate_up: Held, down: Held, act: str, pdl: bool, cut: tuple[Cut, Cut] | None = None) -> Tensor:
+    """x [R, H] -> [pairs, H]. cut: other tiles than the rule's, for measuring."""
     inner_out = torch.empty((pairs.count, down.shape[2]), dtype=x.dtype, device=x.device)
-    pair_out = torch.empty((pairs.count, hidden), dtype=x.dtype, device=x.device)
-    out = torch.empty_like(x)
+    pair_out = torch.empty((pairs.count, x.shape[1]), dtype=x.dtype, device=x.device)
     first, second = cut or (None, None)
     grouped(x, gate_up, inner_out, pairs, pairs.top, act, pdl, first)
     grouped(inner_out, down, pair_out, pairs, 1, None, pdl, second)
-    if beside is not None:
-        block, warps = width_warps(hidden)
-        mix_beside_kernel[(rows,)](
-            pair_out, pairs.weight, beside.dense.contiguous(), beside.dense_w, beside.post_w, out, hidden, beside.eps,
-            TOP=pairs.top, BLOCK=block, PDL=pdl, num_warps=warps, **launch,
-        )  # fmt: skip
-        return out
+    return pair_out
+
+
+def experts(pairs: Pairs, x: Tensor, gate_up: Held, down: Held, act: str, pdl: bool, cut: tuple[Cut, Cut] | None = None) -> Tensor:
+    """x [R, H] -> [R, H]; pairs: of these rows."""
+    pair_out, out = products(pairs, x, gate_up, down, act, pdl, cut), torch.empty_like(x)
+    rows, hidden = x.shape
     mix_kernel[(rows, triton.cdiv(hidden, 1024))](
-        pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4, **launch
-    )
+        pair_out, pairs.weight, out, hidden, TOP=pairs.top, BLOCK=1024, PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
     return out
+
+
+def mix(pair_out: Tensor, weight: Tensor, beside: Beside, pdl: bool) -> tuple[Tensor, Tensor]:
+    """pair_out [pairs, H], weight float32 [pairs] -> the residual stream, and its norm by next_w (itself where there is none)."""
+    (rows, hidden), x = beside.x.shape, beside.x.contiguous()
+    whole = rows < PROMPT  # else two launches: more programs at a time are worth more than what one would save
+    next_w, given = beside.next_w, (beside.out_w, beside.scale, beside.next_w)
+    x_out = torch.empty_like(x)
+    h_out = torch.empty_like(x) if whole and next_w is not None else x_out
+    block, warps = width_warps(hidden)
+    mix_beside_kernel[(rows,)](
+        pair_out, weight, beside.dense.contiguous(), beside.dense_w, beside.post_w, x, *(x if w is None else w for w in given),
+        x_out, h_out, hidden, beside.eps, TOP=len(weight) // rows, PARTS=beside.parts, ADD=whole, OUT=whole and beside.out_w is not None,
+        SCALE=whole and beside.scale is not None, NEXT=whole and next_w is not None, BLOCK=block, PDL=pdl, num_warps=warps,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    return (x_out, h_out) if whole else residual_norm(x, x_out, beside.out_w, beside.scale, next_w, beside.eps, pdl)[:2]

@@ -122,11 +122,13 @@ class TritonOps(ReferenceOps):
 
     def moe_beside(
         self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor, eps: float,
-    ) -> Tensor:  # fmt: skip
+        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
         dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
-        return moe.experts(pairs, x, gate_up, down, act, self.pdl, moe.Beside(dense, dense_w, post_w, eps))
+        pair_out = moe.products(pairs, x, gate_up, down, act, self.pdl)
+        return moe.mix(pair_out, pairs.weight, moe.Beside(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), self.pdl)
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(

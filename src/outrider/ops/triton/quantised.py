@@ -15,10 +15,12 @@ from torch import Tensor
 
 from ...types import OutriderError
 from ..formats import MODES, Held, Weight, join, rounded_to, stays_dense
+from . import moe
+from .few_experts import Dense, FewExperts
 from .few_rows import FewRows
 from .ops import TritonOps
 from .quant import Extras, quant_linear
-from .quant_moe import hold_experts, round_experts
+from .quant_moe import QuantExperts, hold_experts, round_experts
 from .repack import Parts, QuantWeight, repack
 
 
@@ -92,6 +94,30 @@ class QuantTritonOps(TritonOps):
     def few(self) -> FewRows | None:
         """Kernels for few tokens, asked for with the first quantised product."""
         return FewRows.of(self.seen.device, self.seen)
+
+    @cached_property
+    def few_experts(self) -> FewExperts | None:
+        """Kernels for the experts of one token, asked for with the first of them."""
+        return FewExperts.of(self.seen.device)
+
+    def moe_beside(
+        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
+        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor,
+        stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        rest = (dense_w, post_w, stream, out_w, scale, next_w, eps)
+        if x.shape[0] == 1 and isinstance(router, Tensor) and isinstance(gate_up, QuantExperts) and isinstance(down, QuantExperts):
+            beside, few = Dense.of(mlp_gate_up, mlp_down, x.shape[1], down.matrix.chunks), self.few_experts
+            plan = None if few is None else few.plan(x, router, gate_up, down, top_k, beside)
+            kernels = None if few is None or plan is None else few.kernels(plan, act)
+            if few is not None and plan is not None and kernels is not None:
+                z = few.logits(kernels, plan, router_in, router, self.pdl)
+                dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down) if beside is None else None
+                made = few.answers(kernels, plan, z, expert_scale, x, gate_up, down, h, beside, self.pdl)
+                if dense is not None:
+                    return moe.mix(made.pairs, made.weight, moe.Beside(dense, *rest), self.pdl)
+                return moe.mix(made.pairs, made.weight, moe.Beside(made.dense, *rest, parts=len(made.dense)), self.pdl)
+        return super().moe_beside(router_in, x, router, expert_scale, gate_up, down, top_k, act, h, mlp_gate_up, mlp_down, *rest)
 
     def multiply(self, x: Tensor, w: QuantWeight, extras: Extras) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""

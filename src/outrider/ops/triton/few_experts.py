@@ -1,0 +1,229 @@
+"""One token's experts in int8, and the dense MLP beside them where it is in int8 too, in CUDA C++ (`ops/cuda/experts.cu`): the bits of
+`routing`, `quant_moe` and `quant`, sooner, and in three launches instead of six.
+
+`Plan.of` is the rule, in one place: bfloat16, gate_up in groups of 128 columns, down with a factor for each row, which is what
+`--quantize int8` makes of Gemma's 26B-A4B; and `FewExperts.of` the device: Hopper, where both were seen to give the same bits. Everything
+else, and every larger number of rows, goes to Triton; so does all where NVRTC cannot be had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ..cuda.runtime import FOLDER, CudaError, Kernel, missing
+from ..formats import Held
+from .few_rows import ACTS
+from .quant_moe import QuantExperts
+from .quant_tiles import choose_quant_tile, processors_of, shared_of
+from .repack import Codes, QuantWeight
+from .tiles import choose_tile
+
+log = logging.getLogger("outrider")
+SOURCE = FOLDER / "experts.cu"
+INSTEAD = "experts in int8 at one token go through Triton, about a fifth slower: %s"
+MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 128, 24, 32, 4
+MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router: a thread holds a span's weights of two rows
+WORDS, STAGE, X_BYTES = 2048, 2112, 256  # of a warp's chunk, as experts.cu has them
+NUMBERS = (
+    "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span", "down_splits",
+)  # fmt: skip
+
+
+class Mixture(ctypes.Structure):
+    """What the kernels are told: `Mixture` of experts.cu."""
+
+    _fields_ = [(name, ctypes.c_int) for name in NUMBERS]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """An MLP whose tiles go beside those of the experts."""
+
+    gate_up: QuantWeight
+    down: QuantWeight
+
+    @staticmethod
+    def of(gate_up: Held, down: Held, hidden: int, most: int) -> Dense | None:
+        """most: chunks that a warp can take of down."""
+        if not isinstance(gate_up, QuantWeight) or not isinstance(down, QuantWeight) or not grouped(gate_up) or not by_row(down):
+            return None
+        inner = down.shape[1]
+        fits = gate_up.shape == (2 * inner, hidden) and down.shape[0] == hidden and inner % 8 == 0 and spans(down)[0] <= most
+        return Dense(gate_up, down) if fits else None
+
+
+def router_spans(router: Held) -> tuple[int, int] | None:
+    """Columns of a span, and spans, in the order of sums that a router [E, H] has in Triton; None: not one for the kernel."""
+    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16 or not router.is_contiguous() or router.shape[0] % 16:
+        return None
+    n, k = router.shape
+    tile = choose_tile(n, k, False, router.element_size())
+    span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
+    splits = triton.cdiv(k, span)
+    return (span, splits) if k % 16 == 0 and 1 < splits <= MOST_SPANS and span <= MOST_COLUMNS else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the products of one layer are dealt out."""
+
+    router: tuple[int, int]  # columns of a span, spans
+    chunks: int  # of gate_up: a warp each
+    stages: int
+    gate_up_shared: int
+    down: int  # chunks of an expert's down
+    down_warps: int
+    down_shared: int
+    told: tuple[int, ...]  # NUMBERS
+
+    @staticmethod
+    def of(router: Held, gate_up: Held, down: Held, top: int, beside: Dense | None, processors: int, room: int) -> Plan | None:
+        if (
+            not isinstance(gate_up, QuantExperts)
+            or not isinstance(down, QuantExperts)
+            or not grouped(gate_up.matrix)
+            or not by_row(down.matrix)
+        ):
+            return None
+        routed = router_spans(router)
+        if routed is None or tuple(router.shape) != (down.shape[0], down.shape[1]):
+            return None
+        experts, hidden, inner = down.shape
+        chunks, deep = gate_up.matrix.chunks, down.matrix.chunks
+        if (
+            gate_up.shape != (experts, 2 * inner, hidden)
+            or hidden % 128
+            or inner % 8
+            or experts > MOST_EXPERTS
+            or top > 32
+            or chunks > MOST_CHUNKS
+        ):
+            return None
+        tiles, units, dense = top * inner // 8, top * hidden // 16, 0
+        (span, splits), (down_span, down_splits), down_chunks = (chunks, 1), (0, 0), 0
+        if beside is not None:
+            dense, down_chunks = beside.down.shape[1], beside.down.chunks
+            (span, splits), (down_span, down_splits) = spans(beside.gate_up), spans(beside.down)
+            tiles, units = tiles + dense // 8, units + hidden // 16 * down_splits
+        each, warps = -(-tiles // processors), -(-units // processors)
+        sums = chunks * (2 * X_BYTES + each * 128)  # x, and a tile's 16 sums with their factors
+        stages = min(MOST_STAGES, each, (room - sums) // (chunks * STAGE))
+        shared = warps * deep * (WORDS + X_BYTES)
+        if stages < 2 or warps > MOST_WARPS or shared > room:
+            return None
+        told = (experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
+        return Plan(routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, shared, told)
+
+
+def grouped(w: QuantWeight) -> bool:
+    """int8 with a bfloat16 factor for each chunk of 128 columns and nothing besides."""
+    plain = w.codes is Codes.INT8 and w.plane == 32 and w.per == 4 and not w.half
+    return plain and w.lift is None and w.factor is None and w.order is None and w.shape[1] % w.columns_of_chunk == 0
+
+
+def by_row(w: QuantWeight) -> bool:
+    """int8 with a factor for each row."""
+    return w.codes is Codes.INT8 and w.plane == 32 and w.per == 0 and w.factor is not None and w.order is None and w.shape[1] % 8 == 0
+
+
+def spans(w: QuantWeight) -> tuple[int, int]:
+    """Chunks of a span, and spans: the order of sums that the weight has in Triton."""
+    span = -(-w.chunks // choose_quant_tile(w.padded, w.columns, w.bits).splits)
+    return span, -(-w.chunks // span)
+
+
+@dataclass(frozen=True)
+class Answers:
+    pairs: Tensor  # [top, H]
+    weight: Tensor  # float32 [top]
+    dense: Tensor  # float32 [spans, H]: the dense MLP's, still to be added up; none where it is not beside them
+
+
+@dataclass(frozen=True)
+class Kernels:
+    router: Kernel
+    gate_up: Kernel
+    down: Kernel
+
+
+class FewExperts:
+    """The kernels of one device, compiled at first need. `of` gives None, and says why, where there are none."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.processors, self.room = device, processors_of(device), shared_of(device)
+        self.source = SOURCE.read_text()
+        self.made: dict[tuple[int, ...], Kernels] = {}
+        self.usable = True
+
+    @staticmethod
+    def of(device: torch.device) -> FewExperts | None:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+            return None
+        reason = missing()
+        if reason is not None:
+            log.warning(INSTEAD, reason)
+            return None
+        return FewExperts(device)
+
+    def plan(self, x: Tensor, router: Held, gate_up: Held, down: Held, top: int, beside: Dense | None) -> Plan | None:
+        """None: not one of these."""
+        if not self.usable or x.shape[0] != 1 or x.dtype != torch.bfloat16:
+            return None
+        return Plan.of(router, gate_up, down, top, beside, self.processors, self.room)
+
+    def logits(self, kernels: Kernels, plan: Plan, router_in: Tensor, router: Tensor, pdl: bool) -> Tensor:
+        """router_in [1, H] -> float32 [E]."""
+        z = torch.empty((len(router),), dtype=torch.float32, device=router_in.device)
+        given = [router_in.data_ptr(), router.data_ptr(), z.data_ptr()]
+        kernels.router(len(router) // 16, 32 * plan.router[1], 64 * plan.router[1], [*given, Mixture(*plan.told)], pdl)
+        return z
+
+    def answers(
+        self, kernels: Kernels, plan: Plan, z: Tensor, expert_scale: Tensor, x: Tensor, gate_up: QuantExperts, down: QuantExperts,
+        h: Tensor, beside: Dense | None, pdl: bool,
+    ) -> Answers:  # fmt: skip
+        """z float32 [E]: the router's logits; x [1, H]: what the experts read; h [1, H]: what the dense MLP reads."""
+        told = dict(zip(NUMBERS, plan.told, strict=True))
+        top, hidden, inner, dense = (told[name] for name in ("top", "hidden", "inner", "dense"))
+        made = lambda *shape, dtype=x.dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
+        between, pairs, weight = made(top, inner), made(top, hidden), made(top, dtype=torch.float32)
+        first, second = (beside.gate_up, beside.down) if beside is not None else (gate_up.matrix, down.matrix)
+        dense_between, dense_out = made(dense), made(told["down_splits"], hidden, dtype=torch.float32)
+        a, b = gate_up.matrix, down.matrix
+        assert a.scale is not None and first.scale is not None and b.factor is not None and second.factor is not None
+        blocks, shape = self.processors, Mixture(*plan.told)
+        at = lambda *tensors: [t.data_ptr() for t in tensors]  # noqa: E731
+        given = at(z, expert_scale, x, a.words, a.scale, between, weight, h, first.words, first.scale, dense_between)
+        kernels.gate_up(blocks, 32 * plan.chunks, plan.gate_up_shared, [*given, shape], pdl)
+        given = at(z, between, b.words, b.factor, pairs, dense_between, second.words, second.factor, dense_out)
+        kernels.down(blocks, 32 * plan.down_warps, plan.down_shared, [*given, shape], pdl)
+        return Answers(pairs, weight, dense_out)
+
+    def kernels(self, plan: Plan, act: str) -> Kernels | None:
+        """None: they cannot be compiled."""
+        flags = flags_of(plan, act)
+        key = tuple(flags.values())
+        if key not in self.made:
+            try:
+                made = [Kernel(self.source, f"experts_{name}", flags, self.device, self.room) for name in ("router", "gate_up", "down")]
+            except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
+                log.warning(INSTEAD, error)
+                self.usable = False
+                return None
+            self.made[key] = Kernels(*made)
+        return self.made[key]
+
+
+def flags_of(plan: Plan, act: str) -> dict[str, int]:
+    """What the source is compiled with."""
+    span, splits = plan.router
+    return dict(
+        ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down, DOWN_WARPS=plan.down_warps,
+        ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
+    )  # fmt: skip

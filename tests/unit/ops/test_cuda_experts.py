@@ -1,0 +1,176 @@
+"""`ops/cuda/experts.cu`: what it takes, its numbers on a CPU (tests/cuda) against their definition, and the choice of experts."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.cuda.emulator import Memory, missing
+
+from outrider.ops.cuda import runtime
+from outrider.ops.formats import MODES, Integer
+from outrider.ops.triton import few_experts
+from outrider.ops.triton.few_experts import NUMBERS, SOURCE, Dense, FewExperts, Plan, flags_of, spans
+from outrider.ops.triton.quant_moe import QuantExperts, round_experts
+from outrider.ops.triton.repack import QuantWeight, repack
+
+ROOM = 226 << 10
+ROUTER = torch.zeros((128, 2816), dtype=torch.bfloat16)
+GROUPED, BY_ROW = MODES["int8"]
+emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(torch.bfloat16)
+
+
+def experts(count: int, n: int, k: int, seed: int) -> tuple[QuantExperts, Tensor]:
+    """Held by the GPU, and what it stands for."""
+    dense, format = random(count, n, k, seed=seed, scale=k**-0.5), GROUPED if k % 128 == 0 else BY_ROW
+    held = round_experts(dense, format)
+    assert held is not None
+    return held, format.quantise(dense).dense().double()
+
+
+def matrix(n: int, k: int, seed: int) -> tuple[QuantWeight, Tensor]:
+    weight = (GROUPED if k % 128 == 0 else BY_ROW).quantise(random(n, k, seed=seed, scale=k**-0.5))
+    held = repack(weight)
+    assert held is not None
+    return held, weight.dense().double()
+
+
+def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    gate, up = (x.double() @ gate_up.T).to(torch.bfloat16).chunk(2, -1)
+    h = (torch.nn.functional.gelu(gate.float(), approximate="tanh").to(torch.bfloat16) * up).double()
+    return h @ down.T
+
+
+@emulated
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_token_is_its_definition(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles, chunks or slots mixed up; a last chunk that is not whole; spans of the dense MLP; ties of logits; copies not waited for."""
+    count, top, hidden, inner, wide = 48, 3, 1024, 600, 1112
+    (gate_up, gate_up_d), (down, down_d) = experts(count, 2 * inner, hidden, 1), experts(count, hidden, inner, 2)
+    (wide_gu, wide_gu_d), (wide_down, wide_down_d) = matrix(2 * wide, hidden, 3), matrix(hidden, wide, 4)
+    assert spans(wide_gu)[1] > 1 and spans(wide_down)[1] > 1
+    z = torch.randn((1, count), generator=torch.Generator().manual_seed(5))
+    z[0, 30] = z[0, 7] = z.max() + 0.5  # the lower one comes first
+    z[0, 20] = z[0, 33]
+    scale, x, h = torch.rand(count, generator=torch.Generator().manual_seed(6)) + 0.5, random(1, hidden, seed=7), random(1, hidden, seed=8)
+    router, router_in = random(count, hidden, seed=9), random(1, hidden, seed=10)
+    memory = Memory()
+    hold = memory.hold
+    monkeypatch.setattr(few_experts, "Kernel", lambda source, name, flags, device, shared: memory.kernel(source, name, flags, seed=3))
+    few = FewExperts(torch.device("cpu"))
+    few.processors = 13
+
+    def kept(w: QuantWeight) -> QuantWeight:
+        return replace(
+            w, words=hold(w.words), scale=None if w.scale is None else hold(w.scale), factor=None if w.factor is None else hold(w.factor)
+        )
+
+    gate_up, down = replace(gate_up, matrix=kept(gate_up.matrix)), replace(down, matrix=kept(down.matrix))
+    dense = Dense.of(kept(wide_gu), kept(wide_down), hidden, down.matrix.chunks) if beside else None
+    assert (dense is not None) == beside
+    plan = Plan.of(router, gate_up, down, top, dense, few.processors, 16 << 20)
+    assert plan is not None and plan.stages == 4 and plan.router[1] > 1
+    kernels = few.kernels(plan, "gelu_tanh")
+    assert kernels is not None
+    with memory:
+        logits = few.logits(kernels, plan, hold(router_in), hold(router), False)
+        got = few.answers(kernels, plan, hold(z), hold(scale), hold(x), gate_up, down, hold(h), dense, False)
+    torch.testing.assert_close(logits, (router_in.float() @ router.float().T)[0], rtol=1e-4, atol=1e-4)
+    order = sorted(range(count), key=lambda e: (-float(z[0, e]), e))[:top]
+    p = z[0].double().softmax(0)[order]
+    torch.testing.assert_close(got.weight.double(), p / p.sum() * scale[order].double(), rtol=1e-6, atol=0)
+    for slot, e in enumerate(order):
+        torch.testing.assert_close(got.pairs[slot].double(), mlp(x[0], gate_up_d[e], down_d[e]), rtol=2e-2, atol=2e-2)
+    assert len(got.dense) == (spans(wide_down)[1] if beside else 0)
+    if beside:
+        torch.testing.assert_close(got.dense.double().sum(0), mlp(h[0], wide_gu_d, wide_down_d), rtol=2e-2, atol=2e-2)
+
+
+def shells(count: int, hidden: int, inner: int) -> tuple[QuantExperts, QuantExperts]:
+    """Of these shapes, as `--quantize int8` has them, without numbers."""
+
+    def shell(n: int, k: int) -> QuantExperts:
+        part, _ = matrix(64, k, 0)
+        tiles = count * n // 64
+        words = torch.empty((tiles, *part.words.shape[1:]), dtype=torch.int32, device="meta")
+        return QuantExperts((count, n, k), replace(part, shape=(count * n, k), words=words))
+
+    return shell(2 * inner, hidden), shell(hidden, inner)
+
+
+def test_gemma_is_dealt_out_evenly() -> None:
+    """26B-A4B: 8 experts of 704 beside an MLP of 2112, so 968 tiles of gate_up; of down a warp for each of 2,112 units."""
+    gate_up, down = shells(128, 2816, 704)
+    wide = Dense.of(matrix(2 * 2112, 2816, 1)[0], matrix(2816, 2112, 2)[0], 2816, down.matrix.chunks)
+    assert wide is not None
+    both, alone = (Plan.of(ROUTER, gate_up, down, 8, beside, 132, ROOM) for beside in (wide, None))
+    assert both is not None and (both.chunks, both.stages, both.down, both.down_warps) == (22, 4, 6, 16)
+    assert alone is not None and (alone.chunks, alone.stages, alone.down, alone.down_warps) == (22, 4, 6, 11)
+    assert max(both.gate_up_shared, both.down_shared) <= ROOM
+    assert dict(zip(NUMBERS, both.told, strict=True)) == dict(
+        experts=128, top=8, hidden=2816, inner=704, dense=2112, dense_span=5, dense_splits=5, down_chunks=17, down_span=5, down_splits=4
+    )
+
+
+def test_what_the_kernels_take() -> None:
+    gate_up, down = shells(128, 2816, 704)
+
+    def taken(first: object, second: object, top: int = 8, room: int = ROOM, router: Tensor = ROUTER) -> bool:
+        return Plan.of(router, first, second, top, None, 132, room) is not None  # type: ignore[arg-type]
+
+    assert taken(gate_up, down) and not taken(gate_up, down, router=ROUTER.float()) and not taken(gate_up, down, router=ROUTER[:, :2560])
+    by_64 = repack(Integer(8, 64).quantise(random(64, 2816, seed=0)))
+    assert by_64 is not None
+    assert not taken(torch.zeros(8, 8), down) and not taken(gate_up, torch.zeros(8, 8)) and not taken(gate_up, down, room=99 << 10)
+    assert not taken(replace(gate_up, matrix=by_64), down) and not taken(down, gate_up) and not taken(*shells(256, 2816, 704))
+    assert not taken(*shells(128, 5376, 704))  # 42 chunks: no warp for each
+    assert not taken(*shells(128, 2816, 768))  # groups of down have factors
+    few = FewExperts(torch.device("cpu"))
+    x = torch.zeros((2, 2816), dtype=torch.bfloat16)
+    assert few.plan(x[:1], ROUTER, gate_up, down, 8, None) is not None
+    assert few.plan(x, ROUTER, gate_up, down, 8, None) is None and few.plan(x[:1].float(), ROUTER, gate_up, down, 8, None) is None
+    assert Dense.of(x, x, 2816, 6) is None and Dense.of(matrix(256, 512, 1)[0], matrix(512, 128, 2)[0], 512, 6) is None
+    assert Dense.of(matrix(2 * 1112, 512, 1)[0], matrix(512, 1112, 2)[0], 512, 4) is None  # spans of five chunks
+
+
+def test_the_kernels_are_told_what_they_read() -> None:
+    """Fields by their order: one that is missing shifts all behind it."""
+    fields = re.search(r"struct Mixture \{(.*?)\};", SOURCE.read_text(), re.S)
+    assert fields is not None
+    assert tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1]))) == NUMBERS
+    for name, value in (("WORDS", few_experts.WORDS), ("X_BYTES", few_experts.X_BYTES)):
+        assert re.search(rf"#define {name} {value}\b", SOURCE.read_text())
+    assert few_experts.STAGE == few_experts.WORDS + 64
+
+
+def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: object) -> None:
+        raise runtime.CudaError("NVRTC gives no machine code")
+
+    monkeypatch.setattr(few_experts, "Kernel", broken)
+    few, (gate_up, down) = FewExperts(torch.device("cpu")), shells(128, 2816, 704)
+    x = torch.zeros((1, 2816), dtype=torch.bfloat16)
+    plan = few.plan(x, ROUTER, gate_up, down, 8, None)
+    assert plan is not None
+    with caplog.at_level(logging.WARNING, logger="outrider"):
+        assert few.kernels(plan, "gelu_tanh") is None
+    assert few.plan(x, ROUTER, gate_up, down, 8, None) is None and len(caplog.records) == 1 and "no machine code" in caplog.text
+    assert FewExperts.of(torch.device("cpu")) is None
+
+
+@pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
+def test_the_source_compiles() -> None:
+    plan = Plan.of(ROUTER, *shells(128, 2816, 704), 8, None, 132, ROOM)
+    assert plan is not None
+    assert runtime.image(SOURCE.read_text(), 90, flags_of(plan, "gelu_tanh")).startswith(b"\x7fELF")
