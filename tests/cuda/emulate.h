@@ -229,6 +229,7 @@ inline void take_matrices(u32 (&b)[4], u32 at) { machine::take_matrices(b, at); 
 inline void pin(u32&, u32&) {}
 
 inline void copy16(u32 to, const char* from) { machine::begin_copy(to, from, 16, 16); }
+inline void copy16_once(u32 to, const char* from) { copy16(to, from); }
 template <int BYTES> inline void copy_few(u32 to, const char* from) {
     static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "");
     machine::begin_copy(to, from, BYTES, BYTES);

@@ -26,7 +26,10 @@ from outrider.weights.names import tensor_plan
 
 ROOM = 226 << 10
 BLOCK_KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
-INT4 = Chunk(256, 8, 2048 + 256, False)
+CHUNKS = {
+    "int4": Chunk(256, 8, 2304, False), "Q4_K": Chunk(256, 8, 2560, True), "fp8": Chunk(128, 0, 2048, False),
+    "int8 g32": Chunk(128, 4, 2176, False), "Q6_K": Chunk(128, 8, 1792, False), "nvfp4": Chunk(128, 8, 1280, False),
+}  # fmt: skip
 
 
 def weight(n: int = 128, k: int = 512, group: int = 32) -> QuantWeight:
@@ -72,21 +75,29 @@ def test_the_kernel_is_told_what_it_reads() -> None:
         assert tuple(re.findall(r"(\w+)\s*[,;]", plain)) == told
 
 
-def test_matrices_of_gemma_fit_with_all_warps() -> None:
+@pytest.mark.parametrize("kind", CHUNKS)
+def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
+    chunk, bits = CHUNKS[kind], 8 if kind in ("fp8", "int8 g32") else 4
     for name, raw in KNOWN.items():
         if "assistant" in name:
             continue
-        for plan in tensor_plan(ModelConfig.from_hf(raw)).values():
-            if plan.role != "matrix" or len(plan.shape) != 2 or plan.shape[0] % 64 or plan.shape[1] % 256:
+        for n, k in {
+            plan.shape for plan in tensor_plan(ModelConfig.from_hf(raw)).values() if plan.role == "matrix" and len(plan.shape) == 2
+        }:
+            if n % 64 or k % 256:
                 continue
-            n, k = plan.shape
-            units = Units(n // 16, k // 256, -(-(k // 256) // choose_quant_tile(n, k, 4).splits))
+            chunks = k // chunk.columns
+            units = Units(n // 16, chunks, -(-chunks // choose_quant_tile(n, k, bits).splits))
             for tokens in range(1, 9):
-                block = choose_block(units, INT4, tokens, 132, ROOM)
+                block = choose_block(units, chunk, tokens, 132, ROOM)
                 assert block is not None and block[0] == 24 and block[1] <= ROOM, (name, n, k, tokens)
+
+
+def test_what_does_not_fit_has_fewer_warps_or_goes_to_triton() -> None:
+    int4 = CHUNKS["int4"]
     wide = Units(16, 128, 128)
-    assert choose_block(wide, INT4, 1, 132, ROOM) is not None and choose_block(wide, INT4, 8, 132, ROOM) is None  # that goes to Triton
-    assert choose_block(Units(4096, 32, 32), INT4, 8, 132, ROOM) == (16, 16 * 2 * 2304 + 8 * (32 * 512 + 64))
+    assert choose_block(wide, int4, 1, 132, ROOM) is not None and choose_block(wide, int4, 8, 132, ROOM) is None  # that goes to Triton
+    assert choose_block(Units(4096, 32, 32), int4, 8, 132, ROOM) == (16, 16 * 2 * 2304 + 8 * (32 * 512 + 64))
 
 
 def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +112,9 @@ def test_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
     assert not any(suits(*case) for case in not_these)
     monkeypatch.setattr(few_rows, "COMPARED", set(Codes))
-    for name, other in every_code().items():
+    codes = every_code()
+    assert {name: Chunk.of(codes[name]) for name in ("Q4_K", "fp8", "Q6_K", "nvfp4")}.items() <= CHUNKS.items()
+    for name, other in codes.items():
         assert suits(x, other, Extras()) and suits(x[:5], other, gated), name
 
 

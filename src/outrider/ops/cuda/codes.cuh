@@ -41,12 +41,12 @@ template <class Values, bool Half, int Per, bool Lift, bool Factor> struct Coded
     static __device__ __forceinline__ void copy(u32 mine, u32 pairs, const Weights& w, u32 row, const Lane& lane) {
         const char *low = w.words + (u64)(row * (4 * STEPS) + lane.c) * 16, *high = w.words_high + (u64)(row * (4 * STEPS) + lane.c) * 16;
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) copy16(mine + s * 512, low + s * 64);
+        for (int s = 0; s < STEPS; s++) copy16_once(mine + s * 512, low + s * 64);
 #pragma unroll
-        for (int s = 0; s < STEPS; s++) copy16(mine + (STEPS + s) * 512, high + s * 64);
+        for (int s = 0; s < STEPS; s++) copy16_once(mine + (STEPS + s) * 512, high + s * 64);
         if constexpr (ABOVE) {  // the lower 8 rows by 16 lanes, the upper ones by the others
             const u64 place = (u64)(row - lane.g) * 32 + (lane.index & 15) * 16;
-            copy16(pairs - ABOVE + lane.index * 16, (lane.index & 16 ? w.above_high : w.above) + place);
+            copy16_once(pairs - ABOVE + lane.index * 16, (lane.index & 16 ? w.above_high : w.above) + place);
         }
         if constexpr (Per) {
             if (lane.index < 16) {
@@ -94,11 +94,9 @@ template <class Values, bool Half, int Per, bool Lift, bool Factor> struct Coded
 
     // Of plane I two neighbouring columns, as instruction S takes them: of row R of two, word W of the lane's four.
     template <int I, int S, int R, int W> static __device__ __forceinline__ u32 value(const Chunk& c) {
-        const uint4& four = c.words[S][R];
         u32 above = 0;
-        if constexpr (Values::ABOVE == 2) above = Values::template spread<W>(c.above[R].x, c.above[R].y);
-        else if constexpr (Values::ABOVE == 1) above = Values::template spread<W>(S ? c.above[R].y : c.above[R].x, 0);
-        return Values::template value<I % (PLANES / 2)>(W == 0 ? four.x : W == 1 ? four.y : W == 2 ? four.z : four.w, above);
+        if constexpr (ABOVE) above = (Values::ABOVE == 2 ? W < 2 : S == 0) ? c.above[R].x : c.above[R].y;
+        return Values::template value<I % (PLANES / 2), W>(c.words[S][R], above);
     }
 
     template <int I, int S> static __device__ __forceinline__ void instruction(float (&d)[4], const Chunk& c, u32 b0, u32 b1) {

@@ -104,8 +104,14 @@ __device__ __forceinline__ void copy16(u32 to, const char* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-template <int BYTES> __device__ __forceinline__ void copy_few(u32 to, const char* from) {  // 4, 8 or 16
-    if constexpr (BYTES == 16) copy16(to, from);
+__device__ __forceinline__ void copy16_once(u32 to, const char* from) {  // of what nobody reads again: the first that L2 lets go
+    u64 policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy) : "memory");
+}
+
+template <int BYTES> __device__ __forceinline__ void copy_few(u32 to, const char* from) {  // 4, 8 or 16, 16 of what nobody reads again
+    if constexpr (BYTES == 16) copy16_once(to, from);
     else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(to), "l"(from), "n"(BYTES) : "memory");
 }
 

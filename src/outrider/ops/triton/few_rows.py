@@ -1,6 +1,6 @@
 """Products of up to 8 tokens with weights of four to eight bits, in CUDA C++ (`ops/cuda/few_rows.cu`): the bits of `quant`, sooner.
 
-`suits` is the rule, in one place: bfloat16, codes that were compared, factors of groups, of rows or both, nothing done with the product
+`suits` is the rule, in one place: bfloat16, every code of `repack`, factors of groups, of rows or both, nothing done with the product
 but a gate; and `FewRows.of` the device: Hopper, where both were seen to give the same bits. Everything else, and every larger number of
 tokens, goes to Triton; so does all where NVRTC cannot be had, which one line of the log says.
 """
@@ -39,7 +39,7 @@ VALUES = {  # of values.cuh, and the columns of a plane that they have there
     Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32), Codes.UINT5: ("Unsigned5", 32),
     Codes.INT6: ("Integer6", 16), Codes.INT8: ("Integer8", 32), Codes.FP8: ("Float8", 32), Codes.FP4: ("Float4", 16),
 }  # fmt: skip
-COMPARED = {Codes.INT4, Codes.UINT4}  # codes that were seen to give Triton's bits
+COMPARED = {Codes.INT4, Codes.UINT4, Codes.INT6, Codes.INT8, Codes.FP8}  # codes that were seen to give Triton's bits
 
 
 class Shape(ctypes.Structure):
