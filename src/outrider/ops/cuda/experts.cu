@@ -98,12 +98,12 @@ __device__ __forceinline__ Choice choose(const float* z, const Mixture& p, int l
     return own;
 }
 
-template <int P> __device__ __forceinline__ u32 value(u32 w) { return Integer8::value<P>(w, 0); }
+template <int P> __device__ __forceinline__ u32 value(u32 w) { return Integer8::value<P, 0>(make_uint4(w, 0, 0, 0), 0); }
 
 struct Four { uint4 low[2], high[2]; };  // of the lane's two rows: columns 0 to 15 and 16 to 31 of the planes
 
 __device__ __forceinline__ void copy_chunk(u32 to, const char* low, const char* high) {
-    copy16(to, low), copy16(to + 512, low + 64), copy16(to + 1024, high), copy16(to + 1536, high + 64);
+    copy16_once(to, low), copy16_once(to + 512, low + 64), copy16_once(to + 1024, high), copy16_once(to + 1536, high + 64);
 }
 
 __device__ __forceinline__ void take_chunk(Four& k, u32 at) {
