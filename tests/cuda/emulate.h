@@ -251,7 +251,7 @@ inline u32 look(const u32* at) {
 }
 inline void stop() { machine::fail("stops the launch"); }
 inline void let_next_kernel_in() {}
-inline void wait_for_kernel_ahead() {}
+inline void wait_for_kernel_ahead() { machine::wait_for_kernel_ahead(); }
 
 // warpgroup.cuh.
 
@@ -277,8 +277,8 @@ extern char shared_begin[] __asm__("__start_emulated_shared") __attribute__((wea
 extern char shared_end[] __asm__("__stop_emulated_shared") __attribute__((weak, visibility("hidden")));
 
 #define EMULATED(KERNEL)                                                                                                                     \
-    extern "C" int emulated_launch(u32 blocks, u32 threads, u32 shared, void** values, const machine::Buffer* buffers, int count, u64 seed,  \
-                                   char* message, int room) {                                                                                \
+    extern "C" int emulated_launch(u32 blocks, u32 threads, u32 shared, void** values, const machine::Buffer* buffers, int count,            \
+                                   bool overlaps, u64 seed, char* message, int room) {                                                       \
         return machine::launch([](void** v) { call(KERNEL, v); }, shared_begin, shared_end, blocks, threads, shared, values, buffers, count, \
-                               seed, message, room);                                                                                         \
+                               overlaps, seed, message, room);                                                                               \
     }

@@ -67,7 +67,7 @@ def missing() -> str | None:
 
 def compiled(source: str, name: str, flags: Mapping[str, int | str], folder: Path = FOLDER) -> ctypes.CDLL:
     """The program of a kernel. folder: of its headers."""
-    ctypes.CDLL(str(_made((HERE / "machine.cpp").read_text(), ["-O2"], HERE, "*.h")), mode=ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(str(_made((HERE / "machine.cpp").read_text(), ["-O3"], HERE, "*.h")), mode=ctypes.RTLD_GLOBAL)
     text = f'#include "emulate.h"\n#line 1 "{name}.cu"\n{source}\nEMULATED({name})\n'
     return ctypes.CDLL(str(_made(text, [*OF_KERNELS, *(f"-D{key}={value}" for key, value in flags.items())], folder, "*.cuh")))
 
@@ -93,7 +93,7 @@ def _made(text: str, options: Sequence[str], folder: Path, headers: str) -> Path
 class Buffer(ctypes.Structure):
     """`Buffer` of parts.h."""
 
-    _fields_ = [("at", ctypes.c_void_p), ("bytes", ctypes.c_uint64)]
+    _fields_ = [("at", ctypes.c_void_p), ("bytes", ctypes.c_uint64), ("element", ctypes.c_uint64), ("ahead", ctypes.c_uint64)]
 
 
 class Memory(TorchFunctionMode):
@@ -101,10 +101,10 @@ class Memory(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.buffers: list[tuple[mmap.mmap, int, int]] = []  # the mapping, where in it the tensor begins, its bytes
+        self.buffers: list[tuple[mmap.mmap, int, int, int, bool]] = []  # the mapping, where in it the tensor begins; as `Buffer` has it
 
-    def hold(self, tensor: Tensor) -> Tensor:
-        """A copy with the same shape and strides that kernels may touch; between its elements are guards too."""
+    def hold(self, tensor: Tensor, ahead: bool = False, empty: bool = False) -> Tensor:
+        """A copy with the same shape and strides that kernels may touch. ahead: the kernel ahead writes it; empty: nothing is in it yet."""
         assert tensor.device.type == "cpu"
         size = tensor.element_size()
         count = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride())) if tensor.numel() else 0
@@ -112,11 +112,12 @@ class Memory(TorchFunctionMode):
         mapping = mmap.mmap(-1, (pages + 2) * PAGE)
         mapping.write(bytes([GUARD]) * len(mapping))
         begin = (pages + 1) * PAGE - -(-count * size // 16) * 16
-        self.buffers.append((mapping, begin, count * size))
+        self.buffers.append((mapping, begin, count * size, size, ahead))
         with torch._C.DisableTorchFunction():
             raw = torch.frombuffer(mapping, dtype=torch.uint8, count=max(count * size, 1), offset=begin if count else PAGE)
             held = raw[: count * size].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
-            held.copy_(tensor)
+            if not empty:
+                held.copy_(tensor)
         libc, whole = ctypes.CDLL(None, use_errno=True), address_of(mapping)
         for page in (whole, whole + len(mapping) - PAGE):
             if libc.mprotect(ctypes.c_void_p(page), ctypes.c_size_t(PAGE), 0):
@@ -130,12 +131,7 @@ class Memory(TorchFunctionMode):
         made = func(*args, **(kwargs or {}))
         if func not in MAKERS or made.device.type != "cpu":
             return made
-        if func in (torch.empty, torch.empty_like, Tensor.new_empty):
-            made = self.hold(made)
-            with torch._C.DisableTorchFunction():
-                made.view(torch.uint8).fill_(GUARD)
-            return made
-        return self.hold(made)
+        return self.hold(made, empty=func in (torch.empty, torch.empty_like, Tensor.new_empty))
 
 
 def address_of(mapping: mmap.mmap) -> int:
@@ -143,7 +139,8 @@ def address_of(mapping: mmap.mmap) -> int:
 
 
 class Emulated:
-    """A kernel that touches the buffers of one memory. Called as `runtime.Kernel` is; pdl and together mean nothing here."""
+    """A kernel that touches the buffers of one memory. Called as `runtime.Kernel` is. pdl: it begins before the kernel ahead is done,
+    so until it waits it writes nothing and reads nothing that was said to be of that kernel. Blocks are always together."""
 
     def __init__(self, memory: Memory, source: str, name: str, flags: Mapping[str, int | str], folder: Path, seed: int):
         self.memory, self.seed = memory, seed
@@ -154,8 +151,8 @@ class Emulated:
     ) -> None:
         held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
-        known = [(address_of(mapping) + begin, count) for mapping, begin, count in self.memory.buffers]
+        known = [(address_of(mapping) + begin, *sizes) for mapping, begin, *sizes in self.memory.buffers]
         buffers = (Buffer * max(len(known), 1))(*(Buffer(*b) for b in known))
         message = ctypes.create_string_buffer(500)
-        if self.launch(blocks, threads, shared, addresses, buffers, len(known), ctypes.c_uint64(self.seed), message, len(message)):
+        if self.launch(blocks, threads, shared, addresses, buffers, len(known), pdl, ctypes.c_uint64(self.seed), message, len(message)):
             raise EmulatorError(message.value.decode())

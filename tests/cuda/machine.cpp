@@ -27,7 +27,7 @@ inline void begin_block(Block& block) {
     for (u32 t = 0; t < the.threads; t++) {
         Fiber& f = block.fibers[t];
         f.begun = false, f.thread = t, f.lane = t % 32, f.block = &block, f.warp = &block.warps[t / 32], f.warp->lanes[f.lane] = &f;
-        f.copying = f.group = 0, f.clock++, f.shown++;
+        f.copying = f.group = 0, f.alone = false, f.clock++, f.shown++;
         getcontext(&f.context);
         f.context.uc_stack.ss_sp = f.stack, f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
         makecontext(&f.context, enter_kernel, 0);
@@ -37,13 +37,13 @@ inline void begin_block(Block& block) {
 }
 
 int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blocks, u32 threads, u32 shared, void** values, const Buffer* buffers, int count,
-           u64 seed, char* message, int room) {
+           bool overlaps, u64 seed, char* message, int room) {
     const u32 warps = (threads + 31) / 32;
     u32 resident = MOST_FIBERS / threads ? MOST_FIBERS / threads : 1;
     if (resident > blocks) resident = blocks;
     the = Machine{};
     the.kernel = kernel, the.variables = variables, the.variables_end = variables_end, the.blocks = blocks, the.threads = threads, the.shared = shared, the.values = values, the.buffers = buffers, the.buffer_count = count;
-    the.resident = resident, the.seed = seed, the.message = message, the.message_room = room, the.ring = resident * threads + 1;
+    the.resident = resident, the.overlaps = overlaps, the.seed = seed, the.message = message, the.message_room = room, the.ring = resident * threads + 1;
     the.ready = (Fiber**)room_for(the.ring * sizeof(Fiber*));
     the.slots = (Block*)room_for(resident * sizeof(Block));
     const size_t each = STACK + PAGE, stacks_bytes = (size_t)resident * threads * each;
@@ -51,7 +51,7 @@ int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blo
     the.fibers = (Fiber*)room_for((size_t)resident * threads * sizeof(Fiber));
     the.warps = (Warp**)room_for(resident * warps * sizeof(Warp*));
     the.shadows = (Shadow*)room_for(count * sizeof(Shadow));
-    for (int i = 0; i < count; i++) make_shadow(the.shadows[i], i, 2, buffers[i].bytes, 0, resident * warps);
+    for (int i = 0; i < count; i++) make_shadow(the.shadows[i], i, buffers[i].element == 2 ? 2 : 4, buffers[i].bytes, 0, resident * warps);
     for (u32 i = 0; i < resident * threads; i++)
         mprotect(stacks + i * each, PAGE, PROT_NONE), the.fibers[i].stack = stacks + i * each + PAGE, the.fibers[i].id = i;
     for (u32 b = 0; b < resident; b++) {
@@ -94,6 +94,8 @@ int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blo
     }
     return why == 2;
 }
+
+void wait_for_kernel_ahead() { the.now->alone = true; }
 
 u32 thread_index() { return the.now->thread; }
 u32 block_index() { return the.now->block->index; }

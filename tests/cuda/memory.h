@@ -29,6 +29,11 @@ inline void outside(const void* at, const char* what) {
     fail(texts[past], what, (long long)best, which, the.buffers[which].bytes);
 }
 
+inline void check_ahead(const Buffer& b, bool reads, const char* what) {
+    if (!the.overlaps || the.now->alone || (reads && !b.ahead)) return;
+    fail("%s buffer %d of %llu bytes before it has waited for the kernel ahead", what, (int)(&b - the.buffers), b.bytes);
+}
+
 inline void touch_all(Shadow& s, u64 at, u64 bytes, bool writes, const char* what) {
     if (bytes < s.grain) return;  // bytes one by one: several threads may have the same word
     for (u64 word = at / s.grain, end = (at + bytes) / s.grain; word < end; word++) touch(s, word, writes, what);
@@ -38,8 +43,12 @@ inline void check_global(const void* at, u64 aligned, u64 bytes, const char* wha
     if ((uintptr_t)at % aligned) fail("%s of %llu bytes at %p, which is not aligned", what, bytes, at);
     const Buffer* b = buffer_of(at, bytes);
     if (!b) outside(at, what);
+    check_ahead(*b, access == READS, what);
     stir();
-    if (access != ADDS) touch_all(the.shadows[b - the.buffers], (char*)at - b->at, bytes, access == WRITES, what);
+    Shadow& s = the.shadows[b - the.buffers];
+    const u64 offset = (char*)at - b->at;
+    if (access != ADDS) return touch_all(s, offset, bytes, access == WRITES, what);
+    for (u64 word = offset / s.grain, end = (offset + bytes) / s.grain; word < end; word++) look_back(s, word, what);
 }
 
 inline char* shared_at(u32 at, u32 bytes, const char* what) {
@@ -128,6 +137,7 @@ inline void plain(const void* address, u32 bytes, bool writes) {
         const Buffer& b = the.buffers[i];
         if (at < (char*)((uintptr_t)b.at & -PAGE) || at >= b.at + (b.bytes + 15) / 16 * 16) continue;
         if (at < b.at || at + bytes > b.at + b.bytes) outside(at, what);
+        check_ahead(b, !writes, what);
         return touch_all(the.shadows[i], at - b.at, bytes, writes, what);
     }
 }

@@ -53,7 +53,9 @@ inline void order_all(Fiber** fibers, int count) {  // they have met
         f.warp->meeting_number = the.meetings;
         if (f.has_taken) widen(joint, f.taken_along), memset(f.taken_along, 0, bytes), f.has_taken = false;
     }
-    for (int i = 0; i < count; i++) joint[fibers[i]->id] = clock, fibers[i]->clock = clock + 1;
+    bool alone = false;
+    for (int i = 0; i < count; i++) alone |= fibers[i]->alone;
+    for (int i = 0; i < count; i++) joint[fibers[i]->id] = clock, fibers[i]->clock = clock + 1, fibers[i]->alone = alone;
     for (int i = 0; i < count; i++) {
         Warp& w = *fibers[i]->warp;
         if (w.known != joint && w.meeting_number == the.meetings) memcpy(w.known, joint, bytes), w.meeting_number = 0;
@@ -94,10 +96,14 @@ __attribute__((noinline)) inline void clash(const Shadow& s, u32 word, const cha
 
 inline void note_write(Shadow& s, u32 word) { s.written[word] = {the.now->id + 1, the.now->clock, the.now->shown}; }
 
+inline void look_back(const Shadow& s, u32 word, const char* what) {  // at whoever wrote last
+    const Written& w = s.written[word];
+    if (w.by && !knows(*the.now, w.by - 1, w.clock)) clash(s, word, what, "wrote", w.by - 1);
+}
+
 inline void touch(Shadow& s, u32 word, bool writes, const char* what) {
     Fiber& f = *the.now;
-    const Written& w = s.written[word];
-    if (w.by && !knows(f, w.by - 1, w.clock)) clash(s, word, what, "wrote", w.by - 1);
+    look_back(s, word, what);
     if (!writes) {
         u32*& mine = s.reads[f.warp->index - s.first_warp];
         if (!mine) mine = (u32*)room_for(s.words * 4);

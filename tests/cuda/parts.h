@@ -26,7 +26,7 @@ constexpr u32 ROOM_AT = 1024;    // where the shared memory of a launch begins
 constexpr int MOST_FIBERS = 8192, FLAGS = 1024;
 constexpr u64 MOST_SPINS = 2000;  // rounds of all fibers in which nobody but those who wait for a flag did anything
 
-struct Buffer { char* at; u64 bytes; };
+struct Buffer { char* at; u64 bytes, element, ahead; };  // bytes in all, and of an element; whether the kernel ahead writes it
 
 enum Access { READS, WRITES, ADDS };  // ADDS: whole, so in any order
 
@@ -58,6 +58,7 @@ struct Fiber {
     u32 id, clock, shown;  // among all fibers; of order.h; how often it showed what it wrote to the matrix units
     u32* taken_along;      // from flags, until the next barrier
     bool has_taken;
+    bool alone;  // the kernel ahead is done
     Block* block;
     Warp* warp;
     void* operands;  // of the instruction of the whole warp that it stands at
@@ -96,6 +97,7 @@ struct Block {
 
 struct Machine {
     char *variables, *variables_end;  // that are said to be shared
+    bool overlaps;                    // it may begin before the kernel ahead is done
     u32 blocks, threads, shared, begun, resident, live_blocks;
     void (*kernel)(void**);
     void** values;
@@ -138,6 +140,8 @@ void end_adding(void* at, const void* v, u32 bytes);
 void read_shared(u32 at, void* v, u32 bytes);
 void write_shared(u32 at, const void* v, u32 bytes);
 
+void wait_for_kernel_ahead();
+
 void begin_copy(u32 to, const char* from, int bytes, int read);
 void end_group();
 void end_copies(int open);  // all but those of the newest `open` groups
@@ -151,7 +155,7 @@ void wait_products(int open);
 void show_to_products();
 
 int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blocks, u32 threads, u32 shared, void** values, const Buffer* buffers, int count,
-           u64 seed, char* message, int room);
+           bool overlaps, u64 seed, char* message, int room);
 
 }  // namespace machine
 #endif

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import re
 
 import pytest
 import torch
-from tests.cuda.emulator import EmulatorError, Memory, missing
+from tests.cuda.emulator import HERE, EmulatorError, Memory, missing
 from torch import Tensor
+
+from outrider.ops.cuda.runtime import FOLDER
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
 
@@ -32,6 +35,15 @@ def run(
     names = ", ".join(f"char* p{i}" for i in range(len(values)))
     source = f'{beside}struct Mode {{ int mode; }};\nextern "C" __global__ void k({names}, Mode m) {{\n{body}\n}}'
     memory.kernel(source, "k", flags, seed=seed)(blocks, threads, shared, [*(v.data_ptr() for v in values), Mode(mode)])
+
+
+def test_every_instruction_has_a_twin() -> None:
+    """One that is missing would be noticed by the first kernel that uses it, but not said so plainly."""
+    headers = "".join(f.read_text() for f in sorted(FOLDER.glob("*.cuh")) if f.name in ("device.cuh", "warpgroup.cuh"))
+    names = re.findall(r"^(?:template <.*> )?__device__ __forceinline__ \w+ (\w+)\(", headers, re.M)
+    assert len(names) > 20
+    twins = (HERE / "emulate.h").read_text()
+    assert [name for name in names if not re.search(rf"^(?:template <.*> )?inline \w+ {name}\(", twins, re.M)] == []
 
 
 FAULTS = """
