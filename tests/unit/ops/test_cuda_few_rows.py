@@ -161,7 +161,6 @@ FORMATS = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plane, a pair or a bit above it in the wrong place, a factor of another group or row."""
-    monkeypatch.setattr(few_rows, "COMPARED", set(Codes))
     for case, most, fewer in ((Case(128, 512, 1, 3, 2), 8, 5), (Case(128, 768, 4, 2, 2, extras=GELU), 3, 1)):
         weight: Weight = FORMATS[name](case.n, case.k)
         held = repack(weight)

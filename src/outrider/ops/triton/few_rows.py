@@ -39,7 +39,6 @@ VALUES = {  # of values.cuh, and the columns of a plane that they have there
     Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32), Codes.UINT5: ("Unsigned5", 32),
     Codes.INT6: ("Integer6", 16), Codes.INT8: ("Integer8", 32), Codes.FP8: ("Float8", 32), Codes.FP4: ("Float4", 16),
 }  # fmt: skip
-COMPARED = {Codes.INT4, Codes.UINT4, Codes.INT6, Codes.INT8, Codes.FP8}  # codes that were seen to give Triton's bits
 
 
 class Shape(ctypes.Structure):
@@ -189,7 +188,7 @@ def suits(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
     n, k = w.shape
     if extras.bias is not None or extras.mul is not None or extras.softcap is not None or extras.out_dtype not in (None, torch.bfloat16):
         return False
-    known = w.codes in COMPARED and w.plane == VALUES[w.codes][1] and (w.lift is None or (w.columns_of_chunk == 256 and k % 16 == 0))
+    known = w.plane == VALUES[w.codes][1] and (w.lift is None or (w.columns_of_chunk == 256 and k % 16 == 0))
     whole = n % (2 * ROWS) == 0 if extras.gated else n % TILE == 0 and n > TILE
     return known and whole and k % 8 == 0 and x.dtype == torch.bfloat16 and 0 < x.shape[0] <= MOST_TOKENS
 
