@@ -23,6 +23,7 @@ from outrider.ops.triton import TritonOps  # noqa: E402
 from outrider.ops.triton.few_rows import FewRows  # noqa: E402
 from outrider.ops.triton.quant import Extras, quant_linear  # noqa: E402
 from outrider.ops.triton.quant_tiles import QuantTile, fit  # noqa: E402
+from outrider.ops.triton.quantised import QuantTritonOps  # noqa: E402
 from outrider.ops.triton.repack import Parts, QuantWeight, repack  # noqa: E402
 from outrider.weights import load_target  # noqa: E402
 
@@ -214,3 +215,22 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
             got = few.product(x[:rows], held, extras, True)
             assert got is not None and torch.equal(got, want[:rows]), (n, k, rows)
         assert not few.seen.any()
+
+
+@pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="a Hopper GPU is needed")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("name", ["int4 g32", "int4 g128", "int4 asymmetric", "int4 ordered", "Q4_0", "Q4_1", "Q4_K"])
+def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> None:
+    """And a row of few tokens those of the same row among many; one span, several, and a last one that is shorter."""
+    ops = QuantTritonOps(DEVICE)
+    assert ops.few is not None and ops.more is not None
+    for n, k in ((128, 512), (640, 4608), (5376, 6144)):
+        held = repack(WEIGHTS[name](n, k).to(DEVICE))
+        assert held is not None
+        x, extras = rand(40, k).to(DEVICE, DTYPE), Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras()
+        want = quant_linear(x, held, ops.seen, extras, True)
+        for rows in (9, 16, 17, 25, 40):
+            got = ops.more.product(x[:rows], held, extras, True)
+            assert got is not None and torch.equal(got, want[:rows]), (n, k, rows)
+        few = ops.few.product(x[:8], held, extras, True)
+        assert few is not None and torch.equal(few, want[:8]) and not ops.seen.any()

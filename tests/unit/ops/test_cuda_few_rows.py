@@ -92,12 +92,14 @@ class Rig:
         bare = weight or made(case)
         held = {name: self.memory.hold(t) for name in TENSORS if (t := getattr(bare, name)) is not None}
         self.weight = replace(bare, **held)
-        patch.setattr(few_rows, "Kernel", lambda source, name, flags, device, room: self.memory.kernel(source, name, flags, folder, seed))
+        patch.setattr(
+            few_rows, "Kernel", lambda source, name, flags, device, room, own: self.memory.kernel(source, name, flags, folder, seed)
+        )
         patch.setattr(few_rows, "units_of", lambda w: Units(case.n // 16, w.chunks, case.span))
         patch.setattr(few_rows, "choose_block", lambda units, chunk, tokens, *_: (case.warps, shared_bytes(case, units, chunk, tokens)))
         self.few = FewRows(torch.device("cpu"), self.memory.hold(torch.zeros(case.n // 16, dtype=torch.int32)))
         self.few.processors = case.blocks
-        self.few.source = (folder / SOURCE.name).read_text()
+        self.few.source = folder / SOURCE.name
 
     def product(self, x: Tensor) -> Tensor:
         x = self.memory.hold(x, ahead=True)

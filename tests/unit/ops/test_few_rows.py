@@ -167,10 +167,10 @@ def test_the_source_compiles(name: str) -> None:
         chunk = Chunk.of(w)
         code = "Coded<VALUES, HALF, PER, LIFT, FACTOR>"
         check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
-        assert runtime.image(f"{SOURCE.read_text()}\n{check}\n", 90, dict(flags)).startswith(b"\x7fELF")
+        assert runtime.image(f"{SOURCE.read_text()}\n{check}\n", "90", dict(flags)).startswith(b"\x7fELF")
 
 
 @pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
 def test_what_does_not_compile_is_said() -> None:
     with pytest.raises(runtime.CudaError, match="error"):
-        runtime.image("not a kernel", 90, {})
+        runtime.image("not a kernel", "90", {})

@@ -80,6 +80,12 @@ __device__ __forceinline__ uint4 take16(u32 at) {
     return v;
 }
 
+__device__ __forceinline__ uint2 take8(u32 at) {
+    uint2 v;
+    asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(at) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ u32 take4(u32 at) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
@@ -102,6 +108,10 @@ __device__ __forceinline__ void pin(u32& a, u32& b) {  // no read through these 
 
 __device__ __forceinline__ void copy16(u32 to, const char* from) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy16_or_zeros(u32 to, const char* from, int bytes) {  // 16, or 0: then it reads nothing
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ void copy16_once(u32 to, const char* from) {  // of what nobody reads again: the first that L2 lets go

@@ -57,8 +57,8 @@ def headers() -> dict[str, str]:
     return {f.name: f.read_text() for f in sorted(FOLDER.glob("*.cuh"))}
 
 
-def image(source: str, arch: int, flags: Mapping[str, int | str]) -> bytes:
-    """Machine code of a source for one architecture (90: Hopper). It may include the headers of this folder."""
+def image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
+    """Machine code of a source for one architecture (90: Hopper; 90a: and no later one). It may include the headers of this folder."""
     library = compiler()
     if library is None:
         raise CudaError("no libnvrtc")
@@ -107,14 +107,14 @@ def _done(code: int, what: str) -> None:
 class Kernel:
     """A function of a source, loaded on one device."""
 
-    def __init__(self, source: str, name: str, flags: Mapping[str, int | str], device: torch.device, shared: int):
-        """shared: the most bytes of shared memory a launch may ask for."""
+    def __init__(self, source: str, name: str, flags: Mapping[str, int | str], device: torch.device, shared: int, own: bool = False):
+        """shared: the most bytes of shared memory a launch may ask for; own: it has instructions of this architecture alone."""
         cuda = driver()
         if cuda is None:
             raise CudaError("no CUDA driver")
         self.cuda, self.device = cuda, device
         major, minor = torch.cuda.get_device_capability(device)
-        code = image(source, 10 * major + minor, flags)
+        code = image(source, f"{major}{minor}{'a' if own else ''}", flags)
         self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).query()  # a context for this thread

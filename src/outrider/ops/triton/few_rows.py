@@ -12,6 +12,8 @@ import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -28,7 +30,7 @@ SOURCE = FOLDER / "few_rows.cu"
 MOST_TOKENS = 8
 TILE = 16  # rows of the weight that a warp takes
 ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
-INSTEAD = "quantised weights at up to 8 tokens go through Triton, about a tenth slower: %s"
+INSTEAD = "quantised weights at %s tokens go through Triton, slower: %s"
 NUMBERS = (
     "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "magic", "longs", "more_longs", "shorts", "more_shorts", "rest",
 )  # fmt: skip
@@ -125,25 +127,45 @@ def choose_block(units: Units, chunk: Chunk, tokens: int, processors: int, room:
     return None
 
 
-class FewRows:
-    """The kernels of one device, compiled at first need. `of` gives None, and says why, where there are none."""
+class Compiled:
+    """The kernels of one source on one device, compiled at first need. `of` gives None, and says why, where there are none."""
+
+    source: Path
+    name: str  # of the function in it
+    tokens: str  # that it is for
+    own = False  # it has instructions of this architecture alone
 
     def __init__(self, device: torch.device, seen: Tensor):
         self.device, self.seen = device, seen
         self.processors, self.room = processors_of(device), shared_of(device)
-        self.source = SOURCE.read_text()
         self.kernels: dict[Flags, Kernel] = {}
         self.usable = True
 
-    @staticmethod
-    def of(device: torch.device, seen: Tensor) -> FewRows | None:
+    @classmethod
+    def of(cls, device: torch.device, seen: Tensor) -> Self | None:
         if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
             return None
         reason = missing()
         if reason is not None:
-            log.warning(INSTEAD, reason)
+            log.warning(INSTEAD, cls.tokens, reason)
             return None
-        return FewRows(device, seen)
+        return cls(device, seen)
+
+    def kernel(self, flags: Flags) -> Kernel | None:
+        if flags not in self.kernels:
+            try:
+                self.kernels[flags] = Kernel(self.source.read_text(), self.name, dict(flags), self.device, self.room, self.own)
+            except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
+                log.warning(INSTEAD, self.tokens, error)
+                self.usable = False
+                return None
+        return self.kernels[flags]
+
+
+class FewRows(Compiled):
+    """The kernels of one device."""
+
+    source, name, tokens = SOURCE, "few_rows", "1 to 8"
 
     def product(self, x: Tensor, w: QuantWeight, extras: Extras, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
@@ -152,13 +174,10 @@ class FewRows:
         rows, n, k = x.shape[0], *w.shape
         units = units_of(w)
         block = choose_block(units, Chunk.of(w), rows, self.processors, self.room)
-        kernel = None if block is None else self._kernel(flags_of(w, extras, rows, block[0]))
+        kernel = None if block is None else self.kernel(flags_of(w, extras, rows, block[0]))
         if block is None or kernel is None:
             return None
-        if w.order is not None:
-            x = x[:, w.order]
-        if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
-            x = x.clone(memory_format=torch.contiguous_format)  # also where it is contiguous, but begins between 16 bytes
+        x = aligned(x, w)
         out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
         part = out
         if units.splits > 1:
@@ -172,25 +191,29 @@ class FewRows:
         kernel(blocks, 32 * warps, shared, [*addresses, weights_of(w, extras.gated), shape], pdl)
         return out
 
-    def _kernel(self, flags: Flags) -> Kernel | None:
-        if flags not in self.kernels:
-            try:
-                self.kernels[flags] = Kernel(self.source, "few_rows", dict(flags), self.device, self.room)
-            except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
-                log.warning(INSTEAD, error)
-                self.usable = False
-                return None
-        return self.kernels[flags]
-
 
 def suits(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
     """Whether the kernel knows this product; the device aside."""
+    return 0 < x.shape[0] <= MOST_TOKENS and compared(x, w, extras)
+
+
+def compared(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
+    """The same for any number of tokens."""
     n, k = w.shape
     if extras.bias is not None or extras.mul is not None or extras.softcap is not None or extras.out_dtype not in (None, torch.bfloat16):
         return False
     known = w.plane == VALUES[w.codes][1] and (w.lift is None or (w.columns_of_chunk == 256 and k % 16 == 0))
     whole = n % (2 * ROWS) == 0 if extras.gated else n % TILE == 0 and n > TILE
-    return known and whole and k % 8 == 0 and x.dtype == torch.bfloat16 and 0 < x.shape[0] <= MOST_TOKENS
+    return known and whole and k % 8 == 0 and x.dtype == torch.bfloat16
+
+
+def aligned(x: Tensor, w: QuantWeight) -> Tensor:
+    """In the order of the weight's columns, rows where 16 bytes begin."""
+    if w.order is not None:
+        x = x[:, w.order]
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)  # also where it is contiguous, but begins between 16 bytes
+    return x
 
 
 def tokens_of(rows: int) -> int:

@@ -17,7 +17,8 @@ from ...types import OutriderError
 from ..formats import MODES, Held, Weight, join, rounded_to, stays_dense
 from . import moe
 from .few_experts import Dense, FewExperts
-from .few_rows import FewRows
+from .few_rows import MOST_TOKENS, FewRows
+from .more_rows import MoreRows
 from .ops import TritonOps
 from .quant import Extras, quant_linear
 from .quant_moe import QuantExperts, hold_experts, round_experts
@@ -96,6 +97,11 @@ class QuantTritonOps(TritonOps):
         return FewRows.of(self.seen.device, self.seen)
 
     @cached_property
+    def more(self) -> MoreRows | None:
+        """The same for more of them."""
+        return None if self.few is None else MoreRows(self.seen.device, self.seen)
+
+    @cached_property
     def few_experts(self) -> FewExperts | None:
         """Kernels for the experts of one token, asked for with the first of them."""
         return FewExperts.of(self.seen.device)
@@ -121,5 +127,6 @@ class QuantTritonOps(TritonOps):
 
     def multiply(self, x: Tensor, w: QuantWeight, extras: Extras) -> Tensor:
         """By whichever kernel takes it: the bits are the same."""
-        out = self.few.product(x, w, extras, self.pdl) if self.few is not None else None
+        kernels = self.few if x.shape[0] <= MOST_TOKENS else self.more
+        out = kernels.product(x, w, extras, self.pdl) if kernels is not None else None
         return quant_linear(x, w, self.seen, extras, self.pdl) if out is None else out

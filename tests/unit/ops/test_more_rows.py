@@ -1,0 +1,156 @@
+"""9 to 40 tokens times 4-bit weights in CUDA C++: who takes what, what the kernel takes, and its numbers on a CPU (tests/cuda), bit by bit
+those of the kernel for few tokens."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.cuda.emulator import EmulatorError, missing
+from tests.unit.ops.test_cuda_few_rows import CASES, Case, Rig, drawn
+from tests.unit.ops.test_few_rows import ROOM, every_code, weight
+
+from outrider.ops.cuda import runtime
+from outrider.ops.triton import few_rows, more_rows
+from outrider.ops.triton.few_rows import Units
+from outrider.ops.triton.more_rows import NUMBERS, SOURCE, Block, MoreRows, blocks_of_a_span, choose_block, flags_of, suits
+from outrider.ops.triton.quant import Extras
+from outrider.ops.triton.repack import Codes, QuantWeight
+
+emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
+
+
+@pytest.mark.parametrize(("tiles", "chunks", "span", "most"), [(336, 84, 10, 23), (2688, 21, 21, 21), (1024, 21, 7, 24), (336, 32, 4, 21)])
+def test_spans_have_blocks_by_their_length(tiles: int, chunks: int, span: int, most: int) -> None:
+    """31B's four matrices: no block of 132 has more units of a whole span than warps take at once."""
+    units = Units(tiles, chunks, span)
+    per = blocks_of_a_span(units, 132)
+    longs = units.splits - (units.rest < span)
+    left = 132 - per * longs
+    assert -(-tiles // per) == most <= 24
+    assert units.rest == span or 0 < -(-tiles // left) * units.rest <= most * span
+
+
+def test_too_few_blocks_for_a_span_each_leave_it_to_triton() -> None:
+    assert blocks_of_a_span(Units(4, 90, 10), 8) == 0 and blocks_of_a_span(Units(4, 85, 10), 8) == 0
+    assert blocks_of_a_span(Units(4, 85, 10), 9) == 1 == blocks_of_a_span(Units(4, 85, 84), 2)
+
+
+def test_blocks_fit() -> None:
+    for rows in range(9, 41):
+        for groups in (1, 2, 4, 8):
+            for lifted in (False, True):
+                block = choose_block(rows, groups, lifted, ROOM)
+                assert block is not None and block.shared(groups, lifted) <= ROOM and rows <= 8 * block.eights < rows + 8
+    assert choose_block(40, 8, False, ROOM) == Block(5, 12, 2, 3)
+    assert choose_block(40, 8, False, 99 << 10) is None
+
+
+def test_what_the_kernel_takes() -> None:
+    w, gated, x = weight(), Extras(act="gelu_tanh", gated=True), torch.zeros((40, 512), dtype=torch.bfloat16)
+    assert suits(x, w, Extras()) and suits(x[:9], w, gated) and suits(x, weight(group=128), Extras())
+    others = [
+        (x[:8], w, Extras()),
+        (torch.cat((x, x[:1])), w, Extras()),
+        (x.float(), w, Extras()),
+        (x, w, Extras(softcap=3.0)),
+        (x, weight(n=192), gated),
+    ]
+    assert not any(suits(*case) for case in others)
+    for name, other in every_code().items():
+        assert suits(x, other, Extras()) == (other.codes in (Codes.INT4, Codes.UINT4)), name
+
+
+def test_the_kernel_is_told_what_it_reads() -> None:
+    fields = re.search(r"struct Cut \{(.*?)\};", SOURCE.read_text(), re.S)
+    assert fields is not None and tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1]))) == NUMBERS
+
+
+@pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
+@pytest.mark.parametrize("rows", [9, 24, 40])
+def test_the_source_compiles(rows: int) -> None:
+    """And a block takes as much of shared memory there as is asked for here."""
+    for w in (weight(), weight(group=128), every_code()["Q4_K"]):
+        groups, lifted = 8 // w.per, w.lift is not None
+        block = choose_block(rows, groups, lifted, ROOM)
+        assert block is not None
+        check = f"static_assert(STAGES * STAGE == {block.shared(groups, lifted)});"
+        flags = flags_of(w, Extras(act="silu", gated=True), block)
+        assert runtime.image(f"{SOURCE.read_text()}\n{check}\n", "90a", dict(flags)).startswith(b"\x7fELF")
+
+
+def sums_of_groups(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
+    """`group_sums`, which is Triton's, in its order: eight neighbours, then halves of a group."""
+    padded = torch.nn.functional.pad(x.float(), (0, w.columns - x.shape[1]))
+    by_eights = padded.view(len(x), -1, w.per * 4, 8)
+    sums = by_eights[..., 0]
+    for i in range(1, 8):
+        sums = sums + by_eights[..., i]
+    while sums.shape[-1] > 1:
+        low, high = sums.chunk(2, -1)
+        sums = low + high
+    out = torch.empty((sums.shape[1], -(-len(x) // tokens) * tokens))
+    out[:, : len(x)] = sums[..., 0].T
+    return out
+
+
+def both(
+    patch: pytest.MonkeyPatch, case: Case, rows: int, block: Block, blocks: int, seed: int = 0, source: Path = SOURCE
+) -> tuple[Tensor, Tensor]:
+    """A product by this kernel, and by the one for few tokens, eight at a time."""
+    rig, x = Rig(patch, case, seed=seed, folder=runtime.FOLDER), drawn(case, rows)
+    few = torch.cat([rig.product(part) for part in x.split(8)])
+    patch.setattr(more_rows, "units_of", few_rows.units_of)
+    patch.setattr(more_rows, "choose_block", lambda *_: block)
+    patch.setattr(more_rows, "group_sums", sums_of_groups)
+    more = MoreRows(torch.device("cpu"), rig.few.seen)
+    more.processors, more.source = blocks, source
+    x = rig.memory.hold(x)
+    with rig.memory:
+        out = more.product(x, rig.weight, case.extras, False)
+    assert out is not None and not more.seen.any()  # the next launch finds no spans done
+    return out, few
+
+
+NAMES = list(CASES)
+CUTS = {  # a case of the kernel for few tokens, rows, blocks
+    "two warps are idle, a chunk that is not whole, a short last span": (CASES[NAMES[1]], 40, Block(5, 4, 2, 2), 5),
+    "several passes, a block without work": (replace(CASES[NAMES[0]], n=448), 37, Block(5, 4, 1, 2), 3),
+    "rows apart from whole eights": (CASES[NAMES[0]], 17, Block(3, 4, 2, 3), 2),
+    "gelu, pairs of planes": (CASES[NAMES[2]], 16, Block(2, 4, 1, 3), 3),
+    "silu, fours of planes, two groups of warps": (CASES[NAMES[3]], 33, Block(5, 8, 2, 2), 2),
+    "a factor for a chunk": (CASES[NAMES[4]], 9, Block(2, 4, 2, 3), 2),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", CUTS)
+def test_the_bits_of_the_kernel_for_few_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in (0, 1):
+        out, few = both(monkeypatch, *CUTS[name], seed=seed)
+        assert torch.equal(out, few)
+
+
+BROKEN = {
+    "no wait": ("            wait_copies_but<STAGES - 2>();\n", "", "still on its way"),
+    "the next chunk too early": ("wait_copies_but<STAGES - 2>", "wait_copies_but<STAGES - 1>", "still on its way"),
+    "x beyond its end": ("min(tokens * 8 + t, p.m - 1)", "(tokens * 8 + t)", "behind the end of buffer"),
+}
+
+
+@emulated
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_kernel_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text, instead, message = BROKEN[name]
+    whole = SOURCE.read_text()
+    assert text in whole
+    (tmp_path / SOURCE.name).write_text(whole.replace(text, instead))
+    with pytest.raises(EmulatorError, match=message):
+        both(monkeypatch, *CUTS["rows apart from whole eights"], source=tmp_path / SOURCE.name)
