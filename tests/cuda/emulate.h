@@ -200,6 +200,8 @@ inline float float_of_half(u16 h) {
 
 inline float power_of_2(float v) { return exp2f(v); }
 
+inline float power_of_2_flushed(float v) { return v < -126 ? 0.f : exp2f(v); }
+
 inline float root(float v) { return (float)(1 / sqrt((double)v)); }
 
 inline float reciprocal(float v) { return 1 / v; }
@@ -223,6 +225,8 @@ inline uint4 take16(u32 at) { return from_shared<uint4>(at); }
 inline u32 take4(u32 at) { return from_shared<u32>(at); }
 inline uint2 take8(u32 at) { return from_shared<uint2>(at); }
 inline float take_float(u32 at) { return from_shared<float>(at); }
+inline void put4(u32 at, u32 v) { to_shared(at, v); }
+inline void put16(u32 at, uint4 v) { to_shared(at, v); }
 inline void put8(u32 at, u32 a, u32 b) { to_shared(at, uint2{a, b}); }
 inline void put_float(u32 at, float v) { to_shared(at, v); }
 inline void take_matrices(u32 (&b)[4], u32 at) { machine::take_matrices(b, at); }

@@ -98,15 +98,17 @@ class TextModel:
         qkv = ops.linear(ops.rms_norm(x, first.attn_norm, self.config.norm_eps), first.qkv, first.qkv_bias)
         streams: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
-            q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
-            if wanted is not None and i == self.last_write:  # nobody reads what the other rows would become
+            if wanted is None or i != self.last_write:
+                attended = ops.rope_attend(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
+            else:  # nobody reads what the other rows would become
+                q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)
                 rows, kv = wanted.rows, wanted.kv
                 if not rows.shape[0]:
                     return Pass(x[:0], (x[:0],) * len(taps))
                 q, x, angles = q[rows], x[rows], self.angles(kv.positions)
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
-            attended = ops.attend(q, block.spec, kv)
+                attended = ops.attend(q, block.spec, kv)
             if self.stretches is not None:
                 x, qkv = ops.between(x, attended, self.stretches[i])
             else:

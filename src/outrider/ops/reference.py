@@ -241,6 +241,12 @@ class ReferenceOps(TreeOps):
             out[lo:hi] = mixed.reshape(hi - lo, -1).to(q.dtype)
         return out
 
+    def rope_attend(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
+    ) -> Tensor:
+        """`rope_write`, then `attend`: a kernel may take both."""
+        return self.attend(self.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv), spec, kv)
+
     def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
         """Each row by itself over the keys of its own path in the order of positions, as if it were decoded plainly."""
         assert kv.paths is not None

@@ -47,6 +47,18 @@ __device__ __forceinline__ float power_of_2(float v) {
     return e;
 }
 
+__device__ __forceinline__ float power_of_2_flushed(float v) {  // 0 where the power has no full precision
+    float e;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(v));
+    return e;
+}
+
+__device__ __forceinline__ float root(float v) {  // 1 / sqrt(v)
+    float r;
+    asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(v));
+    return r;
+}
+
 __device__ __forceinline__ float ratio(float a, float b) {
     float q;
     asm("div.full.f32 %0, %1, %2;" : "=f"(q) : "f"(a), "f"(b));
@@ -86,10 +98,22 @@ __device__ __forceinline__ uint2 take8(u32 at) {
     return v;
 }
 
+__device__ __forceinline__ float take_float(u32 at) {
+    float v;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
+    return v;
+}
+
 __device__ __forceinline__ u32 take4(u32 at) {
     u32 v;
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(at) : "memory");
     return v;
+}
+
+__device__ __forceinline__ void put4(u32 at, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(v) : "memory"); }
+
+__device__ __forceinline__ void put16(u32 at, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
 __device__ __forceinline__ void put8(u32 at, u32 a, u32 b) {

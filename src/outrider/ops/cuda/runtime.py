@@ -16,6 +16,7 @@ import torch
 
 FOLDER = Path(__file__).parent
 SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: percent of what a processor has for it and for L1
 SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin while the kernel ahead drains
 
 
@@ -121,6 +122,7 @@ class Kernel:
             _done(cuda.cuModuleLoadData(ctypes.byref(self.module), code), f"loading {name}")
             _done(cuda.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()), f"finding {name}")
             _done(cuda.cuFuncSetAttribute(self.function, SHARED_SIZE, shared), f"{name}: {shared} bytes of shared memory")
+            _done(cuda.cuFuncSetAttribute(self.function, CARVEOUT, 100), f"{name}: shared memory first")
 
     def __call__(self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool) -> None:
         """values: addresses, and structures by value. On the device's current stream. pdl: it may begin while the kernel ahead drains."""

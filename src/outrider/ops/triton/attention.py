@@ -446,10 +446,16 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
         ASM=q.device.type != "cpu", num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:
-        block = min(32, triton.cdiv(slots, 4) * 4)
-        piece = min(padded, 128)
-        combine_kernel[(rows, spec.heads, triton.cdiv(dim, piece))](
-            part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots,
-            BD=piece, SB=block, MOST=triton.next_power_of_2(block), num_warps=2, **same,
-        )  # fmt: skip
+        combine(part, part_ml, out, spec, kv, cut, pdl)
     return out
+
+
+def combine(part: Tensor, part_ml: Tensor, out: Tensor, spec: AttnSpec, kv: KVView, cut: Cut, pdl: bool) -> None:
+    """Add up the splits of every row and head: part float32 [R, heads, slots, D], part_ml [R, heads, slots, 2] -> out [R, heads · D]."""
+    rows, heads, slots, dim = part.shape
+    block, piece = min(32, triton.cdiv(slots, 4) * 4), min(triton.next_power_of_2(dim), 128)
+    combine_kernel[(rows, heads, triton.cdiv(dim, piece))](
+        part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots,
+        HEADS=heads, D=dim, BD=piece, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
+        SB=block, MOST=triton.next_power_of_2(block), PDL=pdl, num_warps=2, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

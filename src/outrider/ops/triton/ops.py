@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from ..reference import ReferenceOps, plain
 from ..trees import Front, Nodes, Noise, Planted
 from . import abreast, attention, choose, long_prompts, moe, norm, prompts, rope, trees
 from .ahead import Ahead
+from .few_queries import FewQueries
 from .linear import Kind, compile_for, product, variant
 from .quant_tiles import shared_of
 from .routing import list_pairs
@@ -93,7 +95,19 @@ class TritonOps(ReferenceOps):
         shape = abreast.choose_shape(spec, kv, kv.row_start.shape[0] - 1, q.dtype, self.shared) if self.hopper else None
         if shape is not None:
             return abreast.attend(q, spec, kv, self.pdl, shape)
-        return attention.attend(q, spec, kv, self.pdl)
+        out = None if self.few_queries is None else self.few_queries.attend(q, spec, kv, self.pdl)
+        return attention.attend(q, spec, kv, self.pdl) if out is None else out
+
+    def rope_attend(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
+    ) -> Tensor:
+        out = None if self.few_queries is None else self.few_queries.rope_attend(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
+        return super().rope_attend(qkv, cos, sin, q_norm, k_norm, spec, kv) if out is None else out
+
+    @cached_property
+    def few_queries(self) -> FewQueries | None:
+        """A kernel for few rows under a window, asked for with the first attention."""
+        return FewQueries.of(self.seen.device)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
     def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front:
