@@ -313,7 +313,7 @@ def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> Layout:
 
 
 def layouts(setup: Setup, accept: Acceptance, by: Link) -> list[Layout]:
-    found = (divided(setup, gpus, by) for gpus in COUNTS)
+    found = (divided(setup, gpus, by) for gpus in sorted({*COUNTS, setup.gpus}))
     return [layout(made, accept, made.gpus, made.batch) for made in found if made is not None]
 
 

@@ -64,16 +64,23 @@ def run() -> int:
     """The command that the arguments name, and only that one is imported; returns the exit code."""
     named = sys.argv[1] if len(sys.argv) > 1 else None
     try:
-        app((named,) if named in COMMANDS else COMMANDS)()
+        return int(app((named,) if named in COMMANDS else COMMANDS)(standalone_mode=False) or 0)
     except OutriderError as error:
         print(f"outrider: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except OSError as error:  # a file that nobody has checked: a full disk, a folder that may not be written
+        print(f"outrider: {error.filename}: {error.strerror}" if error.filename else f"outrider: {error}", file=sys.stderr)
+        return 2
+    except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name
+        command = f"outrider {named}" if named in COMMANDS else "outrider"
+        if told := error.format_message():  # without arguments the help was printed, and there is nothing else to say
+            print(f"outrider: {told.rstrip('.')}: `{command} --help` lists what there is", file=sys.stderr)
+        return 2
+    except (KeyboardInterrupt, typer.Abort):
         print(file=sys.stderr)
         return 130
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    return 0
 
 
 if __name__ == "__main__":

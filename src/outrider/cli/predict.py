@@ -73,6 +73,9 @@ def predict(
     by = several.link(link, gpu)
     if batch < 1 or context < 1 or (bits is not None and bits <= 0):
         raise OutriderError("--batch and --context must be at least 1, --bits positive")
+    for option, given in (("--bandwidth", bandwidth), ("--rate", rate)):
+        if given is not None and not given > 0:
+            raise OutriderError(f"{option} must be more than 0, got {given:g}")
     on = _here(model, bits) if gpu == "here" else model_of.machine(gpu)
     on = replace(on, bandwidth=bandwidth or on.bandwidth, rate=rate or on.rate)
     if check is not None:

@@ -103,10 +103,13 @@ def train(
         kind = getattr(torch, dtype) if dtype else torch.bfloat16 if cuda else cpu_dtype()
         check_choices(style=style, optimizer=optimizer)
         check_numbers(
-            {"--steps": steps, "--unroll": unroll, "--anchors": anchors, "--accumulate": accumulate, "--max-new": max_new},
+            {"--steps": steps, "--unroll": unroll, "--anchors": anchors, "--accumulate": accumulate, "--max-new": max_new,
+             "--max-prompt": max_prompt, "--limit": limit, "--slots": slots, "--layers": layers},
             {"--greedy": greedy, "--survival": survival, "--hold": hold, "--four-bits-from": four_bits_from},
-            {"--minutes": minutes, "--answer-minutes": answer_minutes, "--save-minutes": save_minutes},
-        )
+            {"--minutes": minutes, "--answer-minutes": answer_minutes, "--save-minutes": save_minutes, "--lr": lr},
+        )  # fmt: skip
+        if not 0.0 <= temperature <= 100.0:
+            raise OutriderError(f"--temperature must be in [0, 100], got {temperature:g}")
         rise, most, longest = (
             (warmup or 50, max_new or 192, max_prompt or 512) if cuda else (warmup or 10, max_new or 96, max_prompt or 256)
         )
@@ -157,13 +160,13 @@ def check_choices(style: str, optimizer: str) -> None:
         raise OutriderError(f"--optimizer must be muon or adamw, got {optimizer!r}")
 
 
-def check_numbers(counts: Mapping[str, int | None], shares: Mapping[str, float], times: Mapping[str, float | None]) -> None:
+def check_numbers(counts: Mapping[str, int | None], shares: Mapping[str, float], sizes: Mapping[str, float | None]) -> None:
     for name, count in counts.items():
         if count is not None and count < 1:
             raise OutriderError(f"{name} must be at least 1, got {count}")
     for name, share in shares.items():
         if not 0.0 <= share <= 1.0:
             raise OutriderError(f"{name} must be in [0, 1], got {share}")
-    for name, minutes in times.items():
-        if minutes is not None and minutes <= 0:
-            raise OutriderError(f"{name} must be above 0, got {minutes:g}")
+    for name, size in sizes.items():
+        if size is not None and not 0 < size < float("inf"):
+            raise OutriderError(f"{name} must be above 0, got {size:g}")

@@ -100,6 +100,8 @@ class ModelConfig:
         for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings"):  # the outer config's word counts: the head is the outer model's
             if raw.get(key) is not None:
                 body[key] = raw[key]
+        if "num_hidden_layers" in body and _field(body, "num_hidden_layers", int) < 1:
+            raise OutriderError(f"config.json: 'num_hidden_layers' should be at least 1, got {body['num_hidden_layers']}")
         if kind in LLAMA_TYPES:
             return _llama(kind, body)
         if kind in GEMMA3_TYPES:

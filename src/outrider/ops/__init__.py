@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 from ..types import OutriderError
@@ -41,6 +42,8 @@ def choose(device: torch.device | str, name: str = "auto", threads: int | None =
                 threads = cores
             return CpuOps(threads, level or None)
         if wanted == "triton":
+            if kind == "cpu" and "TRITON_INTERPRET" not in os.environ:
+                raise OutriderError(f"--ops {name} runs on a GPU, not on the CPU: leave out --ops")
             from .triton import DenseTritonOps, TritonOps
 
             return DenseTritonOps(device) if level else TritonOps(device)

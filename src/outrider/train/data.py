@@ -7,12 +7,14 @@ stored. Everything here is numpy and the standard library; batches hold torch te
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -97,8 +99,8 @@ class Sequences:
             with np.load(path) as file:
                 starts = np.concatenate([[0], file["lengths"]]).cumsum().astype(np.int64)
                 return Sequences(file["tokens"], starts, file["prompts"], file["index"], file["greedy"], file["seeds"])
-        except (OSError, KeyError, ValueError) as error:
-            raise OutriderError(f"{path}: not a file of token sequences: {error}") from None
+        except (OSError, KeyError, ValueError, EOFError, BadZipFile, zlib.error) as error:
+            raise OutriderError(f"{path}: not a file of token sequences ({error}): delete it, or choose another --out") from None
 
 
 # ---- batches --------------------------------------------------------------------------------------------------------

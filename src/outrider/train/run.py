@@ -17,6 +17,7 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,7 @@ class Run:
         most = min(most, known.config.max_context - (0 if job.texts else job.answering.max_new))
         if most < 1:
             raise OutriderError(f"--max-new {job.answering.max_new} leaves no room for a prompt in {known.config.max_context} positions")
-        if self.group.first and not kept.exists():
+        if self.group.first and not (kept.exists() and read_json(job.out / "prompts.json")):
             listed = read_prompts(job.data, job.limit)
             encode(listed, known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(kept)
             kinds = [p.category for p in listed]
@@ -346,7 +347,11 @@ def split(data: Sequences, held: np.ndarray) -> tuple[Sequences, Sequences]:
 
 
 def trim_log(path: Path, step: int) -> None:
-    """Rows that the checkpoint does not cover will be made again."""
-    if path.exists():
-        rows = [line for line in path.read_text().splitlines() if json.loads(line)["step"] <= step]
-        path.write_text("".join(r + "\n" for r in rows))
+    """Rows that the checkpoint does not cover will be made again; one that was cut off as its run was killed is dropped."""
+    if not path.exists():
+        return
+    rows = []
+    for line in path.read_text().splitlines():
+        with suppress(ValueError):
+            rows += [line] if json.loads(line)["step"] <= step else []
+    path.write_text("".join(r + "\n" for r in rows))

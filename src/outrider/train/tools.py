@@ -47,6 +47,8 @@ def answers(
 
 def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     """At most so many, evenly over the file: prompt files are often sorted by category."""
+    if limit is not None and limit < 1:
+        raise OutriderError(f"--limit must be at least 1, got {limit}")
     if limit is None or limit >= len(prompts):
         return prompts
     return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
@@ -99,6 +101,9 @@ def cluster_drafter(
     prompts they are tuned on the drafter's own states there, and `top` is the cheapest that finds the full head's token."""
     if (target is None) != (prompts is None):
         raise OutriderError("--target and --prompts belong together")
+    for option, given in (("--clusters", clusters), ("--top", top)):
+        if given is not None and given < 1:
+            raise OutriderError(f"{option} must be at least 1, got {given}")
     known = None if target is None else describe(target)
     config, weights = check_fit(drafter, known)
     if config.tied_to_target and target is None:

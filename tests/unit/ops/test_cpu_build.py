@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from outrider.ops import choose, place
-from outrider.ops.cpu import build
+from outrider.ops.cpu import build, lib
 from outrider.ops.cpu.ops import CpuOps, default_threads
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
@@ -26,6 +27,31 @@ def test_choose() -> None:
     assert type(choose("mps", "auto")) is ReferenceOps
     with pytest.raises(OutriderError, match="known: auto"):
         choose("cpu", "fast")
+
+
+def test_kernels_of_a_gpu_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for name in ("triton", "triton:dense"):
+        with pytest.raises(OutriderError, match=f"--ops {name} runs on a GPU"):
+            choose("cpu", name)
+
+
+@pytest.mark.parametrize("damaged", [b"", b"no library at all" * 99], ids=["empty", "other"])
+def test_a_library_that_was_damaged_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: bytes) -> None:
+    """A disk that was full or a copy that was cut off; before, every later start was many times slower."""
+    sound, built = build.shared_object("generic"), list[str]()
+
+    def compiled(target: Path, isa: str) -> None:
+        built.append(isa)
+        shutil.copyfile(sound, target)
+
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(build, "compile_to", compiled)
+    (tmp_path / "kernels").mkdir()
+    kept = tmp_path / "kernels" / build.file_name("generic")
+    kept.write_bytes(damaged)
+    assert lib.load("generic").or_sizes(0) > 0 and kept.read_bytes() == sound.read_bytes() and built == ["generic"]
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

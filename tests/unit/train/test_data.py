@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from outrider.train.data import Sequences, make_batch, plan_epoch, prefetch
+from outrider.train.run import trim_log
 from outrider.types import OutriderError
 
 
@@ -16,6 +17,24 @@ def some(count: int = 40, seed: int = 0) -> Sequences:
     rng = np.random.default_rng(seed)
     given, made = rng.integers(1, 30, count), rng.integers(0, 20, count)
     return Sequences.of([rng.integers(0, 200, a + b) for a, b in zip(given, made, strict=True)], given, range(count), made > 9, 200)
+
+
+def test_a_file_that_was_cut_off_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "data.npz"
+    some().save(path)
+    whole = path.read_bytes()
+    for size in (0, 40, len(whole) // 2, len(whole) - 3):
+        path.write_bytes(whole[:size])
+        with pytest.raises(OutriderError, match="not a file of token sequences"):
+            Sequences.load(path)
+
+
+def test_a_log_that_was_cut_off_is_continued(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"step": 1}\n{"step": 5}\n{"step": 3}\n{"step": 2, "lo')
+    trim_log(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 3}\n'
+    trim_log(tmp_path / "none", 3)
 
 
 def test_sequences_come_back_whole(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView
-from .build import shared_object
+from .build import SHIPPED, shared_object
 
 W_NONE, W_DENSE, W_Q4M, W_Q4, W_Q8, W_Q5, W_Q5M, W_Q4K, W_Q5K, W_Q6K, W_IQ4, W_IQ4X, W_PARTS, W_FILE = range(14)  # formats.h
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3}  # int8: keys and values only
@@ -133,7 +133,14 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
 
 def load(isa: str | None = None) -> ctypes.CDLL:
     """The library, built if need be. ctypes lets other Python threads run during a call."""
-    lib = ctypes.CDLL(str(shared_object(isa)))
+    path = shared_object(isa)
+    try:
+        lib = ctypes.CDLL(str(path))
+    except OSError:
+        if path.is_relative_to(SHIPPED):
+            raise
+        path.unlink()  # it was damaged where it is kept
+        lib = ctypes.CDLL(str(shared_object(isa)))
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments

@@ -1,0 +1,65 @@
+"""Whatever goes wrong is one line on stderr and exit code 2, for every command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import main
+from outrider.models.known import KNOWN
+
+MODEL = next(iter(KNOWN))
+
+
+def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    monkeypatch.setattr("sys.argv", ["outrider", *words])
+    code = main.run()
+    return code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["generate", "m", "x", "--threads", "x"], "Invalid value for '--threads'"),
+        (["generate", "m", "x", "--colour", "red"], "No such option"),
+        (["make-dummy"], "Missing argument 'model'"),
+        (["nonsense"], "No such command 'nonsense'"),
+        (["bench", "--simulate", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory"),
+        (["predict", MODEL, "--plot", "FILE/roof.svg"], "FILE/roof.svg: Not a directory"),
+        (["predict", MODEL, "--bandwidth", "-5"], "--bandwidth must be more than 0, got -5"),
+        (["predict", MODEL, "--rate", "nan"], "--rate must be more than 0, got nan"),
+        (["inspect", "EMPTY"], "'num_hidden_layers' should be at least 1, got 0"),
+        (["predict", "EMPTY"], "'num_hidden_layers' should be at least 1, got 0"),
+        (["eval-drafter", "m", "d", "--prompts", "FILE", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["cluster", "d", "--out", "o", "--clusters", "0"], "--clusters must be at least 1, got 0"),
+        (["train", "--target", "m", "--data", "d", "--out", "o", "--lr", "nan"], "--lr must be above 0, got nan"),
+        (["train", "--target", "m", "--data", "d", "--out", "o", "--limit", "0"], "--limit must be at least 1, got 0"),
+        (["train", "--target", "m", "--data", "d", "--out", "o", "--temperature", "-1"], "--temperature must be in [0, 100], got -1"),
+    ],
+)
+def test_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, words: list[str], told: str
+) -> None:
+    (tmp_path / "FILE").write_text('{"prompt": "hello"}\n')
+    (tmp_path / "EMPTY").mkdir()
+    config = {"model_type": "llama", "num_hidden_layers": 0, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    (tmp_path / "EMPTY" / "config.json").write_text(json.dumps(config | {"vocab_size": 99, "rms_norm_eps": 1e-6}))
+    monkeypatch.chdir(tmp_path)
+    code, err = called(monkeypatch, capsys, *[f"./{w}" if w == "EMPTY" else w for w in words])
+    lines = [line for line in err.splitlines() if line.startswith("outrider: ")]
+    assert code == 2 and len(lines) == 1 and told in lines[0] and "Traceback" not in err, err
+
+
+def test_without_arguments_and_with_questions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert called(monkeypatch, capsys, "--version") == (0, "")
+    assert called(monkeypatch, capsys, "generate", "--help") == (0, "")
+    code, err = called(monkeypatch, capsys)
+    assert code in (0, 2) and "outrider:" not in err
+
+
+@pytest.mark.parametrize("gpus", ["2", "3"])
+def test_any_number_of_gpus_is_predicted_or_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: str) -> None:
+    code, err = called(monkeypatch, capsys, "predict", MODEL, "--tensor-parallel", gpus, "--accept", "0.7")
+    assert code in (0, 2) and len(err.splitlines()) == (1 if code else 0), err
