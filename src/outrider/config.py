@@ -129,7 +129,7 @@ class Option:
     help: str
 
 
-def options(settings: type[EngineConfig | LoadSettings]) -> dict[str, Option]:
+def options(settings: type) -> dict[str, Option]:
     """The fields whose annotation carries a text."""
     hints = get_type_hints(settings, include_extras=True)
     found = {f.name: (f, hints[f.name]) for f in fields(settings) if get_origin(hints[f.name]) is Annotated}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import typer.main
 
@@ -9,6 +11,7 @@ from outrider.cli.common import loading
 from outrider.cli.main import app
 from outrider.config import ENGINE, OPTIONS, EngineConfig, LoadSettings
 from outrider.llm import LLM
+from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
 
 # These mean something else there, or take several.
@@ -26,6 +29,32 @@ def test_commands_take_name_default_and_help_from_the_settings(name: str) -> Non
     for option, parameter in found.items():
         assert parameter.default == OPTIONS[option].default and parameter.help == OPTIONS[option].help, option
         assert parameter.opts == ["--" + option.replace("_", "-")]
+
+
+def test_the_server_has_its_settings_from_their_fields(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is said to `serve` reaches its settings: keys of a file, too."""
+    told: list[ServerSettings] = []
+
+    def listen(host: str, port: int) -> None:
+        raise OutriderError(f"{host} {port}")
+
+    made = ServerSettings.__post_init__
+    monkeypatch.setattr(ServerSettings, "__post_init__", lambda self: (made(self), told.append(self))[0])
+    monkeypatch.setattr("outrider.server.main.listen", listen)
+    (tmp_path / "keys").write_text("alpha\nbeta\n")
+    words = ["serve", "m", "--port", "7", "--host", "here", "--api-key", "own", "--api-key-file", str(tmp_path / "keys"), "--log-json"]
+    words += ["--max-queued", "3", "--idle-timeout", "2.5", "--allowed-origin", "http://a", "--allowed-origin", "http://b"]
+    with pytest.raises(OutriderError, match="here 7"):
+        typer.main.get_command(app(("doctor", "serve")))(words, standalone_mode=False)
+    got = told[-1]
+    assert got.api_keys == ("own", "alpha", "beta")
+    assert (got.max_queued, got.idle_timeout, got.log_json, got.timeout) == (
+        3,
+        2.5,
+        True,
+        600.0,
+    )
+    assert got.allowed_origins == ("http://a", "http://b") and got.model_name == "m" and got.max_concurrent == 8
 
 
 def test_a_command_gets_what_was_said() -> None:

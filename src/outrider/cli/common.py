@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 from rich.console import Console
 
-from ..config import OPTIONS, LoadSettings
+from ..config import OPTIONS, LoadSettings, Option
 from ..prompts import read_prompts
 from ..types import OutriderError, RequestStats
 from .quick import quick_start
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..llm import LLM, Completion
 
 N = TypeVar("N", int, float)
+Command = Callable[..., None]
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -66,20 +67,33 @@ def needs(who: str, extra: str) -> Iterator[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
-PLAIN = (int, float, int | None, float | None)  # kinds of options that the parser reads; others are texts, which the settings check
+PLAIN = (
+    bool,
+    int,
+    float,
+    int | None,
+    float | None,
+    Path | None,
+)  # what the parser reads; others are texts, and the settings check them
 
 
-def loading(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Gives a command these options of `config.OPTIONS`: what they say reaches it as its parameter `load`, a `LoadSettings`."""
+def loading(*names: str) -> Callable[[Command], Command]:
+    """Gives a command these load options; what they say reaches it as its parameter `load`, a `LoadSettings`."""
+    return offering("load", {name: OPTIONS[name] for name in names}, LoadSettings.of)
 
-    def around(command: Callable[..., None]) -> Callable[..., None]:
+
+def offering(parameter: str, options: Mapping[str, Option], make: Callable[[dict[str, object]], object]) -> Callable[[Command], Command]:
+    """Gives a command options that settings describe; what is made of them reaches it as that parameter."""
+
+    def around(command: Command) -> Command:
         @functools.wraps(command)
         def run(**given: object) -> None:
-            load = LoadSettings.of({name: given.pop(name) for name in names})
-            command(**given, load=load)
+            command(**{parameter: make({name: given.pop(name) for name in options}), **given})
 
-        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "load"]
-        ours = [Parameter(name, Parameter.KEYWORD_ONLY, default=OPTIONS[name].default, annotation=as_option(name)) for name in names]
+        own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
+        ours = [
+            Parameter(name, Parameter.KEYWORD_ONLY, default=option.default, annotation=typed(option)) for name, option in options.items()
+        ]
         run.__signature__ = inspect.Signature([*own, *ours])  # type: ignore[attr-defined]  # what typer reads
         run.__annotations__ = {}
         return run
@@ -87,8 +101,7 @@ def loading(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]
     return around
 
 
-def as_option(name: str) -> object:
-    option = OPTIONS[name]
+def typed(option: Option) -> object:
     kind = option.kind if option.kind in PLAIN else str | None if option.default is None else str
     return Annotated[kind, typer.Option(help=option.help)]
 

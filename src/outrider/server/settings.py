@@ -6,6 +6,7 @@ import re
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from ..types import OutriderError
 
@@ -15,33 +16,33 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 @dataclass(frozen=True)
 class ServerSettings:
     model_name: str
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: Annotated[str, "Address to listen on. Anything but loopback should have an API key."] = "127.0.0.1"
+    port: Annotated[int, "Port to listen on; 0: any free one, which is printed."] = 8000
     api_keys: tuple[str, ...] = ()  # in force at the start; `api_key` and those of the file
     api_key: str | None = None
-    api_key_file: Path | None = None  # read again on SIGHUP
-    ssl_certfile: Path | None = None
-    ssl_keyfile: Path | None = None
+    api_key_file: Annotated[Path | None, "More keys, one a line; read again on SIGHUP."] = None
+    ssl_certfile: Annotated[Path | None, "Serve https with this certificate (PEM, with its chain)."] = None
+    ssl_keyfile: Annotated[Path | None, "Its key, where the certificate's file does not hold it."] = None
     otel_endpoint: str | None = None  # where spans go; None: there are none
     max_concurrent: int = 8  # sequences that decode at once
-    max_queued: int = 64  # sequences that wait behind them; more get a 429
-    timeout: float = 600.0  # seconds for one request, waiting included
-    max_body: int = 4 << 20  # bytes
-    max_prompt: int = 0  # tokens; 0: as long as the model's context
+    max_queued: Annotated[int, "Sequences that wait behind them; more get 429."] = 64
+    timeout: Annotated[float, "Seconds for one request, waiting included."] = 600.0
+    max_body: Annotated[int, "Most bytes of a request body; more get 413."] = 4 << 20
+    max_prompt: Annotated[int, "Most tokens of a prompt. 0: as many as the context holds."] = 0
     max_choices: int = 16  # the largest n
     max_answers: int = 64  # of one /v1/completions call: prompts times n
-    log_prompts: bool = False
-    log_level: str = "info"
-    log_json: bool = False  # one JSON object a line
-    shutdown_grace: float = 10.0  # seconds for running requests to finish
+    log_prompts: Annotated[bool, "Write prompts to the log (off: no prompt text is ever logged)."] = False
+    log_level: Annotated[str, "debug | info | warning | error."] = "info"
+    log_json: Annotated[bool, "Logs as one JSON object a line."] = False
+    shutdown_grace: Annotated[float, "Seconds for running requests to finish on shutdown."] = 10.0
     allowed_origins: tuple[str, ...] = ()  # pages of these origins may call, besides our own; "*": all
     trusted_hosts: tuple[str, ...] = ()  # names we may be called by on loopback, besides localhost
-    root_path: str = ""  # where a proxy puts us
-    max_connections: int = 512  # fewer where the system lends fewer file descriptors
-    request_timeout: float = 30.0  # seconds for a request's head and body to arrive, each
-    idle_timeout: float = 60.0  # seconds a connection may stay open between two requests
-    stall_timeout: float = 20.0  # seconds a client may leave its answer unread
-    keep_prefixes: float = 5.0  # minutes that the beginning of a text stays known after its last use (CPU), and its memory taken
+    root_path: Annotated[str, "The path a proxy serves us under."] = ""
+    max_connections: Annotated[int, "Open connections; at the cap the one that keeps us waiting longest goes."] = 512
+    request_timeout: Annotated[float, "Seconds for a request's head to arrive, and for its body."] = 30.0
+    idle_timeout: Annotated[float, "Seconds a connection stays open between requests."] = 60.0
+    stall_timeout: Annotated[float, "Seconds a client may leave its answer unread."] = 20.0
+    keep_prefixes: Annotated[float, "Minutes that a text's beginning stays in memory after its last use (CPU)."] = 5.0
 
     def __post_init__(self) -> None:
         def need(ok: bool, what: str) -> None:
