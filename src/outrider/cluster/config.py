@@ -210,16 +210,13 @@ def _whole(low: int, high: int | None = None) -> Rule:
     return Rule(read, f"a whole number, {low} or more" if high is None else f"a whole number in {low}..{high}")
 
 
-def _number(low: float, high: float | None = None, over: bool = False) -> Rule:
+def _number(low: float, over: bool = False) -> Rule:
     def read(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ValueError
-        if not low <= value <= (float("inf") if high is None else high) or (over and value == low):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low or (over and value == low):
             raise ValueError
         return float(value)
 
-    bounds = f"more than {low:g}" if over else f"{low:g} or more"
-    return Rule(read, f"a number, {bounds}" + ("" if high is None else f", at most {high:g}"))
+    return Rule(read, f"a number, more than {low:g}" if over else f"a number, {low:g} or more")
 
 
 def _replicas(value: object) -> Replicas:
