@@ -2,9 +2,7 @@
 // that source a program for the CPU, with the launch below. How threads run is in machine.cpp.
 //
 // Numbers: every result that IEEE defines is the GPU's; powers of 2, quotients and roots are rounded to nearest; matrices: products.h.
-#include <math.h>
-
-#include "parts.h"
+#include "interface.h"
 #define OUTRIDER_DEVICE  // device.cuh has nothing to say after this
 
 #define __device__
@@ -17,6 +15,17 @@
 #define __shared__ static __attribute__((section("emulated_shared"), used))
 #define __align__(n) alignas(n)
 
+extern "C" {
+float fmaf(float, float, float) noexcept;
+float exp2f(float) noexcept;
+float ldexpf(float, int) noexcept;
+float sqrtf(float) noexcept;
+double sqrt(double) noexcept;
+float ceilf(float) noexcept;
+float floorf(float) noexcept;
+}
+
+struct uint3 { u32 x, y, z; };
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
@@ -35,13 +44,13 @@ inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
-inline float max(float a, float b) { return fmaxf(a, b); }
-inline float min(float a, float b) { return fminf(a, b); }
+inline float max(float a, float b) { return __builtin_fmaxf(a, b); }
+inline float min(float a, float b) { return __builtin_fminf(a, b); }
 
 template <class To, class From> inline To as(From v) {
     static_assert(sizeof(To) == sizeof(From), "");
     To to;
-    memcpy(&to, &v, sizeof to);
+    __builtin_memcpy(&to, &v, sizeof to);
     return to;
 }
 inline float __uint_as_float(u32 v) { return as<float>(v); }
@@ -87,10 +96,10 @@ template <class T, class From> inline T exchange(const char* what, T v, From fro
     int source[1] = {from(machine::thread_index() % 32)};
     void* operands[2] = {both, source};
     machine::meet_warp(what, operands, true, [](machine::Warp& w) {
-        for (int i = 0; i < w.size; i++) {
-            void** mine = (void**)w.lanes[i]->operands;
+        for (int i = 0; i < machine::lanes_of(w); i++) {
+            void** mine = (void**)machine::operands_of(w, i);
             const int other = *(int*)mine[1];
-            if (other >= 0 && other < w.size) ((T*)mine[0])[1] = ((T*)((void**)w.lanes[other]->operands)[0])[0];
+            if (other >= 0 && other < machine::lanes_of(w)) ((T*)mine[0])[1] = ((T*)((void**)machine::operands_of(w, other))[0])[0];
         }
     });
     return both[1];
@@ -116,8 +125,8 @@ inline u32 __ballot_sync(u32 mask, int v) {
     u32 mine = v != 0;
     machine::meet_warp("__ballot_sync", &mine, true, [](machine::Warp& w) {
         u32 all = 0;
-        for (int i = 0; i < w.size; i++) all |= *(u32*)w.lanes[i]->operands << i;
-        for (int i = 0; i < w.size; i++) *(u32*)w.lanes[i]->operands = all;
+        for (int i = 0; i < machine::lanes_of(w); i++) all |= *(u32*)machine::operands_of(w, i) << i;
+        for (int i = 0; i < machine::lanes_of(w); i++) *(u32*)machine::operands_of(w, i) = all;
     });
     return mine;
 }
@@ -125,16 +134,24 @@ template <class T, class F> inline T reduced(const char* what, u32 mask, T v, F 
     whole_warp(mask);
     struct Operands { T v; F f; } mine = {v, f};
     machine::meet_warp(what, &mine, true, [](machine::Warp& w) {
-        Operands* first = (Operands*)w.lanes[0]->operands;
-        for (int i = 1; i < w.size; i++) first->v = first->f(first->v, ((Operands*)w.lanes[i]->operands)->v);
-        for (int i = 1; i < w.size; i++) ((Operands*)w.lanes[i]->operands)->v = first->v;
+        Operands* first = (Operands*)machine::operands_of(w, 0);
+        for (int i = 1; i < machine::lanes_of(w); i++) first->v = first->f(first->v, ((Operands*)machine::operands_of(w, i))->v);
+        for (int i = 1; i < machine::lanes_of(w); i++) ((Operands*)machine::operands_of(w, i))->v = first->v;
     });
     return mine.v;
 }
-template <class T> inline T __reduce_max_sync(u32 mask, T v) { return reduced("__reduce_max_sync", mask, v, [](T a, T b) { return a > b ? a : b; }); }
-template <class T> inline T __reduce_min_sync(u32 mask, T v) { return reduced("__reduce_min_sync", mask, v, [](T a, T b) { return a < b ? a : b; }); }
-template <class T> inline T __reduce_add_sync(u32 mask, T v) { return reduced("__reduce_add_sync", mask, v, [](T a, T b) { return (T)(a + b); }); }
-template <class T> inline T __reduce_or_sync(u32 mask, T v) { return reduced("__reduce_or_sync", mask, v, [](T a, T b) { return (T)(a | b); }); }
+template <class T> inline T __reduce_max_sync(u32 mask, T v) {
+    return reduced("__reduce_max_sync", mask, v, [](T a, T b) { return a > b ? a : b; });
+}
+template <class T> inline T __reduce_min_sync(u32 mask, T v) {
+    return reduced("__reduce_min_sync", mask, v, [](T a, T b) { return a < b ? a : b; });
+}
+template <class T> inline T __reduce_add_sync(u32 mask, T v) {
+    return reduced("__reduce_add_sync", mask, v, [](T a, T b) { return (T)(a + b); });
+}
+template <class T> inline T __reduce_or_sync(u32 mask, T v) {
+    return reduced("__reduce_or_sync", mask, v, [](T a, T b) { return (T)(a | b); });
+}
 inline int __any_sync(u32 mask, int v) { return __ballot_sync(mask, v) != 0; }
 inline int __all_sync(u32 mask, int v) { return __ballot_sync(mask, !v) == 0; }
 
@@ -173,10 +190,11 @@ inline float float_of_bfloat(u32 h) { return __uint_as_float(h << 16); }
 inline u16 rounded_once(float a, float b, float c) {  // a · b + c to bfloat16: the product is exact, and what gets lost leaves an odd last digit
     const double p = (double)a * b, s = p + c, t = s - p, lost = (p - (s - t)) + (c - t);
     u64 d = as<u64>(s);
-    if (lost != 0 && isfinite(s) && !(d & 1)) d += (lost > 0) == (s > 0) ? 1 : -1;
+    if (lost != 0 && __builtin_isfinite(s) && !(d & 1)) d += (lost > 0) == (s > 0) ? 1 : -1;
     const double exact = as<double>(d);
     float f = (float)exact;
-    if (isfinite(f) && (double)f != exact && !(__float_as_uint(f) & 1)) f = __uint_as_float(__float_as_uint(f) + (fabs((double)f) < fabs(exact) ? 1 : -1));
+    const bool less = __builtin_fabs((double)f) < __builtin_fabs(exact);
+    if (__builtin_isfinite(f) && (double)f != exact && !(__float_as_uint(f) & 1)) f = __uint_as_float(__float_as_uint(f) + (less ? 1 : -1));
     return bfloat_of(f);
 }
 
@@ -194,7 +212,8 @@ inline void multiply(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 
 
 inline float float_of_half(u16 h) {
     const int exponent = h >> 10 & 31, digits = h & 1023;
-    const float v = exponent == 31 ? (digits ? NAN : INFINITY) : exponent ? ldexpf(1024 + digits, exponent - 25) : ldexpf(digits, -24);
+    float v = exponent ? ldexpf(1024 + digits, exponent - 25) : ldexpf(digits, -24);
+    if (exponent == 31) v = digits ? __builtin_nanf("") : __builtin_inff();
     return h & 0x8000 ? -v : v;
 }
 
@@ -280,9 +299,7 @@ template <class... P> inline void call(void (*kernel)(P...), void** values) { ca
 extern char shared_begin[] __asm__("__start_emulated_shared") __attribute__((weak, visibility("hidden")));  // its shared variables
 extern char shared_end[] __asm__("__stop_emulated_shared") __attribute__((weak, visibility("hidden")));
 
-#define EMULATED(KERNEL)                                                                                                                     \
-    extern "C" int emulated_launch(u32 blocks, u32 threads, u32 shared, void** values, const machine::Buffer* buffers, int count,            \
-                                   bool overlaps, u64 seed, char* message, int room) {                                                       \
-        return machine::launch([](void** v) { call(KERNEL, v); }, shared_begin, shared_end, blocks, threads, shared, values, buffers, count, \
-                               overlaps, seed, message, room);                                                                               \
+#define EMULATED(KERNEL)                                                                                    \
+    extern "C" int emulated_launch(const machine::Launch& asked) {                                          \
+        return machine::launch(asked, [](void** v) { call(KERNEL, v); }, shared_begin, shared_end);         \
     }

@@ -17,6 +17,7 @@ import mmap
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -62,7 +63,7 @@ class EmulatorError(RuntimeError):
 
 def missing() -> str | None:
     """Why nothing can be emulated here, or None."""
-    return None if shutil.which("g++") else "no g++"
+    return None if sys.platform == "linux" and shutil.which("g++") else "no g++ on Linux"
 
 
 def compiled(source: str, name: str, flags: Mapping[str, int | str], folder: Path = FOLDER) -> ctypes.CDLL:
@@ -91,9 +92,19 @@ def _made(text: str, options: Sequence[str], folder: Path, headers: str) -> Path
 
 
 class Buffer(ctypes.Structure):
-    """`Buffer` of parts.h."""
+    """`Buffer` of interface.h."""
 
     _fields_ = [("at", ctypes.c_void_p), ("bytes", ctypes.c_uint64), ("element", ctypes.c_uint64), ("ahead", ctypes.c_uint64)]
+
+
+class Launch(ctypes.Structure):
+    """`Launch` of interface.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("values", "buffers", "message")),
+        ("seed", ctypes.c_uint64),
+        *((name, ctypes.c_uint) for name in ("blocks", "threads", "shared", "buffer_count", "message_room", "overlaps")),
+    ]
 
 
 class Memory(TorchFunctionMode):
@@ -154,5 +165,7 @@ class Emulated:
         known = [(address_of(mapping) + begin, *sizes) for mapping, begin, *sizes in self.memory.buffers]
         buffers = (Buffer * max(len(known), 1))(*(Buffer(*b) for b in known))
         message = ctypes.create_string_buffer(500)
-        if self.launch(blocks, threads, shared, addresses, buffers, len(known), pdl, ctypes.c_uint64(self.seed), message, len(message)):
+        pointers = [ctypes.addressof(a) for a in (addresses, buffers, message)]
+        launch = Launch(*pointers, self.seed, blocks, threads, shared, len(known), len(message), pdl)
+        if self.launch(ctypes.byref(launch)):
             raise EmulatorError(message.value.decode())

@@ -8,8 +8,9 @@
 namespace machine {
 
 inline void fault(int, siginfo_t* info, void*) {
-    if (the.now && (char*)info->si_addr >= the.now->stack - PAGE && (char*)info->si_addr < the.now->stack) fail("more than %zu bytes of variables", STACK);
-    outside(info->si_addr, "reads or writes");
+    const char* at = (char*)info->si_addr;
+    if (the.now && at >= the.now->stack - PAGE && at < the.now->stack) fail("more than %zu bytes of variables", STACK);
+    outside(at, "reads or writes");
 }
 
 inline void begin_block(Block& block) {
@@ -28,36 +29,39 @@ inline void begin_block(Block& block) {
         Fiber& f = block.fibers[t];
         f.begun = false, f.thread = t, f.lane = t % 32, f.block = &block, f.warp = &block.warps[t / 32], f.warp->lanes[f.lane] = &f;
         f.copying = f.group = 0, f.alone = false, f.clock++, f.shown++;
-        getcontext(&f.context);
-        f.context.uc_stack.ss_sp = f.stack, f.context.uc_stack.ss_size = STACK, f.context.uc_link = nullptr;
-        makecontext(&f.context, enter_kernel, 0);
         make_ready(&f);
     }
     the.live_blocks++;
 }
 
-int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blocks, u32 threads, u32 shared, void** values, const Buffer* buffers, int count,
-           bool overlaps, u64 seed, char* message, int room) {
-    const u32 warps = (threads + 31) / 32;
-    u32 resident = MOST_FIBERS / threads ? MOST_FIBERS / threads : 1;
-    if (resident > blocks) resident = blocks;
-    the = Machine{};
-    the.kernel = kernel, the.variables = variables, the.variables_end = variables_end, the.blocks = blocks, the.threads = threads, the.shared = shared, the.values = values, the.buffers = buffers, the.buffer_count = count;
-    the.resident = resident, the.overlaps = overlaps, the.seed = seed, the.message = message, the.message_room = room, the.ring = resident * threads + 1;
+inline char* stack_of(u32 fiber) {  // behind a page that is nobody's; kept for the next launch, whose pages are then there
+    const int access = PROT_READ | PROT_WRITE, kind = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
+    static char* first = (char*)mmap(nullptr, (STACK + PAGE) * MOST_FIBERS, access, kind, -1, 0);
+    static u32 guarded = 0;
+    for (; guarded <= fiber; guarded++) mprotect(first + guarded * (STACK + PAGE), PAGE, PROT_NONE);
+    return first + fiber * (STACK + PAGE) + PAGE;
+}
+
+int launch(const Launch& asked, void (*kernel)(void**), char* variables, char* variables_end) {
+    const u32 threads = asked.threads, shared = asked.shared, warps = (threads + 31) / 32, most = max(MOST_FIBERS / threads, 1u);
+    const u32 resident = min(most, asked.blocks), count = asked.buffer_count;
+    the = Machine{asked, kernel, variables, variables_end};
+    the.resident = resident, the.ring = resident * threads + 1;
     the.ready = (Fiber**)room_for(the.ring * sizeof(Fiber*));
     the.slots = (Block*)room_for(resident * sizeof(Block));
-    const size_t each = STACK + PAGE, stacks_bytes = (size_t)resident * threads * each;
-    char* stacks = (char*)mmap(nullptr, stacks_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     the.fibers = (Fiber*)room_for((size_t)resident * threads * sizeof(Fiber));
     the.warps = (Warp**)room_for(resident * warps * sizeof(Warp*));
     the.shadows = (Shadow*)room_for(count * sizeof(Shadow));
-    for (int i = 0; i < count; i++) make_shadow(the.shadows[i], i, buffers[i].element == 2 ? 2 : 4, buffers[i].bytes, 0, resident * warps);
-    for (u32 i = 0; i < resident * threads; i++)
-        mprotect(stacks + i * each, PAGE, PROT_NONE), the.fibers[i].stack = stacks + i * each + PAGE, the.fibers[i].id = i;
+    for (u32 i = 0; i < count; i++) {
+        const Buffer& b = the.buffers[i];
+        make_shadow(the.shadows[i], i, b.element == 2 ? 2 : 4, b.bytes, 0, resident * warps);
+    }
+    for (u32 i = 0; i < resident * threads; i++) the.fibers[i].stack = stack_of(i), the.fibers[i].id = i;
     for (u32 b = 0; b < resident; b++) {
         Block& block = the.slots[b];
         block.fibers = the.fibers + b * threads, block.warps = (Warp*)room_for(warps * sizeof(Warp));
-        block.room = (char*)room_for(shared), block.flying = (u16*)room_for((shared / 4 + 4) * 2), block.held = (u16*)room_for((shared / 4 + 4) * 2);
+        block.room = (char*)room_for(shared);
+        block.flying = (u16*)room_for((shared / 4 + 4) * 2), block.held = (u16*)room_for((shared / 4 + 4) * 2);
         make_shadow(block.shadow, -1, 4, shared, b * warps, warps);
         make_shadow(block.variables_shadow, -2, 4, variables_end - variables, b * warps, warps);
         block.variables = (char*)room_for(the.variables_end - the.variables);
@@ -85,7 +89,6 @@ int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blo
     }
 
     sigaction(SIGSEGV, &segv_before, nullptr), sigaction(SIGBUS, &bus_before, nullptr), sigaltstack(&aside_before, nullptr);
-    munmap(stacks, stacks_bytes);
     for (u32 i = 0; i < the.resident * the.threads; i++) free(the.fibers[i].copies);
     while (the.owned) {
         void* room = the.owned;
@@ -96,6 +99,9 @@ int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blo
 }
 
 void wait_for_kernel_ahead() { the.now->alone = true; }
+
+void* operands_of(Warp& warp, int lane) { return warp.lanes[lane]->operands; }
+int lanes_of(Warp& warp) { return warp.size; }
 
 u32 thread_index() { return the.now->thread; }
 u32 block_index() { return the.now->block->index; }

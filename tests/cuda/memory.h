@@ -6,7 +6,7 @@
 namespace machine {
 
 inline const Buffer* buffer_of(const void* at, u64 bytes) {
-    for (int i = 0; i < the.buffer_count; i++) {
+    for (u32 i = 0; i < the.buffer_count; i++) {
         const Buffer& b = the.buffers[i];
         if ((char*)at >= b.at && (char*)at + bytes <= b.at + b.bytes) return &b;
     }
@@ -16,15 +16,16 @@ inline const Buffer* buffer_of(const void* at, u64 bytes) {
 inline void outside(const void* at, const char* what) {
     i64 best = 1 << 20;
     int which = -1, past = 0;
-    for (int i = 0; i < the.buffer_count; i++) {
+    for (u32 i = 0; i < the.buffer_count; i++) {
         const Buffer& b = the.buffers[i];
         const i64 before = b.at - (char*)at, behind = (char*)at - (b.at + (i64)b.bytes);
         if (before > 0 && before < best) best = before, which = i, past = 0;
         if (behind >= 0 && behind < best) best = behind, which = i, past = 1;
         if (before <= 0 && behind < 0) best = -behind, which = i, past = 2;
     }
-    static const char* const texts[] = {"%s %lld bytes ahead of buffer %d of %llu bytes", "%s %lld bytes behind the end of buffer %d of %llu bytes",
-                                        "%s across the end, %lld bytes on, of buffer %d of %llu bytes"};
+    static const char* const texts[] = {
+        "%s %lld bytes ahead of buffer %d of %llu bytes", "%s %lld bytes behind the end of buffer %d of %llu bytes",
+        "%s across the end, %lld bytes on, of buffer %d of %llu bytes"};
     if (which < 0) fail("%s at %p, which is in no buffer", what, at);
     fail(texts[past], what, (long long)best, which, the.buffers[which].bytes);
 }
@@ -53,7 +54,8 @@ inline void check_global(const void* at, u64 aligned, u64 bytes, const char* wha
 
 inline char* shared_at(u32 at, u32 bytes, const char* what) {
     if (at % bytes) fail("%s of %u bytes of shared memory at %u, which is not aligned", what, bytes, at - ROOM_AT);
-    if (at < ROOM_AT || (u64)at + bytes > (u64)ROOM_AT + the.shared) fail("%s at byte %lld of %u of shared memory", what, (i64)at - ROOM_AT, the.shared);
+    const i64 byte = (i64)at - ROOM_AT;
+    if (byte < 0 || byte + bytes > the.shared) fail("%s at byte %lld of %u of shared memory", what, byte, the.shared);
     return the.here->room + (at - ROOM_AT);
 }
 
@@ -133,7 +135,7 @@ inline void plain(const void* address, u32 bytes, bool writes) {
     const char *at = (const char*)address, *what = writes ? "writes" : "reads";
     if (!the.now || (u64)(at - the.now->stack) < STACK) return;
     if (at >= the.variables && at < the.variables_end) return touch_all(the.here->variables_shadow, at - the.variables, bytes, writes, what);
-    for (int i = 0; i < the.buffer_count; i++) {
+    for (u32 i = 0; i < the.buffer_count; i++) {
         const Buffer& b = the.buffers[i];
         if (at < (char*)((uintptr_t)b.at & -PAGE) || at >= b.at + (b.bytes + 15) / 16 * 16) continue;
         if (at < b.at || at + bytes > b.at + b.bytes) outside(at, what);

@@ -30,7 +30,7 @@ inline void* room_for(u64 bytes) {  // zeros, until the launch ends
     return room + 2;
 }
 
-constexpr u32 SEVERAL = 33;  // lanes of a warp that read a word
+constexpr u32 SEVERAL = 33, SEVERAL_WARPS = ~0u;
 
 inline void widen(u32* known, const u32* more) {
     for (u32 i = 0; i < the.resident * the.threads; i++) known[i] = known[i] > more[i] ? known[i] : more[i];
@@ -94,45 +94,73 @@ __attribute__((noinline)) inline void clash(const Shadow& s, u32 word, const cha
     fail("%s %s, which thread %d of block %u %s: nothing says in which order", what, where, other.thread, other.block->index, before);
 }
 
-inline void note_write(Shadow& s, u32 word) { s.written[word] = {the.now->id + 1, the.now->clock, the.now->shown}; }
+inline void note_write(Shadow& s, u32 word) {
+    Word& w = s.words[word];
+    w.by = the.now->id + 1, w.clock = the.now->clock, w.shown = the.now->shown;
+}
 
 inline void look_back(const Shadow& s, u32 word, const char* what) {  // at whoever wrote last
-    const Written& w = s.written[word];
+    const Word& w = s.words[word];
     if (w.by && !knows(*the.now, w.by - 1, w.clock)) clash(s, word, what, "wrote", w.by - 1);
 }
 
-inline void touch(Shadow& s, u32 word, bool writes, const char* what) {
+inline int unknown_reader(const Fiber& f, u32 warp, u32 read) {  // -1: all of these reads are known to be done
+    const Warp& w = *the.warps[warp];
+    for (int lane = 0; lane < w.size; lane++)
+        if (((read & 63) == SEVERAL || (int)(read & 63) == lane + 1) && !knows(f, w.lanes[lane]->id, read >> 6)) return w.lanes[lane]->id;
+    return -1;
+}
+
+inline u32& read_of(Shadow& s, u32 warp, u32 word) {
+    u32*& all = s.reads[warp - s.first_warp];
+    if (!all) all = (u32*)room_for(s.count * 4);
+    return all[word];
+}
+
+inline void note_read(Shadow& s, u32 word) {
     Fiber& f = *the.now;
+    Word& w = s.words[word];
+    const u32 me = f.warp->index + 1, lane = f.lane + 1;
+    if (w.reader && w.reader != me && w.reader != SEVERAL_WARPS) {
+        if (unknown_reader(f, w.reader - 1, w.read) < 0) w.reader = 0;  // whoever writes after this read writes after that one
+        else read_of(s, w.reader - 1, word) = w.read, w.reader = SEVERAL_WARPS;
+    }
+    if (!w.reader) w.reader = me, w.read = 0;
+    u32& e = w.reader == me ? w.read : read_of(s, me - 1, word);
+    const u32 who = e & 63, clock = e >> 6;
+    const bool open = who && who != lane && (who == SEVERAL ? clock >= f.clock : !knows(f, f.warp->lanes[who - 1]->id, clock));
+    e = (clock > f.clock && open ? clock : f.clock) << 6 | (open ? SEVERAL : lane);
+}
+
+inline void touch(Shadow& s, u32 word, bool writes, const char* what) {
+    s.used = true;
     look_back(s, word, what);
-    if (!writes) {
-        u32*& mine = s.reads[f.warp->index - s.first_warp];
-        if (!mine) mine = (u32*)room_for(s.words * 4);
-        u32& e = mine[word];
-        const u32 lane = f.lane + 1, who = e & 63, clock = e >> 6;
-        const bool open = who && who != lane && (who == SEVERAL ? clock >= f.clock : !knows(f, f.warp->lanes[who - 1]->id, clock));
-        e = (clock > f.clock && open ? clock : f.clock) << 6 | (open ? SEVERAL : lane);
-        return;
-    }
-    for (u32 v = 0; v < s.warps; v++) {
-        if (!s.reads[v] || !s.reads[v][word]) continue;
-        u32& e = s.reads[v][word];
-        const Warp& warp = *the.warps[s.first_warp + v];
-        for (int lane = 0; lane < warp.size; lane++)
-            if (((e & 63) == SEVERAL || (int)(e & 63) == lane + 1) && !knows(f, warp.lanes[lane]->id, e >> 6)) clash(s, word, what, "read", warp.lanes[lane]->id);
-        e = 0;
-    }
+    if (!writes) return note_read(s, word);
+    Word& w = s.words[word];
+    auto check = [&](u32 warp, u32& read) {
+        const int id = read ? unknown_reader(*the.now, warp, read) : -1;
+        if (id >= 0) clash(s, word, what, "read", id);
+        read = 0;
+    };
+    if (w.reader == SEVERAL_WARPS) {
+        for (u32 v = 0; v < s.warps; v++)
+            if (s.reads[v]) check(s.first_warp + v, s.reads[v][word]);
+    } else if (w.reader) check(w.reader - 1, w.read);
+    w.reader = 0;
     note_write(s, word);
 }
 
 inline void make_shadow(Shadow& s, int buffer, u32 grain, u64 bytes, u32 first_warp, u32 warps) {
-    s.buffer = buffer, s.grain = grain, s.words = bytes / grain + 1, s.first_warp = first_warp, s.warps = warps;
-    s.written = (Written*)room_for(s.words * sizeof(Written)), s.reads = (u32**)room_for(warps * sizeof(u32*));
+    s.buffer = buffer, s.grain = grain, s.count = bytes / grain + 1, s.first_warp = first_warp, s.warps = warps;
+    s.words = (Word*)room_for(s.count * sizeof(Word)), s.reads = (u32**)room_for(warps * sizeof(u32*));
 }
 
 inline void forget(Shadow& s) {
-    memset(s.written, 0, s.words * sizeof(Written));
+    if (!s.used) return;
+    memset(s.words, 0, s.count * sizeof(Word));
     for (u32 v = 0; v < s.warps; v++)
-        if (s.reads[v]) memset(s.reads[v], 0, s.words * 4);
+        if (s.reads[v]) memset(s.reads[v], 0, s.count * 4);
+    s.used = false;
 }
 
 }  // namespace machine

@@ -1,7 +1,8 @@
-// What the emulated machine is made of, and what emulate.h asks it for. The machine itself is machine.cpp, a library of its own, compiled once;
-// kernels are compiled with a call of the machine at every load and store (-fsanitize=thread without its library).
+// What the emulated machine is made of.
 #ifndef OUTRIDER_PARTS
 #define OUTRIDER_PARTS
+#include "interface.h"
+
 #include <setjmp.h>
 #include <signal.h>
 #include <stdarg.h>
@@ -12,32 +13,29 @@
 #include <sys/mman.h>
 #include <ucontext.h>
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef long long i64;
-typedef unsigned long long u64;
-
-struct uint3 { u32 x, y, z; };
-
 namespace machine {
 
-constexpr size_t STACK = 256 << 10, PAGE = 4096;
-constexpr u32 ROOM_AT = 1024;    // where the shared memory of a launch begins
-constexpr int MOST_FIBERS = 8192, FLAGS = 1024;
-constexpr u64 MOST_SPINS = 2000;  // rounds of all fibers in which nobody but those who wait for a flag did anything
+inline u32 min(u32 a, u32 b) { return a < b ? a : b; }
+inline u32 max(u32 a, u32 b) { return a > b ? a : b; }
 
-struct Buffer { char* at; u64 bytes, element, ahead; };  // bytes in all, and of an element; whether the kernel ahead writes it
+constexpr size_t STACK = 256 << 10, PAGE = 4096;
+constexpr u32 MOST_FIBERS = 8192, FLAGS = 1024;
+constexpr u64 MOST_SPINS = 2000;  // rounds of all fibers in which nobody but those who wait for a flag did anything
 
 enum Access { READS, WRITES, ADDS };  // ADDS: whole, so in any order
 
-struct Written { u32 by, clock, shown; };  // by: 0, or a fiber and one
+struct Word {
+    u32 by, clock, shown;  // who wrote last: 0, or a fiber and one; when
+    u32 reader, read;      // the warp and one that read it since: 0, or SEVERAL; clock of the last, times 64, and its lane and one, or SEVERAL
+};
 
 struct Shadow {  // of shared memory, of shared variables, or of a buffer
     int buffer;  // -1: shared memory, -2: shared variables
     u32 grain;   // bytes of a word here: no thread touches less
-    u64 words;
-    Written* written;
-    u32** reads;  // by warp, from the first one that may read here: clock of the last, times 64, and its lane and one
+    bool used;
+    u64 count;
+    Word* words;
+    u32** reads;  // of words that several warps read: as `read`, by warp, from the first one that may read here
     u32 first_warp, warps;
 };
 
@@ -51,7 +49,6 @@ struct Products;  // of products.h
 
 struct Fiber {
     jmp_buf state;
-    ucontext_t context;
     char* stack;
     bool begun;
     int thread, lane;
@@ -95,14 +92,10 @@ struct Block {
     char* variables;  // shared variables while another block runs
 };
 
-struct Machine {
-    char *variables, *variables_end;  // that are said to be shared
-    bool overlaps;                    // it may begin before the kernel ahead is done
-    u32 blocks, threads, shared, begun, resident, live_blocks;
+struct Machine : Launch {
     void (*kernel)(void**);
-    void** values;
-    const Buffer* buffers;
-    int buffer_count;
+    char *variables, *variables_end;
+    u32 begun, resident, live_blocks;
     Fiber* now;
     Block *here, *finished;
     Block* slots;
@@ -113,49 +106,10 @@ struct Machine {
     void* owned;  // the last of all rooms; each begins with where the one before is
     Fiber** ready;
     u32 first, count, ring;
-    u64 spins, seed, meetings;
+    u64 spins, meetings;
     jmp_buf home;
-    char* message;
-    int message_room;
+    ucontext_t fresh;  // a thread's first step
 };
-
-// The thread that runs.
-u32 thread_index();
-u32 block_index();
-u32 threads_of_block();
-u32 blocks_of_grid();
-
-[[noreturn]] void fail(const char* text, ...);
-
-// An instruction of the whole warp. all: run once, by the last lane. everybody: a lane that has left is an error; else it is `__syncwarp`.
-void meet_warp(const char* what, void* operands, bool everybody, void (*all)(Warp&));
-void meet_block(int id, int expected, const char* what);  // expected 0: all that have not left
-void spin();  // one look at a flag that another thread is to set
-
-void read_global(const void* at, void* v, u32 bytes);
-void write_global(void* at, const void* v, u32 bytes);
-void look_global(const void* at, void* v, u32 bytes);  // at a flag
-void begin_adding(void* at, void* v, u32 bytes);       // what stands there; nobody comes between this and
-void end_adding(void* at, const void* v, u32 bytes);
-void read_shared(u32 at, void* v, u32 bytes);
-void write_shared(u32 at, const void* v, u32 bytes);
-
-void wait_for_kernel_ahead();
-
-void begin_copy(u32 to, const char* from, int bytes, int read);
-void end_group();
-void end_copies(int open);  // all but those of the newest `open` groups
-
-void multiply(float* d, const u32* a, const u32* b);  // mma.m16n8k16
-void take_matrices(u32* b, u32 at);                   // ldmatrix.x4
-void begin_products();                                // products of four warps: wgmma
-void add_product(float* d, int sums, const u32* a, u64 matrix, bool add);
-void end_products();
-void wait_products(int open);
-void show_to_products();
-
-int launch(void (*kernel)(void**), char* variables, char* variables_end, u32 blocks, u32 threads, u32 shared, void** values, const Buffer* buffers, int count,
-           bool overlaps, u64 seed, char* message, int room);
 
 }  // namespace machine
 #endif

@@ -98,8 +98,9 @@ inline void hold(u64 matrix, int tokens) {  // until the product is made nobody 
     each_piece(matrix, tokens, [](u32 at, int, int) {
         touch_shared(at, 16, "multiplies", READS);
         for (u32 word = (at - ROOM_AT) / 4, end = word + 4; word < end; word++) {
-            const Written& w = the.here->shadow.written[word];
-            if (w.by && the.fibers[w.by - 1].shown == w.shown) fail("multiplies byte %u of shared memory, which was not shown to the matrix units", word * 4);
+            const Word& w = the.here->shadow.words[word];
+            if (w.by && the.fibers[w.by - 1].shown == w.shown)
+                fail("multiplies byte %u of shared memory, which was not shown to the matrix units", word * 4);
             the.here->held[word]++;
         }
     });

@@ -18,12 +18,12 @@ inline Fiber* next_ready() {
             const Block& block = the.slots[b];
             if (!block.live) continue;
             for (u32 w = 0; w < (the.threads + 31) / 32; w++) {
-                const Warp& warp = block.warps[w];
-                if (warp.meeting.arrived)
-                    fail("all wait for ever: in block %u, warp %u, %d of %d lanes are at %s", block.index, w, warp.meeting.arrived, warp.live, warp.meeting.what);
+                const Meeting& m = block.warps[w].meeting;
+                const int live = block.warps[w].live;
+                if (m.arrived) fail("all wait for ever: in block %u, warp %u, %d of %d lanes are at %s", block.index, w, m.arrived, live, m.what);
             }
-            for (int i = 0; i < 16; i++)
-                if (block.barriers[i].arrived) fail("all wait for ever: %d of %d threads of block %u are at %s", block.barriers[i].arrived, block.live, block.index, block.barriers[i].what);
+            for (const Meeting& m : block.barriers)
+                if (m.arrived) fail("all wait for ever: %d of %d threads of block %u are at %s", m.arrived, block.live, block.index, m.what);
         }
         fail("all wait for ever");
     }
@@ -36,6 +36,8 @@ inline Fiber* next_ready() {
     return f;
 }
 
+inline void enter_kernel();
+
 __attribute__((noinline, noreturn)) inline void go(Fiber* f) {
     if (the.here != f->block) {
         const size_t bytes = the.variables_end - the.variables;
@@ -46,7 +48,10 @@ __attribute__((noinline, noreturn)) inline void go(Fiber* f) {
     the.now = f;
     if (f->begun) _longjmp(f->state, 1);
     f->begun = true;
-    setcontext(&f->context);
+    getcontext(&the.fresh);
+    the.fresh.uc_stack.ss_sp = f->stack, the.fresh.uc_stack.ss_size = STACK, the.fresh.uc_link = nullptr;
+    makecontext(&the.fresh, enter_kernel, 0);
+    setcontext(&the.fresh);
     abort();
 }
 

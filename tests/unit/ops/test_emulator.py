@@ -65,7 +65,7 @@ FAULTS = """
     case 12: if (t < 16) __syncwarp(); else __shfl_sync(~0u, t, 0); break;
     case 13: in[0] = deep(1 << 20); break;
     case 14: copy16(at + t * 16, p0 + 32); break;
-    case 15: in[0] = ((int*)(uintptr_t)64)[0]; break;
+    case 15: in[0] = ((int*)(u64)64)[0]; break;
     case 16: in[0] = in[500]; break;                                 // beyond the page
     }
 """
