@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 benchmarks/gpu_kv.py [--seconds 150] [--dry]
 
 attention: one query alone against the same query among 1 to 40 rows, in a batch, in a tree and in a prompt, and fp8 against bfloat16 of
-the same numbers. written: K/V as passes of 1 to 512 rows store it. model: logits and tokens of plain decoding against those with 1 to 16
+the same numbers in the order in which fp8 is summed (even columns of a head before odd ones). written: K/V as passes of 1 to 512 rows store it. model: logits and tokens of plain decoding against those with 1 to 16
 drafts. Each runs in a process of its own, since compiling takes most of the time; then, alone, `times`: microseconds of attention.
 `--job times` and `--job steps` (milliseconds of E2B's steps at 3,000) by themselves.
 --dry: on a CPU with tiny shapes (set TRITON_INTERPRET=1), to try the script itself.
@@ -28,7 +28,7 @@ from gpu_common import FAILED, Rig, collect, graph_us, say, verdict
 
 from outrider.bench.gpu import plain_run, speculative_run, tree_run
 from outrider.ops.reference import ReferenceOps
-from outrider.ops.triton import TritonOps, attention, rope
+from outrider.ops.triton import TritonOps, rope
 from outrider.types import AttnSpec, KVView
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
@@ -53,9 +53,12 @@ class Size:
     prompt: int = 512
     context: int = 1000  # of models
     steps: int = 48
+    timed: tuple[int, ...] = (1, 8, 16, 64)  # sequences
+    far: tuple[int, ...] = (1019, 8100)  # their positions
+    chunks: tuple[tuple[int, int], ...] = ((512, 0), (512, 2488), (2048, 0), (2048, 6000))  # rows of a prompt, and where they begin
 
 
-DRY = Size("cpu", (20, 70), (2, 5), 2, 60, 100, 12)
+DRY = Size("cpu", (20, 70), (2, 5), 2, 60, 100, 12, (1, 2), (20, 70), ((60, 0),))
 
 
 def first_place(got: torch.Tensor, want: torch.Tensor) -> str:
@@ -65,6 +68,11 @@ def first_place(got: torch.Tensor, want: torch.Tensor) -> str:
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------------------
+def in_order(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """The columns of every head as fp8 K/V is summed: even ones before odd ones."""
+    return x.unflatten(-1, (-1, dim // 2, 2)).transpose(-1, -2).flatten(-3).contiguous()
+
+
 class Texts:
     """K/V and queries of some sequences at every position, once as fp8 and once as the bfloat16 numbers that these are."""
 
@@ -76,7 +84,7 @@ class Texts:
         per = -(-length // page)
         self.table = (1 + torch.randperm(size.batch * per, generator=g, device=size.device)).view(size.batch, per).to(torch.int32)
         eight = [made(1 + size.batch * per, spec.kv_heads, page, spec.head_dim).to(FP8) for _ in range(2)]
-        self.held = {FP8: eight, BF16: [t.to(BF16) for t in eight]}
+        self.held = {FP8: eight, BF16: [in_order(eight[0].to(BF16), spec.head_dim), eight[1].to(BF16)]}
         scale = 0.5 if spec.head_dim >= 256 else 2.0
         self.queries = (made(size.batch, 256, spec.heads * spec.head_dim) * scale).to(BF16)  # by position modulo 256
 
@@ -89,6 +97,7 @@ class Texts:
         start = torch.tensor([0, *counts]).cumsum(0).to(dev, torch.int32)
         table = self.table[torch.tensor(list(spans), device=dev)]
         keys, values = self.held[dtype]
+        q = in_order(q, self.spec.head_dim) if dtype == BF16 else q
         kv = KVView(self.page, [keys], [values], {self.spec.group: table}, at, seq, start, max(counts), bound)
         if tree:  # rows one behind the other, said as paths
             row = torch.cat([torch.arange(c) for c in counts])[:, None]
@@ -216,28 +225,20 @@ def model_bits(name: str, k: int, size: Size) -> None:
 
 # ---- times ------------------------------------------------------------------------------------------------------------------------
 def times(size: Size) -> None:
-    """Two caches in turn, so that K/V comes from memory. Prompts in fp8 also by the kernel of few queries, of several shapes."""
-    far, chunk, batch = max(size.contexts), size.prompt, size.batch
-    few = {
-        f"{batch} x 1": (batch, far, 1), f"{batch} x 5": (batch, far, 5), f"{8 * batch} x 5": (8 * batch, far, 5),
-        f"{chunk} rows": (1, 0, chunk), f"{chunk} rows at {far - chunk}": (1, far - chunk, chunk),
-    }  # fmt: skip
-    pdl = TritonOps(size.device).pdl
+    """Sequences in turn, so that K/V comes from memory."""
+    cases = {f"{n} x {rows} at {far}": (n, far, rows) for far in size.far for n in size.timed for rows in (1, 5)}
+    cases |= {f"{rows} rows at {first}": (1, first, rows) for rows, first in size.chunks}
     calls: dict[tuple[str, str, str], Callable[[int], torch.Tensor]] = {}
+    most = max(size.timed)
     for name in ("E2B sliding", "E2B full", "31B sliding", "31B full"):
         spec = SPECS[name] if size.device == "cuda" else AttnSpec(4, 1, 32, 0, True, scale=0.3)
-        many = [Texts(spec, replace(size, batch=8 * batch)) for _ in range(2)]
-        for what, (count, first, rows) in few.items():
-            spans = {b: (first, rows) for b in range(count)}
+        texts = Texts(spec, replace(size, batch=most, contexts=(max(*size.far, *(sum(chunk) for chunk in size.chunks)),)))
+        for what, (count, first, rows) in cases.items():
+            turns = [{b + i * count: (first, rows) for b in range(count)} for i in range(min(8, most // count))]
             for kind, dtype in (("bf16", BF16), ("fp8", FP8)):
-                given = [texts.asked(dtype, spans, first + rows) for texts in many]
-                calls[name, what, kind] = lambda i, given=given, spec=spec, ops=many[0].ops: ops.attend(
-                    given[i % 2][0], spec, given[i % 2][1]
-                )
-            for bq in (64, 32, 16) if rows == chunk else ():
-                shape = attention.Shape(False, bq, 8)
-                calls[name, what, f"fp8, {bq} queries"] = lambda i, given=given, spec=spec, shape=shape: attention.attend(
-                    given[i % 2][0], spec, given[i % 2][1], pdl, shape=shape
+                given = [texts.asked(dtype, spans, first + rows) for spans in turns]
+                calls[name, what, kind] = lambda i, given=given, spec=spec, ops=texts.ops: ops.attend(
+                    given[i % len(given)][0], spec, given[i % len(given)][1]
                 )
 
     def compiled(call: Callable[[int], torch.Tensor]) -> bool:
@@ -252,7 +253,7 @@ def times(size: Size) -> None:
     say(f"  {len(calls)} kernels compiled")
     for name, what in dict.fromkeys((n, w) for n, w, _ in calls):
         mine = {kind: call for (n, w, kind), call in calls.items() if (n, w) == (name, what)}
-        line = [f"{kind} {graph_us(c, 4, 4):.1f}" if fits[name, what, kind] else f"{kind} does not fit" for kind, c in mine.items()]
+        line = [f"{kind} {graph_us(c, 8, 4):.1f}" if fits[name, what, kind] else f"{kind} does not fit" for kind, c in mine.items()]
         say(f"  {name}, {what}, us: " + "; ".join(line))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,8 @@ from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, 
 
 from outrider.engine.tree import Tree  # noqa: E402
 from outrider.ops.triton import TritonOps, abreast, long_prompts, prompts, rope  # noqa: E402
-from outrider.ops.triton.attention import Cut, Shape, attend, choose_cut, choose_shape, split_count  # noqa: E402
+from outrider.ops.triton.attention import attend  # noqa: E402
+from outrider.ops.triton.attention_shapes import Cut, Shape, choose_cut, choose_shape, split_count  # noqa: E402
 from outrider.ops.triton.tiles import SHARED  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
 
@@ -201,11 +204,42 @@ def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
     for bq in (16, 64):
         same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(bq, 4, 2)), want)
     assert kv.keys[0] is not None and kv.values[0] is not None
-    eight = [t.to(torch.float8_e4m3fn) for t in (kv.keys[0], kv.values[0])]  # has the bits of the same numbers held as they are computed
-    kv.keys[0], kv.values[0] = (t.to(q.dtype) for t in eight)
-    want = attend(q, spec, kv, False, cut, Shape(False, 16, 4))
-    kv.keys[0], kv.values[0] = eight
-    same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(64, 4, 2)), want)
+
+
+def in_eight_bits(kv: KVView) -> KVView:
+    """The same in eight bits."""
+    return replace(kv, **{side: [t.to(torch.float8_e4m3fn) for t in getattr(kv, side) if t is not None] for side in ("keys", "values")})
+
+
+@pytest.mark.parametrize("window", [None, 60])
+@pytest.mark.parametrize("dim", [64, 512])
+def test_every_kernel_takes_eight_bits_in_the_same_order(window: int | None, dim: int) -> None:
+    """Few queries, splits apart and added up, programs that share columns, splits abreast, prompts: the same bits, and the right ones. Odd
+    columns in the place of even ones, queries sorted once too often, a prompt's result before its queries were read."""
+    kind, spec = torch.bfloat16 if CUDA else torch.float32, AttnSpec(4, 2, dim, 0, True, window=window, scale=0.1)
+    kv = in_eight_bits(cache(spec, [(0, 40), (166, 21), (5, 1), (9, 0), (100, 9)], 16, kind))
+    q = rand(kv.positions.shape[0], 4 * dim, seed=4, dtype=kind)
+    cut = Cut(32, 32, near=256, mid=64, far=512, coarse=128)
+    want = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
+    near(want, REF.attend(q, spec, kv))
+    for shape in (Shape(True, 16, 4, run=2), Shape(False, 16, 4), Shape(False, 32, 4, parts=2)):
+        same(attend(q, spec, kv, False, cut, shape), want)
+    same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(64, 4, 1)), want)
+    same(abreast.attend(q, spec, kv, False, abreast.Shape(2, 4, 2, parts=2), cut), want)
+    sort = lambda x: x.unflatten(-1, (-1, dim // 2, 2)).transpose(-1, -2).flatten(-3).contiguous()  # noqa: E731
+    wide = replace(kv, keys=[sort(t.to(kind)) for t in kv.keys if t is not None], values=[t.to(kind) for t in kv.values if t is not None])
+    same(attend(sort(q), spec, wide, False, cut, Shape(False, 16, 4)), want)
+
+
+def test_prompts_of_few_tiles_take_small_ones_in_eight_bits() -> None:
+    """E2B's 512 rows fill 32 of the large tiles, which was slower than bfloat16; 2,048 rows fill 128."""
+    spec = AttnSpec(8, 1, 256, 0, True, window=512)
+    for rows, eight, want in ((512, True, False), (2048, True, True), (512, False, True)):
+        keys = torch.empty((1, 1, 16, 256), dtype=torch.float8_e4m3fn if eight else torch.bfloat16)
+        kv = KVView(16, [keys], [keys], {}, torch.empty(rows), keys, torch.empty(2), rows, 4096)
+        assert prompts.suited(spec, kv, torch.bfloat16, SHARED) == want
+        shape = choose_shape(spec, choose_cut(spec, torch.bfloat16), kv, 1, torch.bfloat16)
+        assert want or shape == Shape(False, 32, 4, 3)
 
 
 def test_tiles_of_long_prompts_add_in_the_same_order() -> None:

@@ -16,7 +16,7 @@ from tests.parity.test_triton_attention import cache
 from tests.parity.test_triton_ops import REF, rand
 
 from outrider.ops.triton import few_queries
-from outrider.ops.triton.attention import Cut
+from outrider.ops.triton.attention_shapes import Cut
 from outrider.ops.triton.few_queries import FewQueries, turns
 from outrider.types import AttnSpec, KVView
 

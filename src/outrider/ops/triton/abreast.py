@@ -15,10 +15,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .attention import INDEX, WIDE_HEAD, Cut, _add, _block, _fetch, _known, _opens, choose_cut, power
+from .attention import INDEX, _add, _block, _fetch, _known, _opens, power
+from .attention_shapes import WIDE_HEAD, Cut, choose_cut
+from .columns import columns_of, held, in_columns, no_sums, scores_of, sorted_columns
 from .common import gdc_launch_dependents, gdc_wait, prefetch
 from .quant_tiles import shared_of
-from .unpack import widened
 
 MOST = 2048  # positions of a full layer: beyond, most splits are longer than a block
 
@@ -54,8 +55,7 @@ def choose_shape(spec: AttnSpec, kv: KVView, batch: int, dtype: torch.dtype, sha
 
 def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, shape: Shape, cut: Cut | None = None) -> Tensor:
     """cut: another than the rule's, for measuring."""
-    keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
-    assert keys is not None and values is not None
+    keys, values = held(kv, spec)
     cut = cut or choose_cut(spec, q.dtype, shared_of(q.device))
     out, table = torch.empty_like(q), kv.tables[spec.group]
     tiles = triton.cdiv(kv.max_rows * (spec.heads // spec.kv_heads), shape.bq)
@@ -84,15 +84,27 @@ def _lines(page, page_stride, kv_head, D: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _values(values, page, page_stride, kv_head, live, dv, D: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """A split's values [BN, COLS]; none where no key is: what lies there may be no number."""
+    """A split's values [BN, COLS], a tuple; none where no key is: what lies there may be no number."""
     at = _lines(page, page_stride, kv_head, D, PAGE)
-    return widened(tl.load(values + at[:, None] + dv[None, :], mask=live[:, None], other=0.0), KIND, ASM)
+    return in_columns(tl.load(values + at[:, None] + dv[None, :], mask=live[:, None], other=0), KIND, ASM)
 
 
 @triton.jit
 def _take(sums, p, v, here, PREC: tl.constexpr):
-    """Add a split's product to the sums."""
-    return sums + tl.dot(p, v, input_precision=PREC) * here[:, None]
+    """Add a split's products to the sums."""
+    if len(sums) == 1:
+        return (sums[0] + tl.dot(p, v[0], input_precision=PREC) * here[:, None],)
+    else:
+        even = sums[0] + tl.dot(p, v[0], input_precision=PREC) * here[:, None]
+        return even, sums[1] + tl.dot(p, v[1], input_precision=PREC) * here[:, None]
+
+
+@triton.jit
+def _faded(sums, before):
+    if len(sums) == 1:
+        return (sums[0] * before,)
+    else:
+        return sums[0] * before, sums[1] * before
 
 
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=INDEX[:3])
@@ -110,6 +122,8 @@ def abreast_kernel(
     KIND: tl.constexpr = q.dtype.element_ty
     COLS: tl.constexpr = D // PARTS
     MANY: tl.constexpr = SPLITS * BN
+    PLANES: tl.constexpr = 1 if keys.dtype.element_ty == KIND else 2  # columns of a word of K/V
+    WORDS: tl.constexpr = D // PLANES
     if PDL:
         gdc_launch_dependents()
     # Positions and tables stand since before the pass: where the keys are is known before the kernel ahead is done.
@@ -129,38 +143,39 @@ def abreast_kernel(
         page2, page3 = page0, page1
         if SPLITS == 4:
             page2, page3 = _pages(table, key_from + 2 * BN, key_to, PAGE, BN), _pages(table, key_from + 3 * BN, key_to, PAGE, BN)
-        dv = share * COLS + tl.arange(0, COLS)
+        MINE: tl.constexpr = COLS // PLANES
+        v_words = share * MINE + tl.arange(0, MINE)
         if PDL and AHEAD > 0:  # noqa: SIM102
             if tile == 0:  # K/V may be in the making, but L2 is where it will be made
-                line = _lines(_pages(table, key_from, key_to, PAGE, AHEAD), page_stride, kv_head, D, PAGE)
-                each = share * COLS + tl.arange(0, COLS // 64 if COLS > 64 else 1) * 64
+                line = _lines(_pages(table, key_from, key_to, PAGE, AHEAD), page_stride, kv_head, WORDS, PAGE)
+                each = share * MINE + tl.arange(0, MINE // 64 if MINE > 64 else 1) * 64
                 prefetch(keys + line[:, None] + each[None, :])
                 prefetch(values + line[:, None] + each[None, :])
         if PDL:
             gdc_wait()
         of_row = row * (HEADS * D) + (kv_head * GROUP + m % GROUP) * D
-        d = tl.arange(0, D)
-        query = tl.load(q + of_row[:, None] + d[None, :])
+        words = tl.arange(0, WORDS)
+        query = sorted_columns(tl.load(q + of_row[:, None] + tl.arange(0, D)[None, :]), PLANES)
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
         # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
         WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
         ones = tl.full((BN, WIDE), 1.0, dtype=KIND)
         total = tl.zeros((BQ, WIDE), dtype=tl.float32)
-        acc = tl.zeros((BQ, COLS), dtype=tl.float32)
+        acc = no_sums(BQ, COLS, PLANES)
         i = tl.arange(0, BN)
         for k in range(key_from, single_to, MANY):
             # Keys are not masked: what those give that are not there is.
-            kt = widened(tl.load(keys + _lines(page, page_stride, kv_head, D, PAGE)[:, None] + d[None, :]), KIND, ASM)
-            v0 = _values(values, page0, page_stride, kv_head, k + i < key_to, dv, D, PAGE, KIND, ASM)
-            v1 = _values(values, page1, page_stride, kv_head, k + BN + i < key_to, dv, D, PAGE, KIND, ASM)
+            kt = in_columns(tl.load(keys + _lines(page, page_stride, kv_head, WORDS, PAGE)[:, None] + words[None, :]), KIND, ASM)
+            v0 = _values(values, page0, page_stride, kv_head, k + i < key_to, v_words, WORDS, PAGE, KIND, ASM)
+            v1 = _values(values, page1, page_stride, kv_head, k + BN + i < key_to, v_words, WORDS, PAGE, KIND, ASM)
             next = k + MANY  # pages of the next splits are asked for ahead of time
             page = _pages(table, next, key_to, PAGE, MANY)
             page0, page1 = _pages(table, next, key_to, PAGE, BN), _pages(table, next + BN, key_to, PAGE, BN)
             if SPLITS == 4:
-                v2 = _values(values, page2, page_stride, kv_head, k + 2 * BN + i < key_to, dv, D, PAGE, KIND, ASM)
-                v3 = _values(values, page3, page_stride, kv_head, k + 3 * BN + i < key_to, dv, D, PAGE, KIND, ASM)
+                v2 = _values(values, page2, page_stride, kv_head, k + 2 * BN + i < key_to, v_words, WORDS, PAGE, KIND, ASM)
+                v3 = _values(values, page3, page_stride, kv_head, k + 3 * BN + i < key_to, v_words, WORDS, PAGE, KIND, ASM)
                 page2, page3 = _pages(table, next + 2 * BN, key_to, PAGE, BN), _pages(table, next + 3 * BN, key_to, PAGE, BN)
-            s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale  # [BQ, MANY]
+            s = scores_of(query, kt, PREC) * scale  # [BQ, MANY]
             far = at[:, None] - (k + tl.arange(0, MANY))[None, :]
             seen = far >= 0
             if WINDOW > 0:
@@ -171,7 +186,7 @@ def abreast_kernel(
             new = tl.maximum(top, tl.max(peak, 1))
             ref = _known(new)
             before, here = power(top - ref)[:, None], power(peak - ref[:, None])
-            acc, total, top = acc * before, total * before, new
+            acc, total, top = _faded(acc, before), total * before, new
             if SPLITS == 4:
                 p02, p13 = tl.split(tl.reshape(p, (BQ, BN, 2, 2)))
                 h02, h13 = tl.split(tl.reshape(here, (BQ, 2, 2)))
@@ -182,25 +197,26 @@ def abreast_kernel(
             else:
                 p0, p1 = tl.split(p)
                 h0, h1 = tl.split(here)
-            acc, total = _take(acc, p0, v0, h0, PREC), _take(total, p0, ones, h0, PREC)
-            acc, total = _take(acc, p1, v1, h1, PREC), _take(total, p1, ones, h1, PREC)
+            acc, total = _take(acc, p0, v0, h0, PREC), _take((total,), p0, (ones,), h0, PREC)[0]
+            acc, total = _take(acc, p1, v1, h1, PREC), _take((total,), p1, (ones,), h1, PREC)[0]
             if SPLITS == 4:
-                acc, total = _take(acc, p2, v2, h2, PREC), _take(total, p2, ones, h2, PREC)
-                acc, total = _take(acc, p3, v3, h3, PREC), _take(total, p3, ones, h3, PREC)
+                acc, total = _take(acc, p2, v2, h2, PREC), _take((total,), p2, (ones,), h2, PREC)[0]
+                acc, total = _take(acc, p3, v3, h3, PREC), _take((total,), p3, (ones,), h3, PREC)[0]
         if WINDOW == 0:  # longer splits, block by block
-            none_acc, none_total = tl.zeros((BQ, COLS), dtype=tl.float32), tl.zeros((BQ, WIDE), dtype=tl.float32)
+            none_acc, none_total = no_sums(BQ, COLS, PLANES), tl.zeros((BQ, WIDE), dtype=tl.float32)
             none_top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
             one_acc, one_total, one_top = none_acc, none_total, none_top
             page0 = _pages(table, NEAR, key_to, PAGE, BN)
             for k in range(NEAR, key_to, BN):
                 live, here = k + i < key_to, page0
                 page0 = _pages(table, k + BN, key_to, PAGE, BN)
-                kt = _fetch(keys, here, i % PAGE, page_stride, kv_head, live, d, D, PAGE, KIND, ASM)
-                vt = _fetch(values, here, i % PAGE, page_stride, kv_head, live, dv, D, PAGE, KIND, ASM)
+                kt = _fetch(keys, here, i % PAGE, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
+                vt = _fetch(values, here, i % PAGE, page_stride, kv_head, live, v_words, WORDS, PAGE, KIND, ASM)
                 if _opens(k, WINDOW, BN, MID, COARSE, NEAR, FAR):
                     acc, total, top = _add(acc, total, top, one_acc, one_total, one_top)
                     one_acc, one_total, one_top = none_acc, none_total, none_top
                 one_acc, one_total, one_top = _block(query, kt, vt, k, live, at, ones, one_acc, one_total, one_top, scale, BN, WINDOW, PREC)
             acc, total, top = _add(acc, total, top, one_acc, one_total, one_top)
         mass = tl.max(total, 1)[:, None]  # all columns are equal
-        tl.store(out + of_row[:, None] + dv[None, :], (acc / mass).to(out.dtype.element_ty), mask=(m < count)[:, None])
+        dv = share * COLS + tl.arange(0, COLS)
+        tl.store(out + of_row[:, None] + dv[None, :], (columns_of(acc) / mass).to(out.dtype.element_ty), mask=(m < count)[:, None])

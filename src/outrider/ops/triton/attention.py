@@ -16,118 +16,18 @@ has the bits it would have in a line. It is still one launch: those programs sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
+from .attention_shapes import Cut, Shape, choose_cut, choose_shape, fitted, split_count
+from .columns import columns_of, held, in_columns, no_sums, scores_of, sorted_columns
 from .common import gdc_launch_dependents, gdc_wait, prefetch
 from .quant_tiles import shared_of
-from .tiles import SHARED
-from .unpack import widened
 
-WIDE_HEAD = 200 << 10  # bytes of shared memory that the tiles of heads of 512 want
-MOST_APART = 1 << 30  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
 INDEX = ["table", "positions", "row_start", "paths"]  # compiled once, however they are aligned
-
-
-@dataclass(frozen=True)
-class Cut:
-    """How keys are cut: what fixes the order of sums. A function of the layer, never of the rows, the batch or the length."""
-
-    bn: int  # keys a block; one block's weights are computed together
-    fine: int = 64  # keys a split
-    # Full layers: splits of `fine` keys up to `near`, of `mid` up to `far`, then of `coarse`. Short contexts need many
-    # programs; long ones have them anyway, and the partial results must stay bounded.
-    near: int = 1024
-    mid: int = 128
-    far: int = 8192
-    coarse: int = 512
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a program of one pass takes; changes no bit."""
-
-    split: bool  # splits are apart: a second kernel adds them up
-    bq: int  # queries: rows times the heads that share a K/V head
-    warps: int
-    stages: int = 2
-    run: int = 1  # splits that a program walks, if they are apart
-    parts: int = 1  # programs that share the columns of the values, if splits are not apart
-
-
-def choose_cut(spec: AttnSpec, dtype: torch.dtype, shared: int = SHARED) -> Cut:
-    """Measured on an H200 at 1, 5, 9 and 17 rows of 1k and 4k. shared: bytes a program may take; 64 keys and values of 512 need 128 KiB."""
-    if dtype == torch.float32:
-        return Cut(16, 128)
-    if spec.head_dim < 256:
-        return Cut(32, 64 if spec.head_dim < 128 else 32)
-    wide = (spec.window is not None and spec.kv_heads >= 8) or (spec.window is None and spec.heads >= 16)
-    if wide and (spec.head_dim <= 256 or shared > WIDE_HEAD):
-        return Cut(64, 64)
-    return Cut(32, 32, coarse=256)
-
-
-def fitted(shape: Shape, spec: AttnSpec, shared: int, narrow: bool = False) -> Shape:
-    """The shape where a program may take less than on the card it was measured on: fewer queries. narrow: K/V of eight bits, which
-    shared memory holds as it is stored and as it is multiplied. No bit changes."""
-    if shared > WIDE_HEAD or spec.head_dim < 256:
-        return shape
-    large = spec.head_dim > 256
-    return replace(shape, bq=min(shape.bq, 16 if large else 32), stages=min(shape.stages, 1 if large and narrow else 2))
-
-
-def many_sequences(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, slots: int) -> Shape | None:
-    """For E2B and E4B from 32 sequences on, whose programs are few and wait for one block after the other. Measured on E2B with 32 to 128
-    sequences of 1 and 5 rows at 1k, in whole steps with 64 and 128."""
-    packed, pairs = kv.max_rows * (spec.heads // spec.kv_heads), batch * spec.kv_heads
-    if spec.head_dim < 256 or cut.bn != 32 or cut.fine != 32 or kv.paths is not None or slots > 64:
-        return None
-    if 16 < packed <= 64 and pairs >= 32:  # a tile of 64 queries, among whose rows nothing is exchanged
-        if spec.window is not None:
-            return Shape(False, 64, 4, 4 if pairs <= 66 else 3, parts=2)
-        return Shape(False, 16, 8, 3) if pairs * triton.cdiv(packed, 16) <= 132 else Shape(False, 64, 8, 3, parts=2)
-    if packed <= 16 and pairs >= 48 and spec.window is None:  # two programs share a pair where each finds a processor
-        return Shape(False, 16, 4, 4, parts=2) if pairs <= 66 else Shape(False, 16, 8, 3)
-    return None
-
-
-def choose_shape(spec: AttnSpec, cut: Cut, kv: KVView, batch: int, dtype: torch.dtype) -> Shape:
-    """Measured on an H200 with 1 to 64 sequences of 1, 5 and 1,024 rows at 1k, and of 1 and 5 rows at 32k."""
-    packed, slots = kv.max_rows * (spec.heads // spec.kv_heads), split_count(spec, kv, cut)
-    programs = batch * spec.kv_heads * triton.cdiv(packed, 16)  # if one takes 16 queries and all their keys
-    sliding, large = spec.window is not None, spec.head_dim > 256
-    if dtype == torch.float32:
-        return Shape(kv.paths is not None or (slots > 1 and programs < 396), 16, 8)
-    many = many_sequences(spec, cut, kv, batch, slots)
-    if many is not None:
-        return many
-    if packed > 200 and kv.paths is None:  # prompt chunks
-        return Shape(False, 32 if large and cut.bn == 64 else 64, 8)
-    if sliding:
-        enough = 128 if cut.bn == 64 or packed <= 16 else 64
-    else:
-        enough = 264 if slots > 64 else 96 if packed > 16 or cut.bn == 64 else 128
-    apart = batch * kv.max_rows * spec.heads * slots * spec.head_dim * 4  # bytes of partial sums
-    if kv.paths is None and (slots == 1 or programs >= enough or apart > MOST_APART):
-        if sliding:
-            return Shape(False, 16, 4, 3 if programs <= 132 or cut.bn == 32 else 2)
-        if large and cut.bn == 32 and packed <= 16:
-            return Shape(False, 16, 8, 3)
-        return Shape(False, 32 if cut.bn == 64 and programs >= 264 and packed > 16 else 16, 4 if cut.bn == 32 else 8)
-    if kv.paths is not None and cut.bn == 64 and packed > 16:
-        few = Shape(True, 32, 8, 1) if large else Shape(True, 32, 4)
-    elif packed <= 16 or sliding or batch == 1 or kv.paths is not None:
-        few = Shape(True, 16, 8 if (cut.bn == 64 and large) or batch == 1 else 4)
-    else:
-        few = Shape(True, 64 if cut.bn == 32 else 32, 8)
-    programs = batch * spec.kv_heads * triton.cdiv(packed, few.bq)
-    run = programs * slots // (128 if large and cut.bn == 64 else 256) if slots <= 64 and few.bq < 64 else 1
-    return replace(few, run=next(r for r in (8, 4, 2, 1) if r <= max(1, run)))
 
 
 @triton.jit
@@ -196,25 +96,30 @@ def _seek(table, k, most, paths, row, base, DEEP: tl.constexpr, PAGE: tl.constex
 
 @triton.jit
 def _fetch(of, page, within, page_stride, kv_head, live, d, D: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """These columns of keys or of values, a row each."""
+    """These columns of keys or of values, a row each; of eight bits, where D counts pairs of columns, the even ones and the odd ones."""
     at = page.to(tl.int64) * page_stride + (kv_head * PAGE + within) * D
-    return widened(tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0), KIND, ASM)
+    return in_columns(tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0), KIND, ASM)
 
 
 @triton.jit
 def _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN: tl.constexpr, WINDOW: tl.constexpr, PREC: tl.constexpr):
     """Take a block of keys into the running sums of its split."""
     key = k + tl.arange(0, BN)
-    s = tl.dot(query, tl.trans(kt), input_precision=PREC) * scale  # [BQ, BN]
+    s = scores_of(query, kt, PREC) * scale  # [BQ, BN]
     seen = (key[None, :] <= at[:, None]) & live[None, :]
     if WINDOW > 0:
         seen = seen & (key[None, :] > at[:, None] - WINDOW)
     s = tl.where(seen, s, float("-inf"))
     new = tl.maximum(top, tl.ceil(tl.max(s, 1)))
     ref = _known(new)
-    p = tl.exp2(s - ref[:, None]).to(vt.dtype)
+    p = tl.exp2(s - ref[:, None]).to(ones.dtype)
     fade = power(top - ref)[:, None]
-    return tl.dot(p, vt, acc * fade, input_precision=PREC), tl.dot(p, ones, total * fade, input_precision=PREC), new
+    first = tl.dot(p, vt[0], acc[0] * fade, input_precision=PREC)
+    if len(acc) == 1:
+        acc = (first,)
+    else:
+        acc = (first, tl.dot(p, vt[1], acc[1] * fade, input_precision=PREC))
+    return acc, tl.dot(p, ones, total * fade, input_precision=PREC), new
 
 
 @triton.jit
@@ -223,7 +128,11 @@ def _add(all_acc, all_total, all_top, acc, total, top):
     new = tl.maximum(all_top, top)
     ref = _known(new)
     before, here = power(all_top - ref)[:, None], power(top - ref)[:, None]
-    return all_acc * before + acc * here, all_total * before + total * here, new
+    total = all_total * before + total * here
+    if len(acc) == 1:
+        return (all_acc[0] * before + acc[0] * here,), total, new
+    else:
+        return (all_acc[0] * before + acc[0] * here, all_acc[1] * before + acc[1] * here), total, new
 
 
 @triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
@@ -248,6 +157,8 @@ def attend_kernel(
     kv_head, tile = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty
+    PLANES: tl.constexpr = 1 if keys.dtype.element_ty == KIND else 2  # columns of a word of K/V
+    WORDS: tl.constexpr = D // PLANES
     if PDL:
         gdc_launch_dependents()
     # Positions and tables stand since before the pass: where the keys are is known before the kernel ahead is done.
@@ -289,8 +200,9 @@ def attend_kernel(
         # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
         if (tile == 0) & (key_from < key_to):
             fetched, places = _seek(table, key_from, key_to, paths, 0, 0, 0, PAGE, AHEAD)
-            line = fetched.to(tl.int64) * page_stride + (kv_head * PAGE + places) * D
-            each = tl.minimum(share * COLS + tl.arange(0, COLS // 64 if COLS > 64 else 1) * 64, D - 1)
+            line = fetched.to(tl.int64) * page_stride + (kv_head * PAGE + places) * WORDS
+            MINE: tl.constexpr = COLS // PLANES
+            each = tl.minimum(share * MINE + tl.arange(0, MINE // 64 if MINE > 64 else 1) * 64, WORDS - 1)
             prefetch(keys + line[:, None] + each[None, :])
             prefetch(values + line[:, None] + each[None, :])
     mine = (first + tl.maximum(begin, 0) // GROUP).to(tl.int64)  # whose path it is, where a program has one row
@@ -301,18 +213,21 @@ def attend_kernel(
         d = tl.arange(0, DP)
         d_ok = d < D
         query = tl.load(q + (row * (HEADS * D) + head * D)[:, None] + d[None, :], mask=ok[:, None] & d_ok[None, :], other=0.0)
+        query = sorted_columns(query, PLANES)
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
         # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
         WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
         total = tl.zeros((BQ, WIDE), dtype=tl.float32)
-        acc = tl.zeros((BQ, COLS), dtype=tl.float32)
+        acc = no_sums(BQ, COLS, PLANES)
         ones = tl.full((BN, WIDE), 1.0, dtype=KIND)
         to = (row * HEADS + head) * slots + slot
         dv = share * COLS + tl.arange(0, COLS)
+        words = tl.arange(0, DP // PLANES)
+        v_words = share * (COLS // PLANES) + tl.arange(0, COLS // PLANES)
         if SPLIT and LONE and not WALKS:
             live = key_from + tl.arange(0, BN) < key_to
-            kt = _fetch(keys, page, within, page_stride, kv_head, live, d, D, PAGE, KIND, ASM)
-            vt = _fetch(values, page, within, page_stride, kv_head, live, dv, D, PAGE, KIND, ASM)
+            kt = _fetch(keys, page, within, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
+            vt = _fetch(values, page, within, page_stride, kv_head, live, v_words, WORDS, PAGE, KIND, ASM)
             acc, total, top = _block(query, kt, vt, key_from, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
         else:
             all_acc, all_total, all_top = acc, total, top
@@ -323,8 +238,8 @@ def attend_kernel(
                 page, within = _seek(table, k + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
                 if DEEP == 0:  # found again: carried along they would take registers
                     places = (k + tl.arange(0, BN)) % PAGE
-                kt = _fetch(keys, here, places, page_stride, kv_head, live, d, D, PAGE, KIND, ASM)
-                vt = _fetch(values, here, places, page_stride, kv_head, live, dv, D, PAGE, KIND, ASM)
+                kt = _fetch(keys, here, places, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
+                vt = _fetch(values, here, places, page_stride, kv_head, live, v_words, WORDS, PAGE, KIND, ASM)
                 if SPLIT:
                     acc, total, top = _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
                     if WALKS:  # noqa: SIM102
@@ -349,13 +264,13 @@ def attend_kernel(
         if not SPLIT:
             mass = tl.max(total, 1)  # all columns are equal
             at_out = row[:, None] * (HEADS * D) + head[:, None] * D + dv[None, :]
-            tl.store(out + at_out, (acc / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & (dv < D)[None, :])
+            tl.store(out + at_out, (columns_of(acc) / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & (dv < D)[None, :])
 
 
 @triton.jit
 def _leave(part, part_ml, to, acc, total, top, d, ok, D: tl.constexpr):
     """A split's sums, for the second kernel."""
-    tl.store(part + to[:, None] * D + d[None, :], acc, mask=ok[:, None] & (d < D)[None, :])
+    tl.store(part + to[:, None] * D + d[None, :], columns_of(acc), mask=ok[:, None] & (d < D)[None, :])
     tl.store(part_ml + to * 2, top, mask=ok)
     tl.store(part_ml + to * 2 + 1, tl.max(total, 1), mask=ok)  # all columns are equal
 
@@ -402,23 +317,13 @@ def combine_kernel(
     tl.store(out + (row * HEADS + head) * D + d, (acc / mass).to(out.dtype.element_ty), mask=d < D)
 
 
-def split_count(spec: AttnSpec, kv: KVView, cut: Cut) -> int:
-    """Slots that cover every key any row of this pass can see: a host number, so that a captured grid stays valid."""
-    length = kv.max_context
-    if spec.window is not None:
-        return min(triton.cdiv(length, cut.fine), (spec.window + kv.max_rows - 2) // cut.fine + 2)
-    pieces = ((min(length, cut.near), cut.fine), (min(length, cut.far) - cut.near, cut.mid), (length - cut.far, cut.coarse))
-    return sum(triton.cdiv(keys, size) for keys, size in pieces if keys > 0)
-
-
 def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None, shape: Shape | None = None) -> Tensor:
     """cut, shape: others than the rules', for measuring."""
-    keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
-    assert keys is not None and values is not None
+    keys, values = held(kv, spec)
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
     shared = shared_of(q.device)
     cut = cut or choose_cut(spec, q.dtype, shared)
-    shape = shape or fitted(choose_shape(spec, cut, kv, batch, q.dtype), spec, shared, keys.itemsize == 1)
+    shape = shape or fitted(choose_shape(spec, cut, kv, batch, q.dtype), spec, shared)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded = triton.next_power_of_2(dim)

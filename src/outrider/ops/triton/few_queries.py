@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVView
 from ..cuda.runtime import FOLDER, CudaError, Kernel, missing
-from .attention import Cut, choose_cut, choose_shape, combine, split_count
+from .attention import combine
+from .attention_shapes import Cut, choose_cut, choose_shape, split_count
 from .quant_tiles import shared_of
 
 log = logging.getLogger("outrider")

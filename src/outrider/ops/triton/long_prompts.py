@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .attention import INDEX, WIDE_HEAD, Cut, _known, choose_cut, power
+from .attention import INDEX, _known, power
+from .attention_shapes import WIDE_HEAD, Cut, choose_cut
 from .common import prefetch, start
 from .quant_tiles import shared_of
 

@@ -16,10 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .attention import INDEX, WIDE_HEAD, Cut, _known, choose_cut, power
+from .attention import INDEX, _known, power
+from .attention_shapes import WIDE_HEAD, Cut, choose_cut
+from .columns import columns_of, eight_bits, held, in_columns, scores_of, sorted_columns
 from .common import gdc_launch_dependents, gdc_wait, prefetch
 from .quant_tiles import shared_of
-from .unpack import widened
 
 CHUNK = 200  # queries of a sequence times the heads that share a K/V head, from which a pass is one of prompts
 
@@ -42,18 +43,19 @@ def choose_shape(spec: AttnSpec, cut: Cut) -> Shape:
 
 def suited(spec: AttnSpec, kv: KVView, dtype: torch.dtype, shared: int) -> bool:
     """Whether all splits that a row of this pass can see are single blocks, and the tile fits. In bfloat16:
-    a split's factor goes into its weights, and float16 has no room for small ones."""
+    a split's factor goes into its weights, and float16 has no room for small ones. K/V of eight bits: where there are tiles for half of an
+    H200's processors; smaller ones of `attention` widen it where it is multiplied."""
     cut = choose_cut(spec, dtype, shared)
     plain = dtype == torch.bfloat16 and kv.paths is None
     blocks = cut.fine == cut.bn and (spec.window is not None or kv.max_context <= cut.near)
-    many = kv.max_rows * (spec.heads // spec.kv_heads) > CHUNK
-    return plain and blocks and many and spec.head_dim in (256, 512) and shared > WIDE_HEAD
+    packed = kv.max_rows * (spec.heads // spec.kv_heads)
+    few = eight_bits(kv, spec) and (kv.row_start.shape[0] - 1) * spec.kv_heads * triton.cdiv(packed, choose_shape(spec, cut).bq) <= 66
+    return plain and blocks and packed > CHUNK and not few and spec.head_dim in (256, 512) and shared > WIDE_HEAD
 
 
 def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None, shape: Shape | None = None) -> Tensor:
     """cut, shape: others than the rules', for measuring."""
-    keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
-    assert keys is not None and values is not None
+    keys, values = held(kv, spec)
     cut = cut or choose_cut(spec, q.dtype, shared_of(q.device))
     shape = shape or choose_shape(spec, cut)
     out, table = torch.empty_like(q), kv.tables[spec.group]
@@ -69,8 +71,8 @@ def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = N
 
 @triton.jit
 def _values(values, to, live, FIRST: tl.constexpr, PIECE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
-    """A quarter of the columns of a block's values [BN, PIECE]."""
-    return widened(tl.load(values + to[:, None] + (FIRST + tl.arange(0, PIECE))[None, :], mask=live[:, None], other=0.0), KIND, ASM)
+    """A quarter of the columns of a block's values [BN, PIECE], or two of eight bits: a tuple."""
+    return in_columns(tl.load(values + to[:, None] + (FIRST + tl.arange(0, PIECE))[None, :], mask=live[:, None], other=0), KIND, ASM)
 
 
 @triton.jit
@@ -90,6 +92,8 @@ def prompt_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     KIND: tl.constexpr = q.dtype.element_ty
     PIECE: tl.constexpr = D // 4
+    PLANES: tl.constexpr = 1 if keys.dtype.element_ty == KIND else 2  # columns of a word of K/V
+    WORDS: tl.constexpr = D // PLANES
     if PDL:
         gdc_launch_dependents()
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
@@ -112,15 +116,15 @@ def prompt_kernel(
                 soon = key_from + tl.arange(0, AHEAD)
                 line = (
                     tl.load(table + soon // PAGE, mask=soon < key_to, other=0).to(tl.int64) * page_stride
-                    + (kv_head * PAGE + soon % PAGE) * D
+                    + (kv_head * PAGE + soon % PAGE) * WORDS
                 )
-                each = (tl.arange(0, D // 64) * 64)[None, :]
+                each = (tl.arange(0, WORDS // 64) * 64)[None, :]
                 prefetch(keys + line[:, None] + each)
                 prefetch(values + line[:, None] + each)
         if PDL:  # positions and tables stand since before the pass
             gdc_wait()
         of_row = row * (HEADS * D) + head * D
-        query = tl.load(q + of_row[:, None] + tl.arange(0, D)[None, :])
+        query = sorted_columns(tl.load(q + of_row[:, None] + tl.arange(0, D)[None, :]), PLANES)
         top = tl.full((BQ,), float("-inf"), dtype=tl.float32)
         total = tl.zeros((BQ, 16), dtype=tl.float32)
         ones = tl.full((BN, 16), 1.0, dtype=KIND)
@@ -131,10 +135,10 @@ def prompt_kernel(
         for k in range(key_from, key_to, BN):
             key = k + tl.arange(0, BN)
             live = key < key_to
-            to = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * D
+            to = page.to(tl.int64) * page_stride + (kv_head * PAGE + key % PAGE) * WORDS
             page = tl.load(table + (key + BN) // PAGE, mask=key + BN < key_to, other=0)
-            kt = tl.load(keys + to[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0.0)
-            s = tl.dot(query, tl.trans(widened(kt, KIND, ASM))) * scale  # [BQ, BN]
+            kt = tl.load(keys + to[:, None] + tl.arange(0, WORDS)[None, :], mask=live[:, None], other=0)
+            s = scores_of(query, in_columns(kt, KIND, ASM), "tf32") * scale  # [BQ, BN]
             edge = k + BN - 1 > low
             if WINDOW > 0:
                 edge = edge | (k <= high - WINDOW)
@@ -148,17 +152,28 @@ def prompt_kernel(
             top = new
             p = (tl.exp2(s - _known(peak)[:, None]) * here).to(KIND)
             total = _add(total, before, tl.dot(p, ones))
-            acc0 = _add(acc0, before, tl.dot(p, _values(values, to, live, 0, PIECE, KIND, ASM)))
-            acc1 = _add(acc1, before, tl.dot(p, _values(values, to, live, PIECE, PIECE, KIND, ASM)))
-            acc2 = _add(acc2, before, tl.dot(p, _values(values, to, live, 2 * PIECE, PIECE, KIND, ASM)))
-            acc3 = _add(acc3, before, tl.dot(p, _values(values, to, live, 3 * PIECE, PIECE, KIND, ASM)))
+            if PLANES == 1:
+                acc0 = _add(acc0, before, tl.dot(p, _values(values, to, live, 0, PIECE, KIND, ASM)[0]))
+                acc1 = _add(acc1, before, tl.dot(p, _values(values, to, live, PIECE, PIECE, KIND, ASM)[0]))
+                acc2 = _add(acc2, before, tl.dot(p, _values(values, to, live, 2 * PIECE, PIECE, KIND, ASM)[0]))
+                acc3 = _add(acc3, before, tl.dot(p, _values(values, to, live, 3 * PIECE, PIECE, KIND, ASM)[0]))
+            else:  # the even columns of the first half and its odd ones, those of the second half
+                v = _values(values, to, live, 0, PIECE, KIND, ASM)
+                acc0, acc1 = _add(acc0, before, tl.dot(p, v[0])), _add(acc1, before, tl.dot(p, v[1]))
+                v = _values(values, to, live, PIECE, PIECE, KIND, ASM)
+                acc2, acc3 = _add(acc2, before, tl.dot(p, v[0])), _add(acc3, before, tl.dot(p, v[1]))
         mass = tl.max(total, 1)[:, None]  # all columns are equal
         ok = (m < count)[:, None]
-        d = of_row[:, None] + tl.arange(0, PIECE)[None, :]
-        tl.store(out + d, (acc0 / mass).to(out.dtype.element_ty), mask=ok)
-        tl.store(out + d + PIECE, (acc1 / mass).to(out.dtype.element_ty), mask=ok)
-        tl.store(out + d + 2 * PIECE, (acc2 / mass).to(out.dtype.element_ty), mask=ok)
-        tl.store(out + d + 3 * PIECE, (acc3 / mass).to(out.dtype.element_ty), mask=ok)
+        if PLANES == 1:
+            d = of_row[:, None] + tl.arange(0, PIECE)[None, :]
+            tl.store(out + d, (acc0 / mass).to(out.dtype.element_ty), mask=ok)
+            tl.store(out + d + PIECE, (acc1 / mass).to(out.dtype.element_ty), mask=ok)
+            tl.store(out + d + 2 * PIECE, (acc2 / mass).to(out.dtype.element_ty), mask=ok)
+            tl.store(out + d + 3 * PIECE, (acc3 / mass).to(out.dtype.element_ty), mask=ok)
+        else:
+            d = of_row[:, None] + tl.arange(0, 2 * PIECE)[None, :]
+            tl.store(out + d, (columns_of((acc0, acc1)) / mass).to(out.dtype.element_ty), mask=ok)
+            tl.store(out + d + 2 * PIECE, (columns_of((acc2, acc3)) / mass).to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit

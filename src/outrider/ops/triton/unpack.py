@@ -4,7 +4,7 @@
 in instructions for two weights: int4 a shift, a mask and a subtraction; five and six bits two more for what stands above the nibble; int8
 the like with two masks; fp8 and fp4 put sign, exponent and mantissa in place and multiply by a power of two.
 
-`widened` is the like for keys and values that are stored in eight bits.
+`columns` does the like for keys and values that are stored in eight bits.
 """
 
 from __future__ import annotations
@@ -68,11 +68,12 @@ def _fp4() -> str:
     return text + "}"
 
 
-def _bytes() -> str:
-    """Four neighbouring e4m3 of a register, as above."""
-    text = "{.reg .b32 s, t, m, h, f, z; mov.b32 m, 0x07F007F0; mov.b32 h, 0x80008000; mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;\n"
-    for half, pick in enumerate(("0x1404", "0x3424")):
-        text += f"prmt.b32 s, $2, 0, {pick}; shr.u32 t, s, 4; and.b32 t, t, m; lop3.b32 t, s, h, t, 0xEA; fma.rn.bf16x2 ${half}, t, f, z;\n"
+def _pairs() -> str:
+    """Two words of two neighbouring e4m3 each: the first ones, and the second ones. A byte's sign, repeated above it, and its seven bits
+    are moved together; then as above."""
+    text = "{.reg .b32 s, t, m, f, z; mov.b32 m, 0x87F087F0; mov.b32 f, 0x7B807B80; mov.b32 z, 0x80008000;\n"
+    for which, pick in enumerate(("0xA280", "0xB391")):
+        text += f"prmt.b32 s, $2, 0, {pick}; shl.b32 t, s, 4; and.b32 t, t, m; fma.rn.bf16x2 ${which}, t, f, z;\n"
     return text + "}"
 
 
@@ -87,12 +88,14 @@ FP4 = tl.constexpr(_fp4())
 EIGHT = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r")
 EIGHT_ABOVE = tl.constexpr("=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r")
 FOUR = tl.constexpr("=r,=r,=r,=r,r,r")
-BYTES = tl.constexpr(_bytes())
-BYTES_TO_HALVES = tl.constexpr("{.reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}")
+PAIRS = tl.constexpr(_pairs())
+PAIRS_TO_HALVES = tl.constexpr(
+    "{.reg .b32 s; .reg .b16 a, b; prmt.b32 s, $2, 0, 0x3120; mov.b32 {a, b}, s; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b;}"
+)
 
 
 @triton.jit
-def _plain_value(bits, CODES: tl.constexpr):
+def plain_value(bits, CODES: tl.constexpr):
     """An integer code as float32."""
     if CODES == "int4":
         return (bits - 8).to(tl.float32)
@@ -126,7 +129,7 @@ def _plain_plane(words, above, i: tl.constexpr, CODES: tl.constexpr, P: tl.const
         more = first if i < HALF else second
         low |= ((more >> (WIDTH * (i % HALF))) & ((1 << WIDTH) - 1)) << 4
         high |= ((more >> (WIDTH * (i % HALF + 4))) & ((1 << WIDTH) - 1)) << 4
-    both = tl.reshape(tl.join(_plain_value(low, CODES), _plain_value(high, CODES)), (BN, P))
+    both = tl.reshape(tl.join(plain_value(low, CODES), plain_value(high, CODES)), (BN, P))
     return both.to(KIND)
 
 
@@ -162,21 +165,3 @@ def planes_of(words, above, CODES: tl.constexpr, P: tl.constexpr, BN: tl.constex
         return tl.inline_asm_elementwise(INT8, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
     else:
         return tl.inline_asm_elementwise(FP8, FOUR, [words], dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2)
-
-
-@triton.jit
-def widened(x, KIND: tl.constexpr, ASM: tl.constexpr):
-    """Keys or values as a matrix product of KIND takes them: those of eight bits exactly.
-
-    is_pure=False is what keeps a row's bits. Through pure operations the compiler sees that bytes were loaded, and gives a matrix
-    instruction of 16 queries four neighbouring columns a thread instead of two: other columns then share an instruction than in one of 64
-    queries, whose operands come from shared memory in their order, and sums round differently. What it cannot see through it takes for
-    bfloat16, so products have the instructions, and the bits, that they have where K/V is held in bfloat16."""
-    if x.dtype != KIND:
-        if ASM and tl.bfloat16 == KIND:
-            x = tl.inline_asm_elementwise(BYTES, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=False, pack=4)
-        elif ASM and tl.float16 == KIND:
-            x = tl.inline_asm_elementwise(BYTES_TO_HALVES, "=r,=r,r", [x], dtype=tl.float16, is_pure=False, pack=4)
-        else:
-            x = x.to(KIND)
-    return x
