@@ -1,5 +1,6 @@
 """CUDA C++ at run time: `Kernel` compiles a source with NVRTC, a library that torch's CUDA wheels bring along, and launches it through the
-driver, so nobody needs a compiler or a build step, and a CUDA graph captures the launch like any other.
+driver, so nobody needs a compiler or a build step, and a CUDA graph captures the launch like any other. What was compiled is kept in
+Outrider's cache: a model's kernels take seconds, once a machine.
 
 `missing()` says in one line why there are none here, or None. `image` alone works without a GPU.
 """
@@ -7,12 +8,17 @@ driver, so nobody needs a compiler or a build step, and a CUDA graph captures th
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
 import torch
+
+from ..cpu.build import keeping
 
 FOLDER = Path(__file__).parent
 SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -85,6 +91,35 @@ def image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def version(library: ctypes.CDLL) -> tuple[int, int]:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return major.value, minor.value
+
+
+def kept_image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
+    """`image`, out of the cache where it was made before. A file there is its code behind the code's digest: a damaged one is made anew,
+    and where nothing can be written nothing is kept."""
+    library = compiler()
+    told = (source, sorted(headers().items()), arch, sorted(flags.items()), None if library is None else version(library))
+    path = keeping("cuda", hashlib.sha256(repr(told).encode()).hexdigest()[:32] + ".cubin")
+    try:
+        digest, code = (held := path.read_bytes())[:32], held[32:]
+        if hashlib.sha256(code).digest() == digest:
+            return code
+    except OSError:
+        pass
+    code = image(source, arch, flags)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(hashlib.sha256(code).digest() + code)
+        os.replace(file.name, path)  # whole or not at all, whoever else writes it
+    except OSError:
+        pass
+    return code
+
+
 class Attribute(ctypes.Structure):
     """CUlaunchAttribute."""
 
@@ -115,7 +150,7 @@ class Kernel:
             raise CudaError("no CUDA driver")
         self.cuda, self.device = cuda, device
         major, minor = torch.cuda.get_device_capability(device)
-        code = image(source, f"{major}{minor}{'a' if own else ''}", flags)
+        code = kept_image(source, f"{major}{minor}{'a' if own else ''}", flags)
         self.module, self.function = ctypes.c_void_p(), ctypes.c_void_p()
         with torch.cuda.device(device):
             torch.cuda.current_stream(device).query()  # a context for this thread
