@@ -1,10 +1,11 @@
 """Quantised experts of 26B-A4B on a GPU: bits and errors, tiles, and whole plain steps.
 
-    python benchmarks/gpu_experts.py [--parts bits tiles steps] [--modes bf16 int8 experts-int8 int4] [--rows 1 8 40 64]
+    python benchmarks/gpu_experts.py [--parts bits tiles few steps] [--modes bf16 int8 experts-int8 int4] [--rows 1 8 40 64]
 
 bits: one layer's experts for 1 to 320 rows against the rows of a larger batch, and against the dequantised weights in float32. tiles:
 microseconds of a layer (routing, both products, the sum) in a CUDA graph, one product's tile at a time beside the rule's; every call has
-other experts, so little comes from the L2 cache. steps: `gpu_quant.steps` for every
+other experts, so little comes from the L2 cache. few: the same from the router's input to the residual norm, dense MLP included, in int8 at
+1 to 8 rows: bits against rows of a larger batch, microseconds of the kernels for few tokens and of Triton's. steps: `gpu_quant.steps` for every
 mode (experts-int8: everything but the experts in bf16). Without a GPU: a tiny layer.
 """
 
@@ -126,6 +127,32 @@ def tiles(layer: Layer, rows: int) -> None:
     )  # fmt: skip
 
 
+def few(width: int = 2112 if CUDA else 96) -> None:
+    ops = TritonOps(DEVICE, pdl=CUDA)
+    layer, most = Layer("int8", 320 if CUDA else 12), 300 if CUDA else 10
+    draw = lambda *shape, scale=1.0: torch.randn(shape, device=DEVICE, dtype=DTYPE) * scale  # noqa: E731
+    router, norms, (h, stream) = draw(E, H, scale=0.05), [draw(H).abs() for _ in range(4)], (draw(*layer.x.shape) for _ in range(2))
+    dense = {"bf16": (draw(2 * width, H, scale=0.02), draw(H, width, scale=0.03))}
+    dense["int8"] = tuple(ops.quantize(w, "int8") for w in dense["bf16"])  # type: ignore[assignment]
+
+    def run(rows: int, at: int, mlp: str) -> tuple[torch.Tensor, torch.Tensor]:
+        s = slice(at, at + rows)
+        routed = (h[s], layer.x[s], router, layer.scale, layer.gate_up, layer.down, TOP, "gelu_tanh", h[s], *dense[mlp])
+        return ops.moe_beside(*routed, norms[0], norms[1], stream[s], norms[2], None, norms[3], 1e-6)
+
+    for mlp in dense:
+        whole = run(most, 0, mlp)
+        for rows in (1, 2, 3, 5, 8) if CUDA else (1, 2):
+            same = all(
+                torch.equal(a, b[at : at + rows]) for at in (0, 1, most - rows) for a, b in zip(run(rows, at, mlp), whole, strict=True)
+            )
+            us = graph_us(lambda i, rows=rows, mlp=mlp: run(rows, i * 11 % (most - rows), mlp), 24, 5)  # type: ignore[misc]
+            kernels, ops.__dict__["few_experts"] = ops.few_experts, None
+            triton = graph_us(lambda i, rows=rows, mlp=mlp: run(rows, i * 11 % (most - rows), mlp), 24, 5)  # type: ignore[misc]
+            ops.__dict__["few_experts"] = kernels
+            say(dense=mlp, rows=rows, same_bits=same, us=round(us, 1), triton_us=round(triton, 1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=["bits", "tiles", "steps"])
@@ -144,6 +171,8 @@ def main() -> None:
         del layer
         if CUDA:
             torch.cuda.empty_cache()
+    if "few" in args.parts:
+        few()
     whole = TritonOps.quantize
 
     def experts_only(ops: TritonOps, dense: torch.Tensor, mode: str) -> Held:

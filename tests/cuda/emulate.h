@@ -67,7 +67,10 @@ inline u32 __byte_perm(u32 a, u32 b, u32 which) {
     }
     return v;
 }
-inline int __popc(u32 v) { return __builtin_popcount(v); }
+inline int __popc(u32 v) {  // by hand: the compiler's own is a function of a library that is not linked
+    v -= v >> 1 & 0x55555555, v = (v & 0x33333333) + (v >> 2 & 0x33333333);
+    return (v + (v >> 4) & 0x0F0F0F0F) * 0x01010101u >> 24;
+}
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline int __clz(int v) { return v ? __builtin_clz(v) : 32; }
 inline float __fmul_rn(float a, float b) { return a * b; }

@@ -53,18 +53,20 @@ def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 @emulated
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_token_is_its_definition(beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiles, chunks or slots mixed up; a last chunk that is not whole; spans of the dense MLP; ties of logits; copies not waited for."""
+@pytest.mark.parametrize(("rows", "beside"), [(1, True), (1, False), (5, True), (8, False)])
+def test_tokens_are_their_definition(rows: int, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles, chunks, tokens or slots mixed up; a last chunk that is not whole; spans of the dense MLP; ties of logits; copies not waited
+    for; sums that are overwritten before they were added up."""
     count, top, hidden, inner, wide = 48, 3, 1024, 600, 1112
     (gate_up, gate_up_d), (down, down_d) = experts(count, 2 * inner, hidden, 1), experts(count, hidden, inner, 2)
     (wide_gu, wide_gu_d), (wide_down, wide_down_d) = matrix(2 * wide, hidden, 3), matrix(hidden, wide, 4)
     assert spans(wide_gu)[1] > 1 and spans(wide_down)[1] > 1
-    z = torch.randn((1, count), generator=torch.Generator().manual_seed(5))
+    z = torch.randn((rows, count), generator=torch.Generator().manual_seed(5))
+    z[:, 9] += 2.0  # many choose it
     z[0, 30] = z[0, 7] = z.max() + 0.5  # the lower one comes first
     z[0, 20] = z[0, 33]
-    scale, x, h = torch.rand(count, generator=torch.Generator().manual_seed(6)) + 0.5, random(1, hidden, seed=7), random(1, hidden, seed=8)
-    router, router_in = random(count, hidden, seed=9), random(1, hidden, seed=10)
+    scale = torch.rand(count, generator=torch.Generator().manual_seed(6)) + 0.5
+    x, h, router, router_in = (random(n, hidden, seed=7 + i) for i, n in enumerate((rows, rows, count, rows)))
     memory = Memory()
     hold = memory.hold
     monkeypatch.setattr(few_experts, "Kernel", lambda source, name, flags, device, shared: memory.kernel(source, name, flags, seed=3))
@@ -72,29 +74,29 @@ def test_a_token_is_its_definition(beside: bool, monkeypatch: pytest.MonkeyPatch
     few.processors = 13
 
     def kept(w: QuantWeight) -> QuantWeight:
-        return replace(
-            w, words=hold(w.words), scale=None if w.scale is None else hold(w.scale), factor=None if w.factor is None else hold(w.factor)
-        )
+        scale, factor = (None if t is None else hold(t) for t in (w.scale, w.factor))
+        return replace(w, words=hold(w.words), scale=scale, factor=factor)
 
     gate_up, down = replace(gate_up, matrix=kept(gate_up.matrix)), replace(down, matrix=kept(down.matrix))
     dense = Dense.of(kept(wide_gu), kept(wide_down), hidden, down.matrix.chunks) if beside else None
     assert (dense is not None) == beside
-    plan = Plan.of(router, gate_up, down, top, dense, few.processors, 16 << 20)
+    plan = Plan.of(rows, router, gate_up, down, top, dense, few.processors, 1 << 20)
     assert plan is not None and plan.stages == 4 and plan.router[1] > 1
     kernels = few.kernels(plan, "gelu_tanh")
     assert kernels is not None
     with memory:
         logits = few.logits(kernels, plan, hold(router_in), hold(router), False)
         got = few.answers(kernels, plan, hold(z), hold(scale), hold(x), gate_up, down, hold(h), dense, False)
-    torch.testing.assert_close(logits, (router_in.float() @ router.float().T)[0], rtol=1e-4, atol=1e-4)
-    order = sorted(range(count), key=lambda e: (-float(z[0, e]), e))[:top]
-    p = z[0].double().softmax(0)[order]
-    torch.testing.assert_close(got.weight.double(), p / p.sum() * scale[order].double(), rtol=1e-6, atol=0)
-    for slot, e in enumerate(order):
-        torch.testing.assert_close(got.pairs[slot].double(), mlp(x[0], gate_up_d[e], down_d[e]), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(logits, router_in.float() @ router.float().T, rtol=1e-4, atol=1e-4)
+    for row in range(rows):
+        order = sorted(range(count), key=lambda e: (-float(z[row, e]), e))[:top]
+        p, of = z[row].double().softmax(0)[order], slice(row * top, row * top + top)
+        torch.testing.assert_close(got.weight[of].double(), p / p.sum() * scale[order].double(), rtol=1e-6, atol=0)
+        want = torch.stack([mlp(x[row], gate_up_d[e], down_d[e]) for e in order])
+        torch.testing.assert_close(got.pairs[of].double(), want, rtol=2e-2, atol=2e-2)
     assert len(got.dense) == (spans(wide_down)[1] if beside else 0)
     if beside:
-        torch.testing.assert_close(got.dense.double().sum(0), mlp(h[0], wide_gu_d, wide_down_d), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(got.dense.double().sum(0), mlp(h, wide_gu_d, wide_down_d), rtol=2e-2, atol=2e-2)
 
 
 def shells(count: int, hidden: int, inner: int) -> tuple[QuantExperts, QuantExperts]:
@@ -114,20 +116,31 @@ def test_gemma_is_dealt_out_evenly() -> None:
     gate_up, down = shells(128, 2816, 704)
     wide = Dense.of(matrix(2 * 2112, 2816, 1)[0], matrix(2816, 2112, 2)[0], 2816, down.matrix.chunks)
     assert wide is not None
-    both, alone = (Plan.of(ROUTER, gate_up, down, 8, beside, 132, ROOM) for beside in (wide, None))
+    both, alone, five = (Plan.of(n, ROUTER, gate_up, down, 8, beside, 132, ROOM) for n, beside in ((1, wide), (1, None), (5, wide)))
     assert both is not None and (both.chunks, both.stages, both.down, both.down_warps) == (22, 4, 6, 16)
     assert alone is not None and (alone.chunks, alone.stages, alone.down, alone.down_warps) == (22, 4, 6, 11)
-    assert max(both.gate_up_shared, both.down_shared) <= ROOM
+    assert five is not None and (five.chunks, five.stages, five.down, five.down_warps) == (22, 4, 6, 9)
+    assert max(p for plan in (both, alone, five) for p in (plan.gate_up_shared, plan.down_shared)) <= ROOM
     assert dict(zip(NUMBERS, both.told, strict=True)) == dict(
-        experts=128, top=8, hidden=2816, inner=704, dense=2112, dense_span=5, dense_splits=5, down_chunks=17, down_span=5, down_splits=4
+        rows=1,
+        experts=128,
+        top=8,
+        hidden=2816,
+        inner=704,
+        dense=2112,
+        dense_span=5,
+        dense_splits=5,
+        down_chunks=17,
+        down_span=5,
+        down_splits=4,
     )
 
 
 def test_what_the_kernels_take() -> None:
     gate_up, down = shells(128, 2816, 704)
 
-    def taken(first: object, second: object, top: int = 8, room: int = ROOM, router: Tensor = ROUTER) -> bool:
-        return Plan.of(router, first, second, top, None, 132, room) is not None  # type: ignore[arg-type]
+    def taken(first: object, second: object, rows: int = 1, top: int = 8, room: int = ROOM, router: Tensor = ROUTER) -> bool:
+        return Plan.of(rows, router, first, second, top, None, 132, room) is not None  # type: ignore[arg-type]
 
     assert taken(gate_up, down) and not taken(gate_up, down, router=ROUTER.float()) and not taken(gate_up, down, router=ROUTER[:, :2560])
     by_64 = repack(Integer(8, 64).quantise(random(64, 2816, seed=0)))
@@ -138,8 +151,9 @@ def test_what_the_kernels_take() -> None:
     assert not taken(*shells(128, 2816, 768))  # groups of down have factors
     few = FewExperts(torch.device("cpu"))
     x = torch.zeros((2, 2816), dtype=torch.bfloat16)
-    assert few.plan(x[:1], ROUTER, gate_up, down, 8, None) is not None
-    assert few.plan(x, ROUTER, gate_up, down, 8, None) is None and few.plan(x[:1].float(), ROUTER, gate_up, down, 8, None) is None
+    assert few.plan(x, ROUTER, gate_up, down, 8, None) is not None and few.plan(x.float(), ROUTER, gate_up, down, 8, None) is None
+    assert few.plan(x.repeat(2, 1), ROUTER, gate_up, down, 8, None) is None  # Triton is faster
+    assert taken(gate_up, down, 8) and not taken(gate_up, down, 9) and not taken(gate_up, down, 5, top=13)
     assert Dense.of(x, x, 2816, 6) is None and Dense.of(matrix(256, 512, 1)[0], matrix(512, 128, 2)[0], 512, 6) is None
     assert Dense.of(matrix(2 * 1112, 512, 1)[0], matrix(512, 1112, 2)[0], 512, 4) is None  # spans of five chunks
 
@@ -149,7 +163,7 @@ def test_the_kernels_are_told_what_they_read() -> None:
     fields = re.search(r"struct Mixture \{(.*?)\};", SOURCE.read_text(), re.S)
     assert fields is not None
     assert tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1]))) == NUMBERS
-    for name, value in (("WORDS", few_experts.WORDS), ("X_BYTES", few_experts.X_BYTES)):
+    for name, value in (("WORDS", few_experts.WORDS), ("X_BYTES", few_experts.X_BYTES), ("CHOICES", few_experts.CHOICES)):
         assert re.search(rf"#define {name} {value}\b", SOURCE.read_text())
     assert few_experts.STAGE == few_experts.WORDS + 64
 
@@ -170,7 +184,8 @@ def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
-def test_the_source_compiles() -> None:
-    plan = Plan.of(ROUTER, *shells(128, 2816, 704), 8, None, 132, ROOM)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_the_source_compiles(rows: int) -> None:
+    plan = Plan.of(rows, ROUTER, *shells(128, 2816, 704), 8, None, 132, ROOM)
     assert plan is not None
     assert runtime.image(SOURCE.read_text(), 90, flags_of(plan, "gelu_tanh")).startswith(b"\x7fELF")

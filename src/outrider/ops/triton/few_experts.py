@@ -1,5 +1,5 @@
-"""One token's experts in int8, and the dense MLP beside them where it is in int8 too, in CUDA C++ (`ops/cuda/experts.cu`): the bits of
-`routing`, `quant_moe` and `quant`, sooner, and in three launches instead of six.
+"""The experts of 1 to 3 tokens in int8, and the dense MLP beside them where it is in int8 too, in CUDA C++ (`ops/cuda/experts.cu`): the
+bits of `routing`, `quant_moe` and `quant`, sooner, and in three launches instead of six or seven.
 
 `Plan.of` is the rule, in one place: bfloat16, gate_up in groups of 128 columns, down with a factor for each row, which is what
 `--quantize int8` makes of Gemma's 26B-A4B; and `FewExperts.of` the device: Hopper, where both were seen to give the same bits. Everything
@@ -26,13 +26,16 @@ from .tiles import choose_tile
 
 log = logging.getLogger("outrider")
 SOURCE = FOLDER / "experts.cu"
-INSTEAD = "experts in int8 at one token go through Triton, about a fifth slower: %s"
-MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 128, 24, 32, 4
+INSTEAD = "experts in int8 at up to 3 tokens go through Triton, about a fifth slower: %s"
+MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 64, 128, 24, 32, 4
 MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router: a thread holds a span's weights of two rows
-WORDS, STAGE, X_BYTES = 2048, 2112, 256  # of a warp's chunk, as experts.cu has them
+WORDS, STAGE, X_BYTES, CHOICES = 2048, 2112, 256, 1040  # of a warp's chunk, and of the list of experts, as experts.cu has them
 NUMBERS = (
-    "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span", "down_splits",
+    "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span", "down_splits",
 )  # fmt: skip
+
+
+FASTER = 3  # rows up to which they were: five take 95 us a layer on an H200, in Triton's tiles 89
 
 
 class Mixture(ctypes.Structure):
@@ -60,7 +63,7 @@ class Dense:
 
 def router_spans(router: Held) -> tuple[int, int] | None:
     """Columns of a span, and spans, in the order of sums that a router [E, H] has in Triton; None: not one for the kernel."""
-    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16 or not router.is_contiguous() or router.shape[0] % 16:
+    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16 or not router.is_contiguous() or router.shape[0] % 8:
         return None
     n, k = router.shape
     tile = choose_tile(n, k, False, router.element_size())
@@ -73,6 +76,7 @@ def router_spans(router: Held) -> tuple[int, int] | None:
 class Plan:
     """How the products of one layer are dealt out."""
 
+    most: int  # tokens that the kernels are compiled for
     router: tuple[int, int]  # columns of a span, spans
     chunks: int  # of gate_up: a warp each
     stages: int
@@ -83,7 +87,7 @@ class Plan:
     told: tuple[int, ...]  # NUMBERS
 
     @staticmethod
-    def of(router: Held, gate_up: Held, down: Held, top: int, beside: Dense | None, processors: int, room: int) -> Plan | None:
+    def of(rows: int, router: Held, gate_up: Held, down: Held, top: int, beside: Dense | None, processors: int, room: int) -> Plan | None:
         if (
             not isinstance(gate_up, QuantExperts)
             or not isinstance(down, QuantExperts)
@@ -96,14 +100,9 @@ class Plan:
             return None
         experts, hidden, inner = down.shape
         chunks, deep = gate_up.matrix.chunks, down.matrix.chunks
-        if (
-            gate_up.shape != (experts, 2 * inner, hidden)
-            or hidden % 128
-            or inner % 8
-            or experts > MOST_EXPERTS
-            or top > 32
-            or chunks > MOST_CHUNKS
-        ):
+        most = 1 if rows == 1 else MOST_ROWS
+        fits = rows <= MOST_ROWS and rows * top <= MOST_PAIRS and experts <= MOST_EXPERTS and most <= chunks <= MOST_CHUNKS
+        if not fits or gate_up.shape != (experts, 2 * inner, hidden) or hidden % 128 or inner % 8:
             return None
         tiles, units, dense = top * inner // 8, top * hidden // 16, 0
         (span, splits), (down_span, down_splits), down_chunks = (chunks, 1), (0, 0), 0
@@ -111,14 +110,17 @@ class Plan:
             dense, down_chunks = beside.down.shape[1], beside.down.chunks
             (span, splits), (down_span, down_splits) = spans(beside.gate_up), spans(beside.down)
             tiles, units = tiles + dense // 8, units + hidden // 16 * down_splits
-        each, warps = -(-tiles // processors), -(-units // processors)
-        sums = chunks * (2 * X_BYTES + each * 128)  # x, and a tile's 16 sums with their factors
+        # One token: the sums of all tiles of a block, a warp for every unit of down. Several: those of two tiles, as many warps as fit.
+        each, (listed, pad) = -(-tiles // processors), (CHOICES, 64) if most > 1 else (0, 0)
+        sums = chunks * (each if most == 1 else 2) * (64 + most * (64 + pad // 4)) + listed
         stages = min(MOST_STAGES, each, (room - sums) // (chunks * STAGE))
-        shared = warps * deep * (WORDS + X_BYTES)
-        if stages < 2 or warps > MOST_WARPS or shared > room:
+        warp = deep * WORDS + most * (deep * X_BYTES + pad)
+        fit = min(MOST_WARPS, (room - listed) // warp)
+        warps = -(-units // processors) if most == 1 else min(fit, 16)
+        if stages < 2 or not most <= warps <= fit:
             return None
-        told = (experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
-        return Plan(routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, shared, told)
+        told = (rows, experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
+        return Plan(most, routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, listed + warps * warp, told)
 
 
 def grouped(w: QuantWeight) -> bool:
@@ -140,9 +142,9 @@ def spans(w: QuantWeight) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Answers:
-    pairs: Tensor  # [top, H]
-    weight: Tensor  # float32 [top]
-    dense: Tensor  # float32 [spans, H]: the dense MLP's, still to be added up; none where it is not beside them
+    pairs: Tensor  # [R · top, H]
+    weight: Tensor  # float32 [R · top]
+    dense: Tensor  # float32 [spans, R, H]: the dense MLP's, still to be added up; none where it is not beside them
 
 
 @dataclass(frozen=True)
@@ -173,28 +175,29 @@ class FewExperts:
 
     def plan(self, x: Tensor, router: Held, gate_up: Held, down: Held, top: int, beside: Dense | None) -> Plan | None:
         """None: not one of these."""
-        if not self.usable or x.shape[0] != 1 or x.dtype != torch.bfloat16:
+        if not self.usable or x.shape[0] > FASTER or x.dtype != torch.bfloat16:
             return None
-        return Plan.of(router, gate_up, down, top, beside, self.processors, self.room)
+        return Plan.of(x.shape[0], router, gate_up, down, top, beside, self.processors, self.room)
 
     def logits(self, kernels: Kernels, plan: Plan, router_in: Tensor, router: Tensor, pdl: bool) -> Tensor:
-        """router_in [1, H] -> float32 [E]."""
-        z = torch.empty((len(router),), dtype=torch.float32, device=router_in.device)
-        given = [router_in.data_ptr(), router.data_ptr(), z.data_ptr()]
-        kernels.router(len(router) // 16, 32 * plan.router[1], 64 * plan.router[1], [*given, Mixture(*plan.told)], pdl)
+        """router_in [R, H] -> float32 [R, E]."""
+        z = torch.empty((len(router_in), len(router)), dtype=torch.float32, device=router_in.device)
+        given, (span, splits) = [router_in.data_ptr(), router.data_ptr(), z.data_ptr()], plan.router
+        kernels.router(len(router) // 8, 32 * splits, splits * (8 * (2 * span + 32) + 256), [*given, Mixture(*plan.told)], pdl)
         return z
 
     def answers(
         self, kernels: Kernels, plan: Plan, z: Tensor, expert_scale: Tensor, x: Tensor, gate_up: QuantExperts, down: QuantExperts,
         h: Tensor, beside: Dense | None, pdl: bool,
     ) -> Answers:  # fmt: skip
-        """z float32 [E]: the router's logits; x [1, H]: what the experts read; h [1, H]: what the dense MLP reads."""
+        """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP reads."""
         told = dict(zip(NUMBERS, plan.told, strict=True))
-        top, hidden, inner, dense = (told[name] for name in ("top", "hidden", "inner", "dense"))
+        rows, hidden, inner, dense = (told[name] for name in ("rows", "hidden", "inner", "dense"))
+        count = rows * told["top"]
         made = lambda *shape, dtype=x.dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
-        between, pairs, weight = made(top, inner), made(top, hidden), made(top, dtype=torch.float32)
+        between, pairs, weight = made(count, inner), made(count, hidden), made(count, dtype=torch.float32)
         first, second = (beside.gate_up, beside.down) if beside is not None else (gate_up.matrix, down.matrix)
-        dense_between, dense_out = made(dense), made(told["down_splits"], hidden, dtype=torch.float32)
+        dense_between, dense_out = made(rows, dense), made(told["down_splits"], rows, hidden, dtype=torch.float32)
         a, b = gate_up.matrix, down.matrix
         assert a.scale is not None and first.scale is not None and b.factor is not None and second.factor is not None
         blocks, shape = self.processors, Mixture(*plan.told)
@@ -224,6 +227,6 @@ def flags_of(plan: Plan, act: str) -> dict[str, int]:
     """What the source is compiled with."""
     span, splits = plan.router
     return dict(
-        ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down, DOWN_WARPS=plan.down_warps,
-        ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
+        MOST=plan.most, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down,
+        DOWN_WARPS=plan.down_warps, ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
     )  # fmt: skip

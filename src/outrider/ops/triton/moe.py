@@ -71,7 +71,7 @@ def mix_beside_kernel(
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """both = norm(dense) + norm(mix): rounded where the separate steps round. ADD: what `norm.residual_norm` makes of x and both. PARTS:
-    dense is float32 [PARTS, n], spans of a product of one row that are still to be added; 0: it is done."""
+    dense is float32 [PARTS, R, n], spans of a product that are still to be added; 0: it is done."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     ok = i < n
@@ -90,11 +90,11 @@ def mix_beside_kernel(
     if PARTS == 0:
         a = tl.load(dense + row * n + i, mask=ok, other=0.0).to(tl.float32)
     else:
-        a = tl.load(dense + i, mask=ok, other=0.0)
+        a = tl.load(dense + row * n + i, mask=ok, other=0.0)
         if PARTS > 1:
             a += 0.0
         for part in tl.static_range(1, PARTS):
-            a += tl.load(dense + part * n + i, mask=ok, other=0.0)
+            a += tl.load(dense + (part * tl.num_programs(0) + row) * n + i, mask=ok, other=0.0)
         a = a.to(kind).to(tl.float32)
     b = acc.to(kind).to(tl.float32)
     a = (a * tl.rsqrt(tl.sum(a * a, 0) / n + eps) * dw).to(kind).to(tl.float32)
@@ -158,7 +158,7 @@ def grouped(source: Tensor, w: Held, to: Tensor, pairs: Pairs, share: int, act: 
 class Beside:
     """The dense MLP's answer, to which the routed one is added, each under its norm; and what the sum of both is added to."""
 
-    dense: Tensor  # [R, H]; or float32 [parts, H]: spans of one row that are still to be added
+    dense: Tensor  # [R, H]; or float32 [parts, R, H]: spans that are still to be added
     dense_w: Tensor
     post_w: Tensor
     x: Tensor  # [R, H] the residual stream

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...types import OutriderError
 from ..formats import MODES, Held, Weight, join, rounded_to, stays_dense
 from . import moe
-from .few_experts import Dense, FewExperts
+from .few_experts import FASTER, Dense, FewExperts
 from .few_rows import MOST_TOKENS, FewRows
 from .more_rows import MoreRows
 from .ops import TritonOps
@@ -103,7 +103,7 @@ class QuantTritonOps(TritonOps):
 
     @cached_property
     def few_experts(self) -> FewExperts | None:
-        """Kernels for the experts of one token, asked for with the first of them."""
+        """Kernels for the experts of few tokens, asked for with the first of them."""
         return FewExperts.of(self.seen.device)
 
     def moe_beside(
@@ -112,7 +112,7 @@ class QuantTritonOps(TritonOps):
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         rest = (dense_w, post_w, stream, out_w, scale, next_w, eps)
-        if x.shape[0] == 1 and isinstance(router, Tensor) and isinstance(gate_up, QuantExperts) and isinstance(down, QuantExperts):
+        if x.shape[0] <= FASTER and isinstance(router, Tensor) and isinstance(gate_up, QuantExperts) and isinstance(down, QuantExperts):
             beside, few = Dense.of(mlp_gate_up, mlp_down, x.shape[1], down.matrix.chunks), self.few_experts
             plan = None if few is None else few.plan(x, router, gate_up, down, top_k, beside)
             kernels = None if few is None or plan is None else few.kernels(plan, act)
