@@ -17,7 +17,7 @@ from tests.parity.test_triton_ops import REF, rand
 
 from outrider.ops.triton import few_queries
 from outrider.ops.triton.attention_shapes import Cut
-from outrider.ops.triton.few_queries import FewQueries, turns
+from outrider.ops.triton.few_queries import FewQueries, gains, turns
 from outrider.types import AttnSpec, KVView
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
@@ -46,6 +46,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(few_queries, "choose_cut", lambda spec, dtype, room: CUTS[spec.kv_heads])
     monkeypatch.setattr(few_queries, "combine", added_up)
     monkeypatch.setattr(few_queries, "turns", lambda turn, spec, kv: True)
+    monkeypatch.setattr(few_queries, "gains", lambda spec, kv: True)
 
 
 def added_up(part: Tensor, part_ml: Tensor, out: Tensor, spec: AttnSpec, kv: KVView, cut: Cut, pdl: bool) -> None:
@@ -155,13 +156,15 @@ def test_what_the_kernel_takes() -> None:
     assert not taken(dtype=torch.float8_e4m3fn) and not taken(rows=512)
 
 
-def test_who_is_turned_in_the_same_launch() -> None:
-    """One row of one sequence, with at most a head for each warp, and numbers as the kernel reads them."""
+def test_who_gains_and_who_is_turned_in_the_same_launch() -> None:
+    """One row a sequence, with at most a head for each warp, and numbers as the kernel reads them."""
     spec, number = AttnSpec(32, 16, 256, 0, True, window=1024), torch.empty(256)
 
-    def taken(spec: AttnSpec = spec, batch: int = 1, rows: int = 1, norm: Tensor = number) -> bool:
-        kv = KVView(16, [], [], {}, number, number, torch.empty(batch + 1), rows, 1280)
+    def taken(spec: AttnSpec = spec, rows: int = 1, norm: Tensor = number) -> bool:
+        kv = KVView(16, [], [], {}, number, number, number, rows, 1280)
         return turns((number, number, norm, None), spec, kv)
 
     assert taken() and taken(replace(spec, heads=8, kv_heads=1))
-    assert not taken(batch=2) and not taken(rows=5) and not taken(replace(spec, kv_heads=2)) and not taken(norm=number.to(BF16))
+    few = KVView(16, [], [], {}, number, number, number, 5, 1280)
+    assert gains(spec, few) and not gains(replace(spec, kv_heads=8), few) and gains(replace(spec, kv_heads=8), replace(few, max_rows=1))
+    assert not taken(rows=5) and not taken(replace(spec, kv_heads=2)) and not taken(norm=number.to(BF16))

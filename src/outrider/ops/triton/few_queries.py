@@ -1,8 +1,8 @@
 """Attention of few queries under a window, in CUDA C++ (`ops/cuda/few_queries.cu`): the bits of `attention`, sooner.
 
-`suits` is the rule, in one place: heads of 256 in bfloat16, K/V too, rows in a line, splits that are apart; and `FewQueries.of` the device:
-Hopper, where both were seen to give the same bits. Everything else goes to Triton; so does all where NVRTC cannot be had, which one line of
-the log says.
+`suits` is the rule, in one place: heads of 256 in bfloat16, K/V too, rows in a line, splits that are apart, one row a sequence or 16 K/V
+heads; and `FewQueries.of` the device: Hopper, where both were seen to give the same bits. Everything else goes to Triton; so does all where
+NVRTC cannot be had, which one line of the log says.
 
 K/V of positions before a sequence's first row are read before the kernel ahead is done: they are an earlier pass's, or were written ahead
 of a kernel that is not launched early.
@@ -39,6 +39,11 @@ class Shape(ctypes.Structure):
     ]  # fmt: skip
 
 
+def gains(spec: AttnSpec, kv: KVView) -> bool:
+    """Measured in whole steps: with five rows 31B gains 0.7 %, E2B and 26B-A4B lose 0.4."""
+    return kv.max_rows == 1 or spec.kv_heads >= 16
+
+
 def suits(q: Tensor, spec: AttnSpec, kv: KVView, cut: Cut) -> bool:
     """Whether the kernel knows this attention; the device aside. q: or q, k and v."""
     keys = kv.keys[spec.kv_layer]
@@ -51,12 +56,14 @@ def suits(q: Tensor, spec: AttnSpec, kv: KVView, cut: Cut) -> bool:
         and kv.paths is None
     )
     whole = cut.bn % kv.page_size == 0 and kv.page_size % (cut.bn // WARPS) == 0  # a split is whole pages, and a warp's keys lie in one
-    return known and whole and cut.bn == cut.fine and choose_shape(spec, cut, kv, kv.row_start.shape[0] - 1, q.dtype).split
+    return (
+        known and whole and gains(spec, kv) and cut.bn == cut.fine and choose_shape(spec, cut, kv, kv.row_start.shape[0] - 1, q.dtype).split
+    )
 
 
 def turns(turn: Turn, spec: AttnSpec, kv: KVView) -> bool:
-    """Whether queries are normed and rotated by every block that reads them: one row of one sequence, so that no warp has two of them."""
-    alone = kv.row_start.shape[0] == 2 and kv.max_rows == 1 and spec.heads // spec.kv_heads <= WARPS
+    """Whether queries are normed and rotated by every block that reads them: one row a sequence, so that no warp has two of them."""
+    alone = kv.max_rows == 1 and spec.heads // spec.kv_heads <= WARPS
     return alone and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in turn)
 
 
