@@ -71,6 +71,8 @@ class LLM:
     def load(cls, model: str, settings: LoadSettings = LoadSettings(), *, say: Callable[[str], None] = log.info, **changes: object) -> LLM:
         """`changes`: fields of the settings, as in LLM.load("smollm2", drafter="none"). Where the model is divided over several processes
         (`tensor_parallel`, outrider.parallel) the others never come back from here."""
+        if not isinstance(settings, LoadSettings):
+            raise OutriderError(f"LLM.load takes {settings!r} by its name only: LLM.load({model!r}, drafter=..., draft_tokens=...)")
         settings = replace(settings, **changes)  # type: ignore[arg-type]  # they are checked as they are set
         if settings.tensor_parallel == 1:
             return cls._open(model, settings, say)

@@ -64,3 +64,9 @@ def test_ctrl_c_while_the_processes_load_ends_the_others(monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         LLM.load("smollm2", tensor_parallel=2)
     assert done == ["send", "abandon"]
+
+
+def test_what_stood_second_once_is_told_its_name() -> None:
+    old: Any = LLM.load  # a drafter was the second argument of earlier versions
+    with pytest.raises(OutriderError, match="'none' by its name only"):
+        old("smollm2", "none")
