@@ -79,10 +79,20 @@ def near(got: Tensor, want: Tensor) -> None:
 def run(spec: AttnSpec, spans: list[tuple[int, int]], q: Tensor, seed: int = 0, edit: tuple[str, str] = ("", "")) -> tuple[Tensor, Tensor]:
     """What the kernel gives, and the definition."""
     with Memory() as memory:
-        kv = held(memory, cache(spec, spans, 16, BF16))
+        kv = held(memory, poisoned(cache(spec, spans, 16, BF16), spec, spans))
         got = Emulated(memory, seed, edit).attend(memory.hold(q), spec, kv, False)
         assert got is not None
-        return got.clone(), REF.attend(q.float(), spec, floats(kv)).to(BF16)
+        return got.clone(), REF.attend(q.float(), spec, floats(cache(spec, spans, 16, BF16))).to(BF16)
+
+
+def poisoned(kv: KVView, spec: AttnSpec, spans: list[tuple[int, int]]) -> KVView:
+    """Entries of pages that no row of a sequence sees lead out of the cache; so do some beyond its last."""
+    assert spec.window is not None
+    table = torch.full((len(spans), kv.tables["full"].shape[1] + 4), 1 << 24, dtype=torch.int32)
+    for b, (first, count) in enumerate(spans):
+        seen = slice(max(0, first - spec.window + 1) // 16, (first + count - 1) // 16 + 1)
+        table[b, seen] = kv.tables["full"][b, seen]
+    return replace(kv, tables={"full": table, "sliding": table}, max_context=kv.max_context + 64)
 
 
 def drawn(spec: AttnSpec, rows: int) -> Tensor:
@@ -107,7 +117,7 @@ def test_numbers_and_rows_alone(spec: AttnSpec) -> None:
 def test_turned_in_the_same_launch(spec: AttnSpec) -> None:
     """Queries of another head or row, keys that are not written or not seen, values taken after the norm of keys."""
     with Memory() as memory:
-        mine, theirs = held(memory, cache(spec, SPANS, 16, BF16)), cache(spec, SPANS, 16, BF16)
+        mine, theirs = held(memory, poisoned(cache(spec, SPANS, 16, BF16), spec, SPANS)), cache(spec, SPANS, 16, BF16)
         qkv, norms = memory.hold(rand(8, spec.qkv_rows, seed=4, dtype=BF16)), [memory.hold(1 + 0.2 * rand(256, seed=i)) for i in (1, 2)]
         cos, sin = (memory.hold(t) for t in REF.rope_angles(mine.positions, torch.linspace(1, 0.01, 128)))
         got = Emulated(memory).rope_attend(qkv, cos, sin, *norms, spec, mine, False)
@@ -128,8 +138,9 @@ BROKEN = {
     "weights not waited for": (
         "    wait_copies();\n    __syncthreads();\n\n    float acc",
         "    wait_copies();\n\n    float acc",
-        "still on its way",
+        "in which order|still on its way",
     ),
+    "pages of keys that nobody sees": ("max(from, lowest - WINDOW + 1)", "from", "in no buffer|end of buffer"),
     "maxima not waited for": ("    __syncthreads();\n    float top[2]", "    float top[2]", "in which order"),
 }
 
@@ -165,6 +176,13 @@ def test_who_gains_and_who_is_turned_in_the_same_launch() -> None:
         return turns((number, number, norm, None), spec, kv)
 
     assert taken() and taken(replace(spec, heads=8, kv_heads=1))
-    few = KVView(16, [], [], {}, number, number, number, 5, 1280)
-    assert gains(spec, few) and not gains(replace(spec, kv_heads=8), few) and gains(replace(spec, kv_heads=8), replace(few, max_rows=1))
+    one, eight = torch.empty(2), torch.empty(9)
+    for kv_heads, batch, rows, want in (
+        (16, one, 5, True),
+        (8, eight, 5, False),
+        (8, one, 1, False),
+        (8, eight, 1, True),
+        (1, one, 1, True),
+    ):
+        assert gains(replace(spec, kv_heads=kv_heads), KVView(16, [], [], {}, number, number, batch, rows, 1280)) == want
     assert not taken(rows=5) and not taken(replace(spec, kv_heads=2)) and not taken(norm=number.to(BF16))

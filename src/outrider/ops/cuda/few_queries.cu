@@ -53,6 +53,7 @@ few_queries(const u16* q, const float* cosines, const float* sines, const float*
     }
     const int from = (max(base - WINDOW + 1, 0) / KEYS + slot) * KEYS, to = min(highest + 1, from + KEYS);
     const bool works = from < to && from + KEYS > lowest - WINDOW + 1;
+    const int since = max(from, lowest - WINDOW + 1);  // keys before have no weight, and their pages may be others' by now
     const int stands = min(base, to);  // keys from here on are of this pass
     const int* table = tables + (i64)b * p.table_stride;
     auto line_of = [&](int key) { return (i64)table[key / PAGE_KEYS] * p.page_stride + (kv_head * PAGE_KEYS + key % PAGE_KEYS) * D; };
@@ -66,11 +67,11 @@ few_queries(const u16* q, const float* cosines, const float* sines, const float*
             if (mine + i >= since && mine + i < until) copy16(place(room, warp * EACH + i, lane * 16), (const char*)(of + line + i * D) + lane * 16);
     };
     if (works) {
-        fetch(at_k, keys, from, stands);
+        fetch(at_k, keys, since, stands);
         commit_copies();
-        fetch(at_v, values, from, stands);
+        fetch(at_v, values, since, stands);
         for (int i = 0; i < EACH; i++)  // weights of keys that are not there are 0, but what lies there may be no number
-            if (mine + i >= to) put16(place(at_v, warp * EACH + i, lane * 16), make_uint4(0, 0, 0, 0));
+            if (mine + i < since || mine + i >= to) put16(place(at_v, warp * EACH + i, lane * 16), make_uint4(0, 0, 0, 0));
         commit_copies();
     }
     wait_for_kernel_ahead();
@@ -122,8 +123,8 @@ few_queries(const u16* q, const float* cosines, const float* sines, const float*
             if (begin + warp + i * WARPS < count) put16(place(at_q, warp + i * WARPS, lane * 16), x[i]);
     }
     if (stands < to && !(TURN && KEEPS)) {
-        fetch(at_k, keys, stands, to);
-        fetch(at_v, values, stands, to);
+        fetch(at_k, keys, max(stands, since), to);
+        fetch(at_v, values, max(stands, since), to);
         wait_copies();
     }
     wait_copies_but<1>();

@@ -1,8 +1,8 @@
 """Attention of few queries under a window, in CUDA C++ (`ops/cuda/few_queries.cu`): the bits of `attention`, sooner.
 
-`suits` is the rule, in one place: heads of 256 in bfloat16, K/V too, rows in a line, splits that are apart, one row a sequence or 16 K/V
-heads; and `FewQueries.of` the device: Hopper, where both were seen to give the same bits. Everything else goes to Triton; so does all where
-NVRTC cannot be had, which one line of the log says.
+`suits` is the rule, in one place: heads of 256 in bfloat16, K/V too, rows in a line, splits that are apart, and shapes that gain by it
+(`gains`); and `FewQueries.of` the device: Hopper, where both were seen to give the same bits. Everything else goes to Triton; so does all
+where NVRTC cannot be had, which one line of the log says.
 
 K/V of positions before a sequence's first row are read before the kernel ahead is done: they are an earlier pass's, or were written ahead
 of a kernel that is not launched early.
@@ -40,8 +40,10 @@ class Shape(ctypes.Structure):
 
 
 def gains(spec: AttnSpec, kv: KVView) -> bool:
-    """Measured in whole steps: with five rows 31B gains 0.7 %, E2B and 26B-A4B lose 0.4."""
-    return kv.max_rows == 1 or spec.kv_heads >= 16
+    """Measured in whole steps. 31B gains everywhere; with five rows E2B and 26B-A4B lose 0.4 %, and one sequence of 26B-A4B, which has the
+    attention of 12B, up to 4 where that gains 0.4."""
+    many = kv.row_start.shape[0] > 8
+    return spec.kv_heads >= 16 or (kv.max_rows == 1 and (many or spec.kv_heads < 8))
 
 
 def suits(q: Tensor, spec: AttnSpec, kv: KVView, cut: Cut) -> bool:
@@ -99,7 +101,8 @@ class FewQueries:
 
     def _launch(self, q: Tensor, turn: Turn | None, spec: AttnSpec, kv: KVView, pdl: bool) -> Tensor | None:
         cut = choose_cut(spec, q.dtype, self.room)
-        kernel = self._kernel(flags_of(spec, kv, cut, turn)) if self.usable and suits(q, spec, kv, cut) else None
+        here = self.usable and q.device.type == self.device.type  # a tensor without memory is for Triton, which compiles for it
+        kernel = self._kernel(flags_of(spec, kv, cut, turn)) if here and suits(q, spec, kv, cut) else None
         if kernel is None:
             return None
         keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
