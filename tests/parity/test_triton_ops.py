@@ -6,6 +6,8 @@ The bugs each case is made to catch stand beside it. Shapes are small, and odd w
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps, choose, linear, moe, norm  # noqa: E402
 from outrider.ops.triton.ahead import Ahead  # noqa: E402
 from outrider.ops.triton.linear import product  # noqa: E402
+from outrider.ops.triton.ops import ASIDE  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
 from outrider.ops.triton.tiles import Shape as Rows  # noqa: E402
 from outrider.ops.triton.tiles import Tile, choose_tile, for_rows  # noqa: E402
@@ -280,6 +283,33 @@ def test_moe(ops: TritonOps, rows: int) -> None:
         for got, among, apart in zip(one, both, many, strict=True):
             same(got, among[:1])
             same(got, apart[:1])  # many rows take two launches
+
+
+def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows: it starts behind what its input needs, whoever reads it waits for it, and shares no counters with what runs meanwhile."""
+    waits: list[tuple[str, str]] = []
+
+    class Stream:
+        def __init__(self, name: str):
+            self.name = name
+
+        def wait_stream(self, other: Stream) -> None:
+            waits.append((self.name, other.name))
+
+    h, gate_up, down = rand(ASIDE + 1, 48), rand(64, 48, seed=1), rand(48, 32, seed=2)
+    ops, twin = TritonOps(DEVICE, pdl=False), TritonOps(DEVICE, pdl=False)
+    want, join = ops.dense_mlp(h, gate_up, down, "gelu_tanh")
+    ops.pdl = True
+    assert join() is True and not waits
+    assert CUDA or "aside" not in vars(ops)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
+    ops.__dict__["aside"] = twin, Stream("side")
+    ops.seen = SimpleNamespace(is_cuda=True, device=DEVICE)  # type: ignore[assignment]  # no counters: nothing runs here
+    got, join = ops.dense_mlp(h[:ASIDE], gate_up, down, "gelu_tanh")
+    assert waits == [("side", "main")]
+    assert join() is False and waits == [("side", "main"), ("main", "side")]
+    same(got, want[:ASIDE])
 
 
 @pytest.mark.parametrize("pairs,wide", [(16, 16), (32, 64), (128, 32)])

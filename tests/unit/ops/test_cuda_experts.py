@@ -188,4 +188,4 @@ def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPat
 def test_the_source_compiles(rows: int) -> None:
     plan = Plan.of(rows, ROUTER, *shells(128, 2816, 704), 8, None, 132, ROOM)
     assert plan is not None
-    assert runtime.image(SOURCE.read_text(), 90, flags_of(plan, "gelu_tanh")).startswith(b"\x7fELF")
+    assert runtime.image(SOURCE.read_text(), "90", flags_of(plan, "gelu_tanh")).startswith(b"\x7fELF")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import cast
 
@@ -21,6 +21,8 @@ from .linear import Kind, compile_for, product, variant
 from .quant_tiles import shared_of
 from .routing import list_pairs
 from .tiles import COUNTERS
+
+ASIDE = 8  # rows up to which experts and the dense MLP beside them run side by side
 
 
 class TritonOps(ReferenceOps):
@@ -139,10 +141,32 @@ class TritonOps(ReferenceOps):
         h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        dense, join = self.dense_mlp(h, mlp_gate_up, mlp_down, act)
         pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
-        dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down)
         pair_out = moe.products(pairs, x, gate_up, down, act, self.pdl)
-        return moe.mix(pair_out, pairs.weight, moe.Beside(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), self.pdl)
+        return moe.mix(pair_out, pairs.weight, moe.Beside(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), join())
+
+    def dense_mlp(self, h: Tensor, gate_up: Held, down: Held, act: str) -> tuple[Tensor, Callable[[], bool]]:
+        """The MLP beside experts. Of few rows it runs while they do, on a stream of its own: who reads it first calls what comes with it,
+        which says whether that reader may begin before the kernel ahead is done."""
+        if not self.seen.is_cuda or len(h) > ASIDE:
+            return self.linear(self.gated_linear(h, gate_up, act), down), lambda: self.pdl
+        ops, side = self.aside
+        main = torch.cuda.current_stream(self.seen.device)
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            made = ops.linear(ops.gated_linear(h, gate_up, act), down)
+
+        def join() -> bool:
+            main.wait_stream(side)
+            return False  # it has two kernels ahead
+
+        return made, join
+
+    @cached_property
+    def aside(self) -> tuple[TritonOps, torch.cuda.Stream]:
+        """Ops with counters of their own, which wait for the kernel ahead, and their stream."""
+        return type(self)(self.seen.device, pdl=False), torch.cuda.Stream(self.seen.device)
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(

@@ -117,11 +117,11 @@ class QuantTritonOps(TritonOps):
             plan = None if few is None else few.plan(x, router, gate_up, down, top_k, beside)
             kernels = None if few is None or plan is None else few.kernels(plan, act)
             if few is not None and plan is not None and kernels is not None:
+                alone = self.dense_mlp(h, mlp_gate_up, mlp_down, act) if beside is None else None
                 z = few.logits(kernels, plan, router_in, router, self.pdl)
-                dense = self.linear(self.gated_linear(h, mlp_gate_up, act), mlp_down) if beside is None else None
                 made = few.answers(kernels, plan, z, expert_scale, x, gate_up, down, h, beside, self.pdl)
-                if dense is not None:
-                    return moe.mix(made.pairs, made.weight, moe.Beside(dense, *rest), self.pdl)
+                if alone is not None:
+                    return moe.mix(made.pairs, made.weight, moe.Beside(alone[0], *rest), alone[1]())
                 return moe.mix(made.pairs, made.weight, moe.Beside(made.dense, *rest, parts=len(made.dense)), self.pdl)
         return super().moe_beside(router_in, x, router, expert_scale, gate_up, down, top_k, act, h, mlp_gate_up, mlp_down, *rest)
 
