@@ -47,11 +47,10 @@ def test_blocks_fit() -> None:
     for rows in range(9, 41):
         for groups in (1, 2, 4, 8):
             for lifted in (False, True):
-                for splits in (1, 8):
-                    block = choose_block(rows, groups, lifted, splits, ROOM)
-                    assert block is not None and block.shared(groups, lifted) <= ROOM and rows <= 8 * block.eights < rows + 8
-    assert choose_block(40, 8, False, 1, ROOM) == Block(5, 12, 2, 3) and choose_block(40, 8, False, 9, ROOM) == Block(5, 12, 2, 2)
-    assert choose_block(40, 8, True, 1, ROOM) == Block(5, 12, 2, 2) and choose_block(40, 8, False, 1, 99 << 10) is None
+                block = choose_block(rows, groups, lifted, ROOM)
+                assert block is not None and block.shared(groups, lifted) <= ROOM and rows <= 8 * block.eights < rows + 8
+    assert choose_block(40, 8, False, ROOM) == Block(5, 12, 2, 3) and choose_block(40, 8, True, ROOM) == Block(5, 12, 2, 2)
+    assert choose_block(40, 8, False, 99 << 10) is None
 
 
 def test_what_the_kernel_takes() -> None:
@@ -80,7 +79,7 @@ def test_the_source_compiles(rows: int) -> None:
     """And a block takes as much of shared memory there as is asked for here."""
     for w in (weight(), weight(group=128), every_code()["Q4_K"]):
         groups, lifted = 8 // w.per, w.lift is not None
-        block = choose_block(rows, groups, lifted, 1, ROOM)
+        block = choose_block(rows, groups, lifted, ROOM)
         assert block is not None
         check = f"static_assert(STAGES * STAGE == {block.shared(groups, lifted)});"
         flags = flags_of(w, Extras(act="silu", gated=True), block)

@@ -46,10 +46,9 @@ class Block:
 
 
 @lru_cache(maxsize=1024)
-def choose_block(rows: int, groups: int, lifted: bool, splits: int, room: int) -> Block | None:
-    """Three groups of four warps, two tiles each: registers hold the sums of 40 tokens for that many. None where they do not fit. A third
-    stage pays on the long way through all columns and costs a span its start (31B, 40 rows: gate_up 75.3 -> 74.0 µs, out 22.1 -> 24.5)."""
-    blocks = (Block(-(-rows // 8), 12, 2, stages) for stages in ((3, 2) if splits == 1 else (2,)))
+def choose_block(rows: int, groups: int, lifted: bool, room: int) -> Block | None:
+    """Three groups of four warps, two tiles each: registers hold the sums of 40 tokens for that many. None where they do not fit."""
+    blocks = (Block(-(-rows // 8), 12, 2, stages) for stages in (3, 2))
     return next((b for b in blocks if b.shared(groups, lifted) <= room), None)
 
 
@@ -71,7 +70,7 @@ class MoreRows(Compiled):
             return None
         rows, n, k = x.shape[0], *w.shape
         units, groups, lifted = units_of(w), PLANES // w.per, w.lift is not None
-        block, per = choose_block(rows, groups, lifted, units.splits, self.room), blocks_of_a_span(units, self.processors)
+        block, per = choose_block(rows, groups, lifted, self.room), blocks_of_a_span(units, self.processors)
         kernel = None if block is None or per == 0 else self.kernel(flags_of(w, extras, block))
         if block is None or kernel is None:
             return None
