@@ -163,6 +163,4 @@ template <class Values, bool Half, int Per, bool Lift, bool Factor> struct Coded
         }
     }
 };
-
-template <bool Half, int Offset, int Per, bool Lift> using FourBits = Coded<Nibbles<Offset>, Half, Per, Lift, false>;
 #endif
