@@ -54,6 +54,30 @@ def test_a_library_that_was_damaged_is_built_again(monkeypatch: pytest.MonkeyPat
     assert lib.load("generic").or_sizes(0) > 0 and kept.read_bytes() == sound.read_bytes() and built == ["generic"]
 
 
+def test_a_library_that_may_not_be_run_from_its_place_is_not_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache on a disk mounted noexec: the same error again, after half a minute."""
+    kept = tmp_path / "kernels.so"
+    kept.write_bytes(b"")
+
+    def refuse(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(lib, "shared_object", lambda isa: kept)
+    monkeypatch.setattr(lib.ctypes, "CDLL", refuse)
+    with pytest.raises(OSError, match="failed to map"):
+        lib.load("generic")
+    assert kept.exists()
+
+
+def test_what_another_user_keeps_and_nobody_may_read_is_kept_elsewhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A home folder that is not this user's, as in a container run under another number."""
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(build.os, "access", lambda *_: False)
+    monkeypatch.setattr(build, "writable", lambda _: False)
+    monkeypatch.setattr(build, "spare_root", lambda: tmp_path / "spare")
+    assert build.keeping("cuda", "x") == tmp_path / "spare" / "cuda" / "x"
+
+
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))

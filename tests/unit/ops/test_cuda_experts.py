@@ -158,6 +158,16 @@ def test_what_the_kernels_take() -> None:
     assert Dense.of(matrix(2 * 1112, 512, 1)[0], matrix(512, 1112, 2)[0], 512, 4) is None  # spans of five chunks
 
 
+@pytest.mark.parametrize(
+    ("rows", "top", "taken"), [(0, 8, False), (1, 32, True), (1, 33, False), (2, 16, True), (2, 17, False), (3, 20, False)]
+)
+def test_how_many_experts_a_token_may_choose(rows: int, top: int, taken: bool) -> None:
+    """A warp chooses them, and among several tokens a place has four bits."""
+    small = torch.zeros((128, 1024), dtype=torch.bfloat16)
+    plan = Plan.of(rows, small, *shells(128, 1024, 600), top, None, 132, ROOM)
+    assert (plan is not None) == taken
+
+
 def test_the_kernels_are_told_what_they_read() -> None:
     """Fields by their order: one that is missing shifts all behind it."""
     fields = re.search(r"struct Mixture \{(.*?)\};", SOURCE.read_text(), re.S)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -57,3 +58,16 @@ def test_where_nothing_can_be_written_it_is_compiled_each_time(
     in_the_way.write_text("")
     monkeypatch.setattr(runtime, "keeping", lambda *parts: in_the_way.joinpath(*parts))
     assert runtime.kept_image("a", "90", {}) == runtime.kept_image("a", "90", {}) and len(compiled) == 2
+
+
+def test_others_may_read_what_is_kept_and_nothing_else_is_left(compiled: list[str], tmp_path: Path) -> None:
+    """A cache that an image was warmed with, and another user serves from."""
+    runtime.kept_image("a", "90", {})
+    (file,) = (tmp_path / "cache" / "cuda").iterdir()
+    assert file.suffix == ".cubin" and file.stat().st_mode & 0o044 == 0o044 & ~umask()
+
+
+def umask() -> int:
+    old = os.umask(0o022)
+    os.umask(old)
+    return old

@@ -122,7 +122,7 @@ def writable(root: Path) -> bool:
 def keeping(*parts: str) -> Path:
     """A file of the cache: where it is, or where it can be put (the spare folder, if the cache cannot be written)."""
     kept = cache_root().joinpath(*parts)
-    if kept.exists() or writable(cache_root()):
+    if os.access(kept, os.R_OK) or writable(cache_root()):  # what another user keeps there may be nobody else's to read
         return kept
     try:
         return spare_root().joinpath(*parts)

@@ -136,10 +136,13 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     path = shared_object(isa)
     try:
         lib = ctypes.CDLL(str(path))
-    except OSError:
-        if path.is_relative_to(SHIPPED):
+    except OSError as error:
+        damaged = any(
+            words in str(error) for words in ("file too short", "invalid ELF header", "file data overread", "cannot read file data")
+        )
+        if path.is_relative_to(SHIPPED) or not damaged:  # not there to be run from (noexec), say: building it again would not help
             raise
-        path.unlink()  # it was damaged where it is kept
+        path.unlink()
         lib = ctypes.CDLL(str(shared_object(isa)))
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)

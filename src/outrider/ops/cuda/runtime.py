@@ -81,7 +81,8 @@ def image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
             library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
             log = ctypes.create_string_buffer(size.value)
             library.nvrtcGetProgramLog(program, log)
-            raise CudaError(log.value.decode(errors="replace").strip())
+            lines = log.value.decode(errors="replace").strip().splitlines()
+            raise CudaError(next((line.strip() for line in lines if "error" in line), "NVRTC refuses the source"))
         if library.nvrtcGetCUBINSize(program, ctypes.byref(size)):
             raise CudaError("NVRTC gives no machine code")
         code = ctypes.create_string_buffer(size.value)
@@ -112,9 +113,10 @@ def kept_image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
     code = image(source, arch, flags)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(hashlib.sha256(code).digest() + code)
-        os.replace(file.name, path)  # whole or not at all, whoever else writes it
+        with tempfile.TemporaryDirectory(dir=path.parent) as aside:
+            made = Path(aside) / path.name
+            made.write_bytes(hashlib.sha256(code).digest() + code)
+            os.replace(made, path)  # whole or not at all, whoever else writes it
     except OSError:
         pass
     return code

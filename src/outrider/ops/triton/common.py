@@ -1,7 +1,8 @@
 """What the kernels share: activations, the end of a product, and programmatic dependent launch (PDL).
 
-PDL lets a kernel start while the one before it drains. Every kernel calls `start` first: it allows the next kernel in and
-waits until all earlier ones are complete and visible. Only weights, which nobody writes, may be touched before it.
+PDL lets a kernel start while the one before it drains. `start` allows the next kernel in and waits until all earlier ones are complete
+and visible. Before it a kernel may touch weights, which nobody writes, and K/V of positions below the pass's first: between the pass that
+wrote those and this one stands a kernel without PDL.
 """
 
 from __future__ import annotations

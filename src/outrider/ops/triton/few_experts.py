@@ -28,7 +28,7 @@ log = logging.getLogger("outrider")
 SOURCE = FOLDER / "experts.cu"
 INSTEAD = "experts in int8 at up to 3 tokens go through Triton, about a fifth slower: %s"
 MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 64, 128, 24, 32, 4
-MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router: a thread holds a span's weights of two rows
+MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router
 WORDS, STAGE, X_BYTES, CHOICES = 2048, 2112, 256, 1040  # of a warp's chunk, and of the list of experts, as experts.cu has them
 NUMBERS = (
     "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span", "down_splits",
@@ -101,7 +101,8 @@ class Plan:
         experts, hidden, inner = down.shape
         chunks, deep = gate_up.matrix.chunks, down.matrix.chunks
         most = 1 if rows == 1 else MOST_ROWS
-        fits = rows <= MOST_ROWS and rows * top <= MOST_PAIRS and experts <= MOST_EXPERTS and most <= chunks <= MOST_CHUNKS
+        chosen = top <= (32 if rows == 1 else 16) and rows * top <= MOST_PAIRS  # a warp chooses; among several rows a place has four bits
+        fits = 0 < rows <= MOST_ROWS and chosen and experts <= MOST_EXPERTS and most <= chunks <= MOST_CHUNKS
         if not fits or gate_up.shape != (experts, 2 * inner, hidden) or hidden % 128 or inner % 8:
             return None
         tiles, units, dense = top * inner // 8, top * hidden // 16, 0
