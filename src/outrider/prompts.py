@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
 from .types import OutriderError
+
+UTF8 = "utf-8-sig"  # some editors begin a file with a mark of its encoding
+CHECKS = {"gsm8k": ("answer",), "mmlu": ("answer",), "humaneval": ("prompt", "test", "entry_point")}  # what each kind needs
 
 
 @dataclass(frozen=True)
@@ -37,9 +41,9 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
     """The first `limit`, or all."""
     path = Path(path)
     try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8") as file:
+        with gzip.open(path, "rt", encoding=UTF8) if path.suffix == ".gz" else open(path, encoding=UTF8) as file:
             prompts = list(islice(parse(file, str(path)), limit))
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise OutriderError(f"cannot read prompts from {path}: {getattr(error, 'strerror', None) or error}") from None
     if not prompts:
         raise OutriderError(f"{path}: holds no prompts")
@@ -57,6 +61,8 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise OutriderError(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; lists in lists in lists
+        raise OutriderError(f"{where}: cannot be read ({error})") from None
     if not isinstance(row, dict):
         raise OutriderError(f"{where}: a JSON object with 'prompt', 'text' or 'turns' is needed, got {type(row).__name__}")
     turns = row.get("turns")
@@ -64,8 +70,23 @@ def _prompt(line: str, number: int, where: str) -> Prompt:
     text = next((t for t in written if t is not None), None)
     if not isinstance(text, str) or not text.strip():
         raise OutriderError(f"{where}: no text under 'prompt', 'text' or 'turns'")
-    most = row.get("max_tokens", 256 if "question_id" in row else 128)
+    most = row.get("max_tokens")
+    if most is None:
+        most = 256 if "question_id" in row else 128
     if isinstance(most, bool) or not isinstance(most, int) or most < 1:
         raise OutriderError(f"{where}: max_tokens must be a whole number, 1 or more, got {json.dumps(most)}")
     name = row.get("id", f"spec_bench/{row['question_id']}" if "question_id" in row else number)
-    return Prompt(str(name), str(row.get("category", "all")), text, most, row.get("check"), row)
+    return Prompt(str(name), str(row.get("category", "all")), text, most, _check(row.get("check"), where), row)
+
+
+def _check(given: object, where: str) -> dict[str, str] | None:
+    """Refused before anything is answered, which may take hours."""
+    if given is None:
+        return None
+    kind = given.get("kind") if isinstance(given, dict) else None
+    if not isinstance(given, dict) or not isinstance(kind, str) or kind not in CHECKS:
+        raise OutriderError(f"{where}: check must be an object whose 'kind' is one of {', '.join(CHECKS)}, got {json.dumps(given)[:80]}")
+    for key in CHECKS[kind]:
+        if isinstance(given.get(key), bool) or not isinstance(given.get(key), str | int | float):
+            raise OutriderError(f"{where}: a check of kind {kind} needs a text under '{key}', got {json.dumps(given.get(key))[:80]}")
+    return {key: str(given[key]) for key in ("kind", *CHECKS[kind])}

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 
+from ..prompts import CHECKS
 from ..types import OutriderError
 
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
@@ -30,7 +31,7 @@ def grade(check: Mapping[str, str], answer: str, seconds: int = 5) -> bool:
         return letter(answer) == check["answer"]
     if kind == "humaneval":
         return passes(check["prompt"], answer, check["test"], check["entry_point"], seconds)
-    raise OutriderError(f"unknown check {kind!r}; known: gsm8k, mmlu, humaneval")
+    raise OutriderError(f"unknown check {kind!r}; known: {', '.join(CHECKS)}")
 
 
 def last_number(text: str) -> str | None:

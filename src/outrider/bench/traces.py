@@ -1,7 +1,8 @@
 """Records what every draft would have been worth: one trace an answer, for `spec.simulate`.
 
 The answer is decoded plainly first. Then, at each of its positions, a draft of 16 tokens is made and judged: a request whose
-prompt is everything up to there, of which only the first cycle is looked at. The n-gram drafter needs no model for that.
+prompt is everything up to there, of which only the first cycle is looked at. The n-gram drafter needs no model for that. Drafts are lines:
+`llm` is loaded with trees off.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from unittest.mock import patch
 from ..llm import LLM
 from ..prompts import Prompt
 from ..spec.ngram import NgramIndex
+from ..spec.plan import Branches
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT, SamplingParams
 
@@ -50,9 +52,11 @@ def _first_cycle(
     controller = llm.engine.controller
     tell = controller.observe
 
-    def listen(id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:
+    def listen(
+        id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None, tree: Branches | None = None
+    ) -> None:
         heard.append((accepted, confidence))
-        tell(id, drafter, drafted, accepted, confidence)
+        tell(id, drafter, drafted, accepted, confidence, tree)
 
     stream = llm.stream(list(ids), params, draft_tokens=MAX_DRAFT, drafter=drafter)
     with closing(stream), patch.object(controller, "observe", listen):

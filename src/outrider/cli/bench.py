@@ -189,7 +189,7 @@ def _record(model: str, prompts: list[Prompt], path: Path, temperature: float, s
     from ..spec.simulate import read_traces, write_traces
 
     done = {t.id for t in read_traces(path)} if path.exists() else set()
-    llm = common.load_llm(model, load)
+    llm = common.load_llm(model, replace(load, tree="off"))  # a trace is the run of a line
     left = [p for p in prompts if p.id not in done]
     with _bar() as progress:
         task = progress.add_task("traces", total=len(left))
@@ -207,6 +207,8 @@ def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None
     from ..spec.simulate import compare, read_traces
 
     traces = list(read_traces(path))
+    if not traces:
+        raise OutriderError(f"{path}: holds no traces")
     controller = common.load_llm(model, load, as_json).engine.controller
     table = Table("category", "traces", "speed-up", "of static oracle", "of clairvoyant", "best fixed", "of it", "worst prompt")
     found = {}

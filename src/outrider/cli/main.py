@@ -39,7 +39,8 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 def main() -> None:
     code = run()
-    if left_a_team() or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    world = os.environ.get("WORLD_SIZE", "")
+    if left_a_team() or (world.isdecimal() and int(world) > 1):
         # One of several processes. Threads of the collectives may still want the interpreter, and abort the process when they find
         # it being taken down: so it is not taken down.
         sys.stdout.flush()

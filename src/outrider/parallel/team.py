@@ -56,7 +56,15 @@ def parting() -> Iterator[None]:
 
 def is_worker() -> bool:
     """Whether this process was started as one of several, and not as the first."""
-    return int(os.environ.get("RANK", "0")) > 0
+    return _number("RANK") > 0
+
+
+def _number(name: str) -> int:
+    """What the environment says of a process's place: 0 where it says nothing."""
+    text = os.environ.get(name, "0")
+    if not text.isdecimal():
+        raise OutriderError(f"{name} in the environment must be a whole number, got {text!r}")
+    return int(text)
 
 
 class Team:
@@ -189,11 +197,11 @@ def join(world: int, device: str | None, command: Sequence[str] = (sys.executabl
         raise OutriderError("one tensor-parallel model at a time: close the first one")
     place = _place(device, world)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        rank, there = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        rank, there = _number("RANK"), _number("WORLD_SIZE")
         if there != world:
             raise OutriderError(f"{there} processes were started and --tensor-parallel asks for {world}: give both the same number")
         store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
-        return Team(store, place, Watch(Share(rank, world), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), []))
+        return Team(store, place, Watch(Share(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), []))
     store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=STARTING, wait_for_workers=False)
     children = [_start(command, rank, world, store.port, place.type) for rank in range(1, world)]
     return Team(store, place, Watch(Share(0, world), "127.0.0.1", store.port, children))
@@ -218,7 +226,7 @@ def _place(device: str | None, world: int) -> torch.device:
         )
     if device == "cpu" or (device is None and not torch.cuda.is_available()):
         return torch.device("cpu")
-    local, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local, here = _number("LOCAL_RANK"), torch.cuda.device_count()
     if "RANK" not in os.environ and here < world:
         raise OutriderError(f"--tensor-parallel {world} needs {world} GPUs, torch sees {here}: take fewer, or --device cpu")
     if local >= here:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -229,8 +230,11 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
 
 
 def read_traces(path: Path) -> Iterator[Trace]:
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    try:
+        data = path.read_bytes()
+        text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode("utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise OutriderError(f"cannot read traces from {path}: {getattr(error, 'strerror', None) or error}") from None
     for number, line in enumerate(text.splitlines(), 1):
         try:
             raw = json.loads(line)
@@ -239,5 +243,5 @@ def read_traces(path: Path) -> Iterator[Trace]:
                 tuple(int(r) for r in raw.get("ngram", ())), tuple(int(m) for m in raw.get("match", ())),
                 tuple(tuple(float(c) for c in row) for row in raw.get("confidence", ())), int(raw.get("prompt_tokens", 64)),
             )  # fmt: skip
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise OutriderError(f"{path}:{number}: not a trace ({error})") from error

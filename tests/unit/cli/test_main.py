@@ -52,6 +52,18 @@ def test_one_line_and_exit_code_2(
     assert code == 2 and len(lines) == 1 and told in lines[0] and "Traceback" not in err, err
 
 
+def test_a_number_of_processes_that_is_none(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A command in one process does without it; one that is divided over several says what is wrong."""
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    monkeypatch.setattr("sys.argv", ["outrider", "--version"])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    assert end.value.code == 0
+    monkeypatch.setenv("RANK", "y")
+    code, err = called(monkeypatch, capsys, "generate", "m", "x", "--tensor-parallel", "2")
+    assert (code, err) == (2, "outrider: RANK in the environment must be a whole number, got 'y'\n")
+
+
 def test_without_arguments_and_with_questions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert called(monkeypatch, capsys, "--version") == (0, "")
     assert called(monkeypatch, capsys, "generate", "--help") == (0, "")

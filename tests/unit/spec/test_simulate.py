@@ -1,5 +1,6 @@
 """Replaying traces: the books are exact, and the controller keeps its promises on made-up drafters."""
 
+import gzip
 import random
 from pathlib import Path
 
@@ -99,6 +100,18 @@ def test_traces_are_kept_and_read(tmp_path):
         list(read_traces(tmp_path / "bad.jsonl"))
     with pytest.raises(OutriderError, match="entries"):
         Trace("t", "c", "mtp", (1, 2), ngram=(1,))
+
+
+def test_a_damaged_file_of_traces_is_one_line(tmp_path):
+    write_traces(tmp_path / "t.jsonl", synthetic(3, 1))
+    whole = gzip.compress((tmp_path / "t.jsonl").read_bytes(), mtime=0)
+    for damaged in (whole[:-9], whole[:12] + b"\xff" * 8 + whole[20:], b"{}", gzip.compress(b"\xff")):
+        (tmp_path / "t.jsonl.gz").write_bytes(damaged)
+        with pytest.raises(OutriderError, match=r"cannot read traces from .*t\.jsonl\.gz: "):
+            list(read_traces(tmp_path / "t.jsonl.gz"))
+    (tmp_path / "t.jsonl").write_text("[" * 200_000)
+    with pytest.raises(OutriderError, match=r"t\.jsonl:1: not a trace"):
+        list(read_traces(tmp_path / "t.jsonl"))
 
 
 RECORDED = Path(__file__).parents[2] / "data" / "smollm2_traces.jsonl.gz"  # the quick suite, SmolLM2-135M with the first shipped drafter
