@@ -1,13 +1,14 @@
 """Settings, validated once, frozen. Torch-free.
 
 A field whose annotation carries a text is also an option of commands and of a deployment's file: its name, its default and its help stand
-here and nowhere else (`OPTIONS`).
+here and nowhere else (`OPTIONS`). What is refused is told by the field's name; commands write it as the option it was (cli.common).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from .types import MAX_DRAFT, OutriderError
@@ -42,7 +43,7 @@ class EngineConfig:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
-        known("K/V dtype", self.kv_dtype, KvDtype)
+        known("kv_dtype", self.kv_dtype, KvDtype)
         if not 0.0 < self.gpu_memory <= 1.0:
             raise OutriderError(f"gpu_memory must be in (0, 1], got {self.gpu_memory}")
         if not 0.0 <= self.swap < 1 << 20:
@@ -59,12 +60,12 @@ class SpecConfig:
 
     def __post_init__(self) -> None:
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT:
-            raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {self.draft_tokens}")
-        known("verifier", self.verify, Verify)
-        if self.tree is not None and not 0 <= self.tree <= MAX_DRAFT:
-            raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 1..{MAX_DRAFT}, got {self.tree}")
+            raise OutriderError(f"draft_tokens must be in 0..{MAX_DRAFT} or 'auto', got {self.draft_tokens}")
+        known("verify", self.verify, Verify)
+        if self.tree and not 2 <= self.tree <= MAX_DRAFT:  # a tree of one token would be a line, which is 0
+            raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {self.tree}")
         if self.tree and self.verify != "coupled":
-            raise OutriderError(f"trees are for the coupled verifier; {self.verify} keeps lines: leave --tree out")
+            raise OutriderError(f"trees are for the coupled verifier; {self.verify} keeps lines: leave tree out")
 
 
 @dataclass(frozen=True)
@@ -100,12 +101,12 @@ class LoadSettings:
         if self.dtype is not None:
             known("dtype", self.dtype, Literal["float32", "bfloat16", "float16"])
         if self.quantize is not None:
-            known("--quantize", self.quantize, Literal["int8", "int4", "fp8"])
-        known("load format", self.load_format, LoadFormat)
+            known("quantize", self.quantize, Literal["int8", "int4", "fp8"])
+        known("load_format", self.load_format, LoadFormat)
         if self.tensor_parallel < 1:
-            raise OutriderError(f"--tensor-parallel must be at least 1, got {self.tensor_parallel}")
+            raise OutriderError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
         if self.tensor_parallel > 1 and self.engine.swap:
-            raise OutriderError("--swap is for a model in one process: leave it out beside --tensor-parallel")
+            raise OutriderError("swap is for a model in one process: leave it out beside tensor_parallel")
 
     @property
     def spec(self) -> SpecConfig:
@@ -116,6 +117,17 @@ class LoadSettings:
         """From options by their names, the engine's among them."""
         engine = EngineConfig(**{name: value for name, value in options.items() if name in ENGINE})  # type: ignore[arg-type]
         return cls(**{name: value for name, value in options.items() if name not in ENGINE}, engine=engine)  # type: ignore[arg-type]
+
+    def changed(self, changes: Mapping[str, object]) -> LoadSettings:
+        """The same with these fields; an engine of None is the one that is there."""
+        known = [f.name for f in fields(self)]
+        for name in changes:
+            if name in (f.name for f in fields(self.engine)):
+                raise OutriderError(f"{name!r} is a field of the engine's: say engine=EngineConfig({name}=...)")
+            if name not in known:
+                raise OutriderError(f"unknown field {name!r}; known: {', '.join(get_close_matches(name, known) or known)}")
+        given = {name: value for name, value in changes.items() if name != "engine" or value is not None}
+        return replace(self, **given)  # type: ignore[arg-type]  # they are checked as they are set
 
     def options(self) -> dict[str, str | int | float | None]:
         """What `of` would make this from."""
@@ -147,7 +159,7 @@ def parse_tree(text: str | int | None) -> int | None:
     try:
         return SpecConfig(tree=0 if text == "off" else int(text)).tree
     except ValueError:
-        raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 1..{MAX_DRAFT}, got {text!r}") from None
+        raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {text!r}") from None
 
 
 def parse_draft_tokens(text: str | int | None) -> int | None:
@@ -157,4 +169,4 @@ def parse_draft_tokens(text: str | int | None) -> int | None:
     try:
         return SpecConfig(draft_tokens=int(text)).draft_tokens
     except ValueError:
-        raise OutriderError(f"draft tokens must be a number in 0..{MAX_DRAFT} or 'auto', got {text!r}") from None
+        raise OutriderError(f"draft_tokens must be a number in 0..{MAX_DRAFT} or 'auto', got {text!r}") from None

@@ -73,7 +73,7 @@ class LLM:
         (`tensor_parallel`, outrider.parallel) the others never come back from here."""
         if not isinstance(settings, LoadSettings):
             raise OutriderError(f"LLM.load takes {settings!r} by its name only: LLM.load({model!r}, drafter=..., draft_tokens=...)")
-        settings = replace(settings, **changes)  # type: ignore[arg-type]  # they are checked as they are set
+        settings = settings.changed(changes)
         if settings.tensor_parallel == 1:
             return cls._open(model, settings, say)
         if is_worker():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -82,14 +83,15 @@ def test_options_there_and_back() -> None:
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
-        ({"draft_tokens": "many"}, "draft tokens must be a number in 0..16 or 'auto', got 'many'"),
+        ({"draft_tokens": "many"}, "draft_tokens must be a number in 0..16 or 'auto', got 'many'"),
+        ({"tree": 1}, "tree must be 'auto', 'off' or a number of tokens in 2..16, got 1"),
         ({"tree": 99}, "tree must be 'auto', 'off' or a number"),
-        ({"verify": "hope"}, "unknown verifier 'hope'; known: coupled, rejection, block"),
+        ({"verify": "hope"}, "unknown verify 'hope'; known: coupled, rejection, block"),
         ({"dtype": "int7"}, "unknown dtype 'int7'; known: float32, bfloat16, float16"),
-        ({"quantize": "int7"}, "unknown --quantize 'int7'; known: int8, int4, fp8"),
-        ({"load_format": "tar"}, "unknown load format 'tar'; known: auto, dummy"),
-        ({"tensor_parallel": 0}, "--tensor-parallel must be at least 1, got 0"),
-        ({"tensor_parallel": 2, "engine": EngineConfig(swap=1)}, "--swap is for a model in one process"),
+        ({"quantize": "int7"}, "unknown quantize 'int7'; known: int8, int4, fp8"),
+        ({"load_format": "tar"}, "unknown load_format 'tar'; known: auto, dummy"),
+        ({"tensor_parallel": 0}, "tensor_parallel must be at least 1, got 0"),
+        ({"tensor_parallel": 2, "engine": EngineConfig(swap=1)}, "swap is for a model in one process"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_loaded(wrong: dict[str, object], told: str) -> None:
@@ -97,6 +99,39 @@ def test_mistakes_are_told_before_anything_is_loaded(wrong: dict[str, object], t
         LLM.load("nowhere", **wrong)
 
 
-def test_a_field_that_there_is_not() -> None:
-    with pytest.raises(TypeError, match="colour"):
-        LLM.load("nowhere", colour="red")
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [
+        ("drafters", "unknown field 'drafters'; known: drafter"),
+        ("colour", f"unknown field 'colour'; known: {', '.join(f.name for f in fields(LoadSettings))}"),
+        ("max_context", "'max_context' is a field of the engine's: say engine=EngineConfig(max_context=...)"),
+    ],
+)
+def test_a_field_that_there_is_not(field: str, told: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        LLM.load("nowhere", **{field: 100})
+    assert str(caught.value).startswith(told)
+
+
+def test_an_engine_of_none_is_the_default() -> None:
+    assert LoadSettings().changed({"engine": None, "drafter": "none"}) == LoadSettings(drafter="none")
+    given = LoadSettings(engine=EngineConfig(max_context=77))
+    assert given.changed({"engine": None}) == given and given.changed({"engine": EngineConfig()}) == LoadSettings()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--max-context 0", "--max-context must be at least 1, got 0"),
+        ("--quantize int3", "unknown --quantize 'int3'; known: int8, int4, fp8"),
+        ("--kv-dtype dtype", "unknown --kv-dtype 'dtype'; known: auto, int8, fp8"),
+        ("--swap 1 --tensor-parallel 2", "--swap is for a model in one process: leave it out beside --tensor-parallel"),
+        ("--tree 9 --verify block", "trees are for the coupled verifier; block keeps lines: leave --tree out"),
+        ("--tree 1", "--tree must be 'auto', 'off' or a number of tokens in 2..16, got 1"),
+        ("--memory 4", "--memory is shared by several models"),
+    ],
+)
+def test_a_command_names_its_options_as_they_are_typed(words: str, told: str) -> None:
+    with pytest.raises(OutriderError) as caught:
+        typer.main.get_command(app(("doctor", "serve")))(["serve", "nowhere", *words.split()], standalone_mode=False)
+    assert str(caught.value).startswith(told)

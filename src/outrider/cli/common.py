@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter
 from pathlib import Path
@@ -88,7 +89,11 @@ def offering(parameter: str, options: Mapping[str, Option], make: Callable[[dict
     def around(command: Command) -> Command:
         @functools.wraps(command)
         def run(**given: object) -> None:
-            command(**{parameter: make({name: given.pop(name) for name in options}), **given})
+            try:
+                made = make({name: given.pop(name) for name in options})
+            except OutriderError as error:
+                raise OutriderError(as_options(str(error), options)) from None
+            command(**{parameter: made, **given})
 
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != parameter]
         ours = [
@@ -99,6 +104,12 @@ def offering(parameter: str, options: Mapping[str, Option], make: Callable[[dict
         return run
 
     return around
+
+
+def as_options(message: str, names: Iterable[str]) -> str:
+    """With the fields of settings that it names written as they are typed here: max_context as --max-context."""
+    fields = "|".join(names)
+    return re.sub(rf"(?<![\w'-])({fields})(?![\w'-])", lambda found: "--" + found[0].replace("_", "-"), message)
 
 
 def typed(option: Option) -> object:

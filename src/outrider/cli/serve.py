@@ -65,6 +65,8 @@ def serve(
     listed = catalogue.read(models)
     if len(listed) > 1:
         several(listed, name, load, memory)
+    elif memory is not None:
+        raise OutriderError("--memory is shared by several models: for one, --max-context bounds its K/V, and on a GPU --gpu-memory all")
     settings = server(
         model_name=name or listed[0].name, api_key=api_key, otel_endpoint=otel_endpoint,
         max_concurrent=8 if max_concurrent is None else max_concurrent,

@@ -225,7 +225,7 @@ def _replicas(value: object) -> Replicas:
     return Replicas.parse(str(value))
 
 
-def _option(option: Option) -> Rule:
+def _option(name: str, option: Option) -> Rule:
     """Of a load setting: its kind is seen to here, what else it must be by `LoadSettings`."""
     kinds = [kind for kind in get_args(option.kind) or (option.kind,) if kind is not NoneType]
     if kinds == [int]:
@@ -233,8 +233,19 @@ def _option(option: Option) -> Rule:
     if kinds == [float]:
         return _number(0)
     if int in kinds:
-        return Rule(lambda value: _text(str(value)), "a text or a number")
+        return Rule(_tree, "auto, off or a number") if name == "tree" else Rule(_word, "auto or a number")
     return TEXT
+
+
+def _word(value: object) -> str:
+    """A text, or a number as one."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError
+    return _text(str(value))
+
+
+def _tree(value: object) -> str:
+    return "off" if value is False else _word(value)  # YAML reads the word `off` as false
 
 
 def _typed(name: str, value: object) -> object:
@@ -255,5 +266,5 @@ def _typed(name: str, value: object) -> object:
 TEXT = Rule(_text, "a text that is not empty")
 RULES: dict[str, Rule] = {
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(ClusterConfig, include_extras=True).items() if name != "load"},
-    **{name: _option(option) for name, option in OPTIONS.items()},
+    **{name: _option(name, option) for name, option in OPTIONS.items()},
 }

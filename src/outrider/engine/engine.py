@@ -155,10 +155,7 @@ class Engine:
             most = self.model.config.max_context
             mend = "shorten it" if self.max_context >= most - 1 else f"shorten it or raise --max-context (the model knows up to {most})"
             raise OutriderError(f"prompt has {len(prompt)} tokens; the context holds {self.max_context}: {mend}")
-        if request.draft_tokens is not None and not 0 <= request.draft_tokens <= MAX_DRAFT:
-            raise OutriderError(f"draft tokens must be in 0..{MAX_DRAFT} or 'auto', got {request.draft_tokens}")
-        if request.tree is not None and not 0 <= request.tree <= MAX_DRAFT:
-            raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 1..{MAX_DRAFT}, got {request.tree}")
+        SpecConfig(request.draft_tokens, tree=request.tree)  # checks them
         if request.id in self._seqs:
             raise OutriderError(f"request id {request.id!r} is already running")
         if self.tokenizer is None and request.params.stop:

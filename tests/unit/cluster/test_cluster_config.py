@@ -35,12 +35,18 @@ def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None
         ({"routing": "random"}, "one of prefix, least-loaded"),
         ({"wait": 0}, "a number, more than 0"),
         ({"gpu_memory": 1.5}, "gpu_memory must be in (0, 1], got 1.5"),
-        ({"draft_tokens": 17}, "draft tokens must be in 0..16 or 'auto', got 17"),
+        ({"draft_tokens": 17}, "draft_tokens must be in 0..16 or 'auto', got 17"),
         ({"dtype": "int7"}, "unknown dtype 'int7'; known: float32, bfloat16, float16"),
+        ({"quantize": "int3"}, "unknown quantize 'int3'; known: int8, int4, fp8"),
+        ({"swap": 1, "tensor_parallel": 2}, "swap is for a model in one process: leave it out beside tensor_parallel"),
         ({"colour": "red"}, "unknown field 'colour'; known: model, replicas,"),
         ({"tensor_parallel": 0}, "tensor_parallel: 0 is not allowed; it must be a whole number, 1 or more"),
         ({"model": ""}, 'model: "" is not allowed'),
         ({"host": ["a"]}, 'host: ["a"] '),
+        ({"tree": True}, "tree: true is not allowed; it must be auto, off or a number"),
+        ({"draft_tokens": False}, "draft_tokens: false is not allowed; it must be auto or a number"),
+        ({"tree": 2.5}, "tree: 2.5 "),
+        ({"tree": [9]}, "tree: [9] "),
     ],
 )
 def test_a_mistake_is_one_line(fields: dict[str, object], told: str) -> None:
@@ -63,6 +69,14 @@ def test_what_it_says_of_itself_reads_back() -> None:
         ClusterConfig.of({"model": "m", "tensor_parallel": 2, "gpus_per_replica": 1}).placed(4)
     with pytest.raises(OutriderError, match="the cluster has 0 GPUs"):
         ClusterConfig.of({"model": "m", "gpus_per_replica": 1}).placed(0)
+
+
+@pytest.mark.parametrize(("said", "tree"), [("off", 0), ("'off'", 0), ("auto", None), ("9", 9), ("'9'", 9)])
+def test_trees_as_yaml_reads_them(tmp_path: Path, said: str, tree: int | None) -> None:
+    (tmp_path / "c.yaml").write_text(f"model: m\ntree: {said}\n")
+    config = ClusterConfig.read(tmp_path / "c.yaml", {})
+    assert config.load.spec.tree == tree and ClusterConfig.of(config.fields()) == config
+    assert ClusterConfig.from_args({"model": "m", "tree": said.strip("'")}).load.spec.tree == tree
 
 
 def test_arguments_of_an_application_are_texts(tmp_path: Path) -> None:
