@@ -65,7 +65,7 @@ def test_a_draft_model_is_timed_with_its_keys_in_place() -> None:
     assert isinstance(engine.drafter, DraftModel)
     rows: list[int] = []
     inner = engine.drafter.model.forward
-    engine.drafter.model.forward = lambda ids, kv, *rest: (rows.append(len(ids)), inner(ids, kv, *rest))[1]
+    engine.drafter.model.forward = lambda ids, kv, **rest: (rows.append(len(ids)), inner(ids, kv, **rest))[1]
     for batch in (1, 3):
         for _ in range(2):
             rows.clear()

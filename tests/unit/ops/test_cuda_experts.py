@@ -53,7 +53,7 @@ def mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 
 
 @emulated
-@pytest.mark.parametrize(("rows", "beside"), [(1, True), (1, False), (5, True), (8, False)])
+@pytest.mark.parametrize(("rows", "beside"), [(1, True), (3, False)])
 def test_tokens_are_their_definition(rows: int, beside: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles, chunks, tokens or slots mixed up; a last chunk that is not whole; spans of the dense MLP; ties of logits; copies not waited
     for; sums that are overwritten before they were added up."""
