@@ -127,7 +127,7 @@ def test_prove(cli: Any, model: Path) -> None:
         (["generate", "MODEL", "x", "--draft-tokens", "lots"], "0..16"),
         (["generate", "MODEL", "x", "--temperature", "-0.1"], "temperature"),
         (["generate", "MODEL", "x", "--top-p", "0"], "top_p"),
-        (["generate", "MODEL", "x", "--verify", "maybe"], "verifier"),
+        (["generate", "MODEL", "x", "--verify", "maybe"], "--verify"),
         (["generate", "MODEL", "x", "--drafter", "nosuch"], "nosuch"),
         (["generate", "MODEL", "x", "--ops", "abacus"], "abacus"),
         (["generate", "MODEL", "x", "--dtype", "int3"], "int3"),
