@@ -226,7 +226,6 @@ inline float power_of_2_flushed(float v) { return v < -126 ? 0.f : exp2f(v); }
 
 inline float root(float v) { return (float)(1 / sqrt((double)v)); }
 
-inline float reciprocal(float v) { return 1 / v; }
 
 inline float ratio(float a, float b) { return a / b; }
 
@@ -261,7 +260,6 @@ template <int BYTES> inline void copy_few(u32 to, const char* from) {
     machine::begin_copy(to, from, BYTES, BYTES);
 }
 inline void copy16_or_zeros(u32 to, const char* from, int bytes) { machine::begin_copy(to, from, 16, bytes); }
-inline void ask(const void*) {}
 inline void commit_copies() { machine::end_group(); }
 template <int GROUPS> inline void wait_copies_but() { machine::end_copies(GROUPS); }
 inline void wait_copies() { machine::end_group(), machine::end_copies(0); }

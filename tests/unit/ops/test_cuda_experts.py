@@ -16,7 +16,7 @@ from tests.cuda.emulator import Memory, missing
 
 from outrider.ops.cuda import runtime
 from outrider.ops.formats import MODES, Integer
-from outrider.ops.triton import few_experts
+from outrider.ops.triton import compiled, few_experts
 from outrider.ops.triton.few_experts import NUMBERS, SOURCE, Dense, FewExperts, Plan, flags_of, spans
 from outrider.ops.triton.quant_moe import QuantExperts, round_experts
 from outrider.ops.triton.repack import QuantWeight, repack
@@ -69,7 +69,7 @@ def test_tokens_are_their_definition(rows: int, beside: bool, monkeypatch: pytes
     x, h, router, router_in = (random(n, hidden, seed=7 + i) for i, n in enumerate((rows, rows, count, rows)))
     memory = Memory()
     hold = memory.hold
-    monkeypatch.setattr(few_experts, "Kernel", lambda source, name, flags, device, shared: memory.kernel(source, name, flags, seed=3))
+    monkeypatch.setattr(compiled, "Kernel", lambda source, name, flags, *_: memory.kernel(source, name, flags, seed=3))
     few = FewExperts(torch.device("cpu"))
     few.processors = 13
 
@@ -182,7 +182,7 @@ def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPat
     def broken(*_: object) -> None:
         raise runtime.CudaError("NVRTC gives no machine code")
 
-    monkeypatch.setattr(few_experts, "Kernel", broken)
+    monkeypatch.setattr(compiled, "Kernel", broken)
     few, (gate_up, down) = FewExperts(torch.device("cpu")), shells(128, 2816, 704)
     x = torch.zeros((1, 2816), dtype=torch.bfloat16)
     plan = few.plan(x, ROUTER, gate_up, down, 8, None)
@@ -198,4 +198,4 @@ def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPat
 def test_the_source_compiles(rows: int) -> None:
     plan = Plan.of(rows, ROUTER, *shells(128, 2816, 704), 8, None, 132, ROOM)
     assert plan is not None
-    assert runtime.image(SOURCE.read_text(), "90", flags_of(plan, "gelu_tanh")).startswith(b"\x7fELF")
+    assert runtime.image(SOURCE.read_text(), "90", dict(flags_of(plan, "gelu_tanh"))).startswith(b"\x7fELF")

@@ -34,11 +34,12 @@ class Emulated(FewQueries):
     def __init__(self, memory: Memory, seed: int = 0, edit: tuple[str, str] = ("", "")):
         super().__init__(torch.device("cpu"))
         self.memory, self.seed = memory, seed
-        assert edit[0] in self.source
-        self.source = self.source.replace(*edit) if edit[0] else self.source
+        text = self.source.read_text()
+        assert edit[0] in text
+        self.text = text.replace(*edit) if edit[0] else text
 
-    def _kernel(self, flags):  # type: ignore[no-untyped-def]
-        return self.memory.kernel(self.source, "few_queries", dict(flags), seed=self.seed)
+    def kernel(self, name, flags):  # type: ignore[no-untyped-def]
+        return self.memory.kernel(self.text, name, dict(flags), seed=self.seed)
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from tests.unit.ops.test_cpu_packing import part
 
 from outrider.ops.cuda.runtime import FOLDER
 from outrider.ops.formats import Float8, Integer, NvFp4, Weight
-from outrider.ops.triton import few_rows
+from outrider.ops.triton import compiled, few_rows
 from outrider.ops.triton.few_rows import SOURCE, Chunk, FewRows, Units
 from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.repack import ROWS, Codes, QuantWeight, repack
@@ -93,7 +93,7 @@ class Rig:
         held = {name: self.memory.hold(t) for name in TENSORS if (t := getattr(bare, name)) is not None}
         self.weight = replace(bare, **held)
         patch.setattr(
-            few_rows, "Kernel", lambda source, name, flags, device, room, own: self.memory.kernel(source, name, flags, folder, seed)
+            compiled, "Kernel", lambda source, name, flags, device, room, own: self.memory.kernel(source, name, flags, folder, seed)
         )
         patch.setattr(few_rows, "units_of", lambda w: Units(case.n // 16, w.chunks, case.span))
         patch.setattr(few_rows, "choose_block", lambda units, chunk, tokens, *_: (case.warps, shared_bytes(case, units, chunk, tokens)))
@@ -197,13 +197,13 @@ BROKEN = {
     "x before other warps have laid it": ("few_rows.cu", "    __syncthreads();\n", "", r"shared memory, which thread \d+ wrote"),
     "counted before other lanes have stored": (
         "units.cuh",
-        "        __syncwarp();\n        int done",
+        "    __syncwarp();\n    int done",
         "int done",
         r"of buffer \d+, which thread \d+ of block",
     ),
     "sums before a lane has seen the count": (
         "units.cuh",
-        "        __syncwarp();\n        if (lane",
+        "    __syncwarp();\n    if (lane",
         "if (lane",
         r"of buffer \d+, which thread \d+ of block",
     ),

@@ -17,7 +17,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.known import KNOWN
 from outrider.ops.cuda import runtime
 from outrider.ops.formats import BLOCKS, Block, Float8, Integer, NvFp4, Weight
-from outrider.ops.triton import few_rows
+from outrider.ops.triton import compiled
 from outrider.ops.triton.few_rows import NUMBERS, POINTERS, SOURCE, Chunk, FewRows, Units, choose_block, flags_of, suits, weights_of
 from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.quant_tiles import choose_quant_tile
@@ -136,7 +136,7 @@ def test_without_nvrtc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog:
     seen = torch.zeros(8, dtype=torch.int32)
     assert FewRows.of(torch.device("cpu"), seen) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(few_rows, "missing", lambda: "no libnvrtc")
+    monkeypatch.setattr(compiled, "missing", lambda: "no libnvrtc")
     with caplog.at_level(logging.WARNING, logger="outrider"):
         assert FewRows.of(torch.device("cuda", 0), seen) is None
     assert len(caplog.records) == 1 and "no libnvrtc" in caplog.text
@@ -149,7 +149,7 @@ def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPat
     def broken(*_: object) -> None:
         raise runtime.CudaError("NVRTC gives no machine code")
 
-    monkeypatch.setattr(few_rows, "Kernel", broken)
+    monkeypatch.setattr(compiled, "Kernel", broken)
     few, w = FewRows(torch.device("cpu"), torch.zeros(8, dtype=torch.int32)), weight()
     x = torch.zeros((2, 512), dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="outrider"):

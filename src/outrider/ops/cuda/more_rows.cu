@@ -191,12 +191,7 @@ __device__ __forceinline__ void finish(float (&acc)[4 * NT], const Cut& p, int s
 #pragma unroll
         for (int j = 0; j < NT; j++)
             __stcg(whole + (split * NT + j) * 32, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
-        __syncwarp();
-        int done = 0;
-        if (lane.index == 0) done = count_one(to.seen + tile);
-        if (__shfl_sync(~0u, done, 0) != p.splits - 1) return;
-        __syncwarp();
-        if (lane.index == 0) to.seen[tile] = 0;
+        if (!last_of(to.seen + tile, p.splits, lane)) return;
 #pragma unroll
         for (int i = 0; i < 4 * NT; i++) acc[i] = 0.f;
         for (int s = 0; s < p.splits; s += 3) {  // three spans' loads fly together

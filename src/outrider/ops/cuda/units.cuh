@@ -170,6 +170,17 @@ __device__ __forceinline__ float activate(float x) {  // `activate` of ops/trito
 
 __device__ __forceinline__ void store(u16* out, float v) { *out = bfloat_of(v); }
 
+// Whether the warp, its own sums written, is the last of `splits` that come here: then the others' can be read, and the count is 0 again.
+__device__ __forceinline__ bool last_of(int* seen, int splits, const Lane& lane) {
+    __syncwarp();
+    int done = 0;
+    if (lane.index == 0) done = count_one(seen);
+    if (__shfl_sync(~0u, done, 0) != splits - 1) return false;
+    __syncwarp();
+    if (lane.index == 0) *seen = 0;
+    return true;
+}
+
 // A unit's sums: kept, or, by the last warp of these rows, added to those of the other spans, in order, and stored.
 template <bool Gated>
 __device__ __forceinline__ void finish_unit(float (&acc)[SUMS], const Shape& p, const Place& u, const Result& to, const Lane& lane, int token) {
@@ -179,12 +190,7 @@ __device__ __forceinline__ void finish_unit(float (&acc)[SUMS], const Shape& p, 
         float* own = whole + split * (TOKENS * 16);
 #pragma unroll
         for (int a = 0; a < SUMS / 2; a++) __stcg(own + a * 16, acc[a]), __stcg(own + a * 16 + 8, acc[a + SUMS / 2]);
-        __syncwarp();
-        int done = 0;
-        if (lane.index == 0) done = count_one(to.seen + tile);
-        if (__shfl_sync(~0u, done, 0) != p.splits - 1) return;
-        __syncwarp();
-        if (lane.index == 0) to.seen[tile] = 0;
+        if (!last_of(to.seen + tile, p.splits, lane)) return;
 #pragma unroll
         for (int a = 0; a < SUMS; a++) acc[a] = 0.f;
         for (int s = 0; s < p.splits; s += 8) {  // eight spans' loads fly together

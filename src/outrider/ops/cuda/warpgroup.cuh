@@ -1,6 +1,6 @@
 // Hopper's instruction of four warps, and what has to stand around it: the only `asm` beside device.cuh, for kernels compiled for sm_90a.
 //
-// Given when compiled: NT, the tokens of a product by eights, 2 to 8.
+// Given when compiled: NT, the tokens of a product by eights, 2 to 5.
 #ifndef OUTRIDER_WARPGROUP
 #define OUTRIDER_WARPGROUP
 #include "device.cuh"
@@ -8,10 +8,8 @@
 #define SUMS_OF(d, j) "+f"(d[4 * j]), "+f"(d[4 * j + 1]), "+f"(d[4 * j + 2]), "+f"(d[4 * j + 3])
 #define SUMS_OF_2(d) SUMS_OF(d, 0), SUMS_OF(d, 1)
 #define SUMS_OF_4(d) SUMS_OF_2(d), SUMS_OF(d, 2), SUMS_OF(d, 3)
-#define SUMS_OF_6(d) SUMS_OF_4(d), SUMS_OF(d, 4), SUMS_OF(d, 5)
 #define TEXT_OF_2 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define TEXT_OF_4 TEXT_OF_2 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define TEXT_OF_6 TEXT_OF_4 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #if NT == 2
 #define SHAPE "m64n16k16"
 #define ALL_SUMS(d) SUMS_OF_2(d)
@@ -27,26 +25,11 @@
 #define ALL_SUMS(d) SUMS_OF_4(d)
 #define TEXT "{" TEXT_OF_4 "}, {%16,%17,%18,%19}, %20"
 #define ADDED "%21"
-#elif NT == 5
+#else
 #define SHAPE "m64n40k16"
 #define ALL_SUMS(d) SUMS_OF_4(d), SUMS_OF(d, 4)
 #define TEXT "{" TEXT_OF_4 ",%16,%17,%18,%19}, {%20,%21,%22,%23}, %24"
 #define ADDED "%25"
-#elif NT == 6
-#define SHAPE "m64n48k16"
-#define ALL_SUMS(d) SUMS_OF_6(d)
-#define TEXT "{" TEXT_OF_6 "}, {%24,%25,%26,%27}, %28"
-#define ADDED "%29"
-#elif NT == 7
-#define SHAPE "m64n56k16"
-#define ALL_SUMS(d) SUMS_OF_6(d), SUMS_OF(d, 6)
-#define TEXT "{" TEXT_OF_6 ",%24,%25,%26,%27}, {%28,%29,%30,%31}, %32"
-#define ADDED "%33"
-#else
-#define SHAPE "m64n64k16"
-#define ALL_SUMS(d) SUMS_OF_6(d), SUMS_OF(d, 6), SUMS_OF(d, 7)
-#define TEXT "{" TEXT_OF_6 ",%24,%25,%26,%27,%28,%29,%30,%31}, {%32,%33,%34,%35}, %36"
-#define ADDED "%37"
 #endif
 
 // d [64, 8 NT] = a [64, 16] · b [16, 8 NT], or more of it (Add). Each warp holds 16 rows of a and d, by lanes as in `multiply`, d by eights of

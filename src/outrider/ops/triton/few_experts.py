@@ -9,32 +9,28 @@ else, and every larger number of rows, goes to Triton; so does all where NVRTC c
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass
 
 import torch
 import triton
 from torch import Tensor
 
-from ..cuda.runtime import FOLDER, CudaError, Kernel, missing
+from ..cuda.runtime import FOLDER, Kernel
 from ..formats import Held
+from .compiled import Compiled, Flags
 from .few_rows import ACTS
 from .quant_moe import QuantExperts
-from .quant_tiles import choose_quant_tile, processors_of, shared_of
+from .quant_tiles import choose_quant_tile
 from .repack import Codes, QuantWeight
 from .tiles import choose_tile
 
-log = logging.getLogger("outrider")
 SOURCE = FOLDER / "experts.cu"
-INSTEAD = "experts in int8 at up to 3 tokens go through Triton, about a fifth slower: %s"
 MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 64, 128, 24, 32, 4
 MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router
 WORDS, STAGE, X_BYTES, CHOICES = 2048, 2112, 256, 1040  # of a warp's chunk, and of the list of experts, as experts.cu has them
 NUMBERS = (
     "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span", "down_splits",
 )  # fmt: skip
-
-
 FASTER = 3  # rows up to which they were: five take 95 us a layer on an H200, in Triton's tiles 89
 
 
@@ -155,24 +151,10 @@ class Kernels:
     down: Kernel
 
 
-class FewExperts:
-    """The kernels of one device, compiled at first need. `of` gives None, and says why, where there are none."""
+class FewExperts(Compiled):
+    """The kernels of one device."""
 
-    def __init__(self, device: torch.device):
-        self.device, self.processors, self.room = device, processors_of(device), shared_of(device)
-        self.source = SOURCE.read_text()
-        self.made: dict[tuple[int, ...], Kernels] = {}
-        self.usable = True
-
-    @staticmethod
-    def of(device: torch.device) -> FewExperts | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-            return None
-        reason = missing()
-        if reason is not None:
-            log.warning(INSTEAD, reason)
-            return None
-        return FewExperts(device)
+    source, what = SOURCE, "experts in int8 at up to 3 tokens go"
 
     def plan(self, x: Tensor, router: Held, gate_up: Held, down: Held, top: int, beside: Dense | None) -> Plan | None:
         """None: not one of these."""
@@ -212,22 +194,17 @@ class FewExperts:
     def kernels(self, plan: Plan, act: str) -> Kernels | None:
         """None: they cannot be compiled."""
         flags = flags_of(plan, act)
-        key = tuple(flags.values())
-        if key not in self.made:
-            try:
-                made = [Kernel(self.source, f"experts_{name}", flags, self.device, self.room) for name in ("router", "gate_up", "down")]
-            except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
-                log.warning(INSTEAD, error)
-                self.usable = False
-                return None
-            self.made[key] = Kernels(*made)
-        return self.made[key]
+        router = self.kernel("experts_router", flags)
+        gate_up = self.kernel("experts_gate_up", flags) if router is not None else None
+        down = self.kernel("experts_down", flags) if gate_up is not None else None
+        return None if router is None or gate_up is None or down is None else Kernels(router, gate_up, down)
 
 
-def flags_of(plan: Plan, act: str) -> dict[str, int]:
+def flags_of(plan: Plan, act: str) -> Flags:
     """What the source is compiled with."""
     span, splits = plan.router
-    return dict(
+    flags: dict[str, int | str] = dict(
         MOST=plan.most, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down,
         DOWN_WARPS=plan.down_warps, ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
     )  # fmt: skip
+    return tuple(flags.items())

@@ -11,22 +11,19 @@ of a kernel that is not launched early.
 from __future__ import annotations
 
 import ctypes
-import logging
 
 import torch
 import triton
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from ..cuda.runtime import FOLDER, CudaError, Kernel, missing
+from ..cuda.runtime import FOLDER
 from .attention import combine
 from .attention_shapes import Cut, choose_cut, choose_shape, split_count
-from .quant_tiles import shared_of
+from .compiled import Compiled, Flags
 
-log = logging.getLogger("outrider")
 SOURCE = FOLDER / "few_queries.cu"
 DIM, WARPS, QUERIES = 256, 8, 16
-INSTEAD = "attention of few rows under a window goes through Triton, a few microseconds a layer slower: %s"
 Turn = tuple[Tensor, Tensor, Tensor | None, Tensor | None]  # cosines, sines, norms of queries and of keys
 
 
@@ -69,24 +66,10 @@ def turns(turn: Turn, spec: AttnSpec, kv: KVView) -> bool:
     return alone and all(t is None or (t.dtype == torch.float32 and t.is_contiguous()) for t in turn)
 
 
-class FewQueries:
-    """The kernels of one device, compiled at first need. `of` gives None, and says why, where there are none."""
+class FewQueries(Compiled):
+    """The kernels of one device."""
 
-    def __init__(self, device: torch.device):
-        self.device, self.room = device, shared_of(device)
-        self.source = SOURCE.read_text()
-        self.kernels: dict[tuple[tuple[str, int], ...], Kernel] = {}
-        self.usable = True
-
-    @staticmethod
-    def of(device: torch.device) -> FewQueries | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-            return None
-        reason = missing()
-        if reason is not None:
-            log.warning(INSTEAD, reason)
-            return None
-        return FewQueries(device)
+    source, what = SOURCE, "attention of few rows under a window goes"
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool) -> Tensor | None:
         """q [R, heads · D] -> the same; None: not one of these."""
@@ -102,7 +85,7 @@ class FewQueries:
     def _launch(self, q: Tensor, turn: Turn | None, spec: AttnSpec, kv: KVView, pdl: bool) -> Tensor | None:
         cut = choose_cut(spec, q.dtype, self.room)
         here = self.usable and q.device.type == self.device.type  # a tensor without memory is for Triton, which compiles for it
-        kernel = self._kernel(flags_of(spec, kv, cut, turn)) if here and suits(q, spec, kv, cut) else None
+        kernel = self.kernel("few_queries", flags_of(spec, kv, cut, turn)) if here and suits(q, spec, kv, cut) else None
         if kernel is None:
             return None
         keys, values, table = kv.keys[spec.kv_layer], kv.values[spec.kv_layer], kv.tables[spec.group]
@@ -119,23 +102,13 @@ class FewQueries:
         combine(part, part_ml, out, spec, kv, cut, pdl)
         return out
 
-    def _kernel(self, flags: tuple[tuple[str, int], ...]) -> Kernel | None:
-        if flags not in self.kernels:
-            try:
-                self.kernels[flags] = Kernel(self.source, "few_queries", dict(flags), self.device, self.room)
-            except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
-                log.warning(INSTEAD, error)
-                self.usable = False
-                return None
-        return self.kernels[flags]
-
 
 def shared_bytes(cut: Cut) -> int:
     """Keys, values, queries, weights, maxima."""
     return (2 * cut.bn + QUERIES) * 2 * DIM + QUERIES * 128 + WARPS * QUERIES * 4
 
 
-def flags_of(spec: AttnSpec, kv: KVView, cut: Cut, turn: Turn | None) -> tuple[tuple[str, int], ...]:
+def flags_of(spec: AttnSpec, kv: KVView, cut: Cut, turn: Turn | None) -> Flags:
     """What the source is compiled with."""
     _, _, q_norm, k_norm = turn or (None,) * 4
     flags = dict(

@@ -8,29 +8,23 @@ tokens, goes to Triton; so does all where NVRTC cannot be had, which one line of
 from __future__ import annotations
 
 import ctypes
-import logging
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
 
-from ..cuda.runtime import FOLDER, CudaError, Kernel, missing
+from ..cuda.runtime import FOLDER
+from .compiled import Compiled, Flags
 from .quant import Extras
-from .quant_tiles import choose_quant_tile, processors_of, shared_of
+from .quant_tiles import choose_quant_tile
 from .repack import ROWS, Codes, QuantWeight
 
-Flags = tuple[tuple[str, int | str], ...]
-
-log = logging.getLogger("outrider")
 SOURCE = FOLDER / "few_rows.cu"
 MOST_TOKENS = 8
 TILE = 16  # rows of the weight that a warp takes
 ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
-INSTEAD = "quantised weights at %s tokens go through Triton, slower: %s"
 NUMBERS = (
     "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "magic", "longs", "more_longs", "shorts", "more_shorts", "rest",
 )  # fmt: skip
@@ -127,45 +121,18 @@ def choose_block(units: Units, chunk: Chunk, tokens: int, processors: int, room:
     return None
 
 
-class Compiled:
-    """The kernels of one source on one device, compiled at first need. `of` gives None, and says why, where there are none."""
+class Products(Compiled):
+    """Kernels of products. Their one counter, `seen`: how many spans of a tile are done, 0 again when all are."""
 
-    source: Path
-    name: str  # of the function in it
-    tokens: str  # that it is for
-    own = False  # it has instructions of this architecture alone
-
-    def __init__(self, device: torch.device, seen: Tensor):
-        self.device, self.seen = device, seen
-        self.processors, self.room = processors_of(device), shared_of(device)
-        self.kernels: dict[Flags, Kernel] = {}
-        self.usable = True
-
-    @classmethod
-    def of(cls, device: torch.device, seen: Tensor) -> Self | None:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
-            return None
-        reason = missing()
-        if reason is not None:
-            log.warning(INSTEAD, cls.tokens, reason)
-            return None
-        return cls(device, seen)
-
-    def kernel(self, flags: Flags) -> Kernel | None:
-        if flags not in self.kernels:
-            try:
-                self.kernels[flags] = Kernel(self.source.read_text(), self.name, dict(flags), self.device, self.room, self.own)
-            except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
-                log.warning(INSTEAD, self.tokens, error)
-                self.usable = False
-                return None
-        return self.kernels[flags]
+    @property
+    def seen(self) -> Tensor:
+        return self.counters[0]
 
 
-class FewRows(Compiled):
+class FewRows(Products):
     """The kernels of one device."""
 
-    source, name, tokens = SOURCE, "few_rows", "1 to 8"
+    source, what = SOURCE, "quantised weights at 1 to 8 tokens go"
 
     def product(self, x: Tensor, w: QuantWeight, extras: Extras, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
@@ -174,7 +141,7 @@ class FewRows(Compiled):
         rows, n, k = x.shape[0], *w.shape
         units = units_of(w)
         block = choose_block(units, Chunk.of(w), rows, self.processors, self.room)
-        kernel = None if block is None else self.kernel(flags_of(w, extras, rows, block[0]))
+        kernel = None if block is None else self.kernel("few_rows", flags_of(w, extras, rows, block[0]))
         if block is None or kernel is None:
             return None
         x = aligned(x, w)

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..cuda.runtime import FOLDER
-from .few_rows import ACTS, MOST_TOKENS, Compiled, Flags, Units, aligned, compared, units_of, weights_of
+from .compiled import Flags
+from .few_rows import ACTS, MOST_TOKENS, Products, Units, aligned, compared, units_of, weights_of
 from .quant import Extras, group_sums
 from .repack import Codes, QuantWeight
 
@@ -59,10 +60,10 @@ def blocks_of_a_span(units: Units, blocks: int) -> int:
     return min(blocks * units.span // units.chunks, (blocks - 1) // (units.splits - 1))
 
 
-class MoreRows(Compiled):
+class MoreRows(Products):
     """The kernels of one device."""
 
-    source, name, tokens, own = SOURCE, "more_rows", "9 to 40", True
+    source, what, own = SOURCE, "4-bit weights at 9 to 40 tokens go", True
 
     def product(self, x: Tensor, w: QuantWeight, extras: Extras, pdl: bool) -> Tensor | None:
         """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
@@ -71,7 +72,7 @@ class MoreRows(Compiled):
         rows, n, k = x.shape[0], *w.shape
         units, groups, lifted = units_of(w), PLANES // w.per, w.lift is not None
         block, per = choose_block(rows, groups, lifted, self.room), blocks_of_a_span(units, self.processors)
-        kernel = None if block is None or per == 0 else self.kernel(flags_of(w, extras, block))
+        kernel = None if block is None or per == 0 else self.kernel("more_rows", flags_of(w, extras, block))
         if block is None or kernel is None:
             return None
         x = aligned(x, w)
