@@ -117,7 +117,8 @@ def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
 
 def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "UNREAD", 20)
-    engine = FakeEngine(TOK, lambda r: "word " * 800, draft=0)
+    # a step of no time at all would end an answer before the loop, which tells the engine to pause, had its turn on a busy machine
+    engine = FakeEngine(TOK, lambda r: "word " * 800, draft=0, delay=0.0005)
     body = {"messages": HI, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 9, "n": 2}
     with Served(engine, TOK, 1 << 20, max_concurrent=4, stall_timeout=300) as s:
         silent = raw(s, "/v1/chat/completions", json.dumps(body).encode())
