@@ -34,7 +34,7 @@ from .models.pairing import fits, other_weights
 from .models.split import SOLO
 from .ops.cpu.ops import default_threads
 from .ops.formats import Held
-from .parallel import STARTED_BY_US, Leader, Parted, Team, follow, is_worker, join
+from .parallel import STARTED_BY_US, Leader, Parted, Team, follow, follow_to_the_end, is_worker, join
 from .spec import card as cards
 from .spec import draft_model
 from .spec.controller import Controller
@@ -43,7 +43,7 @@ from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
 from .types import Json, OutriderError, RequestStats, SamplingParams
-from .weights import hub, load_drafter, load_target
+from .weights import check_shares, hub, load_drafter, load_target
 from .weights.files import Files, fingerprint, text_files
 
 log = logging.getLogger("outrider")
@@ -78,6 +78,8 @@ class LLM:
             return cls._open(model, settings, say)
         if is_worker():
             worker(settings.device)
+        if "RANK" not in os.environ:  # those who are there already are told what is wrong while they load
+            check_shares(model, settings.tensor_parallel)
         team = join(settings.tensor_parallel, settings.device)
         try:
             team.send((model, settings))
@@ -283,6 +285,7 @@ def worker(device: str | None = None) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal tells everybody; rank 0 says what it means
     if STARTED_BY_US in os.environ:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        follow_to_the_end()
     team = None
     try:
         team = join(int(os.environ["WORLD_SIZE"]), os.environ.get(STARTED_BY_US, device))

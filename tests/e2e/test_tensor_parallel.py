@@ -19,7 +19,9 @@ import torch
 from safetensors.torch import save_file
 from tests.engines import GEMMA4, LLAMA, VARIANTS, VOCAB, assistant
 
+from outrider import LLM
 from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.parallel import team
 from outrider.types import OutriderError
 from outrider.weights import hub
 from outrider.weights.dummy_file import write_folder, write_gguf
@@ -147,3 +149,32 @@ def test_a_killed_process_ends_the_server_with_one_line(tmp_path: Path) -> None:
     assert last == [f"outrider: process 2 of --tensor-parallel 3 (pid {worker}) was killed by SIGKILL: the run cannot go on without it"]
     assert "Traceback" not in more and "  File" not in more, more  # nobody else complains that it is gone
     assert took < 40  # 10 s are promised and 2.3 s measured; a machine that runs the tests may be four times slower
+
+
+def test_more_processes_than_heads_are_refused_before_one_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(team, "_start", never)
+    write(tmp_path, WIDE)
+    with pytest.raises(OutriderError, match="layer 0 has 4 heads over 2 K/V heads, too few for --tensor-parallel 1000000000: take fewer"):
+        LLM.load(str(tmp_path), tensor_parallel=10**9, device="cpu")
+
+
+def test_who_waits_for_the_first_process_ends_with_it(tmp_path: Path) -> None:
+    """The first is killed before the others have found one another: a store that nobody keeps would be waited for for ten minutes."""
+    start = "import time; from outrider.parallel.team import COMMAND, _start"
+    script = f"{start}; print(_start(COMMAND, 1, 2, 9, 'cpu').pid, flush=True); time.sleep(600)"
+    first = subprocess.Popen(
+        [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": f"{ROOT}/src"}, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert first.stdout is not None
+        other = int(first.stdout.readline())
+    finally:
+        first.kill()
+    first.wait()
+    until = time.monotonic() + 120
+    while Path(f"/proc/{other}").exists() and "Z" not in Path(f"/proc/{other}/stat").read_text().rsplit(")", 1)[1].split()[0]:
+        assert time.monotonic() < until, "it waits on"
+        time.sleep(0.1)

@@ -2,6 +2,6 @@
 the others follow). What is whose is said by `models.split`."""
 
 from .lead import Leader, follow
-from .team import STARTED_BY_US, Parted, Team, is_worker, join
+from .team import STARTED_BY_US, Parted, Team, follow_to_the_end, is_worker, join
 
-__all__ = ["STARTED_BY_US", "Leader", "Parted", "Team", "follow", "is_worker", "join"]
+__all__ = ["STARTED_BY_US", "Leader", "Parted", "Team", "follow", "follow_to_the_end", "is_worker", "join"]

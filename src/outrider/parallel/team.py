@@ -16,6 +16,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from ..models.split import Share
 from ..types import OutriderError
-from .watch import Watch
+from .watch import LOOK, Watch
 
 if TYPE_CHECKING:
     from ..engine.graphs import GraphExecutor
@@ -39,7 +40,8 @@ FOREVER = timedelta(days=365)  # an idle server waits as long as it likes; `Watc
 LEAVING = 20.0  # seconds until those who should have left are ended
 STARTING = timedelta(minutes=10)
 STARTED_BY_US = "OUTRIDER_TEAM"  # in the environment of a process that the first one started: cpu or cuda
-WORKER = "from outrider.llm import worker; worker()"
+FIRST = "OUTRIDER_TEAM_FIRST"  # the first one's process number, in the environment of those it started
+COMMAND = (sys.executable, "-c", "from outrider.llm import worker; worker()")  # of those whom the first one starts
 
 
 class Parted(Exception):
@@ -65,6 +67,17 @@ def _number(name: str) -> int:
     if not text.isdecimal():
         raise OutriderError(f"{name} in the environment must be a whole number, got {text!r}")
     return int(text)
+
+
+def follow_to_the_end() -> None:
+    """A process that the first one started ends with it even while it still waits for the others, which may be minutes."""
+
+    def look() -> None:
+        while os.getppid() == _number(FIRST):
+            time.sleep(LOOK)
+        os._exit(1)
+
+    threading.Thread(target=look, name="outrider-first", daemon=True).start()
 
 
 class Team:
@@ -189,7 +202,7 @@ class Team:
         os._exit(1)
 
 
-def join(world: int, device: str | None, command: Sequence[str] = (sys.executable, "-c", WORKER)) -> Team:
+def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> Team:
     """The team of this process. The first process starts the others (with `command`) unless somebody has started them already."""
     if world < 1:
         raise OutriderError(f"--tensor-parallel must be at least 1, got {world}")
@@ -213,7 +226,7 @@ def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) 
     environment = os.environ | {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: connect to it
-        STARTED_BY_US: kind, "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
+        STARTED_BY_US: kind, FIRST: str(os.getpid()), "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
     }  # fmt: skip
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
 

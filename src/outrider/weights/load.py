@@ -135,6 +135,13 @@ def divided(config: C, share: Share | None, columns: Callable[[str], int]) -> tu
     return split_drafter(config, share)
 
 
+def check_shares(name: str, world: int) -> None:
+    """An error where the model cannot be divided over so many processes: by its configuration alone, before one of them is started."""
+    config = translate(ModelConfig.from_hf, hub.resolve(name, weights=False))
+    for rank in reversed(range(world)):  # the last has the least
+        split_target(config, Share(rank, world), lambda name: 1)
+
+
 def plain_all(weights: Mapping[str, Held]) -> dict[str, Tensor]:
     """Weights that were loaded with the reference ops: all of them dense."""
     return {name: plain(weight) for name, weight in weights.items()}
