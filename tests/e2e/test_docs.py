@@ -170,14 +170,6 @@ def test_options_and_files_in_the_text_exist() -> None:
 FILES = {block.argument for block in blocks() if block.mark == "file"}
 
 
-def test_the_map_names_files_that_are_there() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    [tree] = re.findall(r"```\n(src/outrider/.*?)```", text, re.S)
-    there = {p.name for p in (ROOT / "src" / "outrider").rglob("*.py")}
-    named = set(re.findall(r"[a-z_0-9]+\.py", tree))
-    assert named <= there, f"docs/architecture.md names {sorted(named - there)}"
-
-
 PYTHON = [block for block in blocks() if block.language == "python" and block.mark != "skip"]
 
 

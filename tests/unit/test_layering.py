@@ -1,8 +1,9 @@
-"""Who may import whom: the map in docs/architecture.md, enforced."""
+"""docs/architecture.md, enforced: who may import whom, and that every source file is on its map."""
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,22 @@ def test_scripts_import_what_is_there() -> None:
             if module and what not in (known.get(module) or known.setdefault(module, defined(module))):
                 wrong.append(f"{path.relative_to(root)} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_map_names_every_file() -> None:
+    """docs/architecture.md, "The map": a section for each folder with all of its source files and no others."""
+    text = (SRC.parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8").partition("## The map")[2].partition("\n## ")[0]
+    sections = dict(re.findall(r"^### `([^`]*)/`\n(.*?)(?=^### |\Z)", text, re.M | re.S))
+    wrong = []
+    for folder in sorted({p.parent for p in SRC.rglob("*.py")}):
+        there = {p.name for p in folder.iterdir() if p.suffix in (".py", ".c", ".h", ".cu", ".cuh") and p.name != "__init__.py"}
+        key = "src/outrider" if folder == SRC else str(folder.relative_to(SRC))
+        cells = re.findall(r"^\| (`[^|]*) \|", sections.pop(key, ""), re.M)
+        named = set(re.findall(r"`([a-z0-9_]+\.[a-z]+)`", " ".join(cells)))
+        wrong += [
+            f"{key}: {what} {sorted(files)}" for what, files in (("not on the map:", there - named), ("gone:", named - there)) if files
+        ]
+    assert not wrong and not sections, "\n".join([*wrong, *(f"no folder {key}" for key in sections)])
 
 
 @pytest.mark.parametrize("module", TORCH_FREE)
