@@ -311,7 +311,7 @@ class Engine:
             for s, k in zip(ready, asked):
                 offers = self._offers(s, widest) if k is None else ({}, 0)
                 nodes, unread = (self._nodes(s, widest), self._unread(s)) if k is None else (0, 0)
-                views.append(SeqView(s.id, *offers, s.remaining, len(s.tokens), k, nodes, unread))
+                views.append(SeqView(s.id, *offers, s.remaining, len(s.tokens), k is not None, nodes, unread))
             planned = self.controller.plan(views)
         return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
 

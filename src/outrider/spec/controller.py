@@ -92,23 +92,10 @@ class Controller:
 
     # ---- before a cycle ----------------------------------------------------------------------------------------------
     def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
-        if len(seqs) == 1 and seqs[0].fixed is None:
+        if len(seqs) == 1:
             return [self._single(seqs[0])]
         self._digest()
-        if all(view.fixed is not None for view in seqs):
-            return [self._fixed(view) for view in seqs]
-        # Those whose K was asked for are company all the same: rows cost what they cost in a batch of so many, and all wait for them.
-        planned = self._joint_or_rest([view if view.fixed is None else view._replace(drafter_available={}) for view in seqs])
-        return [choice if view.fixed is None else self._fixed(view) for view, choice in zip(seqs, planned, strict=True)]
-
-    def _fixed(self, view: SeqView) -> Choice:
-        self._seq(view.id).fixed = True
-        k = min(view.fixed or 0, MAX_DRAFT, view.remaining - 1)
-        for name in self.drafters:
-            offered = min(k, view.drafter_available.get(name, 0))
-            if offered > 0:
-                return Choice(name, offered)
-        return PLAIN
+        return self._joint_or_rest(seqs) if seqs else []
 
     def _single(self, view: SeqView) -> Choice:
         seq = self._seq(view.id)
@@ -345,23 +332,14 @@ class Controller:
                     choices[i] = self._maybe_probe(seq, Choice(name, 1), self.cost.curve(name, size, context)[1] - plain)
                 if choices[i].k:
                     break  # one probe a cycle, since the neighbours of a probe pay for it too
-        seconds = self._seconds([(c.drafter, c.k, c.k) for c in choices], context)
+        seconds = self.cost.mixed([(c.drafter, c.k, c.k) for c in choices], context)
         for view, seq, choice in zip(seqs, states, choices, strict=True):
             self._note(view, seq, choice, plain / size, [seconds], plain)
         return choices
 
-    def _seconds(self, cycle: Sequence[tuple[str | None, int, float]], context: int) -> float:
-        """Of one cycle: each sequence's drafter, tokens verified and tokens drafted."""
-        seconds = self.cost.verify(len(cycle), sum(k for _, k, _ in cycle) / len(cycle), context)
-        for name in {name for name, _, steps in cycle if steps and name}:
-            if not self.cost.free(name):
-                users = [steps for n, _, steps in cycle if n == name]
-                seconds += self.cost.draft(name, len(users), round(max(users)))
-        return seconds
-
     def _note(self, view: SeqView, seq: SeqState, choice: Choice, share: float, curve: Sequence[float], plain: float) -> None:
         """Keep the books of the cycle about to run: `curve` its seconds by K (or the one entry of a batch)."""
-        seq.curve, seq.plain, seq.step, seq.planned, seq.fixed = curve, share, plain, choice.k, False
+        seq.curve, seq.plain, seq.step, seq.planned, seq.fixed = curve, share, plain, choice.k, view.fixed
         seq.key = (choice.drafter or "", _bucket(view.match_len) if choice.drafter == "ngram" else 0)
         self._time += curve[min(choice.k, len(curve) - 1)] / plain * share
 
@@ -446,7 +424,7 @@ class Controller:
     def _time_step(self, batch: int, k: float, context: int, seconds: float, drafter: str | None) -> None:
         cycle, self._cycle, mixed = self._cycle[-batch:], [], None
         if batch > 1 and len(cycle) == batch and len(set(cycle)) > 1:
-            mixed = self._seconds(cycle, context)
+            mixed = self.cost.mixed(cycle, context)
         elif batch == 1 and drafter is not None and cycle and cycle[0][2] != cycle[0][1] and cycle[0][0] == drafter:  # some were left out
             seconds -= (cycle[0][2] - cycle[0][1]) * self._further(drafter)
         self.cost.observe(batch, k, context, seconds, drafter, mixed)

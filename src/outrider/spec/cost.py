@@ -20,6 +20,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from ..models.config import Foreign
@@ -104,6 +105,15 @@ class CostTable:
     def draft(self, drafter: str, batch: int, k: int) -> float:
         return self.draft_curve(drafter, batch)[k]
 
+    def mixed(self, cycle: Sequence[tuple[str | None, int, float]], context: int) -> float:
+        """Seconds of a cycle whose sequences draft differently: of each its drafter, the tokens verified and the tokens drafted."""
+        seconds = self.verify(len(cycle), sum(k for _, k, _ in cycle) / len(cycle), context)
+        for name in {name for name, _, steps in cycle if steps and name}:
+            if not self.free(name):
+                users = [steps for n, _, steps in cycle if n == name]
+                seconds += self.draft(name, len(users), round(max(users)))
+        return seconds
+
     def curve(self, drafter: str | None, batch: int, context: int) -> Curve:
         """Seconds of a whole cycle by K: draft and verify. Relative to the moment of measuring: `drift` is left out,
         since it scales every choice alike. Cached; treat as read-only."""
@@ -119,15 +129,11 @@ class CostTable:
 
     def _build(self, drafter: str | None, batch: int, context: int) -> Curve:
         lo, hi, w = _bracket(self._batches, batch)
-        low = self._contextual(lo, context)
-        high = low if lo == hi else self._contextual(hi, context)
-        curve = [a + w * (b - a) for a, b in zip(low, high, strict=True)]
-        plain = curve[0]
-        if drafter is not None and drafter in self._draft:
-            curve = [v + d for v, d in zip(curve, self.draft_curve(drafter, batch), strict=True)]
-            curve[0] = plain
-        factor = self._factor.get(("" if drafter is None or drafter not in self._draft else drafter, self._knot(batch)))
-        base = self._factor.get(("", self._knot(batch)))
+        curve = _between(self._contextual(lo, context), self._contextual(hi, context), w)
+        plain, name, knot = curve[0], self._named(drafter), self._knot(batch)
+        if name:
+            curve = [plain, *(v + d for v, d in zip(curve[1:], self.draft_curve(name, batch)[1:], strict=True))]
+        factor, base = self._factor.get((name, knot)), self._factor.get(("", knot))
         if factor is not None:
             curve = [t * f for t, f in zip(curve, factor, strict=True)]
         if base is not None:
@@ -137,8 +143,8 @@ class CostTable:
     def _contextual(self, batch: int, context: int) -> Curve:
         contexts = sorted(c for b, c in self._verify if b == batch)
         lo, hi, w = _bracket(contexts, context)
-        low, high = self._verify[batch, lo], self._verify[batch, hi]
-        return [max(a + w * (b - a), a if w > 0 else 0.0) for a, b in zip(low, high, strict=True)]
+        low = self._verify[batch, lo]
+        return [max(near, far) for near, far in zip(low, _between(low, self._verify[batch, hi], w), strict=True)]
 
     def draft_curve(self, drafter: str, batch: int) -> Curve:
         """Seconds of a draft alone, by K. Cached; treat as read-only."""
@@ -146,9 +152,12 @@ class CostTable:
         if found is None:
             curves = self._draft.get(drafter) or {1: [0.0] * WIDTH}
             lo, hi, w = _bracket(sorted(curves), batch)
-            found = [max(0.0, a + w * (b - a)) for a, b in zip(curves[lo], curves[hi], strict=True)]
-            self._drafts[drafter, batch] = found
+            found = self._drafts[drafter, batch] = [max(0.0, t) for t in _between(curves[lo], curves[hi], w)]
         return found
+
+    def _named(self, drafter: str | None) -> str:
+        """The drafter whose time counts in a cycle; "": nobody's."""
+        return drafter if drafter is not None and drafter in self._draft else ""
 
     def _knot(self, batch: int) -> int:
         return min(self._batches, key=lambda b: abs(math.log(b / batch)))
@@ -159,7 +168,7 @@ class CostTable:
         table predicted for a cycle whose sequences drafted differently; it says something of the machine, and nothing of any one cell."""
         if not seconds > 0.0:
             return
-        name = "" if drafter is None or drafter not in self._draft else drafter
+        name = self._named(drafter)
         cell = min(MAX_DRAFT, max(0, round(k)))
         if name and cell == 0:
             return  # what was drafted was left out again: neither a plain step nor a draft of any width
@@ -268,9 +277,9 @@ def measure(
     order += [(d, b, 4, first) for d in drafters for b in more]
     order[len(ks) + 3 : len(ks) + 3] = [(reading(d), batches[0], 1, first) for d in readers]
     times: dict[tuple[str, int, int, int], list[float]] = {}
-    near = [
-        cell for cell in order if cell[1] == batches[0] and cell[3] == first and cell[0] not in map(reading, readers)
-    ]  # a single user's choices rest on these: timed most often
+    read_apart = [reading(d) for d in readers]
+    # A single user's choices rest on these, so they are timed most often.
+    near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first and cell[0] not in read_apart]
     for rounds in range(ROUNDS):  # round by round, so that a slow moment spoils one sample of each cell and not all samples of one
         for cell in order if rounds < 2 else near:
             left = budget_s - (clock() - start)
@@ -421,9 +430,9 @@ def _at(curve: Sequence[float], k: float) -> float:
     return curve[i] + (k - i) * (curve[i + 1] - curve[i])
 
 
+def _between(low: Sequence[float], high: Sequence[float], weight: float) -> Curve:
+    return [a + weight * (b - a) for a, b in zip(low, high, strict=True)]
+
+
 def _monotone(curve: Sequence[float]) -> Curve:
-    out, top = [], 0.0
-    for value in curve:
-        top = max(top, float(value))
-        out.append(top)
-    return out
+    return list(accumulate(map(float, curve), max, initial=0.0))[1:]

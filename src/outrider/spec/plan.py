@@ -22,7 +22,9 @@ class SeqView(NamedTuple):
     match_len: int  # length of the suffix that the n-gram drafter found again
     remaining: int  # tokens that may still be emitted
     context: int
-    fixed: int | None = None  # this request asked for a fixed K: obeyed, and kept out of what is learnt
+    # Somebody asked for its K, so no drafter is offered for it here. It is company all the same: rows cost what they cost in a batch of so
+    # many, and all wait for them. Nothing is learnt from it.
+    fixed: bool = False
     nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
     unread: int = 0  # tokens of its text that a draft model would have to read first
 
@@ -119,4 +121,4 @@ class SeqState:
         self.step = 1.0  # seconds of a plain cycle in its place
         self.plain = 0.0  # this sequence's share of those
         self.planned = 0  # its K as planned; a draft that ends itself may be shorter
-        self.fixed = False  # the user chose its K: nothing is learnt from it
+        self.fixed = False  # somebody asked for its K: nothing is learnt from it

@@ -95,8 +95,8 @@ def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: 
         context = sum(v.context for v in views) // len(views)
         sure = [_confidences(running[v.id], c) for v, c in zip(views, choices, strict=True)]
         ended = [_ended(c, f, policy) for c, f in zip(choices, sure, strict=True)]
-        choices = [choice for choice, _ in ended]
-        seconds, width, main = cycle_cost(choices, cost, context, [steps for _, steps in ended])
+        cycle = [(choice.drafter, choice.k, steps) for choice, steps in ended]
+        seconds = cost.mixed(cycle, context)
         out.cycles += 1
         for view, (choice, steps), confidence in zip(views, ended, sure, strict=True):
             trace, position = running[view.id]
@@ -112,7 +112,8 @@ def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: 
             else:
                 running[view.id] = (trace, position)
         told = seconds * max(0.5, rng.gauss(1.0, noise)) if noise else seconds
-        policy.observe_step(len(views), width, context, told, main)
+        main = next((name for name, _, steps in cycle if name and steps and not cost.free(name)), None)
+        policy.observe_step(len(views), sum(k for _, k, _ in cycle) / len(views), context, told, main)
     return out
 
 
@@ -138,18 +139,6 @@ def _ended(choice: Choice, confidence: Sequence[float] | None, policy: Controlle
         if path < choice.stop:
             return choice._replace(k=j + 1), j + 1
     return choice, choice.k
-
-
-def cycle_cost(choices: Sequence[Choice], cost: CostTable, context: int, steps: Sequence[int]) -> tuple[float, float, str | None]:
-    """Seconds of a cycle, its mean K and the drafter that took time in it. `steps`: tokens drafted; some were dropped before
-    verification."""
-    width = sum(c.k for c in choices) / len(choices)
-    seconds, main = cost.verify(len(choices), width, context), None
-    for name in {c.drafter for c, n in zip(choices, steps, strict=True) if n and c.drafter}:
-        if not cost.free(name):
-            users = [n for c, n in zip(choices, steps, strict=True) if c.drafter == name]
-            seconds, main = seconds + cost.draft(name, len(users), max(users)), name
-    return seconds, width, main
 
 
 # ---- oracles (batch 1) ---------------------------------------------------------------------------------------------

@@ -366,11 +366,11 @@ def test_a_server_s_prompts_come_in_pieces_even_where_nobody_decodes() -> None:
 
 def test_the_controller_knows_of_those_whose_k_was_asked_for() -> None:
     engine = tiny_engine(k=None)
-    seen: list[list[int | None]] = []
+    seen: list[list[bool]] = []
     plan = engine.controller.plan
     engine.controller.plan = lambda views: seen.append([v.fixed for v in views]) or plan(views)  # type: ignore[method-assign, func-returns-value]
     run(engine, [request("free", [3, 5, 7]), replace(request("asked", [4, 5, 7]), draft_tokens=0)])
-    assert [None, 0] in seen
+    assert [False, True] in seen
 
 
 def test_who_waits_behind_paused_ones_keeps_nobody_busy() -> None:

@@ -13,7 +13,7 @@ CHEAP = CostTable.linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next 
 DEAR = CostTable.linear(5.5e-3, 1e-3, {"mtp": 4.5e-4})  # two CPU cores
 
 
-def view(id="a", remaining=100, mtp=16, ngram=0, match=0, fixed=None):
+def view(id="a", remaining=100, mtp=16, ngram=0, match=0, fixed=False):
     return SeqView(id, {"mtp": mtp, "ngram": ngram}, match, remaining, 100, fixed)
 
 
@@ -99,16 +99,13 @@ def test_probing_stays_under_one_percent_and_finds_a_drafter_that_recovers():
     assert back[-1].k >= 2
 
 
-def test_fixed_k_is_obeyed_within_bounds_and_teaches_nothing():
-    controller = Controller(copy(DEAR), ("mtp", "ngram"))
-    assert {c.k for c in run(controller, 20, 0, fixed=4)} == {4}
-    assert controller.plan([view(remaining=3, fixed=4)])[0].k == 2
-    assert controller.plan([view(mtp=0, ngram=2, match=3, fixed=4)])[0][:2] == ("ngram", 2)
-    auto = Controller(copy(DEAR), ("mtp",))
-    run(auto, 50, 0, fixed=8)
-    auto.observe("planned elsewhere", "mtp", 4, 0, None)
-    assert auto.snapshot()["drafts"] == {} and auto.snapshot()["running"] == 1
-    assert auto.plan([view("b"), view("c", fixed=5)])[1].k == 5
+def test_a_k_that_was_asked_for_teaches_nothing():
+    controller = Controller(copy(DEAR), ("mtp",))
+    for _ in range(50):
+        controller.plan([view("free", mtp=0), view("asked", mtp=0, fixed=True)])
+        controller.observe("asked", "mtp", 8, 0, None)
+    controller.observe("planned elsewhere", "mtp", 4, 0, None)
+    assert controller.snapshot()["drafts"] == {"mtp": 0} and controller.snapshot()["running"] == 2
 
 
 def test_those_whose_k_was_asked_for_are_company():
@@ -119,13 +116,9 @@ def test_those_whose_k_was_asked_for_are_company():
     controller = Controller(table, ("mtp",))
     run(controller, 20, 2)
     sizes.clear()
-    assert controller.plan([view("b", fixed=3), view()])[0].k == 3
+    assert controller.plan([view("b", mtp=0, fixed=True), view()])[0] == PLAIN
     assert set(sizes) == {2}
     assert controller.again(["a"]) is None and controller.again(["b", "a"]) is not None
-
-
-def test_zero_fixed_is_plain_decoding():
-    assert {c.k for c in run(Controller(copy(CHEAP), ("mtp", "ngram")), 10, 16, ngram=16, match=16, fixed=0)} == {0}
 
 
 def test_without_drafters_everything_is_plain():
@@ -167,7 +160,7 @@ def test_a_request_near_its_limit_of_losses_drafts_small_trees():
     controller = Controller(copy(DEAR), ("mtp",), {"mtp": [0.9] * 4}, {"mtp": [(i + 0.5) / 16 for i in range(16)]})
     seen = []
     for _ in range(6):  # nothing is ever right
-        (choice,) = controller.plan([SeqView("a", {"mtp": 16}, 0, 200, 300, None, 16)])
+        (choice,) = controller.plan([SeqView("a", {"mtp": 16}, 0, 200, 300, nodes=16)])
         drafted = min(choice.nodes, 3)
         tree = Branches.of([0] * drafted, []) if choice.nodes else None
         controller.observe("a", choice.drafter, drafted, 0, [0.5] * drafted if tree else None, tree)
@@ -184,7 +177,7 @@ def test_trees_of_a_fixed_size_are_taken_where_they_pay(extra, path, taken):
     cost = CostTable({(1, 0): [0.01] * 17}, {"mtp": {1: drafting}, branching("mtp"): {1: [t + extra * (t > 0) for t in drafting]}})
     c, parents = Controller(cost, ("mtp",), {"mtp": [0.6] * 4}), [0, 1, 2, 3, 0, 5, 6, *[0] * 9]
     for _ in range(400):
-        (choice,) = c.plan([SeqView("a", {"mtp": 16}, 0, 200, 300, None, 16)])
+        (choice,) = c.plan([SeqView("a", {"mtp": 16}, 0, 200, 300, nodes=16)])
         tree = Branches.of(parents, path) if choice.nodes else None
         c.observe("a", choice.drafter, 16 if tree else choice.k, 3 if tree else min(1, choice.k), None, tree)
     assert (choice.nodes == 16) == taken and 1 <= choice.k <= 16 - 8 * taken
