@@ -1,8 +1,9 @@
 """Is one version of the code as fast as another? Two processes with the same model, measured in turn, so that a slow moment meets both.
 
-    python benchmarks/speed_pair.py OLD/src NEW/src [--rounds 9] [--model smollm2] [--batch 1]
+    python benchmarks/speed_pair.py OLD/src NEW/src [--rounds 9] [--model smollm2] [--batch 1] [--prompts 2] [--temperature 0]
 
-Each process loads the model once and answers the same prompts whenever it is told to: plain, K = 4, auto. What is printed is the median
+Each process loads the model once and answers the same prompts (of Spec-Bench, evenly spread over it; so many batches of them) whenever it is
+told to: plain, K = 4, auto. What is printed is the median
 of the rounds' ratios new / old (of tokens a second while decoding); above 1 the new one is faster.
 """
 
@@ -19,15 +20,15 @@ from statistics import median
 WAYS: dict[str, int | None] = {"plain": 0, "K=4": 4, "auto": None}
 
 
-def work(model: str, batch: int, tokens: int) -> None:
+def work(model: str, batch: int, tokens: int, batches: int, temperature: float) -> None:
     """In the child: a line names a way, the answer is tokens a second."""
     from outrider import LLM, SamplingParams
     from outrider.config import EngineConfig
 
     rows = (Path(__file__).parent / "data" / "spec_bench_question.jsonl").read_text(encoding="utf-8").splitlines()
-    prompts = [str(json.loads(line)["turns"][0])[:600] for line in rows[:: len(rows) // (2 * batch)][: 2 * batch]]
+    prompts = [str(json.loads(line)["turns"][0])[:600] for line in rows[:: len(rows) // (batches * batch)][: batches * batch]]
     llm = LLM.load(model, engine=EngineConfig(max_batch=batch, max_context=1024, prefix_cache=False))
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True, temperature=temperature)
     print("ready", flush=True)
     for line in sys.stdin:
         made = spent = 0.0
@@ -45,14 +46,17 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--child", action="store_true")
     args = parser.parse_args()
     if args.child:
-        work(args.model, args.batch, args.tokens)
+        work(args.model, args.batch, args.tokens, args.prompts, args.temperature)
         return
     if len(args.sources) != 2:
         parser.error("two source folders: the old one and the new one")
     command = [sys.executable, __file__, "--child", "--model", args.model, "--batch", str(args.batch), "--tokens", str(args.tokens)]
+    command += ["--prompts", str(args.prompts), "--temperature", str(args.temperature)]
     pair = []
     for source in args.sources:
         env = {**os.environ, "PYTHONPATH": str(source.resolve())}
