@@ -31,7 +31,6 @@ from .metrics import ServerMetrics
 from .model import Model
 from .names import route_of
 from .prepare import Backend, Job, Preparer
-from .protocol import Connections
 from .routes import add_routes
 from .runner import EngineError, where
 from .schema import ChatRequest, Common, CompletionRequest, Named
@@ -61,7 +60,6 @@ class Server:
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
-        self.connections: Connections | None = None  # set where real ones come in
         self.started = int(time.time())
         self._trimming: asyncio.TimerHandle | None = None
         self.fingerprint = f"outrider-{__version__}"

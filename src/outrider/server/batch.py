@@ -24,10 +24,11 @@ from typing import BinaryIO
 from pydantic import ValidationError
 
 from .. import __version__
+from ..engine.engine import Event
 from ..types import OutriderError
 from .errors import ApiError, bad, from_validation
 from .prepare import Backend, Job, Preparer
-from .runner import MAX_FAILURES, Event
+from .runner import MAX_FAILURES
 from .schema import ChatRequest, CompletionRequest
 from .settings import ServerSettings
 from .stream import Writer

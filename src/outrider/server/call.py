@@ -17,12 +17,13 @@ from fastapi import Request
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from ..engine.engine import Event
 from ..engine.scheduler import Request as EngineRequest
 from ..types import OutriderError
 from .errors import ApiError
 from .metrics import ServerMetrics
 from .prepare import Job
-from .runner import EngineError, Event, Runner
+from .runner import EngineError, Runner
 from .stream import Json, Writer, single_tokens
 from .turns import Turns
 from .wire import Wire

@@ -33,7 +33,6 @@ class HttpServer(uvicorn.Server):
         self.app = create_app(models, settings)
         self._settings = settings
         self.connections = Connections(settings)
-        self.app.state.server.connections = self.connections
         super().__init__(
             uvicorn.Config(
                 self.app,

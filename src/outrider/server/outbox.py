@@ -14,31 +14,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from ..engine.engine import Event as EngineEvent
-from ..spec.plan import Branches
-from ..types import RequestStats
+from ..engine.engine import Event
 
 log = logging.getLogger("outrider")
 FEW = 16  # streams: so many are written to step by step, whatever the loop has to do
 SHARE = 0.3  # of the time between two windows is for writing
 LONGEST = 0.05  # seconds that something waits, if the loop can help it
 WRITE_S, SHORTEST = 1e-4, 1e-5  # seconds that writing to one stream takes, until that was measured; and at least
-
-
-class Event(Protocol):
-    """What the engine says of one request after one step (see engine/engine.py)."""
-
-    id: str
-    tokens: list[int]
-    kinds: list[str]
-    texts: list[str]
-    logprobs: list[dict[int, float]] | None
-    finish_reason: str | None
-    stats: RequestStats | None
-    error: str | None
-    tree: Branches | None
 
 
 Item = Event | Exception  # what a stream receives
@@ -53,16 +38,13 @@ def bundled(events: Sequence[Event]) -> Event:
     if len(events) == 1:
         return events[0]
     last, told = events[-1], [e.logprobs for e in events if e.logprobs is not None]
-    return EngineEvent(
-        last.id,
-        [token for e in events for token in e.tokens],
-        [kind for e in events for kind in e.kinds],
-        [text for e in events for text in e.texts],
-        [entry for some in told for entry in some] if told else None,
-        last.finish_reason,
-        last.stats,
-        last.error,
-        next((e.tree for e in reversed(events) if e.tree is not None), None),
+    return replace(
+        last,
+        tokens=[token for e in events for token in e.tokens],
+        kinds=[kind for e in events for kind in e.kinds],
+        texts=[text for e in events for text in e.texts],
+        logprobs=[entry for some in told for entry in some] if told else None,
+        tree=next((e.tree for e in reversed(events) if e.tree is not None), None),
     )
 
 

@@ -14,10 +14,12 @@ import logging
 import resource
 import socket
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from .errors import ApiError
 from .settings import ServerSettings
 
 log = logging.getLogger("outrider.server")
@@ -30,16 +32,12 @@ class Connections:
     """What the connections of one server share."""
 
     settings: ServerSettings
-    most: int = 0
+    most: int = field(init=False)
     waiting: dict[BoundedProtocol, None] = field(default_factory=dict)  # for their client, the longest first
     open: set[BoundedProtocol] = field(default_factory=set)
-    ended: dict[str, int] = field(default_factory=dict)  # why connections were ended by us, and how often
 
     def __post_init__(self) -> None:
-        self.most = self.most or cap(self.settings.max_connections)
-
-    def count(self, why: str) -> None:
-        self.ended[why] = self.ended.get(why, 0) + 1
+        self.most = cap(self.settings.max_connections)
 
 
 def cap(wanted: int) -> int:
@@ -74,7 +72,6 @@ class BoundedProtocol(H11Protocol):
         if len(shared.open) > shared.most:
             longest = next(iter(shared.waiting), None)
             if longest is None:
-                shared.count("full")
                 self._end(503, "Too many connections; try again in a moment.")
                 return
             longest.give_way()
@@ -122,7 +119,6 @@ class BoundedProtocol(H11Protocol):
             self._timer = self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        self._shared.count(f"{self._phase} timeout")
         if self._phase == "idle":
             self.transport.close()
         else:
@@ -131,18 +127,15 @@ class BoundedProtocol(H11Protocol):
 
     def give_way(self) -> None:
         """Another connection needs the place; this one's client has kept us waiting longest."""
-        self._shared.count("gave way")
         self._shared.open.discard(self)
         self._enter("closed", None)
         self.transport.abort()
 
     def _end(self, status: int, message: str) -> None:
         """An answer outside of any request, as far as the client still listens."""
-        reason = {408: "Request Timeout", 503: "Service Unavailable", 400: "Bad Request"}[status]
-        kind = {408: "timeout_error", 503: "server_error", 400: "invalid_request_error"}[status]
-        body = json.dumps({"error": {"message": message, "type": kind, "param": None, "code": None}}).encode()
-        head = [f"HTTP/1.1 {status} {reason}", "Content-Type: application/json", f"Content-Length: {len(body)}", "Connection: close"]
-        head += ["Retry-After: 1"] if status == 503 else []
+        body = json.dumps(ApiError(status, message).body()).encode()
+        head = [f"HTTP/1.1 {status} {HTTPStatus(status).phrase}", "Content-Type: application/json", f"Content-Length: {len(body)}"]
+        head += ["Connection: close", *(["Retry-After: 1"] if status == 503 else [])]
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write("\r\n".join([*head, "", ""]).encode() + body)
             self.transport.close()
@@ -163,7 +156,6 @@ class BoundedProtocol(H11Protocol):
         self._stop_stall()
 
     def _stalled(self) -> None:
-        self._shared.count("unread answer")
         log.info("a connection was ended: its client did not read its answer for %g s", self._shared.settings.stall_timeout)
         self.transport.abort()
 

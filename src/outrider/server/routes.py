@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,8 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from pydantic import BaseModel
 
 from .. import __version__
-from . import anthropic, embeddings, responses, text_routes
-from . import ollama as ollama_wires
+from . import anthropic, embeddings, ollama, responses, text_routes
 from .errors import ApiError, read
-from .prepare import Preparer
 from .schema import ChatRequest, Common, CompletionRequest
 from .shelf import Slot
 from .wire import Json, OpenAIWire, Wire
@@ -30,55 +29,35 @@ ERRORS: dict[int | str, dict[str, object]] = {s: {"description": "An error objec
 
 
 def add_routes(app: FastAPI, server: Server) -> None:
-    openai, ollama = OpenAIWire, ollama_wires
+    def post(path: str, shape: type[BaseModel], answer: Callable[[Request], Awaitable[Response]]) -> None:
+        """The body is read by us, off the event loop; its shape is told to those who read openapi.json."""
+
+        async def handle(request: Request) -> Response:
+            return await answer(request)
+
+        schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
+        shown = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
+        seen = path.startswith("/v1")
+        app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra=shown, include_in_schema=seen)(handle)
+
+    def speak(path: str, shape: type[BaseModel], parse: Callable[[bytes], Common], wire: Callable[[], Wire]) -> None:
+        post(path, shape, lambda request: server.answer(request, parse, wire()))
+
     for base in ("/v1", ""):  # some clients are given the address without /v1
-        _post(app, server, f"{base}/chat/completions", ChatRequest, ChatRequest.model_validate_json, openai)
-        _post(app, server, f"{base}/completions", CompletionRequest, CompletionRequest.model_validate_json, openai)
-        _embed(app, server, f"{base}/embeddings", embeddings.EmbeddingsRequest, embeddings.openai)
-        _post(app, server, f"{base}/responses", responses.ResponsesRequest, responses.parse, responses.ResponsesWire)
-    _post(app, server, "/v1/messages", anthropic.MessagesRequest, anthropic.parse, anthropic.AnthropicWire)
-    _post(app, server, "/api/chat", ollama.ChatBody, ollama.parse_chat, ollama.OllamaWire)
-    _post(app, server, "/api/generate", ollama.GenerateBody, ollama.parse_generate, lambda: ollama.OllamaWire(chat=False))
-    _embed(app, server, "/api/embed", embeddings.EmbedBody, embeddings.ollama)
-    _text(app, server, "/tokenize", text_routes.TokenizeRequest, text_routes.tokenize)
-    _text(app, server, "/detokenize", text_routes.DetokenizeRequest, text_routes.detokenize)
-    _text(app, server, "/apply-template", ChatRequest, text_routes.apply_template)
+        speak(f"{base}/chat/completions", ChatRequest, ChatRequest.model_validate_json, OpenAIWire)
+        speak(f"{base}/completions", CompletionRequest, CompletionRequest.model_validate_json, OpenAIWire)
+        post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
+        speak(f"{base}/responses", responses.ResponsesRequest, responses.parse, responses.ResponsesWire)
+    speak("/v1/messages", anthropic.MessagesRequest, anthropic.parse, anthropic.AnthropicWire)
+    speak("/api/chat", ollama.ChatBody, ollama.parse_chat, ollama.OllamaWire)
+    speak("/api/generate", ollama.GenerateBody, ollama.parse_generate, partial(ollama.OllamaWire, chat=False))
+    post("/api/embed", embeddings.EmbedBody, partial(embeddings.ollama, server))
+    post("/tokenize", text_routes.TokenizeRequest, partial(server.look, work=text_routes.tokenize))
+    post("/detokenize", text_routes.DetokenizeRequest, partial(server.look, work=text_routes.detokenize))
+    post("/apply-template", ChatRequest, partial(server.look, work=text_routes.apply_template))
     _information(app, server)
     _ollama_information(app, server)
     _page(app)
-
-
-def _post(
-    app: FastAPI, server: Server, path: str, shape: type[BaseModel], parse: Callable[[bytes], Common], wire: Callable[[], Wire]
-) -> None:
-    """The body is read by us, off the event loop; its shape is told to those who read openapi.json."""
-
-    async def answer(request: Request) -> Response:
-        return await server.answer(request, parse, wire())
-
-    _add(app, path, shape, answer)
-
-
-def _text(app: FastAPI, server: Server, path: str, shape: type[BaseModel], work: Callable[[bytes, Preparer], Json]) -> None:
-    async def answer(request: Request) -> Response:
-        return await server.look(request, work)
-
-    _add(app, path, shape, answer)
-
-
-def _embed(
-    app: FastAPI, server: Server, path: str, shape: type[BaseModel], embed: Callable[[Server, Request], Awaitable[Response]]
-) -> None:
-    async def answer(request: Request) -> Response:
-        return await embed(server, request)
-
-    _add(app, path, shape, answer)
-
-
-def _add(app: FastAPI, path: str, shape: type[BaseModel], answer: Callable[[Request], Awaitable[Response]]) -> None:
-    schema = shape.model_json_schema(ref_template="#/components/schemas/{model}")
-    shown = {"requestBody": {"content": {"application/json": {"schema": schema}}, "required": True}}
-    app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra=shown, include_in_schema=path.startswith("/v1"))(answer)
 
 
 def _information(app: FastAPI, server: Server) -> None:
@@ -140,17 +119,11 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
 
     @app.post("/api/show", response_model=None, include_in_schema=False)
     async def show(request: Request) -> Json:
-        asked = read(await request.body(), ollama_wires.ShowBody.model_validate_json)
-        slot = server.shelf.find(ollama_wires.untagged(asked.model or asked.name))
+        asked = read(await request.body(), ollama.ShowBody.model_validate_json)
+        slot = server.shelf.find(ollama.untagged(asked.model or asked.name))
         info = {"general.architecture": "outrider", "outrider.context_length": slot.max_context}
-        return {
-            "modelfile": "",
-            "parameters": "",
-            "template": "",
-            "details": details,
-            "model_info": info,
-            "capabilities": ["completion", "tools"],
-        }
+        empty = {"modelfile": "", "parameters": "", "template": ""}
+        return {**empty, "details": details, "model_info": info, "capabilities": ["completion", "tools"]}
 
 
 def _page(app: FastAPI) -> None:

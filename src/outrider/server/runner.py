@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
+from ..engine.engine import Event
 from ..engine.metrics import Metrics
 from ..engine.scheduler import Request
 from ..types import OutriderError
-from .outbox import FEW, Event, Item, Outbox
+from .outbox import FEW, Item, Outbox
 from .trim import trim
 
 log = logging.getLogger("outrider.server")

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypedDict, cast
 
-from ..engine.engine import Event as EngineEvent
+from ..engine.engine import Event
 from ..engine.scheduler import Request
 from ..engine.text import Detokenizer, Tokenizer
 from ..types import RequestStats
 from .output import Parser, Part, join
 from .prepare import Job
-from .runner import Event
 from .wire import Json
 
 
@@ -22,15 +21,14 @@ def single_tokens(event: Event) -> list[Event]:
     """The event as one for each of its tokens; the last one ends the answer if it did."""
     if len(event.tokens) < 2:
         return [event]
-    whole = cast(EngineEvent, event)
     tables: Sequence[dict[int, float] | None] = event.logprobs if event.logprobs is not None else [None] * len(event.tokens)
     parts = [
-        replace(whole, tokens=[t], kinds=[k], texts=[x], logprobs=None if p is None else [p], finish_reason=None, stats=None, error=None)
+        replace(event, tokens=[t], kinds=[k], texts=[x], logprobs=None if p is None else [p], finish_reason=None, stats=None, error=None)
         for t, k, x, p in zip(event.tokens, event.kinds, event.texts, tables)
     ]
     parts[1:] = [replace(part, tree=None) for part in parts[1:]]
     parts[-1] = replace(parts[-1], finish_reason=event.finish_reason, stats=event.stats, error=event.error)
-    return list(parts)
+    return parts
 
 
 Table = dict[int, float] | None  # {token id: logprob}; None for a token that nothing stands before
