@@ -1,10 +1,17 @@
-"""Without a GPU, Triton kernels run in its interpreter; the switch must be set before anything imports triton."""
+"""Without a GPU, Triton kernels run in its interpreter; the switch must be set before anything imports triton. No property is lost to a
+slow machine: examples have no deadline, and nobody asks how long it took to make them."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 import torch
 
+with contextlib.suppress(ImportError):  # where only kernels are tried it need not be there
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("any machine")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -6,7 +6,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import httpx
 import openai
 import pytest
 from tests.server_fakes import FakeEngine, Served, tokenizer
+from tests.waiting import PATIENCE, until
 
 from outrider.engine.scheduler import Request
 from outrider.server.limits import Admission
@@ -144,7 +144,7 @@ def test_routes_beside_the_answers(served: Served) -> None:
     assert served.client().models.retrieve("fake").id == "fake"
     with pytest.raises(openai.NotFoundError):
         served.client().models.retrieve("../../etc/passwd")
-    http = httpx.Client(base_url=served.url)
+    http = served.http
     assert http.get("/health").json()["status"] == "ok" and http.get("/version").json()["version"]
     metrics = http.get("/metrics").text
     assert 'outrider_http_requests_total{route="chat",status="200"}' in metrics and "outrider_accepted_at_total" in metrics
@@ -280,7 +280,7 @@ BAD: list[tuple[Any, int, str]] = [
 @pytest.mark.parametrize("i", range(len(BAD)))
 def test_bad_requests_name_the_field(served: Served, i: int) -> None:
     body, status, word = BAD[i]
-    answer = httpx.post(f"{served.url}/v1/chat/completions", json=body)
+    answer = served.http.post("/v1/chat/completions", json=body)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"} and word in f"{error['param']} {error['message']}"
@@ -299,7 +299,7 @@ def test_bad_requests_name_the_field(served: Served, i: int) -> None:
     ],
 )
 def test_broken_bodies_are_400(served: Served, body: bytes) -> None:
-    answer = httpx.post(f"{served.url}/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
+    answer = served.http.post("/v1/chat/completions", content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
@@ -316,7 +316,7 @@ def test_broken_bodies_are_400(served: Served, body: bytes) -> None:
     ],
 )
 def test_bad_completions(served: Served, fields: dict[str, Any], word: str) -> None:
-    answer = httpx.post(f"{served.url}/v1/completions", json={"model": "fake", "prompt": "x", **fields})
+    answer = served.http.post("/v1/completions", json={"model": "fake", "prompt": "x", **fields})
     assert answer.status_code == 400 and word in answer.text
 
 
@@ -337,45 +337,47 @@ def test_keys() -> None:
         for key in ("", "alph", "alphaa", "Alpha"):
             with pytest.raises((openai.AuthenticationError, openai.APIConnectionError, httpx.LocalProtocolError)):
                 s.client(key or "x").chat.completions.create(model="fake", messages=HI)
-        http = httpx.Client(base_url=s.url)
+        http = s.http
         assert all(http.get(path).status_code == 200 for path in ("/health", "/version", "/", "/page/app.js"))
         assert all(http.get(path).status_code == 401 for path in ("/metrics", "/v1/models", "/openapi.json"))
 
 
 def test_foreign_hosts_and_origins(served: Served) -> None:
-    ask = lambda **headers: httpx.get(f"{served.url}/v1/models", headers=headers).status_code  # noqa: E731
+    ask = lambda **headers: served.http.get("/v1/models", headers=headers).status_code  # noqa: E731
     assert ask(Host="evil.example") == 403 and ask(Origin="https://evil.example") == 403
     assert ask(Host=f"localhost:{served.port}") == 200 and ask(Origin=served.url) == 200
 
 
 def test_body_limit_also_for_chunked_bodies() -> None:
     with Served(FakeEngine(TOK), TOK, max_body=2000, max_prompt=100) as s:
-        url = f"{s.url}/v1/chat/completions"
-        assert httpx.post(url, json=chat(user="x" * 3000)).status_code == 413
+        url = "/v1/chat/completions"
+        assert s.http.post(url, json=chat(user="x" * 3000)).status_code == 413
         chunks = (b"x" * 500 for _ in range(8))
-        assert httpx.post(url, content=chunks, headers={"Content-Type": "application/json"}).status_code == 413
-        long = httpx.post(url, json=chat(messages=[{"role": "user", "content": "x" * 200}]))
+        assert s.http.post(url, content=chunks, headers={"Content-Type": "application/json"}).status_code == 413
+        long = s.http.post(url, json=chat(messages=[{"role": "user", "content": "x" * 200}]))
         assert long.status_code == 400 and long.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_full_is_429_with_retry_after() -> None:
-    with Served(FakeEngine(TOK, delay=0.05, batch=1), TOK, max_concurrent=1, max_queued=1) as s:
+    with Served(FakeEngine(TOK, batch=1, hold=5), TOK, max_concurrent=1, max_queued=1) as s:
         streams = [s.client().chat.completions.create(model="fake", messages=HI, stream=True) for _ in range(2)]
-        full = httpx.post(f"{s.url}/v1/chat/completions", json=chat())
+        full = s.http.post("/v1/chat/completions", json=chat())
         assert full.status_code == 429 and int(full.headers["retry-after"]) >= 1 and full.json()["error"]["type"] == "rate_limit_error"
-        too_many = httpx.post(f"{s.url}/v1/chat/completions", json=chat(n=3))
+        too_many = s.http.post("/v1/chat/completions", json=chat(n=3))
         assert too_many.status_code == 400
+        s.engine.go.set()
         assert all(text_of(stream) for stream in streams)
         s.settle()
         assert s.client().chat.completions.create(model="fake", messages=HI, max_tokens=2)
 
 
 def test_timeout_is_408_or_told_in_the_stream() -> None:
-    with Served(FakeEngine(TOK, delay=0.1, draft=0), TOK, timeout=0.5) as s:
-        slow = httpx.post(f"{s.url}/v1/chat/completions", json=chat(), timeout=20)
+    with Served(FakeEngine(TOK, hold=5), TOK, timeout=2.0) as s:  # time enough to reach the engine
+        stream = s.client().chat.completions.create(model="fake", messages=HI, stream=True)
+        slow = s.http.post("/v1/chat/completions", json=chat())
         assert slow.status_code == 408 and slow.json()["error"]["type"] == "timeout_error"
         with pytest.raises(openai.APIError, match="took longer"):
-            list(s.client().chat.completions.create(model="fake", messages=HI, stream=True))
+            list(stream)
         s.settle()
         assert len(s.engine.aborted) == 2
 
@@ -388,33 +390,31 @@ def test_a_client_that_leaves_is_aborted_at_once(stream: bool) -> None:
         with socket.create_connection(("127.0.0.1", s.port)) as raw:
             raw.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
             raw.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body)
-            deadline = time.monotonic() + 30
-            while not engine.metrics.cycles and time.monotonic() < deadline:
-                time.sleep(0.005)
+            until(lambda: engine.metrics.cycles)
         left_at = engine.metrics.cycles
         s.settle()
         assert len(engine.aborted) == 1 and engine.metrics.cycles - left_at < 500  # of 1500
 
 
 def test_a_failing_step_fails_its_requests_and_serving_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    with Served(FakeEngine(TOK, delay=0.01), TOK) as s:
+    with Served(FakeEngine(TOK, hold=30), TOK) as s:  # longer than what is asked for whole; a stream still runs when the step fails
         s.engine.fail_steps = 1
         with pytest.raises(openai.InternalServerError, match="engine failed"), caplog.at_level(logging.INFO):
             s.client().chat.completions.create(model="fake", messages=[{"role": "user", "content": "my secret"}])
         assert "secret" not in caplog.text and "RuntimeError" in caplog.text
-        assert s.client().chat.completions.create(model="fake", messages=HI)
+        assert s.client().chat.completions.create(model="fake", messages=HI, max_tokens=5)
         stream = s.client().chat.completions.create(model="fake", messages=HI, stream=True)
         next(iter(stream))
         s.engine.fail_steps = 1
         with pytest.raises(openai.APIError, match="engine failed"):
             list(stream)
-        assert httpx.get(f"{s.url}/health").status_code == 200
+        assert s.http.get("/health").status_code == 200
         for _ in range(2):  # three in a row, with the stream's
             s.settle()
             s.engine.fail_steps = 1
-            assert httpx.post(f"{s.url}/v1/chat/completions", json=chat()).status_code == 500
-        assert httpx.get(f"{s.url}/health").status_code == 503
-        assert httpx.post(f"{s.url}/v1/chat/completions", json=chat()).status_code == 500
+            assert s.http.post("/v1/chat/completions", json=chat()).status_code == 500
+        assert s.http.get("/health").status_code == 503
+        assert s.http.post("/v1/chat/completions", json=chat()).status_code == 500
 
 
 def test_logs_hold_no_prompt_unless_asked(caplog: pytest.LogCaptureFixture) -> None:
@@ -423,30 +423,32 @@ def test_logs_hold_no_prompt_unless_asked(caplog: pytest.LogCaptureFixture) -> N
         caplog.clear()
         with Served(FakeEngine(TOK), TOK, log_prompts=log_prompts) as s, caplog.at_level(logging.DEBUG, "outrider"):
             s.client().chat.completions.create(model="fake", messages=secret)
-            httpx.post(f"{s.url}/v1/chat/completions", json=chat(messages=secret, foo="attack at dawn"))
+            s.http.post("/v1/chat/completions", json=chat(messages=secret, foo="attack at dawn"))
         assert ("attack at dawn" in "".join(r.getMessage() for r in caplog.records if r.name.startswith("outrider"))) is log_prompts
 
 
-def test_shutdown_lets_streams_finish_then_ends_them() -> None:
-    for grace, whole in ((5.0, True), (0.2, False)):
-        s = Served(FakeEngine(TOK, lambda r: "word " * 20, delay=0.02, draft=0), TOK, shutdown_grace=grace)
-        got: list[str] = []
-        errors: list[Exception] = []
-        with s:
+@pytest.mark.parametrize("grace, whole", [(PATIENCE / 2, True), (0.2, False)])
+def test_shutdown_lets_streams_finish_then_ends_them(grace: float, whole: bool) -> None:
+    got: list[str] = []
+    errors: list[Exception] = []
+    with Served(FakeEngine(TOK, lambda r: "word " * 20, hold=20), TOK, shutdown_grace=grace) as s:
 
-            def read(s: Served = s, got: list[str] = got, errors: list[Exception] = errors) -> None:
-                try:
-                    got.append(text_of(s.client().chat.completions.create(model="fake", messages=HI, stream=True)))
-                except openai.APIError as e:
-                    errors.append(e)
+        def read() -> None:
+            try:
+                got.append(text_of(s.client().chat.completions.create(model="fake", messages=HI, stream=True)))
+            except openai.APIError as e:
+                errors.append(e)
 
-            reader = threading.Thread(target=read)
-            reader.start()
-            while not s.engine.metrics.cycles:
-                time.sleep(0.01)
-        reader.join(10)
-        assert (got == ["word " * 20]) is whole
-        assert bool(errors) is not whole and (whole or "shutting down" in str(errors[0]))
+        reader = threading.Thread(target=read)
+        reader.start()
+        until(lambda: s.engine.metrics.cycles)
+        s.server.should_exit = True
+        until(lambda: s.state.admission.closing)
+        if whole:
+            s.engine.go.set()
+    reader.join(PATIENCE)
+    assert (got == ["word " * 20]) is whole
+    assert bool(errors) is not whole and (whole or "shutting down" in str(errors[0]))
 
 
 def test_a_request_refused_by_the_engine_is_400(served: Served) -> None:
@@ -455,7 +457,7 @@ def test_a_request_refused_by_the_engine_is_400(served: Served) -> None:
 
     served.engine.submit = refuse
     try:
-        answer = httpx.post(f"{served.url}/v1/chat/completions", json=chat(stream=True))
+        answer = served.http.post("/v1/chat/completions", json=chat(stream=True))
         assert answer.status_code == 400 and "no room" in answer.text
     finally:
         del served.engine.submit

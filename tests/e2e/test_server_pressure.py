@@ -13,11 +13,10 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
 
-import httpx
 import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
+from tests.waiting import PATIENCE, until
 
 from outrider.engine import text
 from outrider.server import app, grammars, runner
@@ -30,18 +29,11 @@ TOK = tokenizer()
 HI = [{"role": "user", "content": "hi"}]
 
 
-def until(true: Any, seconds: float = 30) -> None:
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def raw(s: Served, path: str, body: bytes, address: str = "127.0.0.1", length: int | None = None) -> socket.socket:
     """A connection that has sent this much of its body, and reads nothing."""
     made = socket.socket()
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    made.settimeout(30)
+    made.settimeout(PATIENCE)
     made.bind((address, 0))
     made.connect(("127.0.0.1", s.port))
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -90,14 +82,14 @@ def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pyt
         monkeypatch.setattr(tok, "elsewhere", lambda text, special: (seen.append(len(text)), tok.ids_here(text, special))[1])
         monkeypatch.setattr("outrider.server.prepare.LONG", 2000)
         monkeypatch.setattr("outrider.engine.text.LONG", 2000)
-        answer = httpx.post(f"{s.url}/v1/completions", json={"prompt": "a" * 6000}, timeout=60)
+        answer = s.http.post("/v1/completions", json={"prompt": "a" * 6000})
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "context_length_exceeded" and seen == [3000]
 
 
 def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
     async def run() -> None:
         desk, done = Desk(1, 10), threading.Event()
-        long = asyncio.create_task(desk.run("a", lambda: done.wait(30), long=True))
+        long = asyncio.create_task(desk.run("a", lambda: done.wait(PATIENCE), long=True))
         await asyncio.sleep(0)
         assert await desk.run("b", lambda: 7) == 7 and not long.done()
         done.set()
@@ -118,7 +110,7 @@ def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
 def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "UNREAD", 20)
     # a step of no time at all would end an answer before the loop, which tells the engine to pause, had its turn on a busy machine
-    engine = FakeEngine(TOK, lambda r: "word " * 800, draft=0, delay=0.0005)
+    engine = FakeEngine(TOK, lambda r: "word " * 800, draft=0, delay=0.0005, hold=3900)
     body = {"messages": HI, "stream": True, "max_tokens": 4000, "logprobs": True, "top_logprobs": 9, "n": 2}
     with Served(engine, TOK, 1 << 20, max_concurrent=4, stall_timeout=300) as s:
         silent = raw(s, "/v1/chat/completions", json.dumps(body).encode())
@@ -130,9 +122,10 @@ def test_an_answer_waits_for_its_reader_and_is_whole(monkeypatch: pytest.MonkeyP
             time.sleep(0.3)  # the system takes some of it before it takes no more
             return made() == before and not engine.busy
 
-        until(waits, 60)
-        assert len(engine.running) == 2 and made() < 8000
-        answer = httpx.post(f"{s.url}/v1/chat/completions", json={"messages": HI, "max_tokens": 5}, timeout=60)
+        until(waits)
+        assert len(engine.running) == 2 and all(r.paused for r in engine.running.values())
+        engine.go.set()
+        answer = s.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 5})
         assert answer.status_code == 200
         lines = [line for line in everything(silent).decode().splitlines() if line.startswith("data: {")]
         chosen = [json.loads(line[6:])["choices"][0] for line in lines]
@@ -149,7 +142,7 @@ def test_one_large_body_of_a_client_is_read_at_a_time() -> None:
         behind = raw(s, "/v1/chat/completions", large)
         until(lambda: s.state.big_bodies._waiting)
         assert b" 200 " in everything(raw(s, "/v1/chat/completions", large, address="127.0.0.2"))[:20]
-        assert httpx.post(f"{s.url}/v1/chat/completions", json={"messages": HI, "max_tokens": 2}, timeout=60).status_code == 200
+        assert s.http.post("/v1/chat/completions", json={"messages": HI, "max_tokens": 2}).status_code == 200
         assert s.state.big_bodies._waiting
         half.close()
         assert b" 200 " in everything(behind)[:20]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import VOCAB, mtp_drafter, request, tiny_engine, tiny_model
 from tokenizers import Tokenizer as Backend
@@ -96,7 +96,7 @@ def stops_in(text: str, rng: random.Random) -> tuple[str, ...]:
     return tuple(p for p in pieces if p) or ("a",)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=30)
 @given(
     st.sampled_from([("llama", False), ("dense", False), ("dense", True)]),
     st.sampled_from([0.0, 0.6, 1.2]),

@@ -15,7 +15,7 @@ BATCH = st.lists(VIEW, min_size=1, max_size=4, unique_by=lambda v: v[0])
 MACHINE = st.tuples(st.floats(1e-4, 1e-1), st.floats(0, 1e-2), st.floats(0, 1e-2))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(MACHINE, st.lists(st.tuples(BATCH, st.integers(0, 16), st.floats(1e-5, 1.0)), max_size=40))
 def test_choices_are_legal(machine, cycles):
     base, row, token = machine
@@ -38,7 +38,7 @@ def test_choices_are_legal(machine, cycles):
     assert controller.snapshot()["running"] == 0
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 16), min_size=60, max_size=200), st.floats(0.02, 0.25))
 def test_a_request_never_loses_more_than_its_risk(runs, row):
     """Against any acceptance pattern at all: two plain steps and 1.5 % of the tokens, and at most one draft over it."""

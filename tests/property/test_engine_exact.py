@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joining, tiny_engine, tiny_model
 from tests.unit.engine.test_graphs import Thirds
@@ -127,7 +127,7 @@ one = st.tuples(
 )
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(st.sampled_from(sorted(VARIANTS)), st.lists(one, min_size=1, max_size=8), st.integers(2, 8), st.booleans(), st.booleans())
 def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bool, reuse: bool) -> None:
     """Sequences join at random steps, run beside others with other K, are pre-empted when pages are scarce, and leave."""

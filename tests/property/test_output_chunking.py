@@ -39,7 +39,7 @@ def run(parser: Parser, pieces: list[str], complete: bool) -> list[Part]:
 
 
 @pytest.mark.parametrize("name", PARSERS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=TEXTS, cuts=st.lists(st.integers(0, 200), max_size=12), complete=st.booleans())
 def test_any_cut_gives_the_same_parts(name: str, text: str, cuts: list[int], complete: bool) -> None:
     at = sorted({0, len(text), *(c for c in cuts if c < len(text))})
@@ -74,7 +74,7 @@ def quoting_is_safe(value: object) -> bool:
     return all(map(quoting_is_safe, value.values() if isinstance(value, dict) else value)) if isinstance(value, (dict, list)) else True
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     calls=st.lists(st.tuples(st.sampled_from(["f", "get_weather", "a.b-c"]), ARGUMENTS), min_size=1, max_size=3), size=st.integers(1, 40)
 )

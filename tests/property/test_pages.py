@@ -23,7 +23,7 @@ def store(tokens: int = 200, slots: int = 4) -> KVStore:
 step = st.tuples(st.sampled_from(["open", "append", "append", "commit", "share", "close"]), st.integers(0, 3), st.integers(1, 8))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(step, max_size=60), st.integers(60, 200))
 def test_pages_are_conserved(steps: list[tuple[str, int, int]], capacity: int) -> None:
     kv = store(capacity)

@@ -56,8 +56,8 @@ TEST = "def check(candidate):\n    assert candidate(3) == 6\n"
 
 
 def test_code_is_run():
-    assert passes(PROMPT, "Here:\n```python\ndef twice(x):\n    return int(math.fsum([x, x]))\n```\nDone.", TEST, "twice")
-    assert passes(PROMPT, "    return x + x\n", TEST, "twice")
+    assert passes(PROMPT, "Here:\n```python\ndef twice(x):\n    return int(math.fsum([x, x]))\n```\nDone.", TEST, "twice", seconds=60)
+    assert passes(PROMPT, "    return x + x\n", TEST, "twice", seconds=60)
     assert not passes(PROMPT, "```python\ndef twice(x):\n    return x\n```", TEST, "twice")
     assert not passes(PROMPT, "```python\ndef twice(x:\n```", TEST, "twice")
     assert "import math" in function(PROMPT, "```python\ndef twice(x):\n    return 2\n```", "twice")
@@ -67,7 +67,7 @@ def test_code_that_hangs_or_grabs_memory_is_stopped():
     began = time.monotonic()
     assert not passes(PROMPT, "    while True:\n        pass\n", TEST, "twice", seconds=1)
     assert not passes(PROMPT, "    return len(bytearray(4 << 30)) and 6\n", TEST, "twice", seconds=5)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 60  # a second and an instant, where nobody else computes
 
 
 def test_the_canonical_answers_are_right():

@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
+from tests.waiting import PATIENCE
 
 from outrider.cluster.ingress import Forward, Ingress, Nobody, Refused, ReplicaLost, Taken
 from outrider.cluster.replica import Replica, receiving
@@ -32,10 +33,10 @@ class Pair:
         self.there = 2
 
     @asynccontextmanager
-    async def up(self, delay: float = 0.0, **settings: Any) -> AsyncIterator[Ingress]:
+    async def up(self, hold: int | None = None, **settings: Any) -> AsyncIterator[Ingress]:
         tok = tokenizer()
         self.replicas = [
-            Replica(n, Backend(FakeEngine(tok, delay=delay), tok, VOCAB, 2048, ""), ServerSettings(model_name="fake", host="0.0.0.0"))
+            Replica(n, Backend(FakeEngine(tok, hold=hold), tok, VOCAB, 2048, ""), ServerSettings(model_name="fake", host="0.0.0.0"))
             for n in "ab"
         ]
         for replica in self.replicas:
@@ -97,7 +98,7 @@ async def ask(
         (k.replace("_", "-").encode(), v.encode()) for k, v in {"host": "127.0.0.1", "content_type": "application/json", **headers}.items()
     ]
     scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": named, "client": ("10.0.0.1", 1)}
-    await asyncio.wait_for(ingress(scope, receiving(raw, gone), send), 60)
+    await asyncio.wait_for(ingress(scope, receiving(raw, gone), send), PATIENCE)
     if not sent:
         return 0, {}, b""
     seen = [k.decode() for k, _ in sent[0]["headers"]]
@@ -185,17 +186,16 @@ def test_nobody_there_is_a_clean_refusal(plan: tuple[str, ...], status: int, cod
 
 
 async def settled(pair: Pair) -> bool:
-    for _ in range(500):
-        if not any(r._server.admission.in_flight for r in pair.replicas):
-            return True
-        await asyncio.sleep(0.01)
-    return False
+    async with asyncio.timeout(PATIENCE):
+        while any(r._server.admission.in_flight for r in pair.replicas):
+            await asyncio.sleep(0.01)
+    return True
 
 
 def test_a_client_that_leaves_frees_its_place() -> None:
     async def run() -> None:
         pair = Pair()
-        async with pair.up(delay=0.05) as ingress:
+        async with pair.up(hold=5) as ingress:
             await ask(ingress, {**CHAT, "stream": True}, leave_after=3)
             assert await settled(pair) and value(ingress, "outrider_cluster_cancelled_total") == 1
             assert sum(int(r._server.metrics.aborted._value.get()) for r in pair.replicas) == 1

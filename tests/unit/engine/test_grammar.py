@@ -85,7 +85,7 @@ def test_regex() -> None:
     assert matcher.masks(TOK.encode("abbb"))[1] == 3
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32 - 1), width=st.integers(0, 5))
 def test_masked_choice_with_drafts_is_masked_choice_without(seed: int, width: int) -> None:
     """Whatever is drafted, choosing under the masks gives the text that choosing one token at a time gives, and it is valid."""

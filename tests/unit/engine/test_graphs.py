@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
 
@@ -160,7 +160,7 @@ one = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(
     st.sampled_from(sorted(MODELS)), st.lists(one, min_size=1, max_size=8), st.integers(2, 8), st.booleans(), st.booleans(), st.booleans()
 )

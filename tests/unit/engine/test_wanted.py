@@ -65,7 +65,7 @@ def both(
     assert same_cache(*caches)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(sorted(MODELS)), shapes)
 def test_wanted_rows_have_the_bits_of_all_rows(name: str, shape: Any) -> None:
     counts, ends, before, taps = shape

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.waiting import PATIENCE, until
 
 from outrider.ops import choose, place
 from outrider.ops.cpu import build, lib
@@ -198,10 +199,13 @@ def test_isa_fits_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_threads_sleep_when_idle() -> None:
     ops = CpuOps(threads=3)
     ops.linear(torch.randn(4, 64), torch.randn(64, 64))
-    time.sleep(0.05)
-    before = time.process_time()
-    time.sleep(0.3)
-    assert time.process_time() - before < 0.03
+
+    def idle() -> bool:
+        before = time.process_time()
+        time.sleep(0.3)
+        return time.process_time() - before < 0.03
+
+    until(idle)  # on a busy machine they get the processor late for the little that they wait awake
 
 
 def test_a_forked_child_can_compute() -> None:
@@ -211,8 +215,8 @@ def test_a_forked_child_can_compute() -> None:
     pid = os.fork()
     if pid == 0:  # the child: only its exit status speaks
         os._exit(0 if torch.equal(ops.linear(x, w), want) else 1)
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
+    late = time.monotonic() + PATIENCE
+    while time.monotonic() < late:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
             assert os.waitstatus_to_exitcode(status) == 0

@@ -195,11 +195,11 @@ def test_a_decision_takes_microseconds():
     controller = Controller(copy(DEAR), ("mtp", "ngram"))
     run(controller, 300, 2, ngram=4, match=3)
     best = 1.0
-    for _ in range(5):  # the best of several: other work on the machine is not ours to test
-        began = time.perf_counter()
+    for _ in range(50):  # of several the best, and processor time: other work on the machine is not ours to test
+        began = time.thread_time()
         for _ in range(200):
             choice = controller.plan([view(ngram=4, match=3)])[0]
             controller.observe("a", choice.drafter, choice.k, min(choice.k, 2), None)
             controller.observe_step(1, choice.k, 100, 8e-3, choice.drafter)
-        best = min(best, (time.perf_counter() - began) / 200)
+        best = min(best, (time.thread_time() - began) / 200)
     assert best < 60e-6  # 18 µs on an idle core; a wide margin for a busy one

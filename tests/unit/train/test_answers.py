@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -59,10 +59,13 @@ def test_answers_are_the_engines(whole: dict[tuple[int, int], list[int]]) -> Non
 
 
 @pytest.mark.parametrize("cut", ["stop", "deadline", "killed"])
-def test_answering_goes_on_where_it_was(tmp_path: Path, whole: dict[tuple[int, int], list[int]], cut: str) -> None:
+def test_answering_goes_on_where_it_was(
+    tmp_path: Path, whole: dict[tuple[int, int], list[int]], cut: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ctrl-C and the clock keep half an answer too; a crash keeps what was written, minus a torn last line."""
     path, stop, engine, tasks = tmp_path / "answers.jsonl", Stop(), tiny_engine(max_batch=4), plan()
-    real, steps = engine.step, 0
+    real, steps, now = engine.step, 0, [0.0]
+    monkeypatch.setattr("outrider.train.answers.time", SimpleNamespace(perf_counter=lambda: now[0]))
 
     def step():  # type: ignore[no-untyped-def]
         nonlocal steps
@@ -70,15 +73,14 @@ def test_answering_goes_on_where_it_was(tmp_path: Path, whole: dict[tuple[int, i
         if steps == 17:
             stop.signal = 2 if cut == "stop" else 0
             if cut == "deadline":
-                time.sleep(0.4)
+                now[0] = 1.0
             if cut == "killed":
                 raise RuntimeError
         return real()
 
     engine.step = step  # type: ignore[method-assign]
     try:
-        late = time.perf_counter() + (0.4 if cut == "deadline" else 1e9)
-        answer_to_file(engine, prompts(), tasks, 20, path, deadline=late, stop=stop)
+        answer_to_file(engine, prompts(), tasks, 20, path, deadline=1.0, stop=stop)
     except RuntimeError:
         with open(path, "a") as file:
             file.write('{"prompt": 3, "dra')
