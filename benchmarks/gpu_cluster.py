@@ -240,7 +240,7 @@ def logits_of(llm: LLM, context: int) -> Tensor:
 def exact_logits(where: str, device: str, context: int) -> Tensor:
     """The same weights, widened to float32, by the operators that define what is right; no cache in fewer bits."""
     kind = torch.float32 if device == "cpu" else torch.bfloat16
-    config, held, _ = load_target(where, device, kind, ReferenceOps(), None, "dummy", 0)
+    config, held, _ = load_target(where, device, kind, ReferenceOps(), load_format="dummy")
     weights = {name: weight.float() if weight.is_floating_point() else weight for name, weight in held.items()}  # type: ignore[union-attr]
     model = TextModel(config, weights, ReferenceOps())
     ids = prompts(config.vocab_size, context)[1][:64]

@@ -145,9 +145,9 @@ def made(raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps) ->
         path = folder / f"{name}.gguf"
         write_gguf(path, config, name.lower())
         files = from_gguf(path, name)
-        _, plain = load(files, config, device, torch.float32, ReferenceOps(), None, "auto", 0)
+        _, plain = load(files, config, device, torch.float32, ReferenceOps())
         meant = {n: w for n, w in plain.items() if isinstance(w, Tensor)}
-        return load(files, config, device, scale.dtype, ops, None, "auto", 0)[1], meant
+        return load(files, config, device, scale.dtype, ops)[1], meant
     state, settings, mode = dense_state(config, scale), None, None
     if name in quantised.SCHEMES:
         (state, values), settings = quantised.convert(state, name), quantised.SCHEMES[name][1]

@@ -246,7 +246,7 @@ def _assemble(
     files = hub.resolve(model, weights=load_format == "auto")
     # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.
     tokenizing = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
-    config, weights, _ = load_target(files, place, kind, chosen, quantize, load_format, seed, share)
+    config, weights, _ = load_target(files, place, kind, chosen, quantize=quantize, load_format=load_format, seed=seed, share=share)
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = TextModel(config, weights, chosen, together)
@@ -347,7 +347,7 @@ def _load_drafter(
             counts[made is weight] += 1
             return made
 
-        config, weights, _ = load_target(name, device, dtype, ops, None, load_format, seed, keep=cheaper)
+        config, weights, _ = load_target(name, device, dtype, ops, load_format=load_format, seed=seed, keep=cheaper)
         if config.vocab_size != target.config.vocab_size:
             sizes = f"{name} has {config.vocab_size} tokens, the target {target.config.vocab_size}"
             raise OutriderError(f"{sizes}: not the same tokenizer, or filled up to another size")
@@ -361,8 +361,8 @@ def _load_drafter(
         from .spec.medusa import Medusa
 
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
-    share = target.together.share
-    own, parts = load_drafter(files, device, dtype, ops, ops.capabilities.draft_format, load_format, seed, share)
+    share, rounded = target.together.share, ops.capabilities.draft_format
+    own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, share=share)
     reason = fits(own, target.config)
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")

@@ -103,7 +103,7 @@ def compared(rounded: Tensor, logits: Tensor, ids: Tensor) -> Rounding:
 
 def forced(model: str, ops: Backend, quantize: str | None, text: str, kv_dtype: str = "auto") -> tuple[Tensor, Tensor]:
     """Logits [T - 1, V] that the text's tokens [T] were predicted with."""
-    config, weights, files = load_target(model, "cpu", torch.float32, ops, quantize)
+    config, weights, files = load_target(model, "cpu", torch.float32, ops, quantize=quantize)
     ids = torch.tensor(Tokenizer(files).encode(text, bos=True)[: min(MOST, config.max_context)])
     if len(ids) < 2:
         raise OutriderError("a text of at least two tokens is needed to measure perplexity")

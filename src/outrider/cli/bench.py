@@ -86,8 +86,7 @@ def bench(
         _record(model, prompts, record_traces, temperatures[0], seed, load)
         return
     from .. import __version__
-    from ..bench import harness, report
-    from ..bench import quality as grading
+    from ..bench import harness
     from ..spec.cost import machine_name
 
     names = _names(guessers, ks, trees) + list(common.parts(against))
@@ -99,6 +98,14 @@ def bench(
     if len(store.done) < harness.total(settings, prompts):
         contestants = _contestants(model, guessers, ks, trees, common.parts(against), max(batches), load)
         _run(contestants, prompts, settings, store)
+    _report(output, settings, prompts, history, as_json, load.verify)
+
+
+def _report(output: Path, settings: Settings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str) -> None:
+    """What the cells of a run say, here and as a page."""
+    from ..bench import harness, report
+    from ..bench import quality as grading
+
     cells = list(harness.read_cells(output))
     rows = report.summarise(cells)
     found = report.scores(cells, prompts, grading.grade)
@@ -113,7 +120,7 @@ def bench(
     if found:
         out.print(report.score_table(found))
     out.print(f"report: {output / 'report.html'}")
-    _verdict(rows, load.verify)
+    _verdict(rows, verify)
 
 
 def _verdict(rows: list[Row], verify: str) -> None:

@@ -39,25 +39,22 @@ def bench_gpu(
 
     if not torch.cuda.is_available():
         raise OutriderError("bench-gpu needs a CUDA device")
-    chosen = parts(sizes)
+    settings = gpu_table.Settings(
+        parts(sizes), numbers(k, int, "--k"), numbers(batch, int, "--batch"), numbers(context, int, "--context"),
+        numbers(accept, float, "--accept") if accept else None, against_hf,
+    )  # fmt: skip
     if engine:
         from ..bench import gpu_engine
 
-        asked = gpu_table.Settings(chosen, numbers(k, int, "--k"), numbers(batch, int, "--batch"), numbers(context, int, "--context"))
         found = []
-        for size, drafted, positions in ((s, n, c) for s in asked.sizes for n in asked.ks for c in asked.contexts):
-            for figures in gpu_engine.measure(size, asked.batches, drafted, positions):
+        for size, drafted, positions in ((s, n, c) for s in settings.sizes for n in settings.ks for c in settings.contexts):
+            for figures in gpu_engine.measure(size, settings.batches, drafted, positions):
                 found.append(figures)
                 note(" ".join(gpu_engine.table([figures])[1]))
         out.print(gpu_table.text_table(gpu_engine.table(found)))
         return
     if quick:
-        settings = replace(gpu_table.quick(), sizes=chosen)
-    else:
-        assumed = numbers(accept, float, "--accept") if accept else None
-        settings = gpu_table.Settings(
-            chosen, numbers(k, int, "--k"), numbers(batch, int, "--batch"), numbers(context, int, "--context"), assumed, against_hf
-        )
+        settings = replace(gpu_table.quick(), sizes=settings.sizes)
     command = " ".join(["outrider", *sys.argv[1:]])
 
     def save(found: list[gpu_table.Record]) -> None:

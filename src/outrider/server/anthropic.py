@@ -11,7 +11,7 @@ from pydantic import Field
 
 from .errors import TYPES, ApiError, bad
 from .schema import ChatRequest, Lenient, Strict
-from .wire import Json, arguments_of, sse
+from .wire import Json, arguments_of, said, sse
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -135,17 +135,14 @@ class AnthropicWire:
         self._began = False
 
     def whole(self, answer: Json) -> Json:
-        choice = cast(list[Json], answer["choices"])[0]
-        message = cast(Json, choice["message"])
+        one = said(answer)[0]
         blocks: list[Json] = []
-        if message.get("reasoning_content"):
-            blocks.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
-        if message.get("content"):
-            blocks.append({"type": "text", "text": message["content"]})
-        for call in cast(list[Json], message.get("tool_calls") or []):
-            function = cast(dict[str, str], call["function"])
-            blocks.append({"type": "tool_use", "id": call["id"], "name": function["name"], "input": arguments_of(function["arguments"])})
-        reason = REASONS.get(str(choice["finish_reason"]), "end_turn")
+        if one.thoughts:
+            blocks.append({"type": "thinking", "thinking": one.thoughts, "signature": ""})
+        if one.text:
+            blocks.append({"type": "text", "text": one.text})
+        blocks += [{"type": "tool_use", "id": c.id, "name": c.name, "input": arguments_of(c.arguments)} for c in one.calls]
+        reason = REASONS.get(one.finish or "", "end_turn")
         return {**self._message(answer), "content": blocks, "stop_reason": reason, "usage": _usage(answer)}
 
     def chunk(self, chunk: Json) -> str:
@@ -155,23 +152,20 @@ class AnthropicWire:
             empty = {"input_tokens": 0, "output_tokens": 0}
             start = {**self._message(chunk), "content": [], "stop_reason": None, "usage": empty}
             out += self._event("message_start", message=start)
-        for choice in cast(list[Json], chunk["choices"]):
-            delta = cast(Json, choice.get("delta") or {})
-            if delta.get("reasoning_content"):
+        for one in said(chunk):
+            if one.thoughts:
                 out += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
-                out += self._delta({"type": "thinking_delta", "thinking": delta["reasoning_content"]})
-            if delta.get("content"):
+                out += self._delta({"type": "thinking_delta", "thinking": one.thoughts})
+            if one.text:
                 out += self._block("text", {"type": "text", "text": ""})
-                out += self._delta({"type": "text_delta", "text": delta["content"]})
-            for call in cast(list[Json], delta.get("tool_calls") or []):
-                function = cast(dict[str, str], call["function"])
-                if call.get("id"):
-                    named = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
-                    out += self._block(f"call {call['index']}", named)
-                if function.get("arguments"):
-                    out += self._delta({"type": "input_json_delta", "partial_json": function["arguments"]})
-            if choice.get("finish_reason"):
-                self._reason = REASONS.get(str(choice["finish_reason"]), "end_turn")
+                out += self._delta({"type": "text_delta", "text": one.text})
+            for call in one.calls:
+                if call.id:
+                    out += self._block(f"call {call.which}", {"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
+                if call.arguments:
+                    out += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
+            if one.finish:
+                self._reason = REASONS.get(one.finish, "end_turn")
         if not chunk["choices"] and chunk.get("usage"):
             out += self._stop()
             out += self._event("message_delta", delta={"stop_reason": self._reason, "stop_sequence": None}, usage=_usage(chunk))

@@ -11,7 +11,7 @@ from pydantic import JsonValue
 
 from .errors import ApiError, bad
 from .schema import ChatRequest, CompletionRequest, Lenient
-from .wire import Json, arguments_of
+from .wire import Json, arguments_of, said
 
 # option -> our field; those that are not here say how a model is run, not what it says, and are ignored as Ollama ignores unknown ones
 OPTIONS = {
@@ -110,40 +110,30 @@ class OllamaWire:
 
     def __init__(self, chat: bool = True) -> None:
         self._chat = chat
-        self._reason: object = "stop"
-        self._calls: dict[int, dict[str, str]] = {}
+        self._reason: str | None = "stop"
+        self._calls: dict[int, tuple[str, str]] = {}  # name and arguments so far
         self._began = time.monotonic()
         self._stats: Json = {}
 
     def whole(self, answer: Json) -> Json:
-        choice = cast(list[Json], answer["choices"])[0]
-        message = cast(Json, choice.get("message") or {"content": choice.get("text")})
-        calls = [_call(cast(dict[str, str], c["function"])) for c in cast(list[Json], message.get("tool_calls") or [])]
-        self._reason = choice["finish_reason"]
-        self._stats = cast(Json, answer.get("outrider") or {})
-        said = self._said(str(message.get("content") or ""), str(message.get("reasoning_content") or ""), calls)
-        return {**self._head(answer), **said, **self._end(answer)}
+        one = said(answer)[0]
+        self._reason, self._stats = one.finish, cast(Json, answer.get("outrider") or {})
+        told = self._told(one.text, one.thoughts, [_call(call.name, call.arguments) for call in one.calls])
+        return {**self._head(answer), **told, **self._end(answer)}
 
     def chunk(self, chunk: Json) -> str:
         out = ""
-        for choice in cast(list[Json], chunk["choices"]):
-            delta = cast(Json, choice.get("delta") or {"content": choice.get("text")})
-            for call in cast(list[Json], delta.get("tool_calls") or []):
-                function, known = (
-                    cast(dict[str, str], call["function"]),
-                    self._calls.setdefault(cast(int, call["index"]), {"name": "", "arguments": ""}),
-                )
-                known["name"] += function.get("name", "")
-                known["arguments"] += function.get("arguments", "")
-            text, thought = str(delta.get("content") or ""), str(delta.get("reasoning_content") or "")
-            finished = choice.get("finish_reason")
-            calls = [_call(c) for c in self._calls.values()] if finished else []
-            if text or thought or calls:
-                out += _line({**self._head(chunk), **self._said(text, thought, calls), "done": False})
-            self._reason = finished or self._reason
-            self._stats = cast(Json, chunk.get("outrider") or {}) if finished else self._stats
+        for one in said(chunk):
+            for call in one.calls:
+                name, arguments = self._calls.get(call.which, ("", ""))
+                self._calls[call.which] = (name + call.name, arguments + call.arguments)
+            calls = [_call(*known) for known in self._calls.values()] if one.finish else []
+            if one.text or one.thoughts or calls:
+                out += _line({**self._head(chunk), **self._told(one.text, one.thoughts, calls), "done": False})
+            if one.finish:
+                self._reason, self._stats = one.finish, cast(Json, chunk.get("outrider") or {})
         if not chunk["choices"] and chunk.get("usage"):
-            out += _line({**self._head(chunk), **self._said("", "", []), **self._end(chunk)})
+            out += _line({**self._head(chunk), **self._told("", "", []), **self._end(chunk)})
         return out
 
     def done(self) -> str:
@@ -158,7 +148,7 @@ class OllamaWire:
     def _head(self, answer: Json) -> Json:
         return {"model": answer["model"], "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
-    def _said(self, text: str, thought: str, calls: list[Json]) -> Json:
+    def _told(self, text: str, thought: str, calls: list[Json]) -> Json:
         more: Json = {**({"thinking": thought} if thought else {}), **({"tool_calls": calls} if calls else {})}
         return {"message": {"role": "assistant", "content": text, **more}} if self._chat else {"response": text, **more}
 
@@ -178,8 +168,8 @@ class OllamaWire:
         return {"total_duration": total, "load_duration": waited, "prompt_eval_duration": prompt, "eval_duration": new}
 
 
-def _call(function: dict[str, str]) -> Json:
-    return {"function": {"name": function["name"], "arguments": arguments_of(function["arguments"])}}
+def _call(name: str, arguments: str) -> Json:
+    return {"function": {"name": name, "arguments": arguments_of(arguments)}}
 
 
 def _line(data: Json) -> str:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from .errors import ApiError, bad
 from .schema import INERT, ChatRequest, Lenient, Strict
-from .wire import Json, sse
+from .wire import Json, said, sse
 
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
@@ -152,40 +152,33 @@ class ResponsesWire:
         self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
 
     def whole(self, answer: Json) -> Json:
-        choice = cast(list[Json], answer["choices"])[0]
-        message = cast(Json, choice["message"])
-        items: list[Json] = []
-        if message.get("reasoning_content"):
-            items.append(_reasoning(str(message["reasoning_content"])))
-        if message.get("content"):
-            items.append(_message(str(message["content"]), _logprobs(choice)))
-        for call in cast(list[Json], message.get("tool_calls") or []):
-            function = cast(dict[str, str], call["function"])
-            items.append(_function(str(call["id"]), function["name"], function["arguments"]))
-        return self._whole(answer, items, choice["finish_reason"])
+        one = said(answer)[0]
+        items = [_reasoning(one.thoughts)] if one.thoughts else []
+        if one.text:
+            items.append(_message(one.text, one.logprobs))
+        items += [_function(call.id, call.name, call.arguments) for call in one.calls]
+        return self._whole(answer, items, one.finish)
 
     def chunk(self, chunk: Json) -> str:
         out = ""
         if not self._response:
             self._response = {**_head(chunk), "status": "in_progress", "output": [], "usage": None}
             out += self._event("response.created", response=self._response) + self._event("response.in_progress", response=self._response)
-        for choice in cast(list[Json], chunk["choices"]):
-            delta = cast(Json, choice.get("delta") or {})
-            self._logprobs += _logprobs(choice)
-            if delta.get("reasoning_content"):
+        for one in said(chunk):
+            self._logprobs += one.logprobs
+            if one.thoughts:
                 out += self._begin("reasoning", _reasoning(""))
-                out += self._grow("response.reasoning_text.delta", str(delta["reasoning_content"]))
-            if delta.get("content"):
+                out += self._grow("response.reasoning_text.delta", one.thoughts)
+            if one.text:
                 out += self._begin("message", _message(""))
-                out += self._grow("response.output_text.delta", str(delta["content"]))
-            for call in cast(list[Json], delta.get("tool_calls") or []):
-                function = cast(dict[str, str], call["function"])
-                if call.get("id"):
-                    out += self._begin(f"call {call['index']}", _function(str(call["id"]), function["name"], ""))
-                if function.get("arguments"):
-                    out += self._grow("response.function_call_arguments.delta", function["arguments"])
-            if choice.get("finish_reason"):
-                self._response["finish"] = choice["finish_reason"]
+                out += self._grow("response.output_text.delta", one.text)
+            for call in one.calls:
+                if call.id:
+                    out += self._begin(f"call {call.which}", _function(call.id, call.name, ""))
+                if call.arguments:
+                    out += self._grow("response.function_call_arguments.delta", call.arguments)
+            if one.finish:
+                self._response["finish"] = one.finish
         if not chunk["choices"] and chunk.get("usage"):
             out += self._finish()
             whole = self._whole(chunk, self._items, self._response.get("finish"))
@@ -273,11 +266,6 @@ def _head(answer: Json) -> Json:
         "model": answer["model"], "error": None, "incomplete_details": None, "instructions": None, "metadata": {},
         "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "temperature": None, "top_p": None, "store": False,
     }  # fmt: skip
-
-
-def _logprobs(choice: Json) -> list[Json]:
-    told = cast(Json, choice.get("logprobs") or {})
-    return cast(list[Json], told.get("content") or [])
 
 
 def _message(text: str, logprobs: list[Json] | None = None) -> Json:

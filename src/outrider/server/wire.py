@@ -6,7 +6,7 @@ A `Wire` is made anew for each call and may remember what it has written.
 from __future__ import annotations
 
 import json
-from typing import Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from .errors import ApiError
 
@@ -24,6 +24,39 @@ def arguments_of(text: str) -> object:
         return json.loads(text or "{}")
     except ValueError:
         return {}
+
+
+class Called(NamedTuple):
+    """A function call; in a chunk, what is new of it."""
+
+    which: int  # of its calls
+    id: str  # empty where only arguments are new
+    name: str
+    arguments: str
+
+
+class Said(NamedTuple):
+    """What one choice of an answer says; of a chunk, what is new."""
+
+    thoughts: str
+    text: str
+    calls: list[Called]
+    logprobs: list[Json]
+    finish: str | None
+
+
+def said(answer: Json) -> list[Said]:
+    """Choice by choice, of an answer in OpenAI's shape or a chunk of one."""
+    out = []
+    for choice in cast(list[dict[str, Any]], answer["choices"]):
+        told = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
+        calls = [
+            Called(call.get("index", i), call.get("id") or "", call["function"].get("name", ""), call["function"].get("arguments", ""))
+            for i, call in enumerate(told.get("tool_calls") or ())
+        ]
+        logprobs = (choice.get("logprobs") or {}).get("content") or []
+        out.append(Said(told.get("reasoning_content") or "", told.get("content") or "", calls, logprobs, choice["finish_reason"]))
+    return out
 
 
 class Wire(Protocol):

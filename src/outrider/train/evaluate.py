@@ -179,25 +179,21 @@ def walk(right: np.ndarray, k: int) -> tuple[int, int, np.ndarray]:
     return tokens, cycles, reached
 
 
+def per_cycle(walked: Sequence[tuple[int, int, np.ndarray]]) -> float:
+    """Tokens a cycle over all these walks."""
+    return round(sum(w[0] for w in walked) / max(1, sum(w[1] for w in walked)), 4)
+
+
 def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_K, at: int = 4) -> Json:
     """tokens_per_cycle {K: value} over all answers; acceptance_by_position: share of cycles at K = `at` (and, for later
     positions, at K = most) that accepted at least j; acceptance_given_before: at K = most, of the cycles whose drafts before j
     were right, the share where j was too; by_category at K = `at`; anchors: first-position acceptance everywhere."""
-    per_k, names = {}, sorted(set(categories))
-    for k in range(1, most + 1):
-        walked = [walk(r, k) for r in right]
-        per_k[k] = sum(w[0] for w in walked) / max(1, sum(w[1] for w in walked))
-        if k == at:
-            by = {}
-            for name in names:
-                mine = [w for w, c in zip(walked, categories, strict=True) if c == name]
-                by[name] = round(sum(w[0] for w in mine) / max(1, sum(w[1] for w in mine)), 4)
-            first = np.sum([w[2] for w in walked], axis=0) / max(1, sum(w[1] for w in walked))
-        if k == most:
-            whole = np.sum([w[2] for w in walked], axis=0) / max(1, sum(w[1] for w in walked))
+    walked = {k: [walk(r, k) for r in right] for k in range(1, most + 1)}
+    by = {name: per_cycle([w for w, c in zip(walked[at], categories, strict=True) if c == name]) for name in sorted(set(categories))}
+    first, whole = (np.sum([w[2] for w in walked[k]], axis=0) / max(1, sum(w[1] for w in walked[k])) for k in (at, most))
     flat = np.concatenate([r for r in right if len(r)]) if any(len(r) for r in right) else np.zeros(1)
     return {
-        "tokens_per_cycle": {k: round(float(v), 4) for k, v in per_k.items()},
+        "tokens_per_cycle": {k: per_cycle(found) for k, found in walked.items()},
         "mean_of_categories": round(float(np.mean(list(by.values()))), 4),
         "acceptance_by_position": [round(float(v), 4) for v in [*first, *whole[len(first) :]]],
         "acceptance_given_before": given_before(whole),

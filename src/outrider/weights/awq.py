@@ -12,7 +12,7 @@ from ..ops.formats import Format, Integer, Weight
 from ..ops.formats.integer import pairs
 from ..types import OutriderError
 from .compressed import unpack
-from .stored import Recipe, Settings, Stored, expect, linear, matches, strings, whole
+from .stored import Recipe, Settings, all_but, expect, strings, whole
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word each of eight rows is
 
@@ -47,9 +47,4 @@ def awq(settings: Settings) -> Recipe:
     bits, version = whole(settings, "bits", 4, "awq"), str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise OutriderError(f"quantization_config (awq): {bits} bits in layout {version!r} are not supported; known: 4 bits, gemm")
-    stored, dense = Awq(whole(settings, "group_size", 128, "awq")), strings(settings, "modules_to_not_convert")
-
-    def find(module: str) -> Stored | None:
-        return stored if linear(module) and not matches(module, dense, contained=True) else None
-
-    return find
+    return all_but(strings(settings, "modules_to_not_convert"), Awq(whole(settings, "group_size", 128, "awq")))

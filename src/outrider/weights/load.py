@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import TypeVar
+from typing import TypedDict, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -37,37 +37,35 @@ INTEGERS = ("I64", "I32")
 HALVES = (Dense(torch.float16), Dense(torch.bfloat16))
 
 
+class How(TypedDict, total=False):
+    """How weights are loaded, beside where to and as what."""
+
+    quantize: str | None  # what dense matrices are rounded to
+    load_format: LoadFormat
+    seed: int  # of dummy weights
+    share: Share | None  # only one process's part; the configuration is then the part's
+    keep: Callable[[str, Held], Held] | None  # what becomes of each weight once it is there
+
+
 def load_target(
-    name: str | Path | Files,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    ops: Backend | None = None,
-    quantize: str | None = None,
-    load_format: LoadFormat = "auto",
-    seed: int = 0,
-    share: Share | None = None,
-    keep: Callable[[str, Held], Held] | None = None,
-) -> tuple[ModelConfig, dict[str, Held], TextFiles]:
-    """share: only one process's part of it; the configuration is then the part's. keep: what becomes of each weight once it is there."""
-    files = name if isinstance(name, Files) else hub.resolve(name, weights=load_format == "auto")
-    config = translate(ModelConfig.from_hf, files)
-    own, weights = load(files, config, device, dtype, ops, quantize, load_format, seed, share, keep)
+    name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, ops: Backend | None = None,
+    **how: Unpack[How],
+) -> tuple[ModelConfig, dict[str, Held], TextFiles]:  # fmt: skip
+    files = resolved(name, "model", how)
+    own, weights = load(files, translate(ModelConfig.from_hf, files), device, dtype, ops, **how)
     return own, weights, text_files(files)
 
 
 def load_drafter(
-    name: str | Path | Files,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float32,
-    ops: Backend | None = None,
-    quantize: str | None = None,
-    load_format: LoadFormat = "auto",
-    seed: int = 0,
-    share: Share | None = None,
-) -> tuple[DrafterConfig, dict[str, Held]]:
-    files = name if isinstance(name, Files) else hub.resolve(name, kind="drafter", weights=load_format == "auto")
-    config = translate(DrafterConfig.from_hf, files)
-    return load(files, config, device, dtype, ops, quantize, load_format, seed, share)
+    name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, ops: Backend | None = None,
+    **how: Unpack[How],
+) -> tuple[DrafterConfig, dict[str, Held]]:  # fmt: skip
+    files = resolved(name, "drafter", how)
+    return load(files, translate(DrafterConfig.from_hf, files), device, dtype, ops, **how)
+
+
+def resolved(name: str | Path | Files, kind: hub.Kind, how: How) -> Files:
+    return name if isinstance(name, Files) else hub.resolve(name, kind, weights=how.get("load_format", "auto") == "auto")
 
 
 def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
@@ -79,17 +77,9 @@ def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
 
 
 def load(
-    files: Files,
-    config: C,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    ops: Backend | None,
-    quantize: str | None,
-    load_format: LoadFormat,
-    seed: int,
-    share: Share | None = None,
-    keep: Callable[[str, Held], Held] | None = None,
-) -> tuple[C, dict[str, Held]]:
+    files: Files, config: C, device: torch.device | str, dtype: torch.dtype, ops: Backend | None, *, quantize: str | None = None,
+    load_format: LoadFormat = "auto", seed: int = 0, share: Share | None = None, keep: Callable[[str, Held], Held] | None = None,
+) -> tuple[C, dict[str, Held]]:  # fmt: skip
     ops = ops or ReferenceOps()
     if quantize is not None and quantize not in ops.capabilities.quantizes:
         can = f"{ops.name} holds {' and '.join(ops.capabilities.quantizes)}" if ops.capabilities.quantizes else "choose others with --ops"

@@ -67,6 +67,11 @@ def matches(module: str, targets: Sequence[str], contained: bool = False) -> boo
     return False
 
 
+def all_but(dense: Sequence[str], stored: Stored) -> Recipe:
+    """Every linear module is stored so, except those whose names hold one of these."""
+    return lambda module: stored if linear(module) and not matches(module, dense, contained=True) else None
+
+
 def strings(settings: Settings, *keys: str) -> list[str]:
     """The first of these keys that holds a list of names; [] where none does."""
     for key in keys:

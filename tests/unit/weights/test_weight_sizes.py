@@ -73,6 +73,6 @@ def test_the_account_of_weights_that_are_rounded_while_loading(
 ) -> None:
     monkeypatch.setattr(base, "SMALL", 1 << 11)
     folder = tiny.write_target(kind, tmp_path / "t")
-    config, weights, _ = load_target(folder, "cpu", torch.bfloat16, QuantTritonOps("cpu"), quantize)
+    config, weights, _ = load_target(folder, "cpu", torch.bfloat16, QuantTritonOps("cpu"), quantize=quantize)
     assert abs(stored_size(hub.resolve(str(folder)), config, quantize).gpu / sum(w.nbytes for w in weights.values()) - 1) < 0.01
     assert any(not isinstance(w, torch.Tensor) for w in weights.values())
