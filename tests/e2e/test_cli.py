@@ -107,6 +107,21 @@ def test_chat_takes_a_message_of_many_lines_from_a_pipe(cli: Any, model: Path, m
     assert code == 0 and "turn 2" in err and "turn 3" not in err
 
 
+def test_chat_shows_brackets_as_they_are(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["/seed [/x] [bold]", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    code, _, err = cli("chat", model)
+    assert code == 0 and "got '[/x] [bold]'" in err
+
+
+def test_options_without_effect_are_named_and_other_verifiers_promise_no_text(cli: Any, model: Path) -> None:
+    _, _, err = cli("generate", model, "Hello", "--max-tokens", 2, "--top-p", 0.5, "--n", 2, "--drafter", "none")
+    assert "--top-p: without effect at temperature 0" in err and "all 2 answers are the same" in err
+    words = ("--temperature", 1.5, "--verify", "rejection", "--draft-tokens", 4, "--compare")
+    _, _, err = cli("generate", model, "Hello", "--max-tokens", 24, *words)
+    assert "identical: no (--verify rejection keeps the distribution only)" in err
+
+
 def test_prove(cli: Any, model: Path) -> None:
     """The CPU kernels promise the same bits: every check must hold."""
     code, out, _ = cli("prove", model, "--count", 2, "--k", "2,5", "--max-tokens", 12, "--temperatures", "0,0.8", "--json", "--ops", "cpu")
@@ -126,7 +141,11 @@ def test_prove(cli: Any, model: Path) -> None:
         (["generate", "MODEL", "x", "--draft-tokens", "-1"], "0..16"),
         (["generate", "MODEL", "x", "--draft-tokens", "lots"], "0..16"),
         (["generate", "MODEL", "x", "--temperature", "-0.1"], "temperature"),
-        (["generate", "MODEL", "x", "--top-p", "0"], "top_p"),
+        (["generate", "MODEL", "x", "--top-p", "0"], "--top-p must be in (0, 1]"),
+        (["generate", "MODEL", "x", "--logprobs", "2"], "add --json"),
+        (["generate", "MODEL", "x", "--show-draft", "--json"], "leave out one"),
+        (["generate", "MODEL", "--prompts", "nofile.jsonl", "--n", "2"], "--n is for a single prompt"),
+        (["generate", "MODEL", "a\udcff"], "no Unicode"),
         (["generate", "MODEL", "x", "--verify", "maybe"], "--verify"),
         (["generate", "MODEL", "x", "--drafter", "nosuch"], "nosuch"),
         (["generate", "MODEL", "x", "--ops", "abacus"], "abacus"),

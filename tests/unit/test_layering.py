@@ -29,6 +29,7 @@ ALLOWED = {
     "cluster": {"server", "llm"},
     "cli": {"cluster", "parallel", "server", "bench", "train", "llm", "engine", "spec", "cache", "models", "weights", "ops"},
     "__init__": {"llm"},
+    "__main__": {"cli"},
 }
 TORCH_FREE = [
     "types", "config", "prompts",

@@ -62,8 +62,22 @@ def test_ctrl_c_while_the_processes_load_ends_the_others(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(llm_module, "assemble", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        LLM.load("smollm2", tensor_parallel=2)
+        LLM.load("google/gemma-4-E2B-it", tensor_parallel=2, load_format="dummy")
     assert done == ["send", "abandon"]
+
+
+def test_no_process_is_started_for_a_model_that_cannot_be_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llm_module, "join", lambda *_: pytest.fail("processes were started"))
+    with pytest.raises(OutriderError, match="too few for --tensor-parallel 1000"):
+        LLM.load("google/gemma-4-E2B-it", tensor_parallel=1000, load_format="dummy")
+    with pytest.raises(OutriderError, match="'nowhere' does not exist"):
+        LLM.load("nowhere", tensor_parallel=2)
+
+
+@pytest.mark.parametrize("device", ["mps", "meta", "tpu"])
+def test_a_device_without_kernels_is_one_line(device: str) -> None:
+    with pytest.raises(OutriderError, match=f"unknown device '{device}'; known: cpu, cuda, cuda:N"):
+        LLM.load("smollm2", device=device)
 
 
 def test_what_stood_second_once_is_told_its_name() -> None:

@@ -72,7 +72,7 @@ class Conversation:
                 elif line:
                     self.answer(line)
             except OutriderError as error:
-                err.print(f"[red]{error}[/red]")
+                err.print(str(error), style="red")
 
     def read(self) -> str:
         """The next message. From a pipe a line is a message; three quotes begin one that goes on until three quotes end it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from inspect import Parameter
@@ -16,7 +17,7 @@ from rich.console import Console
 
 from ..config import OPTIONS, LoadSettings, Option
 from ..prompts import read_prompts
-from ..types import OutriderError, RequestStats
+from ..types import COLD, OutriderError, RequestStats, SamplingParams
 from .quick import quick_start
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ if TYPE_CHECKING:
 
 N = TypeVar("N", int, float)
 Command = Callable[..., None]
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+# Paths, prompts and answers are printed as they are: brackets and colons in them are no markup. Where a colour is wanted, it is a style.
+out = Console(highlight=False, soft_wrap=True, markup=False, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
 
 Model = Annotated[str, typer.Argument(help="smollm2, a folder, a .gguf file, or a Hugging Face id.")]
 MaxTokens = Annotated[int, typer.Option(help="Most tokens to generate.")]
@@ -49,7 +51,7 @@ PROMPTS = (  # where a command was given none
 
 def note(line: str) -> None:
     """A line for the user that is not part of the result: it goes to stderr."""
-    err.print(f"[dim]{line}[/dim]")
+    err.print(line, style="dim")
 
 
 def teller(quiet: bool) -> Callable[[str], None]:
@@ -117,6 +119,18 @@ def typed(option: Option) -> object:
     return Annotated[kind, typer.Option(help=option.help)]
 
 
+def sampling(**given: object) -> SamplingParams:
+    """What the options of sampling say; a note names those that do nothing, since the likeliest token is always taken."""
+    try:
+        params = SamplingParams(**given).validate()  # type: ignore[arg-type]  # the parser has read them
+    except OutriderError as error:
+        raise OutriderError(as_options(str(error), given)) from None
+    idle = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(SamplingParams, name)]
+    if idle and params.temperature < COLD:
+        note(f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)")
+    return params
+
+
 def load_llm(model: str, load: LoadSettings, quiet: bool = False) -> LLM:
     """Load and say once what was chosen."""
     follow_if_told(load)
@@ -139,6 +153,16 @@ def follow_if_told(load: LoadSettings) -> None:
 
         if is_worker():
             worker(load.device)
+
+
+def standard_input() -> str:
+    """All of it, as text."""
+    if sys.stdin is None:
+        raise OutriderError("standard input is closed: nothing can be read from it")
+    try:
+        return typer.get_text_stream("stdin", "utf-8", "strict").read().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise OutriderError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def prompt_texts(path: Path | None) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ..config import LoadSettings
 from ..types import SamplingParams
@@ -49,17 +50,18 @@ def demo(
         plain = run_plain(llm, ids, params)
         llm.engine.store.prefix.clear()
         fast = llm.generate(ids, params)[0]
-        out.print(f"[bold]>>> {prompt}[/bold]\n{fast.text}\n")
+        out.print(f">>> {prompt}", style="bold")
+        out.print(f"{fast.text}\n")
         p, f = plain.stats, fast.stats
         if p.decode_tps and f.decode_tps:
             tokens, plain_s, fast_s = tokens + p.new_tokens, plain_s + p.new_tokens / p.decode_tps, fast_s + p.new_tokens / f.decode_tps
-        row = [
+        row: list[str | Text] = [
             prompt if len(prompt) < 16 else prompt[:15] + "…",
             f"{p.decode_tps:.1f}",
             f"{f.decode_tps:.1f}",
             f"{f.decode_tps / p.decode_tps:.2f}x" if p.decode_tps else "-",
             f"{f.tokens_per_cycle:.2f}",
-            "yes" if plain.token_ids == fast.token_ids else "[bold red]NO[/bold red]",
+            "yes" if plain.token_ids == fast.token_ids else Text("NO", "bold red"),
         ]
         table.add_row(*row, *([f"{llama_cpp(prompt, max_tokens):.1f}"] if llama_cpp is not None else []))
     if fast_s:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from .. import __version__
 from . import common
 from .common import out
 
 State = Literal["ok", "note", "bad"]
-MARKS = {"ok": "[green]ok  [/green]", "note": "[yellow]note[/yellow]", "bad": "[red]BAD [/red]"}
+MARKS = {"ok": ("ok  ", "green"), "note": ("note", "yellow"), "bad": ("BAD ", "red")}
 EXTRAS = {
     "serve": ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx"),
     "gpu": ("triton",),
@@ -52,9 +52,9 @@ def doctor(
         print(json.dumps([asdict(f) for f in findings], indent=2))
     else:
         for f in findings:
-            out.print(f"{MARKS[f.state]} {f.what:<16} {escape(f.found)}")
+            out.print(Text.assemble(MARKS[f.state], f" {f.what:<16} {f.found}"))
             if f.advice:
-                out.print(f"     {'':<16} [dim]→ {escape(f.advice)}[/dim]")
+                out.print(f"     {'':<16} → {f.advice}", style="dim")
     if any(f.state == "bad" for f in findings):
         raise typer.Exit(1)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 from ..bench.predict import machine
 from ..config import LoadSettings
@@ -22,6 +23,8 @@ from .common import out
 if TYPE_CHECKING:
     from ..weights.sizes import StoredSize
 
+VERDICT = {True: ("fits", "green"), False: ("does not fit", "red")}
+
 
 def show_cpu(asked: bool) -> None:
     """The levels of the C kernels: which one runs here, what the others lack."""
@@ -30,7 +33,7 @@ def show_cpu(asked: bool) -> None:
     from ..ops.cpu.build import SHIPPED, levels, processor
     from ..ops.cpu.ops import default_threads
 
-    out.print(f"[bold]{processor()}[/bold], {default_threads()} threads")
+    out.print(Text.assemble((processor(), "bold"), f", {default_threads()} threads"))
     table = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="dim")
     for title in ("kernels", "", "library"):
         table.add_column(title)
@@ -39,7 +42,7 @@ def show_cpu(asked: bool) -> None:
         kept = "compiled at first use" if level.built is None else "shipped" if level.built.parent == SHIPPED else str(level.built)
         table.add_row(level.name, state, "–" if level.missing else kept)
     out.print(table)
-    out.print("[dim]The first that the processor can run is used; --ops cpu:LEVEL asks for another.[/dim]")
+    out.print("The first that the processor can run is used; --ops cpu:LEVEL asks for another.", style="dim")
     raise typer.Exit
 
 
@@ -154,7 +157,8 @@ def amount(n: float, unit: str = "") -> str:
 
 
 def show(data: ForeignDict) -> None:
-    out.print(f"[bold]{data['model']}[/bold]  {data['model_type']}, vocabulary {data['vocabulary']:,}, hidden {data['hidden']}")
+    about = f"  {data['model_type']}, vocabulary {data['vocabulary']:,}, hidden {data['hidden']}"
+    out.print(Text.assemble((data["model"], "bold"), about))
     facts = Table.grid(padding=(0, 2))
     parts = ", ".join(f"{name.replace('_', ' ')} {amount(n)}" for name, n in data["parameters_by_part"].items() if n >= 1e5)
     facts.add_row("parameters", f"{amount(data['parameters'])}  ({parts})")
@@ -167,10 +171,10 @@ def show(data: ForeignDict) -> None:
     facts.add_row("FLOP a byte", f"prefill {each['prefill']:.0f}; tokens at once {decode}  (at {data['context']} tokens of context)")
     drafter = data["drafter"]
     if drafter is not None:
-        verdict = "[green]fits[/green]" if drafter["fits"] else f"[red]does not fit[/red]: {drafter['reason']}"
+        why = "" if drafter["fits"] else f": {drafter['reason']}"
         reads = f", reads the K/V of layers {', '.join(map(str, drafter['reads']))}" if drafter["fits"] else ""
         head = f", scores {drafter['clusters_scored']} of {drafter['clusters']} clusters" if drafter["clusters"] else ""
-        facts.add_row("drafter", f"{drafter['name']} {verdict}")
+        facts.add_row("drafter", Text.assemble(f"{drafter['name']} ", VERDICT[drafter["fits"]], why))
         facts.add_row("", f"{amount(drafter['parameters'])} parameters, {amount(drafter['bytes_per_step'], 'B')} a step"
                       f" ({100 * drafter['share_of_target']:.2g} % of a target pass){reads}{head}")  # fmt: skip
     kinds = {name: nbytes for name, nbytes in data.get("formats", {}).items() if nbytes >= 0.001 * data["bytes"]}
@@ -180,8 +184,9 @@ def show(data: ForeignDict) -> None:
         facts.add_row("activations", f"stay 16 bits: {data['rounded_activations']}, as the checkpoint has it, is not done; weights only")
     if "gpu" in data:
         card = data["gpu"]
-        said = f"[green]fits[/green] with {card['context']:,} tokens of context" if card["fits"] else "[red]does not fit[/red]"
-        facts.add_row(card["name"], f"{amount(card['memory'], 'B')}, weights take {amount(card['weights'], 'B')}: {said}")
+        more = f" with {card['context']:,} tokens of context" if card["fits"] else ""
+        held = f"{amount(card['memory'], 'B')}, weights take {amount(card['weights'], 'B')}: "
+        facts.add_row(card["name"], Text.assemble(held, VERDICT[card["fits"]], more))
     if "rounding" in data:
         facts.add_row("rounding", f"{data['rounding']['held']}: {data['rounding']['line']}")
     out.print(facts)

@@ -66,7 +66,7 @@ def load(
         draw(rows, plot)
     failed = sum(r["errors"] for r in rows)
     if failed:
-        err.print(f"[red]{failed} requests failed[/red]")
+        err.print(f"{failed} requests failed", style="red")
         raise typer.Exit(1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -38,12 +39,21 @@ def version(show: Annotated[bool, typer.Option("--version", help="Print the vers
 
 
 def main() -> None:
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115  # closed by whoever started this
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a character that a terminal's encoding lacks is shown as a question mark
+            stream.reconfigure(errors="replace")
     code = run()
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:  # who read the output has left, as in `outrider ... | head`: not worth a word
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = code or 1
     world = os.environ.get("WORLD_SIZE", "")
     if left_a_team() or (world.isdecimal() and int(world) > 1):
         # One of several processes. Threads of the collectives may still want the interpreter, and abort the process when they find
         # it being taken down: so it is not taken down.
-        sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     raise SystemExit(code)
@@ -70,7 +80,9 @@ def run() -> int:
         print(f"outrider: {error}", file=sys.stderr)
         return 2
     except OSError as error:  # a file that nobody has checked: a full disk, a folder that may not be written
-        print(f"outrider: {error.filename}: {error.strerror}" if error.filename else f"outrider: {error}", file=sys.stderr)
+        print(
+            f"outrider: {error.filename}: {error.strerror}" if error.filename else f"outrider: {error.strerror or error}", file=sys.stderr
+        )
         return 2
     except typer.BadParameter.__mro__[1] as error:  # type: ignore[misc]  # of the parser's complaints the general one, which has no public name
         command = f"outrider {named}" if named in COMMANDS else "outrider"

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ..bench import predict as model_of
 from ..bench import predict_trees as trees
@@ -164,14 +165,15 @@ def _here(model: str, bits: float | None) -> model_of.Machine:
 
 def _show(model: str, data: model_of.Prediction) -> None:
     need, parts = data["memory_gb"], data["plain_parts_ms"]
-    out.print(f"[bold]{model}[/bold] on {data['machine']}, batch {data['batch']}, context {data['context']}")
-    fits = "" if data["fits"] else " [bold red](does not fit)[/bold red]"
-    out.print(f"memory  {need['total']:.1f} GB{fits}: weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, K/V {need['kv']:.2f}")
+    out.print(Text.assemble((model, "bold"), f" on {data['machine']}, batch {data['batch']}, context {data['context']}"))
+    fits = ("" if data["fits"] else " (does not fit)", "bold red")
+    held = f": weights {need['weights']:.1f}, drafter {need['drafter']:.2f}, K/V {need['kv']:.2f}"
+    out.print(Text.assemble(f"memory  {need['total']:.1f} GB", fits, held))
     split = ", ".join(f"{name} {ms:.2f}" for name, ms in parts.items())
     out.print(f"plain   {data['plain_ms']:.2f} ms a token ({split})")
     out.print(f"assumed {data['acceptance']}")
     if data["drafter"] is None and data["best_k"] > 0:
-        out.print("[bold]no drafter is known[/bold]: this is what one that takes no time would bring at that acceptance")
+        out.print(Text.assemble(("no drafter is known", "bold"), ": this is what one that takes no time would bring at that acceptance"))
     table = Table("K", "cycle ms", "tokens a cycle", "ms a token", "speed-up")
     for point in data["points"]:
         if point["k"] in ((0, 1, 2, 4, 6, 8, 12, 16) if data["best_k"] or data["drafter"] else (0,)) or point["k"] == data["best_k"]:

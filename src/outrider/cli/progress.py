@@ -24,7 +24,7 @@ class StageProgress:
 
     def __enter__(self) -> StageProgress:
         if not self.quiet and sys.stderr.isatty():
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}"), TimeElapsedColumn())
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[note]}", markup=False), TimeElapsedColumn())
             self.bar = Progress(*columns, TimeRemainingColumn(), console=err, transient=True)
             self.bar.start()
         return self

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from ..config import LoadSettings
 from ..types import MAX_DRAFT, OutriderError
@@ -44,8 +45,8 @@ def prove(
     for finding in run(llm, ids, lengths, max_tokens, seed, heats):
         findings.append(finding)
         if not as_json:
-            mark = "[green]same[/green]" if finding.passed else "[bold red]DIFFERS[/bold red]"
-            err.print(f"{mark}  {finding.check}: {finding.case}: {finding.detail}")
+            mark = ("same", "green") if finding.passed else ("DIFFERS", "bold red")
+            err.print(Text.assemble(mark, f"  {finding.check}: {finding.case}: {finding.detail}"))
     passed = all(f.passed for f in findings)
     if as_json:
         about = {"model": model, "drafter": llm.drafter_note, "ops": llm.model.ops.name, "passed": passed}
@@ -56,5 +57,5 @@ def prove(
             mine = [f for f in findings if f.check == check]
             table.add_row(check, str(len(mine)), f"{sum(f.passed for f in mine)} of {len(mine)}")
         out.print(table)
-        out.print("[bold green]lossless[/bold green]" if passed else "[bold red]not lossless: see above[/bold red]")
+        out.print("lossless" if passed else "not lossless: see above", style="bold green" if passed else "bold red")
     raise typer.Exit(0 if passed else 1)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.text import Text
 
 from ..config import LoadSettings, options
 from ..server.settings import ServerSettings, read_keys
@@ -88,10 +89,11 @@ def serve(
         served = catalogue.shelf(listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda)
         served.first.take(Model(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
-        err.print(f"[yellow]warning: {settings.host} can be reached from other machines and no API key is set[/yellow]")
+        err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")
     scheme = "http" if settings.ssl_certfile is None else "https"
-    names = ", ".join(f"[bold]{one}[/bold]" for one in (settings.model_name, *(other.name for other in listed[1:])))
-    err.print(f"serving {names} at {scheme}://{settings.host}:{listener.getsockname()[1]} (page at /, API at /v1)")
+    names = Text(", ").join(Text(one, "bold") for one in (settings.model_name, *(other.name for other in listed[1:])))
+    where = f" at {scheme}://{settings.host}:{listener.getsockname()[1]} (page at /, API at /v1)"
+    err.print(Text.assemble("serving ", names, where))
     run(served, settings, listener)
 
 

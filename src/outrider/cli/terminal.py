@@ -8,6 +8,7 @@ right behind it is taken to be part of a paste: nobody types that fast.
 from __future__ import annotations
 
 import codecs
+import io
 import os
 import re
 import select
@@ -17,6 +18,8 @@ import tty
 from collections.abc import Callable
 
 from rich.cells import cell_len
+
+from ..types import OutriderError
 
 PASTE, PASTED = "\x1b[200~", "\x1b[201~"
 ESCAPE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|O.|[^\[O])")  # one whole key that is no character
@@ -34,8 +37,12 @@ class Terminal:
 
     @staticmethod
     def standard() -> Terminal | None:
-        """Standard input and output, where both are a terminal."""
-        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        """Standard input and output, where both are a terminal that understands escapes."""
+        if sys.stdin is None:
+            raise OutriderError("standard input is closed: nothing can be read from it")
+        if not (sys.stdin.isatty() and sys.stdout.isatty()) or os.environ.get("TERM") == "dumb":  # a dumb one knows no escapes
+            if isinstance(sys.stdin, io.TextIOWrapper):
+                sys.stdin.reconfigure(errors="replace")  # as keys are read, too
             return None
 
         def write(text: str) -> None:

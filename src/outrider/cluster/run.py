@@ -29,7 +29,7 @@ def up(config: ClusterConfig, address: str, note: Callable[[str], None], say: Ca
     ours = connect(address, note)
     try:
         if not (config.front().loopback or config.api_key_file or os.environ.get("OUTRIDER_API_KEY")):
-            say(f"[yellow]warning: {config.host} can be reached from other machines and no API key is set[/yellow]")
+            say(f"warning: {config.host} can be reached from other machines and no API key is set")
         note(f"deploying {config.served_name}, replicas {config.replicas}")
         deploy(config, ours)
         say(f"serving {config.served_name} at http://{config.host}:{config.port} (API at /v1, metrics at /metrics)")

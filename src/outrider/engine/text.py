@@ -81,7 +81,10 @@ class Tokenizer:
 
     def ids_here(self, text: str, special: bool) -> list[int]:
         """As the tokenizer has it. Its `encode` of one text would keep every other thread waiting; of a list it does not."""
-        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        try:
+            ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        except TypeError:
+            raise OutriderError(_no_text(text)) from None
         return ids
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
@@ -240,3 +243,9 @@ def overlap(text: str, stop: str) -> int:
         if text.endswith(stop[:n]):
             return n
     return 0
+
+
+def _no_text(given: object) -> str:
+    if not isinstance(given, str):
+        return f"a text is needed, got {type(given).__name__}"
+    return "a text holds what is no Unicode: half of a surrogate pair, or a byte that was not UTF-8"

@@ -63,7 +63,9 @@ def place(name: str | None) -> torch.device:
     try:
         device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
     except RuntimeError:
-        raise OutriderError(f"unknown device {name!r}; known: cpu, cuda, cuda:N") from None
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):  # torch knows more of them (mps, xpu, ...), for which there are no kernels here
+        raise OutriderError(f"unknown device {name!r}; known: cpu, cuda, cuda:N")
     if device.type == "cuda" and not (torch.cuda.is_available() and (device.index or 0) < torch.cuda.device_count()):
         have = f"{torch.cuda.device_count()} of them" if torch.cuda.is_available() else "none"
         raise OutriderError(f"--device {name}: torch {torch.__version__} sees no such GPU here ({have}): leave out --device to use the CPU")

@@ -32,6 +32,10 @@ def from_folder(path: Path, name: str) -> Files:
         inside = sorted(path.glob("*.gguf"))
         if len(inside) == 1:
             return from_gguf(inside[0], name)
+        folders = [p.parent for where in ("*", "snapshots/*") for p in sorted(path.glob(f"{where}/config.json"))]
+        if found := [str(p.relative_to(path)) for p in (*inside, *folders)]:
+            more = f" and {len(found) - 4} more" if len(found) > 4 else ""
+            raise OutriderError(f"{path} has no config.json, but holds {', '.join(found[:4])}{more}: name one of them")
         raise OutriderError(f"{path} has no config.json: is it a checkpoint folder?")
     config = read_json(path / "config.json")
     if (path / "generation_config.json").is_file():

@@ -46,7 +46,8 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
             return from_gguf(path, name)
         if path.name == "config.json":
             return from_folder(path.parent, name)
-        raise OutriderError(f"{name} is neither a checkpoint folder nor a .gguf file")
+        mend = f": name its folder, {path.parent}" if path.suffix == ".safetensors" else ""
+        raise OutriderError(f"{name} is neither a checkpoint folder nor a .gguf file{mend}")
     if name == "smollm2":
         if kind == "drafter":
             shipped, reason = auto_drafter(name)
@@ -62,7 +63,7 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
 
 
 def _meant(path: Path) -> str:
-    """What stands there under a similar name."""
+    """What stands there, or is built in, under a similar name."""
     try:
         beside = [p.name for p in path.parent.iterdir() if p.suffix == ".gguf" or (p / "config.json").is_file()]
     except OSError:
@@ -70,7 +71,18 @@ def _meant(path: Path) -> str:
     found = difflib.get_close_matches(path.name, beside, 1, 0.7)
     if found:
         return f" (did you mean {path.parent / found[0]}?)"
-    return " (did you mean smollm2?)" if difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7) else ""
+    return (
+        " (did you mean smollm2?)"
+        if difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7)
+        else _known(str(path))
+    )
+
+
+def _known(name: str) -> str:
+    """The id of a model that is built in, where this is nearly one: without its organisation, or in other letters."""
+    ids = {short.lower(): full for full in KNOWN for short in (full, full.partition("/")[2])}
+    found = difflib.get_close_matches(name.lower(), ids, 1, 0.85)
+    return f" (did you mean {ids[found[0]]}?)" if found and ids[found[0]] != name else ""
 
 
 def auto_drafter(name: str | Path) -> tuple[str | None, str]:
@@ -79,6 +91,8 @@ def auto_drafter(name: str | Path) -> tuple[str | None, str]:
     path = Path(name).expanduser()
     if path.exists():
         path = path.resolve()
+        if path.name == "config.json":  # as `resolve` takes it: its folder is meant
+            path = path.parent
         beside = path.with_suffix("") if path.suffix == ".gguf" else path
         inside = path if path.is_dir() else path.parent
         for folder in (inside / "assistant", beside.with_name(beside.name + "-assistant")):
@@ -101,8 +115,8 @@ def auto_drafter(name: str | Path) -> tuple[str | None, str]:
 
 def _snapshot(name: str, weights: bool) -> Path:
     import httpx
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     patterns = ["*.json", "*.jinja"] + (["*.safetensors"] if weights else [])
     try:
@@ -110,10 +124,18 @@ def _snapshot(name: str, weights: bool) -> Path:
     except GatedRepoError:
         raise OutriderError(f"{name} is gated: accept its terms on huggingface.co and set HF_TOKEN") from None
     except RepositoryNotFoundError:
-        raise OutriderError(f"{name} is neither a local path nor a repository on huggingface.co (private? set HF_TOKEN)") from None
+        raise OutriderError(
+            f"{name} is neither a local path nor a repository on huggingface.co{_known(name)} (private? set HF_TOKEN)"
+        ) from None
     except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as error:
+        if isinstance(error, LocalEntryNotFoundError) and constants.HF_HUB_OFFLINE:
+            raise OutriderError(
+                f"{name} is not in the cache{_known(name)}, and HF_HUB_OFFLINE is set: unset it to fetch the model, or name a folder"
+            ) from None
         why = " ".join(str(error).split())[:120]
-        raise OutriderError(f"cannot fetch {name} from huggingface.co and it is not in the cache (no network?): {why}") from None
+        raise OutriderError(
+            f"cannot fetch {name} from huggingface.co and it is not in the cache{_known(name)} (no network?): {why}"
+        ) from None
 
 
 def smollm2_file() -> Path:

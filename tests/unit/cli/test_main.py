@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,3 +79,28 @@ def test_without_arguments_and_with_questions(monkeypatch: pytest.MonkeyPatch, c
 def test_any_number_of_gpus_is_predicted_or_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gpus: str) -> None:
     code, err = called(monkeypatch, capsys, "predict", MODEL, "--tensor-parallel", gpus, "--accept", "0.7")
     assert code in (0, 2) and len(err.splitlines()) == (1 if code else 0), err
+
+
+def outrider(*words: str, **more: Any) -> subprocess.CompletedProcess[bytes]:
+    """In a process of its own, as `python -m outrider`."""
+    return subprocess.run([sys.executable, "-m", "outrider", *words], stderr=subprocess.PIPE, timeout=60, **more)
+
+
+def test_input_and_output_that_are_no_text_or_closed() -> None:
+    done = outrider("generate", "m", "-", input=b"\xff\xfe")
+    assert (done.returncode, done.stderr) == (2, b"outrider: standard input is not UTF-8: invalid start byte at byte 0\n")
+    done = outrider("generate", "m", "-", preexec_fn=lambda: os.close(0))
+    assert (done.returncode, done.stderr) == (2, b"outrider: standard input is closed: nothing can be read from it\n")
+    done = outrider("inspect", MODEL, stdout=subprocess.PIPE, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and b" ? 5: " in done.stdout and done.stderr == b""  # a dot that ASCII has not
+
+
+def test_a_reader_who_leaves_is_not_worth_a_word() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = outrider("inspect", MODEL, "--json", stdout=writing)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, b"")
+    with open("/dev/full", "wb") as full:
+        done = outrider("inspect", MODEL, stdout=full)
+    assert (done.returncode, done.stderr) == (2, b"outrider: No space left on device\n")

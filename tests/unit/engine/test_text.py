@@ -128,6 +128,12 @@ def test_no_tokenizer_and_no_template_are_one_line(folder: Path, tokenizer: Toke
         bare.chat([{"role": "user", "content": "hi"}])
 
 
+@pytest.mark.parametrize(("given", "says"), [("a\udcffb", "no Unicode"), (b"ab", "got bytes"), (7, "got int")])
+def test_what_is_no_text_is_one_line(tokenizer: Tokenizer, given: Any, says: str) -> None:
+    with pytest.raises(OutriderError, match=says):
+        tokenizer.encode(given)
+
+
 def template(tokenizer: Tokenizer, text: str) -> Tokenizer:
     return Tokenizer(replace(tokenizer.files, chat_template=text))
 

@@ -56,7 +56,8 @@ def test_offline_mode_is_honoured(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
-    refused("someone/something", "not in the cache")
+    refused("someone/something", "not in the cache, and HF_HUB_OFFLINE is set")
+    refused("google/gemma-4-e4b-it", r"did you mean google/gemma-4-E4B-it\?\), and HF_HUB_OFFLINE is set")
 
 
 def test_a_cached_snapshot_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,7 +151,19 @@ def test_a_name_that_is_nearly_right_is_guessed(tmp_path: Path) -> None:
     (tmp_path / "qwen2.5-0.5b-q4_k_m.gguf").write_bytes(b"")
     refused(str(tmp_path / "qwen2.5-0.5b-q4km.gguf"), r"did you mean .*qwen2.5-0.5b-q4_k_m.gguf\?")
     refused("smollm", r"did you mean smollm2\?")
+    refused("gemma-4-e2b-it", r"did you mean google/gemma-4-E2B-it\?")
     refused("nothing-like-it", "'nothing-like-it' does not exist: give")
+
+
+def test_a_folder_of_checkpoints_and_a_file_of_one_say_what_to_name(tmp_path: Path) -> None:
+    refused(str(tmp_path), "has no config.json: is it a checkpoint folder")
+    for folder in ("one", "snapshots/2f0"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text("{}")
+    for file in ("a.gguf", "b.gguf", "one/model.safetensors"):
+        (tmp_path / file).write_bytes(b"")
+    refused(str(tmp_path), "holds a.gguf, b.gguf, one, snapshots/2f0: name one of them")
+    refused(str(tmp_path / "one" / "model.safetensors"), f"name its folder, {tmp_path / 'one'}")
 
 
 def test_auto_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +177,7 @@ def test_auto_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     where, reason = hub.auto_drafter(model)
     assert where is None and "model-assistant" in reason
     beside = tiny.write_assistant("gemma4_e2b", tmp_path / "model-assistant")
-    assert hub.auto_drafter(model)[0] == str(beside)
+    assert hub.auto_drafter(model)[0] == hub.auto_drafter(model / "config.json")[0] == str(beside)
     inside = tiny.write_assistant("gemma4_e2b", model / "assistant")
     assert hub.auto_drafter(f"{model}/")[0] == str(inside)
     (tmp_path / "x.gguf").write_bytes(b"")
