@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests import conformance_more, tiny
+from tests import conformance_clients, conformance_more, tiny
 from tests.conformance import CASES, HI, Api, case, content, holds, is_a, many, matches, same
 from tests.server_fakes import Served
 
 from outrider.config import EngineConfig
 from outrider.llm import LLM
 
-assert conformance_more  # its cases are in the table, too
+assert conformance_more and conformance_clients  # their cases are in the table, too
 KNOWN: dict[str, str] = {}  # name -> why it is otherwise here
 OUTCOMES: dict[str, bool] = {}
 CONTEXT = 1536
@@ -72,7 +72,7 @@ for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "max"):
 # ---- refused, by name
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "temperature": {"temperature": -1}, "top_p": {"top_p": 2}, "n": {"n": 0}, "max_tokens": {"max_tokens": 10**7}, "unknown": {"foo": 1},
+    "temperature": {"temperature": -1}, "top_p": {"top_p": 2}, "n": {"n": 0}, "max_tokens": {"max_tokens": 0}, "unknown": {"foo": 1},
     "logprobs": {"logprobs": True, "top_logprobs": 21}, "top_logprobs": {"top_logprobs": 2}, "messages": {"messages": []},
     "role": {"messages": [{"role": "king", "content": "x"}]}, "image": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
     "stream_options": {"stream_options": {"include_usage": True}}, "schema": {"response_format": {"type": "json_schema"}},
@@ -184,6 +184,7 @@ many("choosing", {
     "top_k_one": lambda api: same(content(api.chat(temperature=1, top_k=1)), content(api.chat(temperature=0))),
     "top_p_zero": lambda api: same(content(api.chat(temperature=1, top_p=0)), content(api.chat(temperature=0))),
     "max_tokens_minus_one": lambda api: same(api.chat(max_tokens=-1, ignore_eos=True)["usage"]["total_tokens"], CONTEXT),
+    "max_tokens_beyond": lambda api: same(api.chat(max_tokens=10**7, ignore_eos=True)["usage"]["total_tokens"], CONTEXT),
     "min_tokens": lambda api: holds(api.chat(min_tokens=6, max_tokens=8)["usage"]["completion_tokens"] >= 6),
     "default_limit": lambda api: holds(api.post("/v1/completions", {"prompt": "x", "ignore_eos": True})["usage"]["completion_tokens"] == 16),
     "negative_seed": lambda api: api.chat(seed=-1),

@@ -1,6 +1,7 @@
 """Anthropic's Messages API, as a translation: a body becomes a chat request of ours, our answer becomes a message.
 
-Text, tools, tool results, prefill, stop sequences, thinking and streaming. Images and documents are refused.
+Text, tools, tool results, prefill, stop sequences, thinking, structured output, streaming, counting tokens. Images and documents
+are refused, and so are tools that Anthropic's servers would run.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from typing import Annotated, Literal, cast
 
 from pydantic import Field
 
-from .errors import TYPES, ApiError, bad
+from .errors import ApiError, bad
+from .prepare import Preparer
 from .schema import ChatRequest, Lenient, Strict
-from .wire import Json, arguments_of, said, sse
+from .wire import Json, Said, arguments_of, said, sse
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -45,6 +47,16 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
+class OutputFormat(Lenient):
+    type: Literal["json_schema"]
+    schema_: dict[str, object] = Field(alias="schema")
+
+
+class OutputConfig(Lenient):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
 class MessagesRequest(Strict):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
@@ -60,6 +72,14 @@ class MessagesRequest(Strict):
     thinking: dict[str, object] | None = None
     metadata: dict[str, object] | None = None
     service_tier: str | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # its older place
+    # of no effect here: how a prompt is cached, where it is computed, what a client would have left out of a long conversation
+    cache_control: dict[str, object] | None = None
+    context_management: dict[str, object] | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+    betas: list[str] | None = None
 
 
 def parse(raw: bytes) -> ChatRequest:
@@ -75,9 +95,12 @@ def parse(raw: bytes) -> ChatRequest:
         "service_tier": body.service_tier,
     }  # fmt: skip
     if body.stream:
-        out["stream_options"] = {"include_usage": True}
+        out["stream_options"] = {"continuous_usage_stats": True}  # the first event tells how long the prompt is
     if body.messages[-1].role == "assistant":
         out["continue_final_message"] = True  # a prefill: the answer goes on from it
+    for tool in body.tools or []:
+        if tool.type not in (None, "custom"):
+            raise bad(f"tools: '{tool.name[:64]}' is of type '{tool.type[:40]}', which can't be run here.", "tools")
     if body.tools:
         out["tools"] = [
             {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.input_schema}}
@@ -88,9 +111,17 @@ def parse(raw: bytes) -> ChatRequest:
         named = {"type": "function", "function": {"name": choice.name}}
         out["tool_choice"] = {"auto": "auto", "any": "required", "none": "none", "tool": named}[choice.type]
         out["parallel_tool_calls"] = False if choice.disable_parallel_tool_use else None
+    config = body.output_config or OutputConfig()
     if body.thinking is not None:
-        out["reasoning_effort"] = "none" if body.thinking.get("type") == "disabled" else "medium"
-    return ChatRequest.model_validate(_without_nulls(out))
+        out["reasoning_effort"] = "none" if body.thinking.get("type") == "disabled" else config.effort or "medium"
+    form = config.format or body.output_format
+    if form is not None:
+        out["response_format"] = {"type": "json_schema", "json_schema": {"schema": form.schema_}}
+    return ChatRequest.model_validate(out)
+
+
+def count_tokens(raw: bytes, preparer: Preparer) -> Json:
+    return {"input_tokens": len(preparer.conversation(parse(raw)).ids)}
 
 
 def _messages(message: AnthropicMessage) -> list[Json]:
@@ -115,13 +146,10 @@ def _messages(message: AnthropicMessage) -> list[Json]:
 
 
 def _text(content: str | list[Block]) -> str:
-    return content if isinstance(content, str) else "".join(b.text or "" for b in content)
-
-
-def _without_nulls(value: object) -> object:
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
+    """Of a tool's result or the system's text. A picture that a tool took is named: the conversation must be able to go on."""
+    if isinstance(content, str):
+        return content
+    return "".join(b.text or "" if b.type == "text" else f"[{b.type[:40]}: can't be read here]" for b in content)
 
 
 class AnthropicWire:
@@ -131,7 +159,7 @@ class AnthropicWire:
     def __init__(self) -> None:
         self._open: str | None = None  # the kind of the block that is open
         self._index = -1
-        self._reason = "end_turn"
+        self._ended: Json = {"stop_reason": "end_turn", "stop_sequence": None}
         self._began = False
 
     def whole(self, answer: Json) -> Json:
@@ -142,15 +170,13 @@ class AnthropicWire:
         if one.text:
             blocks.append({"type": "text", "text": one.text})
         blocks += [{"type": "tool_use", "id": c.id, "name": c.name, "input": arguments_of(c.arguments)} for c in one.calls]
-        reason = REASONS.get(one.finish or "", "end_turn")
-        return {**self._message(answer), "content": blocks, "stop_reason": reason, "usage": _usage(answer)}
+        return {**self._message(answer), "content": blocks, **_ended(one), "usage": _usage(answer)}
 
     def chunk(self, chunk: Json) -> str:
         out = ""
         if not self._began:
             self._began = True
-            empty = {"input_tokens": 0, "output_tokens": 0}
-            start = {**self._message(chunk), "content": [], "stop_reason": None, "usage": empty}
+            start = {**self._message(chunk), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(chunk)}
             out += self._event("message_start", message=start)
         for one in said(chunk):
             if one.thoughts:
@@ -165,10 +191,10 @@ class AnthropicWire:
                 if call.arguments:
                     out += self._delta({"type": "input_json_delta", "partial_json": call.arguments})
             if one.finish:
-                self._reason = REASONS.get(one.finish, "end_turn")
+                self._ended = _ended(one)
         if not chunk["choices"] and chunk.get("usage"):
             out += self._stop()
-            out += self._event("message_delta", delta={"stop_reason": self._reason, "stop_sequence": None}, usage=_usage(chunk))
+            out += self._event("message_delta", delta=self._ended, usage=_usage(chunk))
         return out
 
     def done(self) -> str:
@@ -178,12 +204,11 @@ class AnthropicWire:
         return sse(self.refusal(error), "error")
 
     def refusal(self, error: ApiError) -> Json:
-        kind = TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-        return {"type": "error", "error": {"type": kind, "message": error.message}}
+        return error.body_for("/v1/messages")
 
     def _message(self, answer: Json) -> Json:
         id = str(answer["id"]).replace("chatcmpl-", "msg_")
-        return {"id": id, "type": "message", "role": "assistant", "model": answer["model"], "stop_sequence": None}
+        return {"id": id, "type": "message", "role": "assistant", "model": answer["model"]}
 
     def _event(self, type_: str, **fields: object) -> str:
         return sse({"type": type_, **fields}, type_)
@@ -205,10 +230,16 @@ class AnthropicWire:
         return self._event("content_block_stop", index=self._index)
 
 
+def _ended(one: Said) -> Json:
+    reason = REASONS.get(one.finish or "", "end_turn") if one.stopped_by is None else "stop_sequence"
+    return {"stop_reason": reason, "stop_sequence": one.stopped_by}
+
+
 def _usage(answer: Json) -> Json:
+    """What was in the cache is not among the input tokens there."""
     usage = cast(Json, answer["usage"])
-    cached = cast(Json, usage["prompt_tokens_details"])["cached_tokens"]
+    cached = cast(int, cast(Json, usage["prompt_tokens_details"])["cached_tokens"])
     return {
-        "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"], "cache_read_input_tokens": cached,
-        "cache_creation_input_tokens": 0,
+        "input_tokens": cast(int, usage["prompt_tokens"]) - cached, "output_tokens": usage["completion_tokens"],
+        "cache_read_input_tokens": cached, "cache_creation_input_tokens": 0,
     }  # fmt: skip

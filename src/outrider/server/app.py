@@ -106,6 +106,8 @@ class Server:
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, "The body must be JSON: send 'Content-Type: application/json'.", code="unsupported_media_type")
+        if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
+            raise ApiError(415, "Compressed bodies can't be read here: send it without Content-Encoding.", code="unsupported_media_type")
         stack = ExitStack()
         try:
             async with asyncio.timeout(self.settings.timeout):
@@ -212,12 +214,16 @@ def create_app(models: Backend | Shelf, settings: ServerSettings) -> FastAPI:
     @app.exception_handler(ApiError)
     async def api_error(request: Request, error: ApiError) -> Response:
         request.state.refusal = error.reason
-        return error.response()
+        return error.response(request.state.path)
 
     @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> Response:
-        known = {404: "No such route.", 405: "This method is not allowed here."}
-        response = ApiError(error.status_code, known.get(error.status_code, "The request could not be read.")).response()
+    async def http(request: Request, error: HTTPException) -> Response:
+        asked = f"{request.method} {request.state.path[:100]}"
+        known = {
+            404: f"No such route: {asked}. OpenAI's and Anthropic's routes are under /v1, Ollama's under /api.",
+            405: f"{asked}: this method is not allowed here, {(error.headers or {}).get('Allow', 'another')} is.",
+        }
+        response = ApiError(error.status_code, known.get(error.status_code, "The request could not be read.")).response(request.state.path)
         response.headers.update(error.headers or {})
         return response
 

@@ -1,4 +1,4 @@
-"""/v1/embeddings (OpenAI's) and /api/embed (Ollama's): hidden states of a generative model, one vector a text.
+"""/v1/embeddings (OpenAI's), /api/embed and /api/embeddings (Ollama's): hidden states of a generative model, one vector a text.
 
 The mean of the hidden states after the final norm, of length one. Such a vector says which texts are alike to this model; models
 trained for retrieval do better at retrieval.
@@ -31,7 +31,7 @@ from .wire import Json
 if TYPE_CHECKING:
     from .app import Server
 
-B = TypeVar("B", "EmbeddingsRequest", "EmbedBody")
+B = TypeVar("B", "EmbeddingsRequest", "EmbedBody", "OldEmbedBody")
 MOST = 2048  # inputs of a call, as OpenAI has it
 
 
@@ -49,6 +49,18 @@ class EmbedBody(Lenient):
     input: str | list[object]
     model: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
+
+
+class OldEmbedBody(Lenient):
+    """Ollama's older route."""
+
+    prompt: str
+    model: str | None = None
+    dimensions: None = None
+
+    @property
+    def input(self) -> str:
+        return self.prompt
 
 
 def split(given: str | list[object]) -> list[str | list[object]]:
@@ -77,6 +89,11 @@ async def ollama(server: Server, request: Request) -> Response:
     _, vectors, tokens, name = await embed(server, request, EmbedBody.model_validate_json)
     answer: Json = {"model": name, "embeddings": vectors, "prompt_eval_count": tokens}
     return JSONResponse(answer)
+
+
+async def old_ollama(server: Server, request: Request) -> Response:
+    _, vectors, _, _ = await embed(server, request, OldEmbedBody.model_validate_json)
+    return JSONResponse({"embedding": vectors[0]})
 
 
 async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -> tuple[B, list[list[float]], int, str]:

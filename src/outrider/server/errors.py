@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -11,7 +13,9 @@ from pydantic_core import ErrorDetails
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 T = TypeVar("T")
-TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple"}
+TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "NamedTool", "NamedFunction", "NamedChoice"}
+SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a text
 
 
 class ApiError(Exception):
@@ -37,8 +41,17 @@ class ApiError(Exception):
         out = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         return {**out, "WWW-Authenticate": "Bearer"} if self.status == 401 else out
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
+    def body_for(self, path: str) -> dict[str, object]:
+        """As the clients of a route read errors: Ollama's, Anthropic's, else OpenAI's."""
+        if path.startswith("/api/"):
+            return {"error": self.message}
+        if path.startswith("/v1/messages"):
+            kind = TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        return self.body()
+
+    def response(self, path: str = "") -> JSONResponse:
+        return JSONResponse(self.body_for(path), status_code=self.status, headers=self.headers)
 
 
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -49,11 +62,19 @@ def from_validation(error: ValidationError) -> ApiError:
     """One line about the most telling of pydantic's complaints (unknown fields first, then the deepest)."""
     complaints: Sequence[ErrorDetails] = error.errors()
     first = min(complaints, key=lambda c: (c["type"] != "extra_forbidden", -len(c["loc"])))
-    name = field_name(first["loc"])
-    if first["type"] == "extra_forbidden":
+    unknown = first["type"] == "extra_forbidden"
+    name = field_name(first["loc"][:-1] if unknown else first["loc"])
+    if unknown:
+        last = str(first["loc"][-1])[:100]  # as its sender has it, whatever it looks like
+        name = f"{name}.{last}" if name else last
         return bad(f"Unknown or unsupported field: '{name}'.", name, "unknown_field")
     if first["type"] == "json_invalid":
-        return bad("The body is not valid JSON.", None, "invalid_json")
+        why = str(first.get("ctx", {}).get("error", ""))[:100]
+        return bad(
+            "The body is empty; send a JSON object." if why.endswith("column 0") else f"The body is not valid JSON: {why}.",
+            None,
+            "invalid_json",
+        )
     if first["type"] == "missing":
         return bad(f"Missing field: '{name}'." if name else "The body is missing; send a JSON object.", name or None, "missing_field")
     message = str(first["msg"]).removeprefix("Value error, ")
@@ -63,11 +84,23 @@ def from_validation(error: ValidationError) -> ApiError:
 def read(raw: bytes, parse: Callable[[bytes], T]) -> T:
     """What `parse` makes of a body; what is wrong with it as an answer for its sender."""
     try:
-        return parse(raw)
+        return parse(raw.removeprefix(MARK))
     except ValidationError as e:
+        if e.errors()[0]["type"] == "json_invalid" and SURROGATE.search(raw):
+            return parse_again(raw, parse)
         raise from_validation(e) from None
     except RecursionError:
         raise ApiError(400, "The body nests too deep.", code="invalid_json") from None
+
+
+def parse_again(raw: bytes, parse: Callable[[bytes], T]) -> T:
+    """With a ? for each lone surrogate: what is left of an emoji where a client has cut a text in two."""
+    try:
+        return parse(json.dumps(json.loads(raw.removeprefix(MARK)), ensure_ascii=False).encode("utf-8", "replace"))
+    except ValidationError as e:
+        raise from_validation(e) from None
+    except ValueError:
+        raise bad("The body is not valid JSON.", None, "invalid_json") from None
 
 
 def field_name(loc: Sequence[int | str]) -> str:

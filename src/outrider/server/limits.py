@@ -24,7 +24,8 @@ from .settings import LOOPBACK, ServerSettings
 log = logging.getLogger("outrider.server")
 OPEN_PATHS = ("/", "/health", "/livez", "/readyz", "/version")
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-ROUTE = re.compile(r"/(v1/|api/)?[a-z/-]{0,32}")  # what of a path may stand in the log: never a text that somebody put there
+SLASHES = re.compile("/{2,}")
+ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")  # what of a path may stand in the log: never a text that somebody put there
 SECURITY_HEADERS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -83,6 +84,10 @@ class Guard:
         id = given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         head = scope["method"] == "HEAD"
         path = scope["path"].removeprefix(scope.get("root_path", ""))  # as our routes have it, whatever a proxy serves us under
+        if len(path) > 1 and (path.endswith("/") or "//" in path):  # an address given with a / too many
+            before, path = scope["path"].removesuffix(path), f"/{path.strip('/')}"
+            path = SLASHES.sub("/", path)
+            scope = {**scope, "path": before + path}
         state = {**scope.get("state", {}), "request_id": id, "client": _address(scope), "path": path}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
         cross = self._cross(headers.get(b"origin", b"").decode("latin-1"))
@@ -127,7 +132,7 @@ class Guard:
                 raise self._too_large()
         except ApiError as e:
             state["refusal"] = e.reason
-            await e.response()(scope, receive, answer)
+            await e.response(path)(scope, receive, answer)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"The body is larger than {self._settings.max_body} bytes.", code="body_too_large")

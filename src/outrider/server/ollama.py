@@ -1,4 +1,6 @@
-"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, options by Ollama's names, streaming unless told otherwise."""
+"""Ollama's /api/chat and /api/generate, as a translation: lines of JSON, options by Ollama's names, streaming unless told otherwise.
+
+A call without a prompt or a message asks for the model to be loaded."""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ from pydantic import JsonValue
 from .errors import ApiError, bad
 from .schema import ChatRequest, CompletionRequest, Lenient
 from .wire import Json, arguments_of, said
+
+VERSION = "0.14.2"  # of Ollama's, whose routes are spoken here: clients ask for it and refuse one that is too old
+SMALL = 1024  # bytes; a body without a prompt is no larger
 
 # option -> our field; those that are not here say how a model is run, not what it says, and are ignored as Ollama ignores unknown ones
 OPTIONS = {
@@ -27,7 +32,7 @@ class Call(Lenient):
 
 class OllamaMessage(Lenient):
     role: str
-    content: str = ""
+    content: str | None = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
     images: list[str] | None = None
@@ -39,6 +44,9 @@ class Common(Lenient):
     format: str | dict[str, object] | None = None
     options: dict[str, JsonValue] | None = None
     think: bool | str | None = None
+    keep_alive: int | float | str | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class ChatBody(Common):
@@ -51,11 +59,33 @@ class GenerateBody(Common):
     system: str | None = None
     raw: bool | None = None
     images: list[str] | None = None
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
 
 
 class ShowBody(Lenient):
     model: str | None = None
     name: str | None = None  # its older spelling
+
+
+class LoadBody(Common):
+    """Either of the two, with nothing to answer."""
+
+    prompt: str = ""
+    messages: list[JsonValue] | None = None
+    images: list[str] | None = None
+    suffix: str | None = None
+
+    @property
+    def asks_nothing(self) -> bool:
+        return not (self.prompt or self.messages or self.images or self.suffix)
+
+
+def loaded(model: str, chat: bool) -> Json:
+    """The answer to such a call. (`keep_alive: 0` asks for the model to go; here it goes when its place is needed.)"""
+    wire = OllamaWire(chat)
+    return {**wire.head({"model": model}), **wire.told("", "", []), "done": True, "done_reason": "load"}
 
 
 def untagged(name: str | None) -> str | None:
@@ -71,7 +101,7 @@ def parse_chat(raw: bytes) -> ChatRequest:
             raise bad("messages: images can't be read here.", "messages")
         calls = [{"id": f"call_{i}_{j}", "type": "function", "function": c.function} for j, c in enumerate(m.tool_calls or [])]
         more: Json = {"tool_calls": calls} if calls else {"tool_call_id": "", "name": m.tool_name} if m.role == "tool" else {}
-        messages.append({"role": m.role, "content": m.content, **more})
+        messages.append({"role": m.role, "content": m.content or "", **more})
     return ChatRequest.model_validate({**_common(body), "messages": messages, "tools": body.tools or None})
 
 
@@ -79,9 +109,14 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
     body = GenerateBody.model_validate_json(raw)
     if body.images:
         raise bad("images can't be read here.", "images")
+    for name in ("suffix", "template", "context"):
+        if getattr(body, name):
+            raise bad(f"{name} can't be used here.", name)
     if body.raw:
         common = _common(body)
         common.pop("reasoning_effort", None)
+        if common.get("logprobs"):
+            raise bad("logprobs can't be had with raw here.", "logprobs")
         return CompletionRequest.model_validate({"max_tokens": -1, **common, "prompt": body.prompt})
     system: list[Json] = [{"role": "system", "content": body.system}] if body.system else []
     return ChatRequest.model_validate({**_common(body), "messages": [*system, {"role": "user", "content": body.prompt}]})
@@ -91,12 +126,16 @@ def _common(body: Common) -> Json:
     out: Json = {"model": untagged(body.model), "stream": body.stream is not False}
     for name, value in (body.options or {}).items():
         if name in OPTIONS and value is not None:
-            out[OPTIONS[name]] = -1 if name == "num_predict" and isinstance(value, int) and value < 0 else value
+            out[OPTIONS[name]] = -1 if name == "num_predict" and isinstance(value, int) and value <= 0 else value
     out["outrider"] = {"stats": True}  # the end tells durations
     if out["stream"]:
         out["stream_options"] = {"include_usage": True}
+    if body.logprobs:
+        out["logprobs"], out["top_logprobs"] = True, body.top_logprobs
     if body.format == "json":
         out["response_format"] = {"type": "json_object"}
+    elif isinstance(body.format, str) and body.format:
+        raise bad(f'format is "json" or a JSON schema, not {body.format[:40]!r}.', "format")
     elif isinstance(body.format, dict):
         out["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
     if body.think is not None:
@@ -114,12 +153,14 @@ class OllamaWire:
         self._calls: dict[int, tuple[str, str]] = {}  # name and arguments so far
         self._began = time.monotonic()
         self._stats: Json = {}
+        self._logprobs: list[Json] = []  # of tokens whose line is still to come
 
     def whole(self, answer: Json) -> Json:
         one = said(answer)[0]
         self._reason, self._stats = one.finish, cast(Json, answer.get("outrider") or {})
-        told = self._told(one.text, one.thoughts, [_call(call.name, call.arguments) for call in one.calls])
-        return {**self._head(answer), **told, **self._end(answer)}
+        self._logprobs = one.logprobs
+        told = self.told(one.text, one.thoughts, [_call(call.name, call.arguments) for call in one.calls])
+        return {**self.head(answer), **told, **self._end(answer)}
 
     def chunk(self, chunk: Json) -> str:
         out = ""
@@ -127,13 +168,14 @@ class OllamaWire:
             for call in one.calls:
                 name, arguments = self._calls.get(call.which, ("", ""))
                 self._calls[call.which] = (name + call.name, arguments + call.arguments)
+            self._logprobs += one.logprobs
             calls = [_call(*known) for known in self._calls.values()] if one.finish else []
             if one.text or one.thoughts or calls:
-                out += _line({**self._head(chunk), **self._told(one.text, one.thoughts, calls), "done": False})
+                out += _line({**self.head(chunk), **self.told(one.text, one.thoughts, calls), "done": False})
             if one.finish:
                 self._reason, self._stats = one.finish, cast(Json, chunk.get("outrider") or {})
         if not chunk["choices"] and chunk.get("usage"):
-            out += _line({**self._head(chunk), **self._told("", "", []), **self._end(chunk)})
+            out += _line({**self.head(chunk), **self.told("", "", []), **self._end(chunk)})
         return out
 
     def done(self) -> str:
@@ -143,14 +185,18 @@ class OllamaWire:
         return _line(self.refusal(error))
 
     def refusal(self, error: ApiError) -> Json:
-        return {"error": error.message}
+        return error.body_for("/api/")
 
-    def _head(self, answer: Json) -> Json:
+    def head(self, answer: Json) -> Json:
         return {"model": answer["model"], "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
 
-    def _told(self, text: str, thought: str, calls: list[Json]) -> Json:
+    def told(self, text: str, thought: str, calls: list[Json]) -> Json:
         more: Json = {**({"thinking": thought} if thought else {}), **({"tool_calls": calls} if calls else {})}
-        return {"message": {"role": "assistant", "content": text, **more}} if self._chat else {"response": text, **more}
+        logprobs, self._logprobs = self._logprobs, []
+        beside: Json = {"logprobs": logprobs} if logprobs else {}
+        if self._chat:
+            return {"message": {"role": "assistant", "content": text, **more}, **beside}
+        return {"response": text, **more, **beside}
 
     def _end(self, answer: Json) -> Json:
         usage = cast(Json, answer["usage"])

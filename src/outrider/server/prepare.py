@@ -284,11 +284,11 @@ class Preparer:
         if message.calls:
             calls: list[JsonValue] = []
             for call in message.calls:
-                given = call.function.arguments
+                given = call.function.arguments or "{}"
                 try:
-                    arguments: JsonValue = json.loads(given or "{}") if isinstance(given, str) else cast(JsonValue, given)
-                except (ValueError, RecursionError) as e:
-                    raise bad("tool_calls[].function.arguments is not valid JSON.", "messages") from e
+                    arguments: JsonValue = json.loads(given) if isinstance(given, str) else cast(JsonValue, given)
+                except (ValueError, RecursionError):
+                    arguments = cast(JsonValue, given)  # a call that was cut off comes back as it was: the conversation can go on
                 calls.append({"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}})
             out["tool_calls"] = calls
         if role == "tool":
@@ -316,9 +316,6 @@ class Preparer:
         context, longest = self._backend.max_context, self.longest_prompt
         if len(ids) > longest:
             raise bad(f"The prompt has {len(ids)} tokens; at most {longest} are allowed here.", "messages", "context_length_exceeded")
-        if limit is not None and len(ids) + limit > context:
-            message = f"The prompt has {len(ids)} tokens and {limit} more are asked for; the context holds {context}."
-            raise bad(message, "max_tokens", "context_length_exceeded")
         seed = body.seed if body.seed is not None else secrets.randbits(31)
         asked = {
             "min_p": body.min_p, "repetition_penalty": body.repetition_penalty or body.repeat_penalty,
@@ -335,7 +332,7 @@ class Preparer:
             stop=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
             stop_token_ids=(*(body.stop_token_ids or ()), *(self._hand_over if isinstance(body, ChatRequest) and body.tools else ())),
-            max_tokens=max(1, limit) if limit is not None else context - len(ids),
+            max_tokens=context - len(ids) if limit is None else max(1, min(limit, context - len(ids))),
             seed=seed & (2**63 - 1),
             logprobs=logprobs,
             keep_special=isinstance(body, ChatRequest) and self.dialect.tools == "gemma4",  # its tags are control tokens

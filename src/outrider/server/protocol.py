@@ -145,6 +145,9 @@ class BoundedProtocol(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         self._end(400, "This is not a valid HTTP request.")
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Java's client offers HTTP/2 with every first request: HTTP/1.1 is what it gets, and nobody need install anything."""
+
     # ---- waiting for the client to read
 
     def pause_writing(self) -> None:

@@ -1,27 +1,33 @@
 """OpenAI's Responses API without state, as a translation: input items become messages, our answer becomes output items.
 
 What needs a store on the server (`previous_response_id`, `conversation`, `background`, `prompt`) is refused; `store` is taken and
-nothing is stored. Tools are functions.
+nothing is stored. Tools are functions, also those in a namespace (as Codex has those of an MCP server); tools of other types (web
+search and the like) are not offered to the model, and the answer's `tools` tells which are.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
+from collections.abc import Callable
 from typing import Annotated, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from .errors import ApiError, bad
 from .schema import INERT, ChatRequest, Lenient, Strict
 from .wire import Json, said, sse
 
+BODY = TypeAdapter(dict[str, object])
+# beside those of schema.py
+UNHEEDED = ("background", "max_tool_calls", "client_metadata", "context_management", "access_programs")
+BETWEEN = "__"  # a namespace and a name
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
 class Part(Lenient):
     type: str = "input_text"
     text: str | None = None
+    refusal: str | None = None
 
 
 class Item(Lenient):
@@ -30,16 +36,18 @@ class Item(Lenient):
     content: str | list[Part] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None
     output: str | list[Part] | None = None
 
 
-class FunctionTool(Lenient):
-    type: Literal["function"]
-    name: str
+class ResponsesTool(Lenient):
+    type: str
+    name: str | None = None
     description: str | None = None
     parameters: dict[str, object] | None = None
     strict: bool | None = None
+    tools: list[ResponsesTool] | None = None  # of a namespace
 
 
 class TextFormat(Lenient):
@@ -52,13 +60,9 @@ class TextOptions(Lenient):
     format: TextFormat | None = None
 
 
-class NamedChoice(Lenient):
-    type: Literal["function"]
-    name: str
-
-
 class Reasoning(Lenient):
     effort: str | None = None
+    summary: str | None = None
 
 
 class ResponsesRequest(Strict):
@@ -70,8 +74,8 @@ class ResponsesRequest(Strict):
     top_p: float | None = None
     stream: bool | None = None
     stream_options: dict[str, object] | None = None
-    tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
@@ -82,62 +86,103 @@ class ResponsesRequest(Strict):
     seed: int | None = None
 
 
-def parse(raw: bytes) -> ChatRequest:
-    try:
-        given = json.loads(raw)
-    except (ValueError, RecursionError) as e:
-        raise bad("The body is not valid JSON.", None, "invalid_json") from e
-    if not isinstance(given, dict):
-        raise bad("The body must be a JSON object.", None, "invalid_json")
+def parse(raw: bytes) -> tuple[ChatRequest, Json]:
+    """The request, and what of it is told again in the answer."""
+    given = BODY.validate_json(raw)
     for name in ("previous_response_id", "conversation", "prompt", "background"):
         if given.get(name):
             raise bad(f"{name}: nothing is stored on this server; send the whole conversation as input.", name)
-    kept = {k: v for k, v in given.items() if v is not None and k not in (*INERT, "background", "max_tool_calls")}
+    kept = {k: v for k, v in given.items() if v is not None and k not in (*INERT, *UNHEEDED)}
     body = ResponsesRequest.model_validate(kept)
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     for item in [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         _add(messages, item)
+    functions = offered(body.tools or [])
     out: Json = {
         "model": body.model, "messages": messages, "max_tokens": body.max_output_tokens, "temperature": body.temperature,
         "top_p": body.top_p, "stream": body.stream, "parallel_tool_calls": body.parallel_tool_calls, "outrider": body.outrider,
         "seed": body.seed, "reasoning_effort": body.reasoning.effort if body.reasoning is not None else None,
+        "tools": [{"type": "function", "function": f} for f in functions] or None, "tool_choice": body.tool_choice,
         **{k: given[k] for k in INERT if k in given},
     }  # fmt: skip
     if body.top_logprobs is not None or LOGPROBS in (body.include or ()):
         out["logprobs"], out["top_logprobs"] = True, body.top_logprobs or 0
     if body.stream:
         out["stream_options"] = {"include_usage": True}
-    if body.tools:
-        out["tools"] = [
-            {"type": "function", "function": {"name": t.name, "description": t.description, "parameters": t.parameters}} for t in body.tools
-        ]
-    choice = body.tool_choice
-    out["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedChoice) else choice
     form = body.text.format if body.text is not None else None
     if form is not None and form.type != "text":
         schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
         out["response_format"] = {"type": form.type, **schema}
-    return ChatRequest.model_validate(out)
+    return ChatRequest.model_validate(out), told(given, body)
+
+
+def told(given: Json, body: ResponsesRequest) -> Json:
+    defaults: Json = {
+        "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "temperature": 1.0, "top_p": 1.0,
+        "max_output_tokens": None, "max_tool_calls": None, "truncation": "disabled", "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": None, "summary": None}, "user": None, "prompt_cache_key": None, "safety_identifier": None,
+        "top_logprobs": 0,
+    }  # fmt: skip
+    tools = [t for t in cast(list[Json], given.get("tools") or []) if t.get("type") in ("function", "namespace")]
+    again = {k: v if given.get(k) is None else given[k] for k, v in defaults.items()}
+    return {**again, "tools": tools, "store": False, "previous_response_id": None, "background": False, "service_tier": "default"}
+
+
+def offered(tools: list[ResponsesTool], namespace: str | None = None) -> list[Json]:
+    """The functions among them. One of a namespace is called by both names here, and by its own in the answer."""
+    out: list[Json] = []
+    for tool in tools:
+        if tool.type == "namespace" and namespace is None:
+            out += offered(tool.tools or [], tool.name or "")
+        elif tool.type == "function":
+            out.append({"name": full_name(tool.name or "", namespace), "description": tool.description, "parameters": tool.parameters})
+    return out
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    return f"{namespace.rstrip('_')}{BETWEEN}{name}" if namespace else name
+
+
+def own_name(tools: list[Json], called: str) -> Json:
+    """What a call's item says of the function: its name, and the namespace it is in."""
+    for tool in tools:
+        for inner in cast(list[Json], tool.get("tools") or []):
+            if full_name(str(inner.get("name")), str(tool.get("name"))) == called:
+                return {"name": inner["name"], "namespace": tool["name"]}
+    return {"name": called}
 
 
 def _add(messages: list[Json], item: Item) -> None:
-    text = item.content if isinstance(item.content, str) else "".join(p.text or "" for p in item.content or [])
+    text = item.content if isinstance(item.content, str) else "".join(p.text or p.refusal or "" for p in item.content or [])
+    last = messages[-1] if messages else {}
     if item.type == "message":
-        if not isinstance(item.content, str) and any(p.text is None for p in item.content or []):
+        if not isinstance(item.content, str) and any(p.text is None and p.refusal is None for p in item.content or []):
             raise bad("input: only text can be read here.", "input")
-        messages.append({"role": item.role or "user", "content": text})
+        role = {"developer": "system"}.get(item.role or "user", item.role or "user")
+        if role == "system" and last.get("role") == "system" and len(messages) == 1:  # many templates know one message of the system's
+            last["content"] = f"{last['content']}\n\n{text}"
+        else:
+            messages.append({"role": role, "content": text})
     elif item.type == "function_call":
-        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments or "{}"}}
-        last = messages[-1] if messages else {}
+        name = full_name(item.name or "", item.namespace)
+        call = {"id": item.call_id, "type": "function", "function": {"name": name, "arguments": item.arguments or "{}"}}
         if last.get("role") == "assistant":  # calls that were made together belong to one message
             last["tool_calls"] = [*cast(list[Json], last.get("tool_calls") or []), call]
         else:
             messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
     elif item.type == "function_call_output":
-        output = item.output if isinstance(item.output, str) else "".join(p.text or "" for p in item.output or [])
-        messages.append({"role": "tool", "tool_call_id": item.call_id or "", "content": output})
+        parts = [] if isinstance(item.output, str) else item.output or []
+        output = "".join(f"[{p.type[:40]}: can't be read here]" if p.text is None else p.text for p in parts)
+        messages.append(
+            {"role": "tool", "tool_call_id": item.call_id or "", "content": item.output if isinstance(item.output, str) else output}
+        )
     elif item.type != "reasoning":  # thoughts of earlier turns are not rendered again
         raise bad(f"input: items of type '{item.type[:40]}' can't be read here.", "input")
+
+
+def protocol() -> tuple[Callable[[bytes], ChatRequest], ResponsesWire]:
+    wire = ResponsesWire()
+    return wire.parse, wire
 
 
 class ResponsesWire:
@@ -145,24 +190,29 @@ class ResponsesWire:
     still_working = ": still working\n\n"
 
     def __init__(self) -> None:
+        self._asked: Json = {}  # what of the request is told again
         self._number = 0
         self._response: Json = {}
         self._items: list[Json] = []  # finished ones, then the open one
         self._open: str | None = None
         self._logprobs: list[Json] = []  # of tokens whose text has not been sent yet
 
+    def parse(self, raw: bytes) -> ChatRequest:
+        request, self._asked = parse(raw)
+        return request
+
     def whole(self, answer: Json) -> Json:
         one = said(answer)[0]
         items = [_reasoning(one.thoughts)] if one.thoughts else []
         if one.text:
             items.append(_message(one.text, one.logprobs))
-        items += [_function(call.id, call.name, call.arguments) for call in one.calls]
+        items += [self._function(call.id, call.name, call.arguments) for call in one.calls]
         return self._whole(answer, items, one.finish)
 
     def chunk(self, chunk: Json) -> str:
         out = ""
         if not self._response:
-            self._response = {**_head(chunk), "status": "in_progress", "output": [], "usage": None}
+            self._response = {**self._head(chunk), "status": "in_progress", "output": [], "usage": None}
             out += self._event("response.created", response=self._response) + self._event("response.in_progress", response=self._response)
         for one in said(chunk):
             self._logprobs += one.logprobs
@@ -174,7 +224,7 @@ class ResponsesWire:
                 out += self._grow("response.output_text.delta", one.text)
             for call in one.calls:
                 if call.id:
-                    out += self._begin(f"call {call.which}", _function(call.id, call.name, ""))
+                    out += self._begin(f"call {call.which}", self._function(call.id, call.name, ""))
                 if call.arguments:
                     out += self._grow("response.function_call_arguments.delta", call.arguments)
             if one.finish:
@@ -199,14 +249,25 @@ class ResponsesWire:
         usage = cast(Json, answer["usage"])
         cut = finish == "length"
         return {
-            **_head(answer), "status": "incomplete" if cut else "completed", "output": items,
+            **self._head(answer), "status": "incomplete" if cut else "completed", "output": items,
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "usage": {
-                "input_tokens": usage["prompt_tokens"], "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": {"cache_write_tokens": 0, **cast(Json, usage["prompt_tokens_details"])},
                 "output_tokens": usage["completion_tokens"], "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             },
         }  # fmt: skip
+
+    def _head(self, answer: Json) -> Json:
+        id = str(answer["id"]).replace("chatcmpl-", "resp_")
+        said: Json = {"object": "response", "created_at": answer["created"], "model": answer["model"], "error": None}
+        return {"id": id, **said, "incomplete_details": None, **self._asked}
+
+    def _function(self, call: str, name: str, arguments: str) -> Json:
+        named = own_name(cast(list[Json], self._asked.get("tools") or []), name)
+        id = f"fc_{secrets.token_hex(12)}"
+        return {"type": "function_call", "id": id, "call_id": call, **named, "arguments": arguments, "status": "completed"}
 
     def _event(self, type_: str, **fields: object) -> str:
         self._number += 1
@@ -260,14 +321,6 @@ class ResponsesWire:
         return out + self._event("response.output_item.done", item=item, output_index=place["output_index"])
 
 
-def _head(answer: Json) -> Json:
-    return {
-        "id": str(answer["id"]).replace("chatcmpl-", "resp_"), "object": "response", "created_at": answer["created"],
-        "model": answer["model"], "error": None, "incomplete_details": None, "instructions": None, "metadata": {},
-        "parallel_tool_calls": True, "tools": [], "tool_choice": "auto", "temperature": None, "top_p": None, "store": False,
-    }  # fmt: skip
-
-
 def _message(text: str, logprobs: list[Json] | None = None) -> Json:
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs or []}
     return {"type": "message", "id": f"msg_{secrets.token_hex(12)}", "role": "assistant", "status": "completed", "content": [part]}
@@ -276,8 +329,3 @@ def _message(text: str, logprobs: list[Json] | None = None) -> Json:
 def _reasoning(text: str) -> Json:
     part = {"type": "reasoning_text", "text": text}
     return {"type": "reasoning", "id": f"rs_{secrets.token_hex(12)}", "summary": [], "content": [part]}
-
-
-def _function(call: str, name: str, arguments: str) -> Json:
-    id = f"fc_{secrets.token_hex(12)}"
-    return {"type": "function_call", "id": id, "call_id": call, "name": name, "arguments": arguments, "status": "completed"}

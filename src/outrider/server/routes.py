@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from .. import __version__
 from . import anthropic, embeddings, ollama, responses, text_routes
@@ -40,24 +41,48 @@ def add_routes(app: FastAPI, server: Server) -> None:
         seen = path.startswith("/v1")
         app.post(path, responses=ERRORS, response_model=None, name=path, openapi_extra=shown, include_in_schema=seen)(handle)
 
-    def speak(path: str, shape: type[BaseModel], parse: Callable[[bytes], Common], wire: Callable[[], Wire]) -> None:
-        post(path, shape, lambda request: server.answer(request, parse, wire()))
+    def speak(path: str, shape: type[BaseModel], protocol: Callable[[], tuple[Callable[[bytes], Common], Wire]]) -> None:
+        """protocol: how a body is read, and how its answer is written."""
+        post(path, shape, lambda request: server.answer(request, *protocol()))
+
+    def speak_ollama(path: str, shape: type[BaseModel], parse: Callable[[bytes], Common], chat: bool) -> None:
+        async def answer(request: Request) -> Response:
+            if 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL:
+                asked = _load(await request.body())
+                if asked is not None:
+                    with ExitStack() as stack:
+                        model = await server.borrow(ollama.untagged(asked.model), request.state.client, stack)
+                        return JSONResponse(ollama.loaded(model.name, chat))
+            return await server.answer(request, parse, ollama.OllamaWire(chat))
+
+        post(path, shape, answer)
 
     for base in ("/v1", ""):  # some clients are given the address without /v1
-        speak(f"{base}/chat/completions", ChatRequest, ChatRequest.model_validate_json, OpenAIWire)
-        speak(f"{base}/completions", CompletionRequest, CompletionRequest.model_validate_json, OpenAIWire)
+        speak(f"{base}/chat/completions", ChatRequest, lambda: (ChatRequest.model_validate_json, OpenAIWire()))
+        speak(f"{base}/completions", CompletionRequest, lambda: (CompletionRequest.model_validate_json, OpenAIWire()))
         post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
-        speak(f"{base}/responses", responses.ResponsesRequest, responses.parse, responses.ResponsesWire)
-    speak("/v1/messages", anthropic.MessagesRequest, anthropic.parse, anthropic.AnthropicWire)
-    speak("/api/chat", ollama.ChatBody, ollama.parse_chat, ollama.OllamaWire)
-    speak("/api/generate", ollama.GenerateBody, ollama.parse_generate, partial(ollama.OllamaWire, chat=False))
+        speak(f"{base}/responses", responses.ResponsesRequest, responses.protocol)
+    speak("/v1/messages", anthropic.MessagesRequest, lambda: (anthropic.parse, anthropic.AnthropicWire()))
+    post("/v1/messages/count_tokens", anthropic.MessagesRequest, partial(server.look, work=anthropic.count_tokens))
+    speak_ollama("/api/chat", ollama.ChatBody, ollama.parse_chat, chat=True)
+    speak_ollama("/api/generate", ollama.GenerateBody, ollama.parse_generate, chat=False)
     post("/api/embed", embeddings.EmbedBody, partial(embeddings.ollama, server))
+    post("/api/embeddings", embeddings.OldEmbedBody, partial(embeddings.old_ollama, server))
     post("/tokenize", text_routes.TokenizeRequest, partial(server.look, work=text_routes.tokenize))
     post("/detokenize", text_routes.DetokenizeRequest, partial(server.look, work=text_routes.detokenize))
     post("/apply-template", ChatRequest, partial(server.look, work=text_routes.apply_template))
     _information(app, server)
     _ollama_information(app, server)
     _page(app)
+
+
+def _load(raw: bytes) -> ollama.LoadBody | None:
+    """What asks for nothing but the model. Whatever is wrong with another body is found where that is read."""
+    try:
+        body = ollama.LoadBody.model_validate_json(raw)
+    except ValidationError:
+        return None
+    return body if body.asks_nothing else None
 
 
 def _information(app: FastAPI, server: Server) -> None:
@@ -72,6 +97,7 @@ def _information(app: FastAPI, server: Server) -> None:
     async def models() -> Json:
         return {"object": "list", "data": [card(slot) for slot in server.shelf.slots.values()]}
 
+    @app.get("/models/{name:path}", response_model=None, include_in_schema=False)
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=None)
     async def model(name: str) -> Json:
         return card(server.shelf.find(name))
@@ -91,7 +117,6 @@ def _information(app: FastAPI, server: Server) -> None:
     async def live() -> Json:
         return {"status": "alive"}
 
-    @app.get("/api/version", response_model=None, include_in_schema=False)
     @app.get("/version", response_model=None)
     async def version() -> dict[str, str]:
         return {"version": __version__}
@@ -108,6 +133,10 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
     def told(slot: Slot) -> Json:
         when = datetime.fromtimestamp(server.started, UTC).isoformat()
         return {"name": slot.name, "model": slot.name, "modified_at": when, "size": slot.size, "digest": "", "details": details}
+
+    @app.get("/api/version", response_model=None, include_in_schema=False)
+    async def version() -> dict[str, str]:
+        return {"version": ollama.VERSION, "outrider": __version__}
 
     @app.get("/api/tags", response_model=None, include_in_schema=False)
     async def tags() -> Json:

@@ -13,13 +13,14 @@ from pydantic import BaseModel, ConfigDict, FailFast, Field, JsonValue, field_va
 from ..types import MAX_DRAFT
 from .errors import bad
 from .grammar_source import Kind
+from .spellings import Integer, chat, sampling
 
 Temperature = Annotated[float, Field(ge=0.0, le=2.0)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
-Seed = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Seed = Annotated[Integer, Field(ge=-(2**63), le=2**63 - 1)]
+ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]  # Anthropic allows so many
 
 
 class Strict(BaseModel):
@@ -45,18 +46,33 @@ class StreamOptions(Strict):
 
 
 class TextPart(Lenient):
-    type: Literal["text", "input_text", "output_text"] = "text"
-    text: str
+    """Thoughts of earlier turns are not rendered again; a refusal is what was said."""
+
+    type: str = "text"
+    text: str = ""
+    refusal: str = ""
+
+    @model_validator(mode="after")
+    def is_text(self) -> TextPart:
+        if self.type == "refusal":
+            self.text = self.refusal
+        elif self.type in ("thinking", "redacted_thinking", "reasoning"):
+            self.text = ""
+        elif self.type not in ("text", "input_text", "output_text"):
+            raise ValueError(f"parts of type '{self.type[:40]}' can't be read here, only text")
+        elif "text" not in self.model_fields_set:
+            raise ValueError("text is missing")
+        return self
 
 
 class FunctionCall(Lenient):
     name: ToolName
-    arguments: str | dict[str, object] = Field(default="", description="JSON text")
+    arguments: str | dict[str, object] | None = Field(default=None, description="JSON text")
 
 
 class ToolCall(Lenient):
     id: str | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: FunctionCall
 
 
@@ -96,7 +112,9 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Lenient):
+    """What clients put beside the function (`cache_control`) changes nothing of it."""
+
     type: Literal["function"]
     function: Function
 
@@ -167,7 +185,7 @@ class OutriderOptions(Strict):
 INERT = (
     "store", "metadata", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user", "modalities",
     "verbosity", "cache_prompt", "cache_salt", "request_id", "add_special_tokens", "skip_special_tokens",
-    "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "n_probs",
+    "spaces_between_special_tokens", "timings_per_token", "return_progress", "id_slot", "n_probs", "prompt_cache_options",
 )  # fmt: skip
 
 
@@ -175,28 +193,30 @@ class Common(Strict):
     model: str | None = None  # one model is served: it may be left out
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
-    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    n: Annotated[Integer, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    max_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as the context holds
+    max_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None  # -1: as many as the context holds
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
     seed: Seed | None = None
     # beyond OpenAI's
-    top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
+    top_k: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None  # -1 and 0: off
     min_p: Fraction | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None  # llama.cpp's name for it
-    min_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    min_tokens: Annotated[Integer, Field(ge=0, le=2**31 - 1)] | None = None
     ignore_eos: bool | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     bad_words: Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=64)] | None = None
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65536)] | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), le=2**31 - 1)] | None = None  # among the waiting requests of one client; lower comes first
+    priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = (
+        None  # among the waiting requests of one client; lower comes first
+    )
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, object] | None = None
@@ -214,7 +234,9 @@ class Common(Strict):
         """What is null was not sent. Fields that change nothing are set aside."""
         if not isinstance(data, dict):
             return data
-        kept = {k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"}
+        kept = sampling({k: v for k, v in data.items() if v is not None and k not in INERT and k != "ignored"})
+        if kept.get("model") == "":
+            del kept["model"]  # clients that know of one model only
         modalities = data.get("modalities")
         if modalities is not None and modalities != ["text"]:
             raise ValueError("modalities: only text is spoken here")
@@ -266,9 +288,9 @@ class Common(Strict):
 
 class ChatRequest(Common):
     messages: Annotated[list[Message], Field(min_length=1, max_length=4096), FailFast()]
-    max_completion_tokens: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
+    max_completion_tokens: Annotated[Integer, Field(ge=-1, le=2**31 - 1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
@@ -278,8 +300,13 @@ class ChatRequest(Common):
     chat_template_kwargs: dict[str, JsonValue] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the last message is the assistant's and goes on
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     prediction: Prediction | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def as_we_spell_it(cls, data: object) -> object:
+        return chat({k: v for k, v in data.items() if v is not None}) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def chat_consistent(self) -> ChatRequest:
@@ -289,7 +316,7 @@ class ChatRequest(Common):
             self.tool_choice = NamedTool(type="function", function=call) if isinstance(call, NamedFunction) else call
         if self.limit == 0:
             raise ValueError("max_tokens must be at least 1, or -1 for as many as fit")
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs needs logprobs: true")
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise ValueError("tool_choice needs tools")
@@ -320,11 +347,18 @@ class ChatRequest(Common):
 
 class CompletionRequest(Common):
     prompt: str | list[object] = Field(description="A text, token ids, or a list of either.")  # a long list is looked at when there is room
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
-    best_of: Annotated[int, Field(ge=1, le=128)] | None = None
-    suffix: Literal[""] | None = None
-    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    best_of: Annotated[Integer, Field(ge=1, le=128)] | None = None
+    suffix: str | None = None
+    prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
+
+    @field_validator("suffix")
+    @classmethod
+    def no_suffix(cls, value: str | None) -> str | None:
+        if value:
+            raise ValueError("text can't be filled in before a suffix here; leave it out")
+        return value
 
     @model_validator(mode="after")
     def completion_consistent(self) -> CompletionRequest:

@@ -76,7 +76,7 @@ class Choice:
         self.tokens: list[list[str]] = []  # [text, kind]
         self.new_tokens = 0
         self.ids: list[int] = []
-        self.prompt = request.prompt
+        self.prompt, self._params = request.prompt, request.params
         self.echoed = echo
         self.offset = 0 if job.echo_logprobs else len(echo)  # where in the text the next token's entry begins
         self.finish: str | None = None
@@ -117,6 +117,15 @@ class Choice:
     @property
     def mean_logprob(self) -> float:
         return sum(table[t] for t, table in self.logprobs) / max(1, len(self.logprobs))
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer."""
+        if self.finish != "stop" or not self._params.stop:
+            return None
+        detok = Detokenizer(self._tokenizer, self.prompt, self._params.keep_special)
+        text = detok.push(self.ids) + detok.flush()
+        return min([stop for stop in self._params.stop if stop in text], key=text.find, default=None)
 
     def _piece(self, token: int) -> str:
         assert self._pieces is not None
@@ -197,6 +206,8 @@ class Writer:
             out["message"] = message
         else:
             out["text"] = c.echoed if self._job.max_zero else c.content
+        if c.stopped_by is not None:
+            out["stop_reason"] = c.stopped_by
         if self._job.max_zero:
             out["finish_reason"] = "length"
         if self._job.return_ids:
@@ -240,6 +251,8 @@ class Writer:
         if choice.finish is not None:
             finish = "length" if self._job.max_zero else choice.finish
             last = self._chunk(choice, {}, finish="function_call" if self._job.functions and finish == "tool_calls" else finish)
+            if choice.stopped_by is not None:
+                cast(list[Json], last["choices"])[0]["stop_reason"] = choice.stopped_by
             if self._job.options.stats:
                 last["outrider"] = statistics([choice.stats], self._job.seed + choice.index)
             out.append(last)

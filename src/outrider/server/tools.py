@@ -18,10 +18,10 @@ from .output import Part, Tags, join
 GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_RESPONSE = "<|tool_response>"
 JSON_OPEN, JSON_CLOSE = "<tool_call>", "</tool_call>"
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 WORDS = {"true": "true", "false": "false", "null": "null", "None": "null", "True": "true", "False": "false"}
-MAX_HEAD = 96  # characters between the opening tag and the arguments
+MAX_HEAD = 160  # characters between the opening tag and the arguments
 
 
 class _Nesting:

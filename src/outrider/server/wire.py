@@ -43,6 +43,7 @@ class Said(NamedTuple):
     calls: list[Called]
     logprobs: list[Json]
     finish: str | None
+    stopped_by: str | None  # the stop string that ended it
 
 
 def said(answer: Json) -> list[Said]:
@@ -55,7 +56,8 @@ def said(answer: Json) -> list[Said]:
             for i, call in enumerate(told.get("tool_calls") or ())
         ]
         logprobs = (choice.get("logprobs") or {}).get("content") or []
-        out.append(Said(told.get("reasoning_content") or "", told.get("content") or "", calls, logprobs, choice["finish_reason"]))
+        thoughts, text = told.get("reasoning_content") or "", told.get("content") or ""
+        out.append(Said(thoughts, text, calls, logprobs, choice["finish_reason"], choice.get("stop_reason")))
     return out
 
 

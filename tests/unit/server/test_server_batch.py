@@ -58,7 +58,7 @@ def test_bad_lines_get_a_result_and_the_others_run(tmp_path: Path) -> None:
         "invalid_body": {**row("y"), "body": 3},
         "duplicate_custom_id": row("good", TEXT),
     }
-    refused = [row("f", flavour=1), row("s", stream=True), row("w", model="other"), row("l", max_tokens=10**6), row("t", temperature=9)]
+    refused = [row("f", flavour=1), row("s", stream=True), row("w", model="other"), row("l", max_tokens=0), row("t", temperature=9)]
     source = write(tmp_path / "in.jsonl", row("good"), *bad.values(), *refused, row("also good"))
     progress = runner().run(source, tmp_path / "out.jsonl")
     out = read(tmp_path / "out.jsonl")

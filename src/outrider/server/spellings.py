@@ -1,0 +1,97 @@
+"""A request's fields as clients write them, put as schema.py reads them: samplers that are switched off, a choice of tools in other
+words, thinking as others ask for it. Nothing here guesses: what would change an answer and can't be done stays in and is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BeforeValidator
+
+Fields = dict[str, object]
+
+# Samplers and switches of others that we don't have, at the values that mean "off". Any other value is refused.
+OFF: dict[str, tuple[object, ...]] = {
+    "typical_p": (1,), "typical": (1,), "tfs": (1,), "tfs_z": (1,), "top_a": (0,), "mirostat": (0,), "mirostat_mode": (0,),
+    "dynatemp_range": (0,), "dynamic_temperature": (False,), "dry_multiplier": (0,), "xtc_probability": (0,), "epsilon_cutoff": (0,),
+    "eta_cutoff": (0,), "smoothing_factor": (0,), "top_n_sigma": (-1, 0), "penalty_alpha": (0,), "no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "num_beams": (1,), "use_beam_search": (False,), "length_penalty": (1,),
+    "early_stopping": (False,), "ban_eos_token": (False,), "include_reasoning": (True,), "separate_reasoning": (True,),
+    "stream_reasoning": (True,), "detokenize": (True,), "return_tokens_as_token_ids": (False,), "documents": ([],), "lora": ([],),
+    "logits_processors": ([],), "mm_processor_kwargs": ({},),
+}  # fmt: skip
+# What says how such a sampler works once it is on: of no effect beside the above.
+BESIDE_OFF = (
+    "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "dynatemp_low", "dynatemp_high", "dry_base", "dry_allowed_length",
+    "dry_penalty_last_n", "dry_sequence_breakers", "xtc_threshold", "smoothing_curve",
+)  # fmt: skip
+OFF_IN_CHAT: dict[str, tuple[object, ...]] = {"echo": (False,), "best_of": (1,), "suffix": ("",)}
+
+
+def whole(value: object) -> object:
+    """4.0 is an integer in JSON; some languages write all their numbers so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(whole)]
+
+
+def without_off(fields: Fields, off: dict[str, tuple[object, ...]]) -> Fields:
+    return {k: v for k, v in fields.items() if k not in off or v not in off[k]}
+
+
+def sampling(fields: Fields) -> Fields:
+    out = without_off(fields, OFF)
+    if all(out.get(name) in (None, 1) for name in ("repetition_penalty", "repeat_penalty")):
+        out.pop("repeat_last_n", None)  # how far back a penalty looks that is off
+    return {k: v for k, v in out.items() if k not in BESIDE_OFF}
+
+
+def chat(fields: Fields) -> Fields:
+    return thinking(tool_choice(without_off(fields, OFF_IN_CHAT)))
+
+
+def tool_choice(fields: Fields) -> Fields:
+    """Words as objects, Mistral's "any", a name without its wrapping, and OpenAI's `allowed_tools`: the others are not offered."""
+    choice = fields.get("tool_choice")
+    if choice == "any":
+        return {**fields, "tool_choice": "required"}
+    if not isinstance(choice, dict):
+        return fields
+    kind = choice.get("type")
+    if kind in ("auto", "none", "required", "any"):
+        return tool_choice({**fields, "tool_choice": kind})
+    if kind == "function" and "function" not in choice and "name" in choice:
+        return {**fields, "tool_choice": {"type": "function", "function": {"name": choice["name"]}}}
+    if kind == "allowed_tools":
+        told = choice.get("allowed_tools", choice)  # the Responses API has it flat
+        if isinstance(told, dict) and isinstance(told.get("tools"), list) and isinstance(fields.get("tools"), list):
+            names = [_name(tool) for tool in told["tools"]]
+            kept = [tool for tool in fields["tools"] if _name(tool) in names]  # type: ignore[attr-defined]
+            return {**fields, "tools": kept, "tool_choice": told.get("mode", "auto")}
+    return fields
+
+
+def _name(tool: object) -> object:
+    inner = tool.get("function", tool) if isinstance(tool, dict) else None
+    return inner.get("name") if isinstance(inner, dict) else None
+
+
+def thinking(fields: Fields) -> Fields:
+    """Qwen's `enable_thinking`, DeepSeek's `thinking`, OpenRouter's `reasoning`: template options and `reasoning_effort` here."""
+    out = dict(fields)
+    switch = out.get("enable_thinking")
+    if isinstance(switch, bool):
+        del out["enable_thinking"]
+        options = out.get("chat_template_kwargs") or {}
+        out["chat_template_kwargs"] = {"enable_thinking": switch, **options} if isinstance(options, dict) else options
+    asked = out.get("thinking")
+    if isinstance(asked, dict) and asked.get("type") in ("enabled", "disabled", "adaptive", "auto"):
+        del out["thinking"]
+        out.setdefault("reasoning_effort", "none" if asked["type"] == "disabled" else "medium")
+    asked = out.get("reasoning")
+    if isinstance(asked, dict) and asked.keys() <= {"effort", "enabled", "exclude", "summary", "max_tokens"} and not asked.get("exclude"):
+        del out["reasoning"]
+        effort = asked.get("effort") or {True: "medium", False: "none"}.get(asked.get("enabled"))  # type: ignore[arg-type]
+        if effort is not None:
+            out.setdefault("reasoning_effort", effort)
+    return out
