@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests import tiny
+from tests.kernels import put_kernels
 
 from outrider.cli.main import main
 
@@ -17,6 +18,7 @@ from outrider.cli.main import main
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny.write_target("gemma4_31b", folder)
+    put_kernels(folder.parent / "cache")
     tiny.write_assistant("gemma4_31b", folder.with_name("tiny-assistant"), clustered=True)
     return folder
 

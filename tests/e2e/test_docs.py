@@ -18,10 +18,8 @@ import importlib
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-import time
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,8 @@ import pytest
 import typer
 import typer.main
 from tests import tiny
+from tests.kernels import put_kernels
+from tests.waiting import PATIENCE
 
 from outrider.cli.main import app
 
@@ -218,6 +218,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder as a reader's: a model named smollm2, and `outrider` on the path."""
     folder = tmp_path_factory.mktemp("reader")
     tiny.write_target("llama", folder / "smollm2")
+    put_kernels(folder / "cache")
     (folder / "bin").mkdir()
     command = folder / "bin" / "outrider"
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m outrider.cli.main "$@"\n')
@@ -252,27 +253,22 @@ def test_marked_blocks_run(block: Block, folder: Path) -> None:
 
 def test_the_quick_start_serves_and_answers(folder: Path) -> None:
     """The blocks marked serve and ask, on another port than the page says."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     [start] = [b for b in blocks() if b.mark == "serve"]
-    server = subprocess.Popen(
-        shlex.split(start.body) + ["--port", str(port), "--max-context", "256"], cwd=folder, env=environment(folder), stderr=subprocess.PIPE
-    )
+    command = [*shlex.split(start.body), "--port", "0", "--max-context", "256"]
+    server = subprocess.Popen(command, cwd=folder, env=environment(folder), stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    said: list[str] = []
     try:
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            assert server.poll() is None, server.stderr.read().decode() if server.stderr else ""
-            time.sleep(0.2)
+        while not (said and "serving" in said[-1]):
+            said.append(server.stderr.readline())
+            assert said[-1], "".join(said)
+        [port] = re.findall(r"://[\d.]+:(\d+)", said[-1])
         for ask in (b for b in blocks() if b.mark == "ask"):
-            said = run(ask, folder, ask.body.replace(":8000", f":{port}"))
-            assert '"choices"' in said if ask.language != "python" else said.strip(), f"{ask}: {said}"
+            got = run(ask, folder, ask.body.replace(":8000", f":{port}"))
+            assert '"choices"' in got if ask.language != "python" else got.strip(), f"{ask}: {got}"
     finally:
         server.terminate()
-        server.communicate(timeout=60)
+        server.communicate(timeout=PATIENCE)
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tests.engines import GEMMA4, LLAMA, VARIANTS, VOCAB, assistant
+from tests.waiting import PATIENCE
 
 from outrider import LLM
 from outrider.models.config import DrafterConfig, ModelConfig
@@ -139,7 +140,7 @@ def test_a_killed_process_ends_the_server_with_one_line(tmp_path: Path) -> None:
             os.kill(worker, signal.SIGKILL)
             began = time.monotonic()
             rest = stream.read().decode()
-        _, more = server.communicate(timeout=120)
+        _, more = server.communicate(timeout=PATIENCE)
         took = time.monotonic() - began
     finally:
         server.kill()

@@ -268,7 +268,7 @@ def test_two_processes_train_as_one_that_accumulates(world: tuple[Path, Path, Pa
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "outrider.cli.main", "train"]
     command += ["--target", str(target), "--data", str(data), "--out", str(out), "--device", "cpu", *options.split()]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(run.__file__).parents[2])}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-2000:]
     shares = [read_answers(out / f"answers-{rank}.jsonl") for rank in (0, 1)]
     assert all(shares) and not shares[0].keys() & shares[1].keys() and sum(map(len, shares)) == 48
