@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from numbers import Integral
+from os import PathLike
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 from .types import MAX_DRAFT, OutriderError
@@ -22,6 +24,13 @@ def known(what: str, value: object, kind: object) -> None:
     """A text that must be one of a Literal's."""
     if value not in get_args(kind):
         raise OutriderError(f"unknown {what} {value!r}; known: {', '.join(get_args(kind))}")
+
+
+def whole(what: str, value: object) -> int:
+    """A number that must be a whole one."""
+    if not isinstance(value, Integral) or isinstance(value, bool):
+        raise OutriderError(f"{what} must be a whole number, got {value!r}")
+    return int(value)
 
 
 @dataclass(frozen=True)
@@ -41,7 +50,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_context", "page_size", "prefill_chunk"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
+            if getattr(self, name) is not None and whole(name, getattr(self, name)) < 1:
                 raise OutriderError(f"{name} must be at least 1, got {getattr(self, name)}")
         known("kv_dtype", self.kv_dtype, KvDtype)
         if not 0.0 < self.gpu_memory <= 1.0:
@@ -97,13 +106,21 @@ class LoadSettings:
     engine: EngineConfig = EngineConfig()
 
     def __post_init__(self) -> None:
+        if isinstance(self.drafter, PathLike):
+            object.__setattr__(self, "drafter", str(self.drafter))
+        if not isinstance(self.drafter, str):
+            raise OutriderError(f"drafter must be 'auto', 'none', 'ngram' or where one is, got {self.drafter!r}")
+        if not isinstance(self.engine, EngineConfig):
+            raise OutriderError(f"engine must be an EngineConfig, got {self.engine!r}: engine=EngineConfig(max_context=...)")
+        if self.threads is not None:
+            whole("threads", self.threads)
         self.spec  # noqa: B018  # checks what it is made of
         if self.dtype is not None:
             known("dtype", self.dtype, Literal["float32", "bfloat16", "float16"])
         if self.quantize is not None:
             known("quantize", self.quantize, Literal["int8", "int4", "fp8"])
         known("load_format", self.load_format, LoadFormat)
-        if self.tensor_parallel < 1:
+        if whole("tensor_parallel", self.tensor_parallel) < 1:
             raise OutriderError(f"tensor_parallel must be at least 1, got {self.tensor_parallel}")
         if self.tensor_parallel > 1 and self.engine.swap:
             raise OutriderError("swap is for a model in one process: leave it out beside tensor_parallel")
@@ -157,7 +174,7 @@ def parse_tree(text: str | int | None) -> int | None:
     if text is None or text == "auto":
         return None
     try:
-        return SpecConfig(tree=0 if text == "off" else int(text)).tree
+        return SpecConfig(tree=0 if text == "off" else int(str(text))).tree
     except ValueError:
         raise OutriderError(f"tree must be 'auto', 'off' or a number of tokens in 2..{MAX_DRAFT}, got {text!r}") from None
 
@@ -167,6 +184,6 @@ def parse_draft_tokens(text: str | int | None) -> int | None:
     if text is None or text == "auto":
         return None
     try:
-        return SpecConfig(draft_tokens=int(text)).draft_tokens
+        return SpecConfig(draft_tokens=int(str(text))).draft_tokens
     except ValueError:
         raise OutriderError(f"draft_tokens must be a number in 0..{MAX_DRAFT} or 'auto', got {text!r}") from None

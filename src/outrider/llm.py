@@ -14,18 +14,21 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, replace
+from operator import index
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from . import __version__
 from . import ops as ops_module
-from .config import LoadFormat, LoadSettings
+from .config import LoadFormat, LoadSettings, parse_draft_tokens, parse_tree
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
 from .engine.room import Room
+from .engine.shared import SharedEngine
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
 from .models.decoder import TextModel
@@ -48,6 +51,7 @@ from .weights.files import Files, fingerprint, text_files
 
 log = logging.getLogger("outrider")
 Prompt = str | Sequence[int]
+DRAFTERS = ("mtp", "ngram", "draft_model", "medusa")
 
 
 @dataclass
@@ -65,7 +69,7 @@ class LLM:
         self.engine, self.name, self.drafter_note, self._weight_bytes, self.team = engine, name, drafter_note, weight_bytes, team
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
-        self._ids = itertools.count()
+        self._ids, self._shared = itertools.count(), SharedEngine(engine)
 
     @classmethod
     def load(cls, model: str, settings: LoadSettings = LoadSettings(), *, say: Callable[[str], None] = log.info, **changes: object) -> LLM:
@@ -110,11 +114,21 @@ class LLM:
 
     # ---- running --------------------------------------------------------------------------------------------------
     def requests(
-        self, prompt: Prompt, params: SamplingParams, draft_tokens: int | None = None, drafter: bool | str = True, tree: int | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        draft_tokens: int | str | None = None,
+        drafter: bool | str = True,
+        tree: int | str | None = None,
     ) -> list[Request]:
         """One request for each of `params.n` answers; answer i has seed + i."""
-        ids = self._encode(prompt)
-        group = next(self._ids)
+        if not isinstance(params, SamplingParams):
+            raise OutriderError(f"params must be SamplingParams, got {params!r}: SamplingParams(max_tokens=...)")
+        if not isinstance(drafter, bool) and drafter not in DRAFTERS:
+            raise OutriderError(f"drafter must be True, False or one of {', '.join(DRAFTERS)}, got {drafter!r}")
+        params.validate()
+        ids, group = self._encode(prompt), next(self._ids)
+        draft_tokens, tree = parse_draft_tokens(draft_tokens), parse_tree(tree)
         answers = [replace(params, seed=params.seed + i, n=1) for i in range(params.n)]
         return [Request(f"{group}.{i}", ids, answer, draft_tokens, drafter, tree=tree) for i, answer in enumerate(answers)]
 
@@ -122,53 +136,33 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | None = None,
-        draft_tokens: int | None = None,
+        draft_tokens: int | str | None = None,
         drafter: bool | str = True,
-        tree: int | None = None,
+        tree: int | str | None = None,
     ) -> list[Completion]:
         """All answers, in order (n of them for each prompt). `draft_tokens`, `tree`: None leaves them as they were loaded."""
-        many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
-        requests = [r for p in many for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter, tree)]  # type: ignore[arg-type]
-        for request in requests:
-            self.engine.validate(request)
+        requests = [r for p in each_prompt(prompts) for r in self.requests(p, params or SamplingParams(), draft_tokens, drafter, tree)]
         done = {r.id: Completion("", [], "", RequestStats(), [], []) for r in requests}
-        try:
-            for request in requests:
-                self.engine.submit(request)
-            while any(not c.finish_reason for c in done.values()):
-                for event in self.engine.step():
-                    _take(done[event.id], event)
-        except BaseException:
-            for request in requests:
-                self.engine.abort(request.id)
-            self.engine.step()
-            raise
+        with closing(self._shared.run(requests)) as events:
+            for event in events:
+                _take(done[event.id], event)
         return [done[r.id] for r in requests]
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True
+        self, prompt: Prompt, params: SamplingParams | None = None, draft_tokens: int | str | None = None, drafter: bool | str = True
     ) -> Generator[Event, None, None]:
-        """One answer as it comes. Closing the iterator aborts the request and frees its pages."""
-        (request,) = self.requests(prompt, replace(params or SamplingParams(), n=1), draft_tokens, drafter)
-        self.engine.submit(request)
-        finished = False
-        try:
-            while not finished:
-                for event in self.engine.step():
-                    if event.id == request.id:
-                        finished = event.finish_reason is not None
-                        yield event
-        finally:
-            if not finished:
-                self.engine.abort(request.id)
-                self.engine.step()
+        """One answer as it comes (the first of `params.n`). Closing the iterator aborts the request and frees its pages."""
+        (request, *_) = self.requests(prompt, params or SamplingParams(), draft_tokens, drafter)
+        yield from self._shared.run([request])
 
     def chat(
-        self, messages: Messages, params: SamplingParams | None = None, draft_tokens: int | None = None, drafter: bool | str = True
+        self, messages: Messages, params: SamplingParams | None = None, draft_tokens: int | str | None = None, drafter: bool | str = True
     ) -> Completion:
         return self.generate(self.chat_prompt(messages), params, draft_tokens, drafter)[0]
 
     def chat_prompt(self, messages: Messages, tools: Sequence[Mapping[str, Json]] | None = None) -> list[int]:
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+            raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
         return self._tokenizer().chat(messages, tools)
 
     def asked(self, prompt: str | Messages, raw: bool = False) -> list[int]:
@@ -182,12 +176,27 @@ class LLM:
         return self._encode(text)
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        return self._tokenizer().encode(prompt, bos=True) if isinstance(prompt, str) else [int(t) for t in prompt]
+        if isinstance(prompt, str):
+            return self._tokenizer().encode(prompt, bos=True)
+        try:
+            return [index(token) for token in prompt]
+        except TypeError:
+            raise OutriderError(f"a prompt is a text or a list of token ids, got {str(prompt)[:60]!r} (conversations: LLM.chat)") from None
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise OutriderError(f"{self.name} has no tokenizer: pass token ids")
         return self.tokenizer
+
+
+def each_prompt(given: Prompt | Iterable[Prompt]) -> list[Prompt]:
+    """A single prompt as a list of one: a text, or whole numbers in a list or an array."""
+    if isinstance(given, str):
+        return [given]
+    if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
+        raise OutriderError(f"prompts are texts or lists of token ids, got {type(given).__name__}")
+    many: list[Any] = list(given)
+    return [many] if many and hasattr(many[0], "__index__") and not getattr(many[0], "shape", ()) else many
 
 
 def _take(completion: Completion, event: Event) -> None:
@@ -328,7 +337,8 @@ def pick_drafter(
         return _load_drafter(model, where, note, target, dtype, load_format, seed, always)
     except OutriderError as error:
         if drafter != "auto":
-            raise
+            kinds = "" if "/" in drafter or Path(drafter).exists() else " (a drafter may also be auto, none, ngram or draft:MODEL)"
+            raise OutriderError(f"{error}{kinds}") from None
         return None, ("ngram",), f"drafter: ngram ({where} cannot be used: {error})"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -155,6 +156,14 @@ class Grammar(Protocol):
     def matcher(self) -> Matcher: ...
 
 
+WHOLE = ("top_k", "min_tokens", "max_tokens", "seed", "n")
+REAL = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+def _is(value: object, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How the target chooses. Greedy at temperature 0. Validated by `validate()`."""
@@ -170,7 +179,7 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that may not be completed
     min_tokens: int = 0
     max_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = ()  # a single text, or None, is taken as it is meant
     include_stop: bool = False  # the stop string stays in the text
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -179,6 +188,11 @@ class SamplingParams:
     logprobs: int | None = None  # None: off; 0: the chosen token only; n: also the n most likely
     grammar: Grammar | None = None  # masks logits position by position
     keep_special: bool = False  # text keeps control tokens other than EOS (the server parses tool calls and thoughts from them)
+
+    def __post_init__(self) -> None:
+        given: object = self.stop
+        if given is None or isinstance(given, str):  # its letters would be stop strings otherwise
+            object.__setattr__(self, "stop", () if given is None else (given,))
 
     @property
     def altered(self) -> bool:
@@ -204,6 +218,11 @@ class SamplingParams:
             if not ok:
                 raise OutriderError(what)
 
+        for name in WHOLE:
+            need(_is(getattr(self, name), Integral), f"{name} must be a whole number, got {getattr(self, name)!r}")
+        for name in REAL:
+            need(_is(getattr(self, name), Real), f"{name} must be a number, got {getattr(self, name)!r}")
+        need(self.logprobs is None or _is(self.logprobs, Integral), f"logprobs must be a whole number or None, got {self.logprobs!r}")
         need(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
         need(self.top_k >= 0, f"top_k must be >= 0 (0 turns it off), got {self.top_k}")
         need(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
@@ -220,6 +239,7 @@ class SamplingParams:
         if vocab_size is not None:
             ids = [*self.logit_bias, *self.stop_token_ids, *(t for w in self.bad_words for t in w)]
             for token in ids:
+                need(_is(token, Integral), f"a token id is a whole number, got {token!r}")
                 need(0 <= token < vocab_size, f"token id {token} is outside the vocabulary (0..{vocab_size - 1})")
         return self
 

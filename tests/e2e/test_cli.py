@@ -103,10 +103,17 @@ def test_chat(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_chat_takes_a_message_of_many_lines_from_a_pipe(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = iter(['"""one', "two", 'three"""', '"""', 'four"""', "/stats"])
-    monkeypatch.setattr("builtins.input", lambda *_: next(lines, "/quit"))
+    lines = iter(['"""one', "two", 'three"""', '"""', 'four"""', "/stats", '"""no end'])
+
+    def read(*_: object) -> str:
+        for line in lines:
+            return line
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", read)
     code, _, err = cli("chat", model, "--max-tokens", 2)
     assert code == 0 and "turn 2" in err and "turn 3" not in err
+    assert err.count("2 tokens (length)") == 3  # the last was answered, too, where the pipe ended before its quotes
 
 
 def test_chat_shows_brackets_as_they_are(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,7 +156,8 @@ def test_prove(cli: Any, model: Path) -> None:
         (["generate", "MODEL", "--prompts", "nofile.jsonl", "--n", "2"], "--n is for a single prompt"),
         (["generate", "MODEL", "a\udcff"], "no Unicode"),
         (["generate", "MODEL", "x", "--verify", "maybe"], "--verify"),
-        (["generate", "MODEL", "x", "--drafter", "nosuch"], "nosuch"),
+        (["generate", "MODEL", "x", "--drafter", "nosuch"], "a drafter may also be auto, none, ngram or draft:MODEL"),
+        (["chat", "MODEL", "--max-tokens", "0"], "--max-tokens must be"),
         (["generate", "MODEL", "x", "--ops", "abacus"], "abacus"),
         (["generate", "MODEL", "x", "--dtype", "int3"], "int3"),
         (["generate", "nowhere", "x"], "nowhere"),

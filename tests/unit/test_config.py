@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -135,3 +136,22 @@ def test_a_command_names_its_options_as_they_are_typed(words: str, told: str) ->
     with pytest.raises(OutriderError) as caught:
         typer.main.get_command(app(("doctor", "serve")))(["serve", "nowhere", *words.split()], standalone_mode=False)
     assert str(caught.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"threads": "2"}, "threads must be a whole number, got '2'"),
+        ({"tensor_parallel": None}, "tensor_parallel must be a whole number, got None"),
+        ({"draft_tokens": 2.5}, "draft_tokens must be a number in 0..16 or 'auto', got 2.5"),
+        ({"tree": [4]}, "tree must be 'auto', 'off' or a number"),
+        ({"drafter": False}, "drafter must be 'auto', 'none', 'ngram' or where one is, got False"),
+        ({"engine": {"max_context": 10}}, "engine must be an EngineConfig, got {'max_context': 10}"),
+    ],
+)
+def test_values_of_another_type_are_one_line(given: dict[str, object], says: str) -> None:
+    with pytest.raises(OutriderError, match=re.escape(says)):
+        LoadSettings().changed(given)
+    with pytest.raises(OutriderError, match="max_context must be a whole number, got '10'"):
+        EngineConfig(max_context="10")  # type: ignore[arg-type]
+    assert LoadSettings(drafter=Path("a") / "b").drafter == "a/b"  # type: ignore[arg-type]

@@ -38,7 +38,7 @@ def chat(
 
     What is pasted is one message, with all its lines. From a pipe every line is one, or what stands between three quotes.
     """
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed).validate()
+    params = common.sampling(max_tokens=max_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     llm = common.load_llm(model, load)
     if llm.tokenizer is None or not llm.tokenizer.has_chat_template:
         raise OutriderError(f"{model} has no chat template: use 'outrider generate --raw'")
@@ -83,7 +83,10 @@ class Conversation:
             return line
         lines = [line.removeprefix(FENCE)]
         while not (lines[-1].endswith(FENCE) and (len(lines) > 1 or len(lines[0]) >= len(FENCE))):
-            lines.append(out.input(""))
+            try:
+                lines.append(out.input(""))
+            except EOFError:  # the pipe ended first: what was said is answered
+                break
         return "\n".join(lines).removesuffix(FENCE)
 
     def command(self, line: str) -> None:

@@ -114,7 +114,7 @@ class _Reader:
 
     def read(self) -> GGUF:
         if bytes(self.view[:4]) != b"GGUF":
-            raise OutriderError(f"{self.file.path} is not a GGUF file (wrong magic)")
+            raise OutriderError(f"{self.file.path} is not a GGUF file ({self.file.pointer or 'wrong magic'})")
         self.at = 4
         version = self.number("<I")
         if version not in (2, 3):

@@ -71,6 +71,8 @@ def read_header(path: Path) -> dict[str, Entry]:
     def bad(what: str) -> OutriderError:
         return OutriderError(f"{path} is not a sound safetensors file: {what}; fetch it again")
 
+    if file.pointer is not None:
+        raise OutriderError(f"{path} is not a safetensors file ({file.pointer})")
     if file.size < 8:
         raise bad("it is shorter than a header")
     length = int.from_bytes(file.data[:8].tobytes(), "little")

@@ -36,6 +36,11 @@ class Mapped:
             raise OutriderError(f"cannot read {path}: {error.strerror or error}") from None
         self.data = np.frombuffer(self._map, np.uint8) if self._map is not None else np.empty(0, np.uint8)
 
+    @property
+    def pointer(self) -> str | None:
+        """What to do where the file only says which one belongs here, as a repository cloned without Git LFS has it."""
+        return "a Git LFS pointer: `git lfs pull` fetches it" if self.data[:24].tobytes() == b"version https://git-lfs." else None
+
     def release(self, start: int, length: int) -> None:
         """Forget the pages wholly or partly inside; they are read again from the file when touched again."""
         if self._map is not None and length > 0 and sys.platform != "win32":

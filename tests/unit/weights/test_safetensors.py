@@ -145,6 +145,7 @@ def test_damaged_files_are_refused_in_one_line(made: Callable[[str], Path], tmp_
     name = "model.norm.weight"
     for data, match in (
         (b"", "shorter than a header"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "`git lfs pull` fetches it"),
         (sound[: 8 + length // 2], "truncated"),
         (sound[:-9], "runs past the end"),
         (b"\xff" * 8 + sound[8:], "truncated"),
