@@ -128,10 +128,12 @@ class Call:
                     text = "".join(map(wire.chunk, self._writer.chunks(event)))
                     if text:
                         yield text  # one cycle, one write
-                yield "".join(map(wire.chunk, self._writer.closing())) + wire.done()
+                end = "".join(map(wire.chunk, self._writer.closing())) + wire.done()
             except ApiError as e:
                 self._metrics.requests.labels(self._route, str(e.status)).inc()
-                yield wire.error(e)
+                end = wire.error(e)
+            self.close()  # before its end is written: who has read it may ask again at once, and finds a place
+            yield end
         finally:
             self.close()
 

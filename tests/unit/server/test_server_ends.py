@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import math
 import os
 import select
@@ -18,9 +19,13 @@ from typing import Any
 
 import pytest
 import uvicorn
+from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
+from tests.waiting import PATIENCE
 
+from outrider.cluster.replica import receiving
 from outrider.server import clerk, grammars, nursery
+from outrider.server.app import create_app
 from outrider.server.errors import ApiError
 from outrider.server.grammar_source import Source
 from outrider.server.main import HttpServer
@@ -42,6 +47,30 @@ def test_an_engine_that_was_stopped_says_so_to_those_who_call_it() -> None:
         async with asyncio.timeout(30):
             with pytest.raises(EngineError, match="shutting down"):
                 await runner.call(lambda engine: engine.busy)
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize(("fails", "last"), [(0, b"[DONE]"), (1, b'"error"')])
+def test_who_has_read_the_end_of_a_stream_finds_its_place_free(fails: int, last: bytes) -> None:
+    """On a server of one place the next question of the same client was refused where it came before the stream had been put away."""
+
+    async def work() -> None:
+        engine = FakeEngine(TOK)
+        engine.fail_steps = fails
+        app = create_app(Backend(engine, TOK, VOCAB, 2048), ServerSettings("fake", port=0, max_concurrent=1, max_queued=0))
+        held: list[int] = []
+
+        async def send(message: Message) -> None:
+            if last in message.get("body", b""):
+                held.append(app.state.server.admission.in_flight)
+
+        body = json.dumps({"messages": [{"role": "user", "content": "hi"}], "stream": True}).encode()
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "query_string": b"", "headers": headers}
+        async with app.router.lifespan_context(app), asyncio.timeout(PATIENCE):
+            await app(scope, receiving(body, asyncio.Event()), send)
+        assert held == [0]
 
     asyncio.run(work())
 
