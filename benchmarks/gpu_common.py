@@ -87,8 +87,7 @@ def sections(names: list[str], jobs: Mapping[str, Callable[[], Any]], results: P
 
 def cycles(size: str, others: Callable[[Any], dict[str, Any]]) -> None:
     """The full model: its plain step, and cycles over it with the drafter as it is and with what `others` makes of it."""
-    rig = Rig.of(size, slots=1, context=2048)
-    try:
+    with Rig.of(size, slots=1, context=2048) as rig:
         assert rig.drafter is not None
         seqs, old = rig.open(1, 1024, 128), rig.drafter.model
         row: dict[str, Any] = {"ar": rig.graph(seqs, 0, 1024, 1280).time()}
@@ -98,8 +97,6 @@ def cycles(size: str, others: Callable[[Any], dict[str, Any]]) -> None:
                 row[f"{name} {k}"] = rig.graph(seqs, k, 1024, 1280).time() / row["ar"]
         RESULTS[f"cycles {size}"] = row
         say(f"{size} cycle / AR at 1k:", {n: round(v, 3) for n, v in row.items()})
-    finally:
-        rig.free()
 
 
 def kernels(call: Callable[[], Any], out: Path) -> list[dict[str, Any]]:

@@ -69,8 +69,7 @@ def host() -> None:
 @torch.inference_mode()
 def long() -> None:
     context = 32768 if HERE.gpu else 200
-    rig = rig_of("E2B", 8, context + 64)
-    try:
+    with rig_of("E2B", 8, context + 64) as rig:
         for batch in (1, 8):
             seqs = rig.open(batch, context, 32)
             plain = rig.graph(seqs, 0, context, context + 64).time(12)
@@ -79,8 +78,6 @@ def long() -> None:
             figures = dict(batch=batch, context=context, plain_ms=plain, floor_ms=floor, cycle_ms=cycle, cycle_over_plain=cycle / plain)
             say(part="long", size="E2B", **figures)
             rig.close(seqs)
-    finally:
-        rig.free()
 
 
 def moe() -> None:

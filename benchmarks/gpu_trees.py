@@ -48,8 +48,7 @@ def rig_of(size: str, layers: int | None, dry: bool) -> Rig:
 
 
 def bits(size: str, layers: int | None, dry: bool) -> None:
-    rig = rig_of(size, layers, dry)
-    try:
+    with rig_of(size, layers, dry) as rig:
         context, steps = (100, 12) if dry else (1020, 48)
         for batch in (1, 2):
             seqs = rig.open(batch, context, 160)
@@ -59,14 +58,11 @@ def bits(size: str, layers: int | None, dry: bool) -> None:
             note = f"{got.tokens} tokens in {got.cycles} cycles, {got.accepted:.2f} drafts taken a cycle"
             ok = got.equal_tokens and (got.equal_logits or dry)  # torch's own products round by the number of rows
             verdict(f"tree = line, bits, {size}, {layers or 'all'} layers, batch {batch}", ok and got.accepted > 1.0, note)
-    finally:
-        rig.free()
 
 
 def cycles(size: str, dry: bool) -> None:
     """Median milliseconds of one graph; drafted: with the drafter's part, otherwise the drafts are at hand."""
-    rig = rig_of(size, None, dry)
-    try:
+    with rig_of(size, None, dry) as rig:
         context = 100 if dry else 1024
         seqs = rig.open(1, context, 128)
         tree = Tree.of([SHAPE[:15]], rig.device)
@@ -92,8 +88,6 @@ def cycles(size: str, dry: bool) -> None:
         five = row["tree of 16 rows, 5 deep, drafted"] / base
         if not dry and size == "31B":
             verdict("31B, 16 nodes with the newest token, 5 deep: cycle <= 1.20 x plain", five <= 1.20, f"{five:.3f}")
-    finally:
-        rig.free()
 
 
 def tokens(file: str, per: int, length: int, seconds: float, dry: bool) -> None:

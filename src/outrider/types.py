@@ -29,6 +29,11 @@ class OutriderError(Exception):
     """Bad input. The message is one line: what, where, how to mend it. The CLI exits with 2, the server answers 4xx."""
 
 
+def need(ok: bool, what: str) -> None:
+    if not ok:
+        raise OutriderError(what)
+
+
 @dataclass(frozen=True)
 class AttnSpec:
     """Everything an attention op needs to know about a layer."""
@@ -214,10 +219,6 @@ class SamplingParams:
         return not filtered and not self.altered
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
-        def need(ok: bool, what: str) -> None:
-            if not ok:
-                raise OutriderError(what)
-
         for name in WHOLE:
             need(_is(getattr(self, name), Integral), f"{name} must be a whole number, got {getattr(self, name)!r}")
         for name in REAL:

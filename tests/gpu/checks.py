@@ -34,8 +34,7 @@ from outrider.weights.names import tensor_plan
 def equality(size: str) -> str:
     """Logits and tokens of every position are the same bits for K = 0 and K in 1..16, alone and in a batch of 8."""
     p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + p.steps + 128)
-    try:
+    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + p.steps + 128) as rig:
         seqs = rig.open(8, p.context, p.steps + 64)
         tokens, logits = plain_run(rig, seqs, p.context, p.steps)
         for b in (0, 7):
@@ -53,8 +52,6 @@ def equality(size: str) -> str:
                 assert same.accepted > 0.3, f"{size} K={k}: the stand-in drafter is right three times in four, accepted {same.accepted}"
                 rates.append(same.accepted)
         return f"{p.steps} tokens, K {KS}, batch 1 and 8; accepted a cycle {min(rates):.2f}..{max(rates):.2f}"
-    finally:
-        rig.free()
 
 
 # ---- against transformers ----------------------------------------------------------------------------------------------------
@@ -94,8 +91,7 @@ def parity(size: str, kind: str) -> str:
     weights = weights_of(theirs, config, dtype)
     del theirs
     collect()
-    rig = Rig(raw, None, p.ops(), p.device, dtype, slots=1, context=count + 64, weights=weights)
-    try:
+    with Rig(raw, None, p.ops(), p.device, dtype, slots=1, context=count + 64, weights=weights) as rig:
         seq, _ = rig.store.open([0] * 8, rig.store.spec.page_size, reuse=False)
         assert rig.store.reserve(seq, count)
         hidden = torch.cat([rig.prefill(seq, ids[:-17], 0), rig.prefill(seq, ids[-17:], count - 17)])
@@ -107,8 +103,6 @@ def parity(size: str, kind: str) -> str:
         limit = 1e-3 if wide or not p.gpu else 2.5e-2  # two that round to bfloat16 at every op: 1.2e-2 to 2.1e-2 seen, float32 3e-6
         assert error <= limit, f"{size} {kind}: relative error {error:.2e} > {limit}"
         return f"relative error {error:.2e}, worst row {float(rows.max()):.2e}"
-    finally:
-        rig.free()
 
 
 def warm_up() -> str:
@@ -144,8 +138,7 @@ def draft_rounds(size: str) -> str:
     """Whole rounds of a compiled drafter against a float32 one that follows its guesses: batches that share a launch and those
     that do not, greedy and with noise, twice; the state it hands its head is as close as bfloat16 allows."""
     p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + 64)
-    try:
+    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=8, context=p.context + 64) as rig:
         seqs = rig.open(8, p.context, 32)
         rounds.gentle(rig)
         assert rig.drafter is not None
@@ -174,8 +167,6 @@ def draft_rounds(size: str) -> str:
                 assert worst <= 1e-2 and not fast.alarmed, f"{size}, {batch} at {context}: relative error {worst:.1e}, alarm {fast.alarmed}"
         assert min(same) >= 0.5, f"{size}: few guesses are those of the float32 drafter: {same}"
         return f"relative error {worst:.1e}; guesses alike {min(same):.2f}..{max(same):.2f}"
-    finally:
-        rig.free()
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------------------
@@ -184,8 +175,7 @@ def memory() -> str:
     """31B: a prompt chunk, plain steps and cycles of 16 take at most 2 GiB beside weights and K/V."""
     p = HERE
     collect()
-    rig = Rig(p.raw("31B", 0), p.assistant("31B"), p.ops(), p.device, p.dtype, slots=2, context=1600)
-    try:
+    with Rig(p.raw("31B", 0), p.assistant("31B"), p.ops(), p.device, p.dtype, slots=2, context=1600) as rig:
         p.sync()
         base = torch.cuda.memory_allocated() if p.gpu else 0
         if p.gpu:
@@ -201,8 +191,6 @@ def memory() -> str:
         beside = (torch.cuda.max_memory_reserved() - base) / GIB if p.gpu else 0.0
         assert beside <= 2.0, f"{beside:.2f} GiB beside weights and K/V"
         return f"{beside:.2f} GiB beside {base / GIB:.1f} GiB of weights and K/V"
-    finally:
-        rig.free()
 
 
 # ---- a real model ------------------------------------------------------------------------------------------------------------

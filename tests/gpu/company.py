@@ -122,8 +122,7 @@ def crowd(size: str) -> str:
     """64 sequences decoded together, plainly and with 4 drafted tokens, against each alone; then the same tokens as one prompt chunk."""
     p = HERE
     batch, steps = (64, 160) if p.gpu else (5, 8)  # 160 tokens as a prompt: tiles that no decoding of a single sequence takes
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=batch, context=p.context + steps + 128)
-    try:
+    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=batch, context=p.context + steps + 128) as rig:
         seqs = rig.open(batch, p.context, steps + 64)
         tokens, logits = plain_run(rig, seqs, p.context, steps)
         for b in (0, batch // 2, batch - 1):
@@ -142,8 +141,6 @@ def crowd(size: str) -> str:
         assert same.equal_tokens, f"{size} K=4 batch {batch}: tokens differ from position {same.first_difference}"
         assert same.equal_logits or not p.gpu, f"{size} K=4 batch {batch}: logits differ from position {same.first_difference}"
         return f"{steps} tokens of {batch} sequences, K 0 and 4, and as prompts"
-    finally:
-        rig.free()
 
 
 @torch.inference_mode()
@@ -151,8 +148,7 @@ def batches(size: str) -> str:
     """Logits of a row at batch 1, 16, 64 and 256, decoded plainly and with 4 drafted tokens: one set of bits."""
     p = HERE
     sizes, steps = ((1, 16, 64, 256), 12) if p.gpu else ((1, 2, 4, 8), 6)
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=sizes[-1], context=p.context + steps + 96)
-    try:
+    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=sizes[-1], context=p.context + steps + 96) as rig:
         seqs = rig.open(sizes[-1], p.context, steps + 80)
         tokens, logits = plain_run(rig, seqs, p.context, steps)
         for batch in sizes[:-1]:
@@ -165,5 +161,3 @@ def batches(size: str) -> str:
             assert same.equal_tokens, f"{size} K=4 batch {batch}: tokens differ from position {same.first_difference}"
             assert same.equal_logits or not p.gpu, f"{size} K=4 batch {batch}: logits differ from position {same.first_difference}"
         return f"logits of {steps} tokens at batch {sizes}, K 0 and 4"
-    finally:
-        rig.free()

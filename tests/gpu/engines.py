@@ -84,8 +84,7 @@ def captured(engine: Engine, refused: bool = True) -> list[Key]:
 def engine_tokens(size: str = "E2B") -> str:
     """Graphs one cycle behind, eager cycles, and plain decoding alone: the same tokens, whoever joins and leaves."""
     p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True)
-    try:
+    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True) as rig:
         jobs = requests(rig.config.vocab_size)
         plain: dict[str, list[int]] = {}
         for _, r in jobs:
@@ -104,15 +103,12 @@ def engine_tokens(size: str = "E2B") -> str:
                 made = len(captured(engine))
             del engine
         return f"{len(jobs)} requests; eager {seconds['eager']:.1f} s, graphs {seconds['graphs']:.1f} s with {made} captures"
-    finally:
-        rig.free()
 
 
 def one_launch(size: str = "E2B", cycles: int = 12) -> str:
     """A decode cycle of the engine is one graph launch: no kernel launch, no synchronisation but waiting for the cycle before."""
     p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True)
-    try:
+    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True) as rig:
         engine = engine_of(True, rig, ("mtp",))
         for i in range(2):
             engine.submit(Request(str(i), [5 + i, 9, 11] * 4, SamplingParams(max_tokens=200, ignore_eos=True), 4, True))
@@ -140,8 +136,6 @@ def one_launch(size: str = "E2B", cycles: int = 12) -> str:
         assert kernels <= cycles, f"{kernels} kernel launches beside the graphs: {counts}"
         assert waits <= 2, f"{waits} synchronisations (the profiler's own are up to two): {counts}"
         return f"{cycles} cycles: {counts}"
-    finally:
-        rig.free()
 
 
 def mixed(size: str = "E2B", count: int = 64) -> str:
@@ -149,8 +143,7 @@ def mixed(size: str = "E2B", count: int = 64) -> str:
     in graphs: the tokens and logprobs of each alone, decoded plainly. Once as an engine captures them, once as a server does, whose steps
     run in graphs with room to spare."""
     p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True)
-    try:
+    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True) as rig:
         jobs = requests(rig.config.vocab_size, count)
         plain: dict[str, list[int]] = {}
         told: list[dict[str, list[Any]]] = [{}, {}, {}]
@@ -176,15 +169,12 @@ def mixed(size: str = "E2B", count: int = 64) -> str:
             assert max(key.batch for key in keys) >= count or not p.gpu, "never so many at once"
         times = f"together {seconds[1]:.1f} s with {made[0]} captures, as a server {seconds[2]:.1f} s with {made[1]}"
         return f"{count} requests; alone {seconds[0]:.1f} s, {times}"
-    finally:
-        rig.free()
 
 
 def swapped(size: str = "E2B", count: int = 16) -> str:
     """More sequences than pages: with their K/V kept on the host, computed again, and with pages for all the same tokens."""
     p = HERE
-    rig = Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True)
-    try:
+    with Rig(p.raw(size), p.assistant(size), p.ops(), p.device, p.dtype, slots=1, context=64, compiled=True) as rig:
         rng = torch.Generator().manual_seed(9)
         long, answer = (300, 200) if p.gpu else (20, 30)
         prompts = [torch.randint(3, rig.config.vocab_size, (long + i,), generator=rng).tolist() for i in range(count)]
@@ -205,5 +195,3 @@ def swapped(size: str = "E2B", count: int = 16) -> str:
         assert got[0] == got[1], "K/V from the host: other tokens"
         assert got[0] == got[2], "K/V computed again: other tokens"
         return "; ".join(notes)
-    finally:
-        rig.free()

@@ -160,6 +160,12 @@ class Rig:
         spec = CacheSpec(slots, context, 16, 1024, tokens or slots * context)
         return KVStore(self.config, spec, self.ops.kv_dtype(self.model.dtype, self.kv), self.device)
 
+    def __enter__(self) -> Rig:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.free()
+
     def free(self) -> None:
         """Give everything back: the next model needs the room. Graphs of this rig must not be replayed any more."""
         self.weights.clear()

@@ -149,12 +149,11 @@ def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Ri
     batches = (1, 4, 8) if settings.quick and size == "26B-A4B" else settings.batches
     longest = max(settings.contexts)
     room = CYCLES * (MAX_DRAFT + 1) + 64
-    rig = make(size, slots=1, context=longest + room, tokens=2 * PROMPT, compiled=True)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    say(f"{size}: built in {time.perf_counter() - began:.1f} s, {allocated() / 2**30:.1f} GiB")
     records = []
-    try:
+    with make(size, slots=1, context=longest + room, tokens=2 * PROMPT, compiled=True) as rig:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        say(f"{size}: built in {time.perf_counter() - began:.1f} s, {allocated() / 2**30:.1f} GiB")
         for context in settings.contexts:
             for batch in batches:
                 record: Record = {"size": size, "batch": batch, "context": context}
@@ -170,8 +169,6 @@ def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Ri
                 except torch.OutOfMemoryError:
                     record["error"] = "does not fit the device"
                     say(f"{size} batch {batch} context {context}: {record['error']}")
-    finally:
-        rig.free()
     return records
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..types import OutriderError
+from ..types import OutriderError, need
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -45,10 +45,6 @@ class ServerSettings:
     keep_prefixes: Annotated[float, "Minutes that a text's beginning stays in memory after its last use (CPU)."] = 5.0
 
     def __post_init__(self) -> None:
-        def need(ok: bool, what: str) -> None:
-            if not ok:
-                raise OutriderError(what)
-
         need(bool(self.model_name), "the served model needs a name")
         need(0 <= self.port <= 65535, f"--port must be in 0..65535, got {self.port}")
         need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
