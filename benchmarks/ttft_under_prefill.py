@@ -18,7 +18,7 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 from outrider.config import EngineConfig  # noqa: E402
-from outrider.engine.scheduler import Request  # noqa: E402
+from outrider.engine.step import Request  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.types import SamplingParams  # noqa: E402
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from outrider.config import EngineConfig, SpecConfig
-from outrider.engine.engine import Engine, Request
+from outrider.engine.engine import Engine
+from outrider.engine.step import Request
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet

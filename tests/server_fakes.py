@@ -23,7 +23,7 @@ from tokenizers import Tokenizer as Backend
 from outrider.engine.answer import Answer
 from outrider.engine.engine import Event
 from outrider.engine.metrics import Metrics
-from outrider.engine.scheduler import Request
+from outrider.engine.step import Request
 from outrider.engine.text import Detokenizer, Tokenizer
 from outrider.spec.plan import Branches
 from outrider.types import OutriderError, RequestStats, TextFiles

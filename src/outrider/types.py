@@ -84,6 +84,10 @@ class KVPages:
     values: Sequence[Tensor | None]
     tables: Mapping[GroupName, Tensor]  # int32 [B, max_pages]
 
+    def view(self, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
+        """For a pass over these rows of the B sequences."""
+        return KVView(self.page_size, self.keys, self.values, self.tables, positions, row_seq, row_start, max_rows, max_context)
+
 
 @dataclass
 class KVView(KVPages):

@@ -18,7 +18,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 from tests.waiting import PATIENCE, until
 
-from outrider.engine.scheduler import Request
+from outrider.engine.step import Request
 from outrider.server.main import HttpServer
 from outrider.server.prepare import Backend
 from outrider.server.settings import ServerSettings

@@ -15,7 +15,7 @@ import pytest
 from tests.server_fakes import FakeEngine, Served, tokenizer
 from tests.waiting import PATIENCE, until
 
-from outrider.engine.scheduler import Request
+from outrider.engine.step import Request
 from outrider.server.limits import Admission
 from outrider.server.settings import ServerSettings, public_name, read_keys
 from outrider.types import OutriderError

@@ -27,7 +27,7 @@ from tests.server_fakes import Served
 from tests.waiting import PATIENCE
 
 from outrider.config import EngineConfig
-from outrider.engine.scheduler import Request
+from outrider.engine.step import Request
 from outrider.llm import LLM
 from outrider.types import SamplingParams
 

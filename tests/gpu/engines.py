@@ -15,7 +15,7 @@ from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.decode import Key
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
-from outrider.engine.scheduler import Request
+from outrider.engine.step import Request
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.types import SamplingParams

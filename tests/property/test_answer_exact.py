@@ -20,7 +20,7 @@ from tokenizers import decoders, models
 
 from outrider.engine.answer import Answer
 from outrider.engine.engine import Engine
-from outrider.engine.scheduler import Request
+from outrider.engine.step import Request
 from outrider.engine.text import Detokenizer, Tokenizer
 from outrider.ops import choose
 from outrider.types import SamplingParams, TextFiles

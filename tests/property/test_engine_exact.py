@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.engines import VARIANTS, VOCAB, mtp_drafter, request, run, run_joining, tiny_engine, tiny_model
 from tests.unit.engine.test_graphs import Thirds
 
-from outrider.engine.engine import Request
+from outrider.engine.step import Request
 from outrider.spec.drafter import DraftBatch
 from outrider.types import Draft
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,6 +31,14 @@ def upload(values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dt
 def row_width(head_dim: int, dtype: torch.dtype) -> int:
     """Elements that a head's key or value of one position takes: int8 ones have a factor in float32 behind them."""
     return head_dim + 4 if dtype == torch.int8 else head_dim
+
+
+def ragged(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], list[int]]:
+    """The rows of a pass over (first position, how many) of each sequence: every row's position and sequence; then where each sequence's
+    rows begin, and where the last one's end."""
+    positions = [p for start, count in spans for p in range(start, start + count)]
+    owners = [i for i, (_, count) in enumerate(spans) for _ in range(count)]
+    return positions, owners, [0, *accumulate(count for _, count in spans)]
 
 
 def last_rows(kv: KVView, seqs: Sequence[int]) -> Wanted:
@@ -284,10 +293,15 @@ class KVStore:
 
     # ---- what a forward pass sees -----------------------------------------------------------------------------------
     def view(self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
+        """Of the sequences in `slots`, after what `flush` has to bring."""
         self.flush()
-        width = -(-max_context // self.spec.page_size)
+        return self.pages_of(slots, max_context).view(positions, row_seq, row_start, max_rows, max_context)
+
+    def pages_of(self, slots: Tensor, context: int) -> KVPages:
+        """The cache with a row of the tables for each of these slots [B], as far as `context` positions."""
+        width = -(-context // self.spec.page_size)
         tables = {name: table[:, :width].index_select(0, slots) for name, table in self.tables.items()}
-        return KVView(self.spec.page_size, self.keys, self.values, tables, positions, row_seq, row_start, max_rows, max_context)
+        return KVPages(self.spec.page_size, self.keys, self.values, tables)
 
     def pages(self) -> KVPages:
         """The whole cache as kernels see it, with a row of the tables for each slot."""

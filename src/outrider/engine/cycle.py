@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,14 +17,9 @@ from torch import Tensor
 from ..ops.backend import Backend
 from ..spec.choose import SamplingBatch, accept
 from ..spec.nets import Target
-from ..types import Draft, KVView, Verdict
+from ..spec.rejection import randomness
+from ..types import Draft, KVPages, Verdict
 from .tree import Tree
-
-
-class Pages(Protocol):
-    """A cache.store.KVStore, or its tables gathered ahead (engine.graphs)."""
-
-    def view(self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView: ...
 
 
 @dataclass(frozen=True)
@@ -94,19 +88,19 @@ class CycleOutput:
 
 def cycle(
     model: Target,
-    store: Pages,
+    pages: KVPages,
     draft: Draft | None,
     verify: Callable[[Tensor, Draft, CycleInput], Verdict],
     taps: tuple[int, ...],
     x: CycleInput,
     override: Callable[[Verdict, Draft, Tensor], Verdict] | None = None,
 ) -> CycleOutput:
-    """override: benchmarks replace the verdict by an assumed one; nobody else may."""
+    """pages: of the B sequences. override: benchmarks replace the verdict by an assumed one; nobody else may."""
     rows = x.rows
     draft = draft if draft is not None else empty_draft(x.length)  # tokens [B, K]
     ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1)) if rows.k else x.last  # [R]
 
-    kv = store.view(x.slots, x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
+    kv = pages.view(x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
     if x.tree is not None:
         kv.places, kv.paths = rows.positions(x.length), x.tree.paths
     out = model.forward(ids, kv, taps)  # K/V written
@@ -150,6 +144,16 @@ def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
         none = torch.zeros_like(x.length)
         return Verdict(none, chosen[:, None], none + 1)
     return accept(spread(chosen, rows, x.length.shape[0]), draft)
+
+
+def verify_drawn(rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
+    """A rule of spec.rejection: it keeps the target's distribution, not its text."""
+    rows, sampling = x.rows, x.sampling
+    mask = x.masks(draft.tokens) if x.masks is not None else None
+    z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
+    p = spread(sampling.probs(z, rows.seq), rows, x.length.shape[0])  # [B, K + 1, V]
+    u, noise = randomness(sampling.seed, x.length + 1, rows.k, p.shape[-1])
+    return rule(p, draft, u, noise)
 
 
 def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from ..spec.choose import OFF, SamplingBatch
 from ..spec.drafter import DraftBatch
 from ..spec.mtp import MTPDrafter
 from ..spec.nets import Target
-from ..types import MAX_DRAFT, Draft, GroupName, KVView, Verdict
+from ..types import MAX_DRAFT, Draft, KVPages, Verdict
 from .cycle import CycleInput, Rows, cycle, verify_coupled
 from .history import NOTHING, Asks, History
 from .tree import Tree
@@ -109,23 +109,6 @@ class Inputs:
 
 
 @dataclass
-class Pages:
-    """The page tables of the batch, gathered once a step; drafter and target look through them at different positions."""
-
-    store: KVStore
-    tables: Mapping[GroupName, Tensor]
-
-    @staticmethod
-    def of(store: KVStore, slots: Tensor, context: int) -> Pages:
-        width = -(-context // store.spec.page_size)
-        return Pages(store, {name: table[:, :width].index_select(0, slots) for name, table in store.tables.items()})
-
-    def view(self, slots: Tensor, positions: Tensor, row_seq: Tensor, row_start: Tensor, max_rows: int, max_context: int) -> KVView:
-        s = self.store
-        return KVView(s.spec.page_size, s.keys, s.values, self.tables, positions, row_seq, row_start, max_rows, max_context)
-
-
-@dataclass
 class Output:
     """Where a step leaves what the host reads."""
 
@@ -164,7 +147,7 @@ def decode_step(
     taps = drafter.taps if drafter is not None else ()
     ids, nothing = [""] * b, [[]] * b  # type: ignore[var-annotated]
 
-    def guess(last: Tensor, length: Tensor, pages: Pages) -> Draft | Planted:
+    def guess(last: Tensor, length: Tensor, pages: KVPages) -> Draft | Planted:
         if propose is not None:
             return propose(last, length)
         if key.source == "drafted":
@@ -172,7 +155,7 @@ def decode_step(
         if key.source == "host":
             return Draft(inputs.known(b, k, length), limit)
         assert drafter is not None
-        kv = pages.view(slots, length - 1, each, each_start, 1, key.context)
+        kv = pages.view(length - 1, each, each_start, 1, key.context)
         batch = DraftBatch(ids, nothing, last, length, state.features.index_select(0, slots), kv, bare, False, model.ops, vocab)
         if key.nodes:
             return drafter.plant(batch, k, key.nodes)
@@ -183,7 +166,7 @@ def decode_step(
 
     def once() -> Tensor | None:
         last, length = state.last.index_select(0, slots), state.length.index_select(0, slots)
-        pages = Pages.of(store, slots, key.context)
+        pages = store.pages_of(slots, key.context)  # gathered once: drafter and target look through them at different positions
         if key.part == "draft":
             inputs.drafted[:b, : key.drafted].copy_(guess(last, length, pages).tokens)
             out.tokens[:, :k].copy_(inputs.drafted[:b, :k])

@@ -7,8 +7,9 @@ answer: it is switched off for the requests concerned.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,16 +19,20 @@ from ..spec.choose import SamplingBatch
 from ..spec.draft_model import DraftModel
 from ..spec.drafter import DraftBatch
 from ..spec.plan import READING, Branches, reading
+from ..spec.rejection import verify_block, verify_rejection
 from ..types import Draft, SamplingParams, Verdict
-from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled
+from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled, verify_drawn
 from .machine import Machine
 from .metrics import Metrics
-from .step import Emitted, Flight, Lane, Seq, StepBatch
+from .step import Emitted, Executor, Flight, Lane, Seq, StepBatch
 from .tree import Tree, grammar_masks
-from .verify import verify_block_rows, verify_rejection_rows
 
 log = logging.getLogger("outrider")
-VERIFY = {"coupled": verify_coupled, "rejection": verify_rejection_rows, "block": verify_block_rows}
+VERIFY: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
+    "coupled": verify_coupled,
+    "rejection": partial(verify_drawn, verify_rejection),
+    "block": partial(verify_drawn, verify_block),
+}
 
 
 def told(sure: list[float]) -> list[float]:
@@ -40,15 +45,14 @@ def switch_off(drafter: str, lanes: Sequence[Lane], error: Exception, metrics: M
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
     log.warning("drafter %s switched off for %d request(s): %s", drafter, len(lanes), reason)
     for lane in lanes:
-        lane.seq.drafter_off = True
         lane.seq.stats.drafter_off = reason
     metrics.drafter_failures += 1
 
 
-class EagerExecutor:
+class EagerExecutor(Executor):
+    """It takes trees as well, and grows them node by node."""
+
     name = "eager"
-    behind = False
-    trees = False  # it takes them, and grows them node by node
 
     def __init__(self, machine: Machine, verify: Verify, metrics: Metrics):
         self.machine, self.verify, self.sampled, self.metrics = machine, VERIFY[verify], verify != "coupled", metrics
@@ -90,7 +94,9 @@ class EagerExecutor:
         if any(s.answer.matcher for s in seqs):
             matchers = [s.answer.matcher for s in seqs]
             x.masks = lambda drafts: grammar_masks(matchers, parents, drafts.tolist(), machine.vocab).to(machine.device)
-        out = cycle(machine.model, machine.store, draft if x.rows.k else None, self.verify, machine.taps, x)
+        machine.store.flush()
+        pages = machine.store.pages_of(x.slots, x.max_context)
+        out = cycle(machine.model, pages, draft if x.rows.k else None, self.verify, machine.taps, x)
         machine.features.index_copy_(0, x.slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
@@ -218,12 +224,6 @@ class EagerExecutor:
         return DraftBatch(ids, tokens, last, length, features, kv, sampling, self.sampled, machine.model.ops, machine.vocab)
 
     # ---- timing ---------------------------------------------------------------------------------------------------------------
-    def prepare(self) -> str:
-        return ""  # it needs nothing
-
-    def times(self, part: str) -> bool:
-        return True
-
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
         machine = self.machine
@@ -236,7 +236,8 @@ class EagerExecutor:
             rows = Rows.of((k,) * batch, machine.device)
             x = CycleInput(rows, slots, last, length, sampling, machine.model.ops, context + k + 1)
             draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=machine.device), torch.full_like(length, k))
-            out = cycle(machine.model, machine.store, draft if k else None, verify_coupled, machine.taps, x)
+            machine.store.flush()
+            out = cycle(machine.model, machine.store.pages_of(slots, x.max_context), draft if k else None, verify_coupled, machine.taps, x)
             out.verdict.tokens.tolist()  # waits for the device
             return
         drafter, ids = machine.drafter, [f"scratch {i}" for i in range(batch)]

@@ -37,7 +37,6 @@ from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
-__all__ = ["Engine", "Event", "Request"]
 USUAL = 4  # the K that a server is ready for where the controller chooses
 
 
@@ -165,7 +164,7 @@ class Engine:
     def submit(self, request: Request) -> None:
         self.validate(request)
         params = request.params
-        seq = Seq(request, self.clock(), list(request.prompt), tempered=params.tempered)
+        seq = Seq(request, self.clock(), list(request.prompt))
         seq.fed = self._fed(seq)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
         seq.answer = Answer(params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None)
@@ -361,7 +360,7 @@ class Engine:
         offers: dict[str, int] = {}
         room, match, asked = self._room(seq, widest), 0, seq.request.drafter
         if asked and room > 0:
-            if self.drafter is not None and seq.has_features and not seq.drafter_off and asked in (True, self.drafter.name):
+            if self.drafter is not None and seq.has_features and seq.stats.drafter_off is None and asked in (True, self.drafter.name):
                 offers[self.drafter.name] = room
             if seq.ngram is not None:
                 match = seq.ngram.match()

@@ -36,7 +36,7 @@ from .decode import KNOWN, Choosing, Inputs, Key, Output, Source, State, decode_
 from .history import NOTHING, Asks, History
 from .machine import Machine
 from .passes import Passes
-from .step import Emitted, Flight, Lane, Seq, StepBatch
+from .step import Emitted, Executor, Flight, Lane, Seq, StepBatch
 
 log = logging.getLogger("outrider")
 NODES = (7, TIMED)  # tokens of the trees that are captured: with the newest token 8 or 16 rows, which is what tiles of products hold
@@ -92,7 +92,7 @@ def bound_of(positions: int) -> int:
     return bound
 
 
-class GraphExecutor:
+class GraphExecutor(Executor):
     name = "graphs"
     behind = True
 

@@ -19,12 +19,11 @@ from .cycle import logprobs
 from .eager import switch_off
 from .machine import Machine
 from .metrics import Metrics
-from .step import Emitted, Flight, StepBatch
+from .step import Emitted, Executor, Flight, StepBatch
 
 
-class HostExecutor:
+class HostExecutor(Executor):
     name = "host"
-    behind = False
 
     def __init__(self, machine: Machine, cycle: HostCycle, metrics: Metrics):
         self.machine, self.cycle, self.metrics = machine, cycle, metrics
@@ -88,9 +87,6 @@ class HostExecutor:
         if lanes:
             flight.width, flight.context = sum(lane.k for lane in lanes) / len(lanes), sum(len(x.seq.tokens) for x in lanes) // len(lanes)
         return out
-
-    def prepare(self) -> str:
-        return ""  # it needs nothing
 
     def times(self, part: str) -> bool:
         return part == "verify" or part in self.drafters or (self.draft_model is not None and part == reading(self.draft_model.name))

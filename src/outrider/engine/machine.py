@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..cache.store import KVStore, SeqCache, last_rows, upload
+from ..cache.store import KVStore, SeqCache, last_rows, ragged, upload
 from ..spec.choose import SamplingBatch
 from ..spec.drafter import Drafter
 from ..spec.nets import Target
+from ..types import KVView
 from .step import Lane, Seq
 
 
@@ -66,36 +67,34 @@ class Machine:
     def run(self, lanes: Sequence[Lane]) -> None:
         """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts from it; nobody reads
         what comes out of the other rows."""
-        device, starts = self.device, [0]
-        for lane in lanes:
-            starts.append(starts[-1] + lane.count)
         ids = [token for lane in lanes for token in lane.seq.tokens[lane.start : lane.start + lane.count]]
-        slots = upload([lane.slot for lane in lanes], torch.int64, device)
-        row_start = upload(starts, torch.int32, device)
-        if len(lanes) == 1:
-            positions = torch.arange(lanes[0].start, lanes[0].start + lanes[0].count, device=device)
-            row_seq = torch.zeros_like(positions)
-        else:
-            positions = upload([p for lane in lanes for p in range(lane.start, lane.start + lane.count)], torch.int64, device)
-            row_seq = upload([i for i, lane in enumerate(lanes) for _ in range(lane.count)], torch.int64, device)
-        furthest, widest = max(lane.start + lane.count for lane in lanes), max(lane.count for lane in lanes)
-        kv = self.store.view(slots, positions, row_seq, row_start, widest, furthest)
+        kv = self._view([lane.slot for lane in lanes], [(lane.start, lane.count) for lane in lanes])
         ends = [i for i, lane in enumerate(lanes) if lane.wanted]
-        out = self.model.forward(upload(ids, torch.int64, device), kv, self.taps, last_rows(kv, ends))
+        out = self.model.forward(upload(ids, torch.int64, self.device), kv, self.taps, last_rows(kv, ends))
         if ends:
-            self.features.index_copy_(0, upload([lanes[i].slot for i in ends], torch.int64, device), out.features)
+            self.features.index_copy_(0, upload([lanes[i].slot for i in ends], torch.int64, self.device), out.features)
 
     @torch.inference_mode()
     def score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Tensor:
         """Hidden states [R, H] (or logits [R, V]) of the tokens of one sequence from position `begin` on; their K/V is written."""
         if self.scored is not None:
             self.scored(cache, tokens, begin, logits)
-        device, end = self.device, begin + len(tokens)
-        ids, positions = upload(tokens, torch.int64, device), torch.arange(begin, end, device=device)
-        slots, row_start = upload([cache.slot], torch.int64, device), upload([0, len(tokens)], torch.int32, device)
-        view = self.store.view(slots, positions, torch.zeros_like(ids), row_start, len(tokens), end)
-        hidden = self.model.forward(ids, view).hidden
+        view = self._view([cache.slot], [(begin, len(tokens))])
+        hidden = self.model.forward(upload(tokens, torch.int64, self.device), view).hidden
         return self.model.logits(hidden) if logits else hidden
+
+    def _view(self, slots: list[int], spans: list[tuple[int, int]]) -> KVView:
+        """For a pass over (first position, how many) of the sequences in these slots."""
+        device, (start, count) = self.device, spans[0]
+        if len(spans) == 1:
+            positions, starts = torch.arange(start, start + count, device=device), [0, count]
+            row_seq = torch.zeros_like(positions)
+        else:
+            places, owners, starts = ragged(spans)
+            positions, row_seq = upload(places, torch.int64, device), upload(owners, torch.int64, device)
+        widest, furthest = max(count for _, count in spans), max(start + count for start, count in spans)
+        where, row_start = upload(slots, torch.int64, device), upload(starts, torch.int32, device)
+        return self.store.view(where, positions, row_seq, row_start, widest, furthest)
 
     def sampling(self, seqs: list[Seq]) -> SamplingBatch:
         """Rebuilt only when the batch has changed: `SamplingBatch.commit` keeps it up to date in between."""

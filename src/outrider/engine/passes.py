@@ -22,13 +22,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ..cache.store import KVStore, upload
+from ..cache.store import KVStore, ragged, upload
 from ..models.config import ModelConfig
 from ..models.inspect import flops, model_size
 from ..ops.backend import Capabilities
 from ..types import Wanted
 from .capture import Graph, Pool
-from .decode import Pages
 from .machine import Machine
 from .step import Lane
 
@@ -129,12 +128,8 @@ class Passes:
         (and where the last ends), its slot, and the slot that its last hidden state is for."""
         idle = self.idle
         ids = [token for lane in lanes for token in lane.seq.tokens[lane.start : lane.start + lane.count]]
-        positions = [p for lane in lanes for p in range(lane.start, lane.start + lane.count)]
-        owner = [i for i, lane in enumerate(lanes) for _ in range(lane.count)]
+        positions, owner, starts = ragged([(lane.start, lane.count) for lane in lanes])
         fill, spare = key.rows - len(ids), key.sequences - len(lanes)
-        starts = [0]
-        for lane in lanes:
-            starts.append(starts[-1] + lane.count)
         starts += [len(ids)] * spare + [key.rows]
         slots = [*(lane.slot for lane in lanes), *[idle] * (spare + 1)]
         ends = [*(lane.slot if lane.wanted else idle for lane in lanes), *[idle] * (spare + 1)]
@@ -148,8 +143,8 @@ def prompt_pass(machine: Machine, numbers: Tensor, key: PassKey) -> None:
     count = key.sequences + 1
     parts = numbers[: size(key.rows, key.sequences)].split([key.rows] * 3 + [count + 1, count, count])
     ids, positions, owner, starts, slots, ends = parts
-    pages = Pages.of(machine.store, slots, key.context)
-    kv = pages.view(slots, positions, owner, starts.to(torch.int32), key.rows, key.context)
+    pages = machine.store.pages_of(slots, key.context)
+    kv = pages.view(positions, owner, starts.to(torch.int32), key.rows, key.context)
     if not key.wanted:
         machine.model.forward(ids, kv, machine.taps, Wanted(positions[:0], kv))
         return

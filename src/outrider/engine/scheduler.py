@@ -17,13 +17,12 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from ..spec.plan import Choice
-from .step import Lane, Request, Seq, StepBatch
+from .step import Lane, Seq, StepBatch
 
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
     from ..cache.swap import Kept
 
-__all__ = ["Cache", "Request", "Scheduler", "Seq"]
 WHOLE = 256  # prompt tokens of a step in which many wait are a multiple of it: few numbers of rows to have kernels for
 
 

@@ -47,17 +47,16 @@ class Seq:
     fed: bool = False  # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
-    drafter_off: bool = False
     paused: bool = False  # nobody reads its answer just now
     ahead: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
-    tempered: bool = True  # its tokens are chosen by temperature and seed alone: no filter, history or mask
     answer: Answer = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
+    tempered: bool = field(init=False)  # its tokens are chosen by temperature and seed alone: no filter, history or mask
     prompt_len: int = field(init=False)
     longest: int = field(init=False)  # tokens of prompt and answer by max_tokens
 
     def __post_init__(self) -> None:
-        self.prompt_len = len(self.request.prompt)
+        self.tempered, self.prompt_len = self.request.params.tempered, len(self.request.prompt)
         self.longest = self.prompt_len + self.request.params.max_tokens
 
     @property
@@ -140,8 +139,8 @@ class Flight:
 
 class Executor(Protocol):
     name: str
-    behind: bool  # its steps are read after the next one was launched; otherwise at once
-    trees: bool  # drafts that branch cost no more here than their rows: so the controller may ask for them
+    behind: bool = False  # its steps are read after the next one was launched; otherwise at once
+    trees: bool = False  # drafts that branch cost no more here than their rows: so the controller may ask for them
 
     def takes(self, batch: StepBatch) -> bool:
         """Can this step be run here?"""
@@ -160,11 +159,11 @@ class Executor(Protocol):
     def prepare(self) -> str:
         """For servers, before the first request: make now what would otherwise be made when it is first needed (captured graphs), so that
         no request waits for it. Returns a line that says what was made and how long it took."""
-        ...
+        return ""
 
     def times(self, part: str) -> bool:
         """Does this executor run that part of a step in earnest? Then its `probe` is the one to time."""
-        ...
+        return True
 
 
 def pick(executors: Sequence[Executor], batch: StepBatch) -> Executor:

@@ -279,7 +279,7 @@ class Follower:
                 self.engine.drafter.forget(name)
         for name, who in told.joined.items():
             params = replace(who.params, grammar=Heard(self.team)) if who.grammar else who.params
-            seq = self._seqs[name] = Seq(Request(name, who.prompt, params), 0.0, [], tempered=params.tempered)
+            seq = self._seqs[name] = Seq(Request(name, who.prompt, params), 0.0, [])
             seq.answer = Answer(params, (), None, params.grammar.matcher() if params.grammar is not None else None)
         lanes = [[self._lane(lane) for lane in lanes] for lanes in (told.prompts, told.decode)]
         if told.serial != self._last[0]:

@@ -18,7 +18,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from ..engine.engine import Event
-from ..engine.scheduler import Request as EngineRequest
+from ..engine.step import Request as EngineRequest
 from ..types import OutriderError
 from .errors import ApiError
 from .metrics import ServerMetrics

@@ -19,7 +19,7 @@ from pydantic import JsonValue
 from ..engine.allowed import AllowedTokens
 from ..engine.control import ChatPrompt
 from ..engine.grammar import Grammar, GrammarCompiler
-from ..engine.scheduler import Request
+from ..engine.step import Request
 from ..engine.text import LONG, Tokenizer
 from ..types import Json, OutriderError, SamplingParams
 from .errors import ApiError, bad

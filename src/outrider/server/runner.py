@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 
 from ..engine.engine import Event
 from ..engine.metrics import Metrics
-from ..engine.scheduler import Request
+from ..engine.step import Request
 from ..types import OutriderError
 from .outbox import FEW, Item, Outbox
 from .trim import trim

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TypedDict, cast
 
 from ..engine.engine import Event
-from ..engine.scheduler import Request
+from ..engine.step import Request
 from ..engine.text import Detokenizer, Tokenizer
 from ..types import RequestStats
 from .output import Parser, Part, join

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..cache.store import last_rows
+from ..cache.store import last_rows, ragged
 from ..models.config import ModelConfig
 from ..ops.backend import Behind, Guessed
 from ..types import Draft, KVPages, KVView
@@ -100,15 +100,11 @@ class Pages:
         """Rows starts[b] .. starts[b] + counts[b] - 1 of each sequence. Windowed layers use the same table as the others."""
         wide = max(len(t.pages) for t in tracks)
         table = torch.tensor([t.pages + [0] * (wide - len(t.pages)) for t in tracks], dtype=torch.int32, device=self.device)
-        firsts = [sum(counts[:b]) for b in range(len(counts) + 1)]
-        as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=self.device)  # noqa: E731
-        return KVView(
-            PAGE, self.keys, self.values, {"full": table, "sliding": table},
-            positions=as_long([p for s, n in zip(starts, counts) for p in range(s, s + n)]),
-            row_seq=as_long([b for b, n in enumerate(counts) for _ in range(n)]),
-            row_start=torch.tensor(firsts, dtype=torch.int32, device=self.device),
-            max_rows=max(counts), max_context=max(s + n for s, n in zip(starts, counts)),
-        )  # fmt: skip
+        places, owners, firsts = ragged(list(zip(starts, counts)))
+        positions, row_seq = torch.tensor([places, owners], dtype=torch.int64, device=self.device)
+        row_start = torch.tensor(firsts, dtype=torch.int32, device=self.device)
+        pages = KVPages(PAGE, self.keys, self.values, {"full": table, "sliding": table})
+        return pages.view(positions, row_seq, row_start, max(counts), max(s + n for s, n in zip(starts, counts)))
 
 
 def shortlist(vocab: int, always: Iterable[int] = ()) -> Tensor | None:

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 
 from ..config import EngineConfig, LoadSettings
-from ..engine.engine import Engine, Request
+from ..engine.engine import Engine
+from ..engine.step import Request
 from ..llm import LLM
 from ..models.config import ModelConfig
 from ..models.inspect import kv_bytes

@@ -13,9 +13,9 @@ from tests.engines import VOCAB, request, run, tiny_engine, tiny_model
 from tests.unit.engine.test_host_cycle import SHAPES
 
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
-from outrider.engine.engine import Engine, Request
-from outrider.engine.scheduler import Scheduler, Seq
-from outrider.engine.step import Lane
+from outrider.engine.engine import Engine
+from outrider.engine.scheduler import Scheduler
+from outrider.engine.step import Lane, Request, Seq
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.backend import Capabilities

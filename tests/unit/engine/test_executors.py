@@ -58,7 +58,7 @@ def test_every_executor_gives_the_tokens_of_each_request_alone(kind: str, shape:
 def test_who_runs_a_step_is_decided_in_one_place() -> None:
     def batch(**params: Any) -> StepBatch:
         asked = SamplingParams(**params)
-        seq = Seq(Request("a", PROMPT, asked), 0.0, list(PROMPT), tempered=asked.tempered)
+        seq = Seq(Request("a", PROMPT, asked), 0.0, list(PROMPT))
         return StepBatch(decode=[Lane(seq, 0, len(PROMPT) - 1)])
 
     executors = engine_of("llama", "host").executors

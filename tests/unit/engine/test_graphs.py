@@ -18,10 +18,10 @@ from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_mo
 
 from outrider.engine.capture import Graph
 from outrider.engine.decode import Key
-from outrider.engine.engine import Engine, Request
+from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor, choosing_of
 from outrider.engine.history import NOTHING, Asks
-from outrider.engine.step import Lane
+from outrider.engine.step import Lane, Request
 from outrider.ops.backend import Capabilities
 from outrider.types import MAX_DRAFT, SamplingParams
 

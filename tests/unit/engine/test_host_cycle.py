@@ -10,8 +10,9 @@ import torch
 from tests.engines import request, run
 
 from outrider.config import EngineConfig, SpecConfig
-from outrider.engine.engine import Engine, Request
+from outrider.engine.engine import Engine
 from outrider.engine.host import HostExecutor
+from outrider.engine.step import Request
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
