@@ -204,12 +204,14 @@ class SamplingParams:
             object.__setattr__(self, "stop", () if given is None else (given,))
 
     @property
+    def penalised(self) -> bool:
+        """The logits of tokens that came before are changed."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
     def altered(self) -> bool:
         """The logits are changed before a token is chosen, by its history or by a mask."""
-        return bool(
-            self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty or self.logit_bias or self.bad_words
-            or self.min_tokens or self.grammar is not None
-        )  # fmt: skip
+        return bool(self.penalised or self.logit_bias or self.bad_words or self.min_tokens or self.grammar is not None)
 
     @property
     def processed(self) -> bool:

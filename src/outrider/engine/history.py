@@ -7,14 +7,13 @@ graph as its neighbours. Tables are made when the first request asks for them; t
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from ..spec.choose import ANY, BadWords, Penalties, SamplingBatch, Sparse
+from ..spec.choose import ANY, BadWords, Penalties, SamplingBatch, Sparse, early_stops, sparse_row, word_row
 from ..types import SamplingParams
 
 
@@ -44,7 +43,7 @@ class Asks:
                 continue
             words = p.bad_words
             asks = Asks(
-                asks.penalties or p.repetition_penalty != 1.0 or bool(p.presence_penalty or p.frequency_penalty),
+                asks.penalties or p.penalised,
                 max(asks.bias, _wide(len(p.logit_bias))),
                 max(asks.words, _wide(len(words))),
                 max(asks.reach, _wide(max((max(1, len(w) - 1) for w in words), default=0))),
@@ -104,20 +103,15 @@ class History:
                 table[slot] = value
             to.in_prompt[slot] = False if own is None else own.in_prompt[0]
             to.counts[slot] = 0 if own is None else own.counts[0]
-        early = {*p.stop_token_ids, *(() if p.ignore_eos else self.eos)} if p.min_tokens else set()
-        for sparse, pairs in ((self.bias, dict(p.logit_bias)), (self.stops, dict.fromkeys(sorted(early), -math.inf))):
-            gap = sparse.ids.shape[1] - len(pairs)
+        for sparse, pairs in ((self.bias, p.logit_bias), (self.stops, early_stops(p, self.eos) if p.min_tokens else {})):
             if sparse.ids.shape[1]:
-                sparse.ids[slot] = put([*pairs, *[0] * gap], torch.int64)
-                sparse.values[slot] = put([*pairs.values(), *[0.0] * gap], torch.float32)
-        most, reach = self.words.prefix.shape[1:]
+                ids, values = sparse_row(pairs, sparse.ids.shape[1])
+                sparse.ids[slot], sparse.values[slot] = put(ids, torch.int64), put(values, torch.float32)
+        words, (most, reach) = self.words, self.words.prefix.shape[1:]
         if most:
-            gap, line = most - len(p.bad_words), [*prompt[-reach:], *output[-reach:]][-reach:]
-            prefixes = [[ANY] * (reach - len(w) + 1) + list(w[:-1]) for w in p.bad_words]
-            self.words.prefix[slot] = put([*prefixes, *[[ANY] * reach] * gap], torch.int64)
-            self.words.last[slot] = put([*[w[-1] for w in p.bad_words], *[0] * gap], torch.int64)
-            self.words.real[slot] = put([True] * len(p.bad_words) + [False] * gap, torch.bool)
-            self.words.tail[slot] = put([-1] * (reach - len(line)) + line, torch.int64)
+            row = word_row(p, prompt, output, most, reach)
+            for table, line in zip((words.prefix, words.last, words.real, words.tail), row):
+                table[slot] = put(line, table.dtype)
         self.min_tokens[slot] = p.min_tokens
         self.prompt_len[slot] = len(prompt)
 

@@ -22,6 +22,10 @@ GEMMA3_TYPES = ("gemma3_text", "gemma3")
 GEMMA4_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")
 ASSISTANT_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 OWN_DRAFTER_TYPES = ("outrider_drafter",)
+GEMMA4_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+}
 
 
 @dataclass(frozen=True)
@@ -317,10 +321,6 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
     kinds[-1] = "full_attention"  # as transformers insists
     shapes = _gemma4_shapes(raw, kinds, heads, k_eq_v)
     ropes = raw.get("rope_parameters") or {}
-    default = {
-        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
-    }
     eps, window = float(raw.get("rms_norm_eps", 1e-6)), int(raw.get("sliding_window", 512))
     shared = count if drafter else int(raw.get("num_kv_shared_layers") or 0)
     first_shared = count - shared
@@ -340,7 +340,7 @@ def _gemma4_layers(raw: Foreign, drafter: bool = False) -> tuple[LayerSpec, ...]
             k_eq_v=k_eq_v and kind == "full_attention", norm_v=True, eps=eps,
         )  # fmt: skip
         inter = _field(raw, "intermediate_size", int) * (2 if wide and not writes and not drafter else 1)
-        layers.append(LayerSpec(attn, _rope(ropes.get(kind) or default[kind], 1e4, head_dim), inter))
+        layers.append(LayerSpec(attn, _rope(ropes.get(kind) or GEMMA4_ROPE[kind], 1e4, head_dim), inter))
     return tuple(layers)
 
 

@@ -7,52 +7,42 @@ to predict its speed, or to run it on dummy weights before anything is downloade
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
-from .config import Foreign, ForeignDict
+from .config import GEMMA4_ROPE, Foreign, ForeignDict
 
-_ROPE = {
-    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-    "full_attention": {"rope_type": "proportional", "rope_theta": 1000000.0, "partial_rotary_factor": 0.25},
-}
 _FAMILY = {
     "vocab_size": 262144, "head_dim": 256, "global_head_dim": 512, "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": 1e-6,
-    "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": _ROPE, "pad_token_id": 0, "bos_token_id": 2,
-    "dtype": "bfloat16",
+    "attention_bias": False, "tie_word_embeddings": True, "rope_parameters": GEMMA4_ROPE, "pad_token_id": 0, "bos_token_id": 2,
+    "dtype": "bfloat16", "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "enable_moe_block": False,
 }  # fmt: skip
 
 
-def _layer_types(sliding: int, blocks: int) -> list[str]:
-    return (["sliding_attention"] * sliding + ["full_attention"]) * blocks
-
-
-def _target(
+def _text(
     model_type: str, *, hidden: int, sliding: int, blocks: int, heads: int, kv: int, global_kv: int | None, intermediate: int,
     window: int, context: int, **rest: object,
 ) -> ForeignDict:  # fmt: skip
-    text = {
-        **_FAMILY, "model_type": f"{model_type}_text", "hidden_size": hidden, "num_hidden_layers": (sliding + 1) * blocks,
-        "layer_types": _layer_types(sliding, blocks), "num_attention_heads": heads, "num_key_value_heads": kv,
-        "num_global_key_value_heads": global_kv, "attention_k_eq_v": global_kv is not None, "intermediate_size": intermediate,
-        "sliding_window": window, "max_position_embeddings": context, "final_logit_softcapping": 30.0, "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "enable_moe_block": False, "eos_token_id": 1, **rest,
-    }  # fmt: skip
-    return {"model_type": model_type, "text_config": text, "eos_token_id": [1, 106], "tie_word_embeddings": True, "dtype": "bfloat16"}
-
-
-def _assistant(
-    model_type: str, *, backbone: int, hidden: int, intermediate: int, heads: int, kv: int, global_kv: int | None, window: int,
-    context: int, clustered: bool,
-) -> ForeignDict:  # fmt: skip
-    text = {
-        **_FAMILY, "model_type": model_type.replace("assistant", "text"), "hidden_size": hidden, "num_hidden_layers": 4,
-        "layer_types": _layer_types(3, 1), "num_attention_heads": heads, "num_key_value_heads": kv,
-        "num_global_key_value_heads": global_kv, "attention_k_eq_v": global_kv is not None, "intermediate_size": intermediate,
-        "sliding_window": window, "max_position_embeddings": context, "final_logit_softcapping": None, "num_kv_shared_layers": 4,
-        "use_double_wide_mlp": False, "hidden_size_per_layer_input": 0, "enable_moe_block": False,
-    }  # fmt: skip
+    """What targets and assistants state alike. sliding: how many sliding layers stand before each of the `blocks` full ones."""
     return {
-        "model_type": model_type, "text_config": text, "backbone_hidden_size": backbone, "use_ordered_embeddings": clustered,
-        "num_centroids": 2048, "centroid_intermediate_top_k": 32, "tie_word_embeddings": True, "dtype": "bfloat16",
+        **_FAMILY, "model_type": model_type, "hidden_size": hidden, "num_hidden_layers": (sliding + 1) * blocks,
+        "layer_types": (["sliding_attention"] * sliding + ["full_attention"]) * blocks, "num_attention_heads": heads,
+        "num_key_value_heads": kv, "num_global_key_value_heads": global_kv, "attention_k_eq_v": global_kv is not None,
+        "intermediate_size": intermediate, "sliding_window": window, "max_position_embeddings": context, **rest,
+    }  # fmt: skip
+
+
+def _target(model_type: str, **text: Any) -> ForeignDict:
+    own = {"final_logit_softcapping": 30.0, "num_kv_shared_layers": 0, "eos_token_id": 1, **text}
+    outer = {"model_type": model_type, "eos_token_id": [1, 106], "tie_word_embeddings": True, "dtype": "bfloat16"}
+    return {**outer, "text_config": _text(f"{model_type}_text", **own)}
+
+
+def _assistant(model_type: str, *, backbone: int, clustered: bool, **text: Any) -> ForeignDict:
+    own = {"sliding": 3, "blocks": 1, "final_logit_softcapping": None, "num_kv_shared_layers": 4, **text}
+    return {
+        "model_type": model_type, "text_config": _text(model_type.replace("assistant", "text"), **own), "backbone_hidden_size": backbone,
+        "use_ordered_embeddings": clustered, "num_centroids": 2048, "centroid_intermediate_top_k": 32, "tie_word_embeddings": True,
+        "dtype": "bfloat16",
     }  # fmt: skip
 
 

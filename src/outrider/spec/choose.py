@@ -21,9 +21,8 @@ logits. Filters are functions of the values: tokens with equal logits are kept o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -108,9 +107,7 @@ class SamplingBatch:
         penalties = _penalties(params, prompts, outputs, vocab, device)
         bias = _sparse([dict(p.logit_bias) for p in params], device)
         bad_words = _bad_words(params, prompts, outputs, device)
-        early = [p.min_tokens > len(o) for p, o in zip(params, outputs)]
-        ids = [{*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)} if e else set() for p, e in zip(params, early)]
-        stops = _sparse([dict.fromkeys(sorted(s), -math.inf) for s in ids], device)
+        stops = _sparse([early_stops(p, eos_ids) if p.min_tokens > len(o) else {} for p, o in zip(params, outputs)], device)
         return cls(
             temperature=torch.tensor([p.temperature if h else 1.0 for p, h in zip(params, hot)], dtype=torch.float32, device=device),
             hot=torch.tensor(hot, device=device),
@@ -321,12 +318,35 @@ def _int64(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-def _sparse(rows: Sequence[dict[int, float]], device: torch.device | str) -> Sparse | None:
+def early_stops(p: SamplingParams, eos_ids: Sequence[int]) -> dict[int, float]:
+    """What is added to the logits of tokens that would end an answer before it has `min_tokens`."""
+    return dict.fromkeys(sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}), -math.inf)
+
+
+def sparse_row(pairs: Mapping[int, float], width: int) -> tuple[list[int], list[float]]:
+    """One sequence's row of a `Sparse`."""
+    gap = width - len(pairs)
+    return [*pairs.keys(), *[0] * gap], [*pairs.values(), *[0.0] * gap]
+
+
+def word_row(
+    p: SamplingParams, prompt: Sequence[int], output: Sequence[int], most: int, width: int
+) -> tuple[list[list[int]], list[int], list[bool], list[int]]:
+    """One sequence's row of each table of a `BadWords` that has `most` words of up to `width` tokens before the last."""
+    words, gap, line = p.bad_words, most - len(p.bad_words), [*prompt[-width:], *output[-width:]][-width:]
+    return (
+        [[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap,
+        [w[-1] for w in words] + [0] * gap,
+        [True] * len(words) + [False] * gap,
+        [-1] * (width - len(line)) + line,
+    )
+
+
+def _sparse(rows: Sequence[Mapping[int, float]], device: torch.device | str) -> Sparse | None:
     width = max((len(r) for r in rows), default=0)
     if width == 0:
         return None
-    ids = [[*r.keys(), *[0] * (width - len(r))] for r in rows]
-    values = [[*r.values(), *[0.0] * (width - len(r))] for r in rows]
+    ids, values = zip(*(sparse_row(r, width) for r in rows))
     return Sparse(torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device))
 
 
@@ -337,7 +357,7 @@ def _penalties(
     vocab: int,
     device: torch.device | str,
 ) -> Penalties | None:
-    asked = [p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0 for p in params]
+    asked = [p.penalised for p in params]
     if not any(asked):
         return None
     in_prompt = torch.zeros(len(params), vocab, dtype=torch.bool, device=device)
@@ -347,13 +367,9 @@ def _penalties(
             in_prompt[b, torch.tensor(list(prompts[b]), dtype=torch.int64, device=device)] = True
             ids = torch.tensor(list(outputs[b]), dtype=torch.int64, device=device)
             counts[b].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
-    return Penalties(
-        torch.tensor([p.repetition_penalty for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.presence_penalty for p in params], dtype=torch.float32, device=device),
-        torch.tensor([p.frequency_penalty for p in params], dtype=torch.float32, device=device),
-        in_prompt,
-        counts,
-    )
+    rates = [(p.repetition_penalty, p.presence_penalty, p.frequency_penalty) for p in params]
+    repetition, presence, frequency = (torch.tensor(rate, dtype=torch.float32, device=device) for rate in zip(*rates))
+    return Penalties(repetition, presence, frequency, in_prompt, counts)
 
 
 def _bad_words(
@@ -363,13 +379,5 @@ def _bad_words(
     if most == 0:
         return None
     width = max(1, max(len(w) - 1 for p in params for w in p.bad_words))
-    prefix, last, real, tail = [], [], [], []
-    for p, prompt, output in zip(params, prompts, outputs):
-        words, gap = p.bad_words, most - len(p.bad_words)
-        prefix.append([[ANY] * (width - len(w) + 1) + list(w[:-1]) for w in words] + [[ANY] * width] * gap)
-        last.append([w[-1] for w in words] + [0] * gap)
-        real.append([True] * len(words) + [False] * gap)
-        line = [*prompt[-width:], *output[-width:]][-width:]
-        tail.append([-1] * (width - len(line)) + line)
-    to = partial(torch.tensor, device=device)
-    return BadWords(to(prefix), to(last), to(real), to(tail))
+    tables = zip(*(word_row(p, prompt, output, most, width) for p, prompt, output in zip(params, prompts, outputs)))
+    return BadWords(*(torch.tensor(table, device=device) for table in tables))
