@@ -9,24 +9,26 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 from tests.waiting import PATIENCE, until
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from outrider.engine.answer import Answer
 from outrider.engine.engine import Event
+from outrider.engine.grammar import unpacked
 from outrider.engine.metrics import Metrics
 from outrider.engine.step import Request
 from outrider.engine.text import Detokenizer, Tokenizer
 from outrider.spec.plan import Branches
-from outrider.types import OutriderError, RequestStats, TextFiles
+from outrider.types import Matcher, OutriderError, RequestStats, TextFiles
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>")
 GEMMA = ("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>", "<|tool_response>")
@@ -64,6 +66,12 @@ class _Running:
     stats: RequestStats = field(default_factory=RequestStats)
     arrived: float = field(default_factory=time.perf_counter)
     paused: bool = False
+
+
+def masks(matcher: Matcher, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
+    """What a grammar allows along a draft, bool [len(drafts) + 1, VOCAB], and how many of the drafted tokens are inside it."""
+    rows = unpacked(matcher.bits(drafts), VOCAB)
+    return rows, next((i for i, token in enumerate(drafts) if not rows[i, token]), len(drafts))
 
 
 class FakeEngine:
@@ -180,10 +188,10 @@ class FakeEngine:
         # under a grammar: random drafts, and at each position a seeded choice among what the mask allows
         drafts = [run.rng.randrange(VOCAB) for _ in range(k)]
         for j in range(k):  # make some drafts legal, so that accepted ones occur
-            rows, n = run.answer.matcher.masks(drafts[:j])
+            rows, n = masks(run.answer.matcher, drafts[:j])
             if n == j and run.rng.random() < 0.8:
                 drafts[j] = self._choose(run, rows[j], len(run.out) + j)
-        rows, _ = run.answer.matcher.masks(drafts)
+        rows, _ = masks(run.answer.matcher, drafts)
         tokens: list[int] = []
         for j in range(k + 1):
             tokens.append(self._choose(run, rows[j], len(run.out) + j))

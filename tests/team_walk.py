@@ -18,8 +18,8 @@ from tests.kv import build_kv
 from torch import Tensor
 
 from outrider.config import EngineConfig, SpecConfig
-from outrider.engine.allowed import AllowedTokens
 from outrider.engine.engine import Engine
+from outrider.engine.grammar import AllowedTokens
 from outrider.engine.score import Scorer
 from outrider.llm import pick_drafter
 from outrider.models.config import ModelConfig

@@ -1,17 +1,17 @@
 """Structured output: a grammar turned into token masks that advance along a draft.
 
 A `Grammar` is compiled once and shared; each request makes its own `Matcher` from it. Before a verify pass the engine
-asks `masks(drafts)`: one row for each position of the draft and one for the token after it, and how many drafted tokens
-are inside the grammar. The target's logits are masked row by row, so a draft that leaves the grammar is cut where it
-leaves, and what is emitted is what masked plain decoding would have emitted. `advance(tokens)` then commits.
+asks `bits(drafts)`: a row for each position of the draft and one for the token after it, with a bit for every token. The target's
+logits are masked row by row, so a draft that leaves the grammar is cut where it leaves, and what is emitted is what masked plain
+decoding would have emitted. `advance(tokens)` then commits.
 
-Needs the optional package `llguidance` (extra `serve`). No torch here: rows are numpy booleans.
+`GrammarCompiler` needs the optional package `llguidance` (extra `serve`); `AllowedTokens` is a grammar without it. No torch here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,17 +38,9 @@ class Matcher:
         self._eos = list(eos_ids)
         self.failed: str | None = None
 
-    def masks(self, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
-        """(rows, n_valid): rows [len(drafts) + 1, V] bool, True where a token is allowed. Row j assumes drafts[:j] were
-        taken; rows past the first drafted token outside the grammar can't be reached and are all True."""
-        bits, valid = self._walk(drafts)
-        return np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self._vocab].astype(bool), valid
-
     def bits(self, drafts: Sequence[int]) -> np.ndarray:
-        """The same rows with a bit a token: int32 [len(drafts) + 1, V / 32]."""
-        return self._walk(drafts)[0]
-
-    def _walk(self, drafts: Sequence[int]) -> tuple[np.ndarray, int]:
+        """int32 [len(drafts) + 1, V / 32], a bit for every token: 1 where it is allowed. Row j assumes that drafts[:j] were taken; rows
+        past the first drafted token outside the grammar can't be reached and allow everything."""
         words = (self._vocab + 31) // 32
         bits = np.full((len(drafts) + 1, words), -1, dtype=np.int32)
         valid = consumed = 0
@@ -67,7 +59,7 @@ class Matcher:
             self._replay()
         elif consumed and not self._inner.rollback(consumed):
             self._fail(self._inner.get_error())
-        return bits, valid
+        return bits
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Commit emitted tokens. Each was allowed by a mask, so a refusal is a failure."""
@@ -139,12 +131,38 @@ class GrammarCompiler:
         start = self._ll.LLMatcher(self._tokenizer, grammar, log_level=0)
         if start.is_error():
             raise OutriderError(f"the grammar can't be compiled: {first_line(start.get_error())}")
-        grammar_ = Grammar(start, self._vocab, self._eos)
-        first = grammar_.matcher()
-        rows, _ = first.masks([])  # some grammars compile but allow nothing, or are too complex at the first step
-        if first.failed is not None or not rows[0].any():
+        made = Grammar(start, self._vocab, self._eos)
+        first = made.matcher()
+        some = unpacked(first.bits([]), self._vocab).any()  # some grammars compile but allow nothing, or are too complex at the first step
+        if first.failed is not None or not some:
             raise OutriderError(f"the grammar can't be compiled: {first.failed or 'it allows no text at all'}")
-        return grammar_
+        return made
+
+
+class AllowedTokens:
+    """A grammar of one rule, any of these tokens, and its own matcher: the same tokens are allowed at every place, so there is no state
+    to advance."""
+
+    failed: str | None = None
+
+    def __init__(self, allowed: Collection[int], vocab_size: int) -> None:
+        row = np.zeros(-(-vocab_size // 32) * 32, dtype=bool)
+        row[sorted(allowed)] = True
+        self._row = np.packbits(row, bitorder="little").view(np.int32)
+
+    def matcher(self) -> AllowedTokens:
+        return self
+
+    def bits(self, drafts: Sequence[int]) -> np.ndarray:
+        return np.tile(self._row, (len(drafts) + 1, 1))
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+def unpacked(bits: np.ndarray, vocab: int) -> np.ndarray:
+    """A matcher's bits as bool [rows, V]: True where a token is allowed."""
+    return np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, :vocab].astype(bool)
 
 
 def schema_grammar(schema: object) -> str:

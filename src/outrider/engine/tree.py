@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ..ops.backend import Backend
 from ..types import Matcher, Verdict
+from .grammar import unpacked
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def grammar_masks(
                 while path[-1]:
                     path.append(above[path[-1] - 1])
                 path.reverse()
-                masks, _ = matcher.masks([tokens[row - 1] for row in path[1:]])
+                masks = unpacked(matcher.bits([tokens[row - 1] for row in path[1:]]), vocab)
                 for row, allowed in zip(path, torch.from_numpy(masks)):  # none for rows behind a draft that left the grammar: never reached
                     mask[row] = allowed
         parts.append(mask)

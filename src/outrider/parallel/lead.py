@@ -209,11 +209,6 @@ class Spoken:
     def failed(self, why: str | None) -> None:
         self.matcher.failed = why
 
-    def masks(self, drafts: Sequence[int]) -> tuple[ndarray, int]:
-        found = self.matcher.masks(drafts)
-        self.team.send(found)
-        return found
-
     def bits(self, drafts: Sequence[int]) -> ndarray:
         found = self.matcher.bits(drafts)
         self.team.send(found)
@@ -234,9 +229,6 @@ class Heard:
 
     def matcher(self) -> Matcher:
         return self
-
-    def masks(self, drafts: Sequence[int]) -> tuple[ndarray, int]:
-        return self.team.receive()  # type: ignore[return-value]
 
     def bits(self, drafts: Sequence[int]) -> ndarray:
         return self.team.receive()  # type: ignore[return-value]

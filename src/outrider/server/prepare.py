@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import JsonValue
 
-from ..engine.allowed import AllowedTokens
 from ..engine.control import ChatPrompt
-from ..engine.grammar import Grammar, GrammarCompiler
+from ..engine.grammar import AllowedTokens, Grammar, GrammarCompiler
 from ..engine.step import Request
 from ..engine.text import LONG, Tokenizer
 from ..types import Json, OutriderError, SamplingParams

@@ -6,7 +6,7 @@ import json
 
 import pytest
 from llguidance import LLMatcher
-from tests.server_fakes import VOCAB, tokenizer
+from tests.server_fakes import VOCAB, masks, tokenizer
 
 from outrider.engine.grammar import GrammarCompiler
 from outrider.server.output import Chain, Parser, Part, join
@@ -144,7 +144,7 @@ def accepts(grammar: str, text: str, gemma: bool) -> bool:
     tok = tokenizer(gemma)
     matcher = GrammarCompiler(tok.json, VOCAB, tok.eos_ids).compile(LLMatcher.grammar_from_lark(grammar)).matcher()
     ids = tok.encode(text)
-    return matcher.masks(ids)[1] == len(ids) and bool(matcher.masks(ids)[0][-1][tok.eos_ids[0]])
+    return masks(matcher, ids)[1] == len(ids) and bool(masks(matcher, ids)[0][-1][tok.eos_ids[0]])
 
 
 @pytest.mark.parametrize(
