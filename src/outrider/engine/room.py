@@ -45,7 +45,7 @@ def free_bytes(device: torch.device) -> int:
         return 1 << 62
 
 
-def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int = 0) -> int:
+def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int) -> int:
     """Bytes for K/V: what is free, less the share that was not granted and what work needs. rows: the most of one step; pass_rows: of
     the largest pass over prompts that is captured."""
     free, total = torch.cuda.mem_get_info(device)

@@ -136,9 +136,9 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self.files.chat_template is not None
 
-    def chat(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> list[int]:
+    def chat(self, messages: Messages, tools: Json = None) -> list[int]:
         """Ids of a conversation. The template writes bos itself where the model wants one."""
-        return self.prompt(messages, tools, add_generation_prompt, **variables).ids
+        return self.prompt(messages, tools).ids
 
     def prompt(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> ChatPrompt:
         """A conversation encoded: control tokens are what the template writes, never what a message spells."""

@@ -30,7 +30,8 @@ from .plan import READING, reading
 
 WIDTH = MAX_DRAFT + 1  # K = 0..16
 Curve = list[float]  # seconds by K, WIDTH entries
-Probe = Callable[[str, int, int, int], object]  # (part: "verify" or a drafter's name, batch, k, context): runs that part once, to its end
+Cell = tuple[str, int, int, int]  # (part: "verify" or a drafter's name, batch, k, context)
+Probe = Callable[[str, int, int, int], object]  # runs such a part once, to its end
 
 FORMAT = 5  # of stored tables: raised when what is timed changes, or how
 DRIFT_GAIN = 0.1  # share of a surprise that is put down to the machine
@@ -266,17 +267,9 @@ def measure(
     `drafters` are those whose drafting takes time (an n-gram match does not). `contexts` must fit the engine's cache.
     `whole`: a drafter's probe runs a cycle with it, not the draft alone. `trees`: drafters' trees of a fixed size by depth, of a single
     sequence (plan.branching); their probes always run a cycle. `readers`: drafters that read texts themselves (plan.reading)."""
-    start = clock()
-    first = sorted(contexts)[0]
-    order = [("verify", batches[0], k, first) for k in ks]
-    order += [(d, batches[0], k, first) for d in (*drafters, *trees) for k in (1, 4, 8)]
-    order += [("verify", batches[0], k, c) for c in sorted(contexts)[1:] for k in (0, 8)]
-    more = [*batches[:0:-2], *batches[1::2]] if len(batches) > 5 else list(batches[1:])  # the largest early: between batches is read off
-    more = list(dict.fromkeys(more))
-    order += [("verify", b, k, first) for b in more for k in (0, 1, 4)]
-    order += [(d, b, 4, first) for d in drafters for b in more]
-    order[len(ks) + 3 : len(ks) + 3] = [(reading(d), batches[0], 1, first) for d in readers]
-    times: dict[tuple[str, int, int, int], list[float]] = {}
+    start, first = clock(), min(contexts)
+    order = _order(drafters, batches, contexts, ks, trees, readers)
+    times: dict[Cell, list[float]] = {}
     read_apart = [reading(d) for d in readers]
     # A single user's choices rest on these, so they are timed most often.
     near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first and cell[0] not in read_apart]
@@ -310,6 +303,27 @@ def measure(
             if verify:
                 least[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
     return _assemble(least, (*drafters, *trees), batches, key, read)
+
+
+def _order(
+    drafters: Sequence[str],
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    ks: Sequence[int],
+    trees: Sequence[str],
+    readers: Sequence[str],
+) -> list[Cell]:
+    """The cells worth timing, the most telling first."""
+    one, (first, *further) = batches[0], sorted(contexts)
+    order = [("verify", one, k, first) for k in ks]
+    order += [(d, one, k, first) for d in (*drafters, *trees) for k in (1, 4, 8)]
+    order += [("verify", one, k, c) for c in further for k in (0, 8)]
+    more = [*batches[:0:-2], *batches[1::2]] if len(batches) > 5 else batches[1:]  # the largest early: between batches is read off
+    more = list(dict.fromkeys(more))
+    order += [("verify", b, k, first) for b in more for k in (0, 1, 4)]
+    order += [(d, b, 4, first) for d in drafters for b in more]
+    order[len(ks) + 3 : len(ks) + 3] = [(reading(d), one, 1, first) for d in readers]
+    return order
 
 
 def agrees(
@@ -351,7 +365,7 @@ def agrees(
     return False
 
 
-def _guess(times: Mapping[tuple[str, int, int, int], Sequence[float]], part: str, rows: int) -> float:
+def _guess(times: Mapping[Cell, Sequence[float]], part: str, rows: int) -> float:
     """An upper guess of an untried cell: proportional to its rows from the nearest tried one."""
     known = [(b * (k + 1), min(t)) for (p, b, k, _), t in times.items() if p == part]
     if not known:
@@ -361,9 +375,8 @@ def _guess(times: Mapping[tuple[str, int, int, int], Sequence[float]], part: str
 
 
 def _assemble(
-    times: Mapping[tuple[str, int, int, int], float], drafters: Sequence[str], batches: Sequence[int], key: CostKey | None,
-    read: Mapping[str, float],
-) -> CostTable:  # fmt: skip
+    times: Mapping[Cell, float], drafters: Sequence[str], batches: Sequence[int], key: CostKey | None, read: Mapping[str, float]
+) -> CostTable:
     groups: dict[tuple[str, int, int], dict[int, float]] = {}
     for (part, batch, k, context), seconds in times.items():
         groups.setdefault((part, batch, context), {})[k] = seconds

@@ -179,22 +179,26 @@ class DraftModel:
 
     def _read(self, tracks: Sequence[Track], texts: Sequence[Sequence[int]], k: int, left: int) -> None:
         """One pass over tokens that stand far behind the newest, at most `left` of them."""
-        some: list[Track] = []
-        starts, counts, ids = [], [], list[int]()
+        spans = []
         for track, text in zip(tracks, texts):
             self.pages.reserve(track, len(text) + k)
             done = track.agree(text)
             count = min(left, len(text) - 1 - done)
             if len(text) - done > NEAR and count > 0:
-                some.append(track)
-                starts.append(done)
-                counts.append(count)
-                ids += text[done : done + count]
-                track.held[done:] = text[done : done + count]
+                spans.append((track, text, done, count))
                 left -= count
-        if some:
-            view = self.pages.view(some, starts, counts)
-            self.model.forward(torch.tensor(ids), view, wanted=last_rows(view, []))  # nobody reads what becomes of them
+        if spans:
+            self._pass(spans, [])  # nobody reads what becomes of them
+
+    def _pass(self, spans: Sequence[tuple[Track, Sequence[int], int, int]], ends: Sequence[int]) -> Tensor:
+        """Run (start, count) of each text through the model; its track holds their K/V from then on. Hidden states of the last rows of
+        those whose numbers are `ends` [len(ends), H]."""
+        view = self.pages.view([s[0] for s in spans], [s[2] for s in spans], [s[3] for s in spans])
+        ids = [token for _, text, start, count in spans for token in text[start : start + count]]
+        for track, text, start, count in spans:
+            track.held[start:] = text[start : start + count]
+        wanted = last_rows(view, ends) if len(ends) < len(ids) else None
+        return self.model.forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted=wanted).hidden
 
     def _told(self, batch: DraftBatch, k: int) -> Draft:
         """`guess` as tensors."""
@@ -273,16 +277,11 @@ class DraftModel:
         out: list[Tensor | None] = [None] * len(tracks)
         while any(h is None for h in out):
             which = [b for b, h in enumerate(out) if h is None]
-            starts = [done[b] for b in which]
-            counts = [min(CHUNK, len(texts[b]) - done[b]) for b in which]
-            ids = [t for b, s, n in zip(which, starts, counts) for t in texts[b][s : s + n]]
-            view = self.pages.view([tracks[b] for b in which], starts, counts)
-            ends = [i for i, b in enumerate(which) if starts[i] + counts[i] == len(texts[b])]
-            wanted = last_rows(view, ends) if len(ends) < len(ids) else None
-            hidden = self.model.forward(torch.tensor(ids, dtype=torch.int64, device=self.pages.device), view, wanted=wanted).hidden
-            for b, start, count in zip(which, starts, counts):
+            spans = [(tracks[b], texts[b], done[b], min(CHUNK, len(texts[b]) - done[b])) for b in which]
+            ends = [i for i, (_, text, start, count) in enumerate(spans) if start + count == len(text)]
+            hidden = self._pass(spans, ends)
+            for b, (_, _, start, count) in zip(which, spans):
                 done[b] = start + count
-                tracks[b].held[start:] = texts[b][start : start + count]
             for i, state in zip(ends, hidden):
                 out[which[i]] = state
         return torch.stack([h for h in out if h is not None])

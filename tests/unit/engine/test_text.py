@@ -53,7 +53,7 @@ def test_ids_and_text_as_transformers_has_them(folder: Path, tokenizer: Tokenize
         assert tokenizer.decode(ids, keep_special=True) == text
     messages = [{"role": "user", "content": 'a < b & "c"'}]
     assert tokenizer.render(messages) == theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert tokenizer.chat(messages, add_generation_prompt=False) == theirs.apply_chat_template(messages, return_dict=False)
+    assert tokenizer.prompt(messages, add_generation_prompt=False).ids == theirs.apply_chat_template(messages, return_dict=False)
     assert tokenizer.eos_ids == (tiny.EOS,) and tokenizer.vocab_size == 262
 
 
