@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ from tests.waiting import PATIENCE, until
 
 from outrider.cli.main import main
 from outrider.llm import LLM
+from outrider.ops.reference import plain
 from outrider.train import forecast, memory, run
 from outrider.train.answers import Answering, read_answers
 from outrider.train.data import Sequences
 from outrider.train.recipes import Phase, train_recipe
 from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError, SamplingParams
+from outrider.weights.load import load_drafter
 
 torch.set_num_threads(1)
 
@@ -92,6 +95,44 @@ def test_a_signal_while_answering_keeps_the_answers(world: tuple[Path, Path], tm
     assert again.returncode == 130, again.stderr[-2000:]
     later = read_answers(out / "answers.jsonl")
     assert len(later) >= len(kept) and all(later[k].tokens == tokens for k, tokens in first.items())
+
+
+def test_two_processes_answer_what_one_would(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """The same texts, since noise depends on seed and position alone."""
+    target, data = world
+    steps = TrainSettings(steps=2, unroll=2, warmup=1, eval_every=0)
+    one, two = (
+        job(target, data, tmp_path / str(n), layers=2, answering=Answering(16, slots=4, processes=n), anchors=256, settings=steps)
+        for n in (1, 2)
+    )
+    run.train(one, QUIET)
+    said: list[str] = []
+    run.train(two, said.append)
+    assert any("with 2 processes" in line for line in said)
+    shares = [read_answers(tmp_path / "2" / f"answers-{r}.jsonl") for r in (0, 1)]
+    assert all(shares) and not shares[0].keys() & shares[1].keys()
+    want, got = (Sequences.load(tmp_path / n / "data.npz") for n in ("1", "2"))
+    assert got.tokens.tolist() == want.tokens.tolist() and got.seeds.tolist() == want.seeds.tolist()
+
+
+def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path, Path], tmp_path: Path) -> None:
+    """Killed without a warning while it unlearns: what it started from is what it leaves, then and where it ends in earnest."""
+    target, data = world
+    base = job(target, data, tmp_path / "base", answering=Answering(16), anchors=256)
+    run.train(base, QUIET)
+    out, spoils = tmp_path / "out", ("--init", str(tmp_path / "base" / "drafter"), "--eval-every", "3", "--lr", "3", "--warmup", "1")
+    done = interrupted(endless(target, data, out, *spoils), signal.SIGKILL, out / "log.jsonl", beyond=20_000)  # several evaluations
+    assert done.returncode == -signal.SIGKILL
+    whole = (out / "log.jsonl").read_text().rpartition("\n")[0]  # without a line that was being written
+    rows = [json.loads(line) for line in whole.splitlines()]
+    scores = [r["eval"]["score"] for r in rows if "eval" in r]
+    assert len(scores) > 1 and scores[0] == max(scores) and "sampled" in rows[0]["eval"]
+    kept, start = (load_drafter(str(path / "drafter"), "cpu", torch.float32)[1] for path in (tmp_path / "base", out))
+    assert all(torch.equal(plain(kept[name]), plain(start[name])) for name in kept)
+    more = TrainSettings(steps=2, unroll=2, warmup=1, lr=3.0, eval_every=3)  # fewer than it has done: it ends at once
+    run.train(replace(base, out=out, init=str(tmp_path / "base" / "drafter"), settings=more), QUIET)
+    ended = load_drafter(str(out / "drafter"), "cpu", torch.float32)[1]
+    assert all(torch.equal(plain(kept[name]), plain(ended[name])) for name in kept)
 
 
 @pytest.mark.usefixtures("own_time")
@@ -164,7 +205,7 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     first = Phase("first", 1.0, {**common, "style": "plain", "reads": [1, 2], "taps": [0], "intermediate": 32, "clusters": 16})
     second = Phase("second", 1.0, {
         **common, "recluster": True, "temperature": 1.0, "greedy_share": 0.3, "carry_sampled": 0.5, "answer_seed": 9, "optimizer": "muon",
-        "four_bits_from": 0.5, "cluster_pull": 0.1, "greedy_loss": "hard=1", "categories": {"a": 2.0},
+        "four_bits_from": 0.5, "cluster_pull": 0.1, "greedy_loss": "hard=1", "categories": {"a": 2.0}, "top": 3, "thin": 0.7,
     })  # fmt: skip
     short = job(target, data, tmp_path, settings=TrainSettings(steps=8))
     result = train_recipe(short, [first, second], QUIET, keep=frozenset({"steps"}))
@@ -173,6 +214,7 @@ def test_a_recipe_gives_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     assert {p.name for p in made.iterdir()} == {p.name for p in shipped.iterdir()}
     mine, theirs = (json.loads((folder / "config.json").read_text()) for folder in (made, shipped))
     assert mine.keys() == theirs.keys() and mine["weight_bits"] == 4 and mine["use_ordered_embeddings"] and mine["taps"] == [0]
+    assert mine["centroid_intermediate_top_k"] == 3
     story = json.loads((made / "provenance.json").read_text())
     assert [r["steps"] for r in story["runs"]] == [8, 8] and story["runs"][1]["started_from"].endswith("drafter")
     assert (

@@ -53,6 +53,9 @@ def train(
     unroll: Annotated[int | None, typer.Option(help="Draft steps a training step unrolls. Default: 5, on a CPU 3.")] = None,
     loss: Annotated[str, typer.Option(help="Weights of the terms soft, tv, hard, lk, second.")] = "soft=1,tv=0.5",
     survival: Annotated[float, typer.Option(help="0..1: weigh a step by the chance that those before it are accepted.")] = 0.0,
+    thin: Annotated[
+        float, typer.Option(help="0..1: a draft step's loss looks at this share of the rows of the step before; 1: at all of them.")
+    ] = 1.0,
     four_bits_from: Annotated[
         float, typer.Option(help="0..1: share of the run after which the layers are trained as 4 bits hold them; 1: never.")
     ] = 1.0,
@@ -67,6 +70,9 @@ def train(
     temperature: Annotated[float, typer.Option(help="Of the sampled answers.")] = 0.8,
     greedy: Annotated[float, typer.Option(help="Share of greedy answers.")] = 0.5,
     slots: Annotated[int | None, typer.Option(help="Prompts answered at a time. Default: 8, on a GPU 256, if they fit.")] = None,
+    answer_processes: Annotated[
+        int, typer.Option(help="Processes that answer, each with an engine of its own: a small target keeps a GPU busy only so.")
+    ] = 1,
     limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = None,
     heldout: Annotated[int, typer.Option(help="Prompts kept for evaluation, a fifth of all at most.")] = 256,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: only at the end.")] = 500,
@@ -104,8 +110,9 @@ def train(
         check_choices(style=style, optimizer=optimizer)
         check_numbers(
             {"--steps": steps, "--unroll": unroll, "--anchors": anchors, "--accumulate": accumulate, "--max-new": max_new,
-             "--max-prompt": max_prompt, "--limit": limit, "--slots": slots, "--layers": layers},
-            {"--greedy": greedy, "--survival": survival, "--hold": hold, "--four-bits-from": four_bits_from},
+             "--max-prompt": max_prompt, "--limit": limit, "--slots": slots, "--layers": layers,
+             "--answer-processes": answer_processes},
+            {"--greedy": greedy, "--survival": survival, "--hold": hold, "--four-bits-from": four_bits_from, "--thin": thin},
             {"--minutes": minutes, "--answer-minutes": answer_minutes, "--save-minutes": save_minutes, "--lr": lr},
         )  # fmt: skip
         if not 0.0 <= temperature <= 100.0:
@@ -117,12 +124,12 @@ def train(
         settings = TrainSettings(
             steps=steps, unroll=unroll or (5 if cuda else 3), survival=survival, loss=LossMix.parse(loss), lr=lr, warmup=rise, hold=hold,
             muon=optimizer == "muon", accumulate=accumulate, seed=seed, eval_every=eval_every, patience=patience, save_minutes=save_minutes,
-            four_bits_from=four_bits_from,
+            four_bits_from=four_bits_from, thin=thin,
         )  # fmt: skip
         job = TrainJob(
             target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=read,  # type: ignore[arg-type]
             hidden=hidden, intermediate=intermediate, taps=tapped, position_offset=position_offset, clusters=clusters,
-            recall=recall, max_prompt=longest, answering=Answering(most, temperature, slots, greedy, seed=seed),
+            recall=recall, max_prompt=longest, answering=Answering(most, temperature, slots, greedy, seed=seed, processes=answer_processes),
             minutes=minutes, answer_minutes=answer_minutes, limit=limit, heldout=heldout, anchors=anchors, settings=settings, device=where,
             dtype=kind, shard_target=shard_target, command=shlex.join(["outrider", *sys.argv[1:]]),
         )  # fmt: skip
@@ -148,7 +155,7 @@ def train(
 
 def given(ctx: typer.Context) -> frozenset[str]:
     """Options that the command line names, as recipes call them: they win over the recipe's."""
-    other = {"greedy": "greedy_share"}
+    other = {"greedy": "greedy_share", "answer_processes": "processes"}
     named = (name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE"))
     return frozenset(other.get(name, name) for name in named)
 

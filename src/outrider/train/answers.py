@@ -41,10 +41,11 @@ class Answering:
 
     max_new: int = 192
     temperature: float = 0.8
-    slots: int | None = None  # answered at a time; None: as the device likes
+    slots: int | None = None  # answered at a time by a process; None: as the device likes
     greedy_share: float = 0.5
     draws: float = 1.0  # answers a prompt, on average; those after the first are sampled
     seed: int = 0
+    processes: int = 1  # that answer, each with an engine of its own (many.py)
 
 
 @dataclass(frozen=True)

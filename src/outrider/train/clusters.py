@@ -122,12 +122,15 @@ def cluster_of(order: Tensor, clusters: int) -> Tensor:
     return of
 
 
-def cluster_loss(g: Tensor, centroids: Tensor, label: Tensor, pull: float = 0.0) -> Tensor:
-    """Cross-entropy of the clusters' scores: g [A, h], label [A] clusters. `pull`: share of its gradient that reaches the
-    drafter (0: it is not bent to its index)."""
+def cluster_loss(g: Tensor, centroids: Tensor, label: Tensor, pull: float = 0.0, weight: Tensor | None = None) -> Tensor:
+    """Cross-entropy of the clusters' scores, summed: g [A, h], label [A] clusters, weight [A] (None: 1 each). `pull`: share of its
+    gradient that reaches the drafter (0: it is not bent to its index)."""
     fixed = g.detach()
     seen = fixed + pull * (g - fixed) if pull else fixed
-    return F.cross_entropy((seen @ centroids.T).float(), label, reduction="sum")
+    z = (seen @ centroids.T).float()
+    if weight is None:
+        return F.cross_entropy(z, label, reduction="sum")
+    return (F.cross_entropy(z, label, reduction="none") * weight).sum()
 
 
 @dataclass(frozen=True)

@@ -158,10 +158,11 @@ def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int
     if not len(usable):
         raise OutriderError("no sequence has two answer tokens: nothing to learn from")
     noise = rng.random(len(usable))
-    # buckets of prompt length grow with the length; inside a bucket by answer length, blurred so that epochs differ
-    bucket = np.floor(np.log2(np.maximum(given[usable], 16)) * 4 + noise * 0.5)
+    # buckets of prompt length grow with the length; inside a bucket by answer length, up in one and down in the next, so that a batch
+    # which spans two of them holds answers of like length; blurred so that epochs differ
+    bucket = np.floor(np.log2(np.maximum(given[usable], 16)) * 8 + noise * 0.5)
     answer = (lengths - given)[usable] + rng.random(len(usable)) * 12
-    order = usable[np.lexsort((answer, bucket))]
+    order = usable[np.lexsort((np.where(bucket % 2, -answer, answer), bucket))]
     batches: list[np.ndarray] = []
     lo, longest, shortest = 0, 0, 1 << 30
     for hi, i in enumerate(order):

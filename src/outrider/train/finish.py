@@ -36,7 +36,7 @@ from .net import DraftNet
 from .target import Target
 from .trainer import Row, Trainer
 
-PASSES = 3  # over the held-out answers: full head, clustered head, clustered head on the sampled answers
+PASSES = 4  # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
 CPU_ANCHORS = 1024  # small batches end when their last draft fails
 
 
@@ -60,15 +60,40 @@ def judged(
     return judge_drafts(target.model, net, weights, head, data, most, anchors, 8 * anchors, temperature, states, weigh)
 
 
+def guess_rows(device: torch.device) -> int:
+    """Anchors a batch when second guesses are counted."""
+    return 8192 if device.type == "cuda" else CPU_ANCHORS
+
+
 def scored(result: Judged, most: int) -> Json:
     """Tokens a cycle; score: at K = 4."""
     made = summary(result.right, ["all"] * len(result.right), most)
     return {"score": made["tokens_per_cycle"][min(4, most)], **made}
 
 
-def judge(target: Target, net: DraftNet, data: Sequences) -> Json:
-    """What an evaluation during training says: held-out greedy answers, full head."""
-    return scored(judged(target, net, data, most=8, full=True), 8)
+def judge(target: Target, net: DraftNet, data: Sequences, temperature: float) -> Json:
+    """What an evaluation during training says of held-out answers: greedy ones by the full head, and under "sampled" those drawn at
+    `temperature`, by the head as it will draft; score: tokens a cycle at K = 4, the mean of both where there are both."""
+    kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
+    made = {
+        kind: scored(judged(target, net, mine, most=8, full=kind, temperature=0.0 if kind else temperature), 8)
+        for kind, mine in kinds.items() if len(mine)
+    }  # fmt: skip
+    result = made.get(True) or made[False]
+    if len(made) == 2:
+        result = {**made[True], "sampled": made[False], "score": round((made[True]["score"] + made[False]["score"]) / 2, 4)}
+    return result
+
+
+def load_best(job: TrainJob, target: Target, net: DraftNet, aside: Sequences, quick: bool) -> None:
+    """The weights of the best evaluation, where they are better than the last ones: a run that went on from a drafter is first worse
+    than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones."""
+    path = job.out / "best.pt"
+    if not path.exists() or not (job.settings.patience or job.init):
+        return
+    best = torch.load(path, map_location=target.model.device, weights_only=True)
+    if quick or best["score"] > judge(target, net, aside, job.answering.temperature)["score"]:
+        net.load_state_dict(best["net"])
 
 
 def finish(
@@ -77,9 +102,7 @@ def finish(
 ) -> Row:  # fmt: skip
     """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used, nothing measured.
     `write`: this process writes the files; the others of a target that is divided only help to run it."""
-    best = job.out / "best.pt"
-    if job.settings.patience and best.exists():
-        net.load_state_dict(torch.load(best, map_location=target.model.device, weights_only=True)["net"])
+    load_best(job, target, net, aside, quick)
     result: Row = {}
     traces: list[Trace] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
@@ -90,14 +113,13 @@ def finish(
         if net.config.clusters:
             weights = views(net, target)[0]
             curve = recall_curve(*joined(states), weights["centroids"], weights["token_ordering"])
-            net.config = replace(net.config, cluster_top=choose_top(curve, job.recall).top)
+            net.config = replace(net.config, cluster_top=job.top or choose_top(curve, job.recall).top)
             result["recall"] = [asdict(r) for r in curve]
             last = judged(target, net, cold, most=MAX_K, full=False, weigh=True)
             result["clustered"] = scored(last, MAX_K)
         traces = last.traces(cold, ["all"] * len(cold))
         weights, whole, _ = views(net, target)
-        anchors = 8192 if target.model.device.type == "cuda" else CPU_ANCHORS
-        result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, cold, anchors)
+        result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, cold, guess_rows(target.model.device))
         if len(hot):
             result["sampled"] = scored(judged(target, net, hot, most=8, full=False, temperature=job.answering.temperature), 8)
     result["draft_step_share"] = round(drafter_size(net.config).step / model_size(target.config).active, 4)
@@ -122,6 +144,13 @@ def write_drafter(folder: Path, net: DraftNet, result: Row, traces: list[Trace],
         for path in (log, log.parent / "curve.png"):
             if path.exists():
                 shutil.copyfile(path, folder / path.name)
+
+
+def export(job: TrainJob, target: Target, net: DraftNet, data: Sequences, trainer: Trainer) -> None:
+    """OUT/drafter as the run has it now, so that a run that is killed leaves its best evaluation; nothing is measured or drawn for it."""
+    story = provenance(job, target, data, trainer)
+    (job.out / "drafter" / acceptance.FILE).unlink(missing_ok=True)  # of other weights
+    save_drafter(job.out / "drafter", net.config, net.export(), story, model_card(net.config, {}, [story]))
 
 
 def provenance(job: TrainJob, target: Target, data: Sequences, trainer: Trainer) -> Row:

@@ -35,6 +35,7 @@ class TrainJob:
     clusters: int | None = None  # None: chosen by the vocabulary; 0: no clustered head
     recluster: bool = False  # with init: the vocabulary is clustered anew, by what is likely together
     recall: float = 0.99  # the clustered head's top is the cheapest that finds the full head's token this often
+    top: int | None = None  # clusters scored a step instead, whatever they find
     max_prompt: int = 512
     answering: Answering = field(default_factory=Answering)
     minutes: float | None = None  # of everything together, over all runs that continue one another

@@ -98,6 +98,16 @@ class Scored:
         return Scored(ids, bias[order])
 
 
+def drawn(weight: Tensor, count: int, luck: float) -> tuple[Tensor, Tensor]:
+    """`count` of the rows with weight [A], each as often as its weight says, and how many rows each of them stands for [count]: over
+    luck in [0, 1) a sum over them is on average the sum over all. Evenly spaced marks on the line of summed weights; nothing waits
+    for the device."""
+    ends = weight.double().cumsum(0)
+    marks = (torch.arange(count, device=weight.device, dtype=torch.float64) + luck) * (ends[-1] / count)
+    some = torch.searchsorted(ends, marks, right=True).clamp_(max=weight.shape[0] - 1)
+    return some, (ends[-1] / count / weight[some]).float()
+
+
 @dataclass(frozen=True)
 class Teacher:
     """The target's next-token distribution at N positions, over the scored tokens (S of them)."""

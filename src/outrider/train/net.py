@@ -82,13 +82,11 @@ class DraftNet(nn.Module):
 
     def cast(self, dtype: torch.dtype, bits: int | None = None) -> dict[str, Tensor]:
         """Differentiable copies in the compute dtype, once a batch; `bits` = 4: the layers' matrices as 4 bits hold them."""
-        made = {}
-        for name in self.names:
-            w = self.weight(name)
-            if bits == 4 and w.ndim == 2 and name not in ("embed", "centroids") and w.shape[1] % QUANT_BLOCK == 0:
-                w = four_bits(w)
-            made[name] = w.to(dtype) if w.is_floating_point() else w
-        return made
+        held = {name: self.weight(name) for name in self.names}
+        if bits == 4:
+            matrices = [n for n, w in held.items() if w.ndim == 2 and n not in ("embed", "centroids") and w.shape[1] % QUANT_BLOCK == 0]
+            held |= zip(matrices, four_bits_all([held[n] for n in matrices], dtype), strict=True)
+        return {name: w.to(dtype) if w.is_floating_point() else w for name, w in held.items()}
 
     def context(self, seen: Captured, first: int) -> Context:
         length, device, config = seen.hidden.shape[1], seen.hidden.device, self.config
@@ -152,6 +150,16 @@ def four_bits(w: Tensor) -> Tensor:
         rounded = ((b - low) * inverse).round_().clamp_(0, 15).mul_(scale).add_(low).flatten(-2)
         change = rounded - w
     return w + change
+
+
+def four_bits_all(matrices: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """`four_bits` of matrices whose rows are whole blocks, as one: a block knows nothing of its row, so a drafter takes some twenty
+    kernels a batch, not that many a matrix."""
+    if not matrices:
+        return []
+    flat = torch.cat([w.reshape(-1, QUANT_BLOCK) for w in matrices])
+    pieces = four_bits(flat).to(dtype).flatten().split([w.numel() for w in matrices])
+    return [piece.view(w.shape) for piece, w in zip(pieces, matrices, strict=True)]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Everything lives in one folder and every stage continues where it stopped:
 
     OUT/prompts.npz      encoded prompts
-    OUT/answers.jsonl    the target's answers, appended as they end
+    OUT/answers.jsonl    the target's answers, appended as they end (answers-R.jsonl of several processes)
     OUT/data.npz         prompts with answers, once answering is over
     OUT/sizes.json       sizes that were chosen by memory and speed; OUT/spent.json the seconds used so far
     OUT/checkpoint.pt    the run; OUT/best.pt the weights of its best evaluation
@@ -32,12 +32,13 @@ from ..prompts import read_prompts
 from ..types import OutriderError
 from ..weights.load import load_drafter, plain_all
 from . import design, finish
-from .answers import answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks, read_answers
+from .answers import Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
 from .clock import Budget, Stop, listening
 from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import write_json
 from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
 from .job import Say, TrainJob
+from .many import Share, all_answers, answer_by_many, shared_out
 from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
 from .net import DraftNet
 from .parallel import Group, process_group
@@ -47,6 +48,7 @@ from .trainer import Row, Trainer, append_row
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
 PROBE_TOKENS, PROBE_SHARE = 200, 0.1  # answered before the forecast, or this share of the time
 PROBE_ANSWERS = 32  # evaluated on a GPU to see how long it takes
+SPEND_SECONDS = 5.0  # between two notes of the time used
 START_ROWS = 2048  # anchors that the drafter's start is fitted on, at least
 LOAD_RATE = 5e7  # weights a second that are surely read and dequantised
 
@@ -67,8 +69,7 @@ def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> 
         try:
             return run.whole()
         finally:
-            if group.first and run.counts:
-                write_json(job.out / "spent.json", {"seconds": round(budget.spent, 2)})
+            run.spend(0.0)
 
 
 def read_json(path: Path) -> Row:
@@ -85,7 +86,18 @@ class Run:
         self.job, self.budget, self.stop, self.group = job, budget, stop, group
         self.say: Say = say if group.first else lambda _: None
         self.counts = (job.out / "spent.json").exists() or job.texts  # a run that was refused has spent nothing
-        self.progress: Progress = progress if progress is not None and group.first else lambda *_: None
+        self.shown: Progress = progress if progress is not None and group.first else lambda *_: None
+        self.noted = budget.spent  # seconds, when they were last written down
+
+    def progress(self, stage: str, done: float, total: float, line: str) -> None:
+        self.spend()
+        self.shown(stage, done, total, line)
+
+    def spend(self, every: float = SPEND_SECONDS) -> None:
+        """Writes the seconds used so far down, now and then: a run that is killed has used them too."""
+        if self.group.first and self.counts and self.budget.spent >= self.noted + every:
+            self.noted = self.budget.spent
+            write_json(self.job.out / "spent.json", {"seconds": round(self.noted, 2)})
 
     def whole(self) -> Row:
         job = self.job
@@ -136,8 +148,10 @@ class Run:
                 return None
             self.group.wait()
             if self.group.first:
-                found = [a for path in sorted(job.out.glob("answers*.jsonl")) for a in read_answers(path).values()]
-                made = [as_sequences(prompts, found, known.config.vocab_size), *(carried(p, job, self.held(prompts)) for p in job.carry)]
+                made = [
+                    as_sequences(prompts, all_answers(job.out), known.config.vocab_size),
+                    *(carried(p, job, self.held(prompts)) for p in job.carry),
+                ]
                 Sequences.join(made).save(kept)
             self.group.wait()
         return Sequences.load(kept)
@@ -150,6 +164,9 @@ class Run:
         tasks = tasks[self.group.rank :: self.group.world]
         longest = int(prompts.lengths.max()) + how.max_new
         self.progress("loading the engine", 0, 1, "")
+        if how.processes > 1 and self.group.world == 1:
+            self.answer_by_many(known, tasks, longest)
+            return
         began = time.perf_counter()
         with answering_engine(known.name, known.config, job.device, job.dtype, how.slots, longest) as engine:
             load = time.perf_counter() - began
@@ -173,14 +190,37 @@ class Run:
                 if tokens >= PROBE_TOKENS or (tokens and seconds > PROBE_SHARE * self.budget.seconds):
                     foresee(seconds)
 
-            share = ANSWER_SHARE if job.device.startswith("cuda") else CPU_ANSWER_SHARE
-            limit = 60 * job.answer_minutes if job.answer_minutes is not None else share * self.budget.seconds
-            deadline = time.perf_counter() + min(limit, self.budget.left)
+            deadline = time.perf_counter() + self.answer_seconds
             answer_to_file(engine, prompts, tasks, how.max_new, path, report=report, deadline=deadline, stop=self.stop)
             took = time.perf_counter() - began - load
             foresee(took)
             self.counts = True
             self.say(f"answered {made} tokens in {took:.0f} s, {made / took:.0f} tok/s")
+
+    @property
+    def answer_seconds(self) -> float:
+        """Most that answering may still take."""
+        share = ANSWER_SHARE if self.job.device.startswith("cuda") else CPU_ANSWER_SHARE
+        limit = 60 * self.job.answer_minutes if self.job.answer_minutes is not None else share * self.budget.seconds
+        return min(limit, self.budget.left)
+
+    def answer_by_many(self, known: Described, tasks: list[Task], longest: int) -> None:
+        """As `answer`, by several processes. Their loading counts as answering."""
+        job, how, made, took = self.job, self.job.answering, 0, 0.0
+
+        def report(done: int, count: int, tokens: int, seconds: float) -> None:
+            nonlocal made, took
+            made, took = tokens, seconds
+            self.progress("answering", done, count, f"{tokens} tokens, {tokens / max(seconds, 1e-9):.0f} tok/s")
+
+        ends = time.time() + min(self.answer_seconds, 1e9)
+        shares = [
+            Share(known.name, job.device, job.dtype, how.slots, longest, job.out / "prompts.npz", mine, how.max_new, path, ends)
+            for path, mine in shared_out(job.out, tasks, how.processes)
+        ]  # fmt: skip
+        self.counts = True
+        answer_by_many([s for s in shares if s.tasks], report=report, stop=self.stop)
+        self.say(f"answered {made} tokens in {took:.0f} s with {how.processes} processes, {made / max(took, 1e-9):.0f} tok/s")
 
     def foresee(self, known: Described, prompts: Sequences, tasks: int, made: int, each: float, load: float) -> None:
         """Says what the time allows; refuses what it does not. `made` tokens of answers are there, at `each` seconds; loading the
@@ -231,20 +271,23 @@ class Run:
         )
         aside, reserve = self.reserve(target, net, aside)
         log_path = job.out / "log.jsonl"
-        scored = (lambda: finish.judge(target, net, aside.select(np.nonzero(aside.greedy)[0]))) if len(aside) else None
+        scored = (lambda: finish.judge(target, net, aside, job.answering.temperature)) if len(aside) else None
         log = partial(append_row, log_path) if group.first else None
         trainer = Trainer(
             target.model, net, data, settings, evaluate=scored, log=log, group=group, stop=self.stop, everybody=job.shard_target,
             progress=lambda done, line: self.progress("training", min(done, 1.0), 1.0, line),
+            export=lambda: finish.export(job, target, net, data, trainer),
         )  # fmt: skip
         resumed = trainer.resume(job.out)
         group.wait()  # all have read the checkpoint before rank 0 writes another
         if resumed:
             self.say(f"continuing from step {trainer.progress.step}")
-        if job.minutes is not None:
-            trainer.settings = replace(settings, minutes=max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60)
         if group.first:
             trim_log(log_path, trainer.progress.step if resumed else -1)
+        if job.init is not None and not resumed:
+            trainer.judge(job.out)  # what it must become better than
+        if job.minutes is not None:
+            trainer.settings = replace(settings, minutes=max(1.0, trainer.progress.seconds + self.budget.left - reserve) / 60)
         trainer.run(job.out)
         self.say(f"{trainer.progress.step} steps, {trainer.progress.seconds:.0f} s of training")
         if not group.first and not job.shard_target:
@@ -310,17 +353,24 @@ class Run:
         few = 1
         if self.job.device.startswith("cuda"):  # one answer says nothing of a GPU, and kernels are compiled at the first
             few = PROBE_ANSWERS
-            finish.judge(target, net, aside.select(np.arange(1)))
+            finish.judge(target, net, aside.select(np.arange(1)), self.job.answering.temperature)
         usual = np.argsort(np.abs(aside.lengths - np.median(aside.lengths)), kind="stable")[:few]
         tried = aside.select(usual)
         began = time.perf_counter()
-        finish.judge(target, net, tried)
+        finish.judge(target, net, tried, self.job.answering.temperature)
         each = self.group.agree((time.perf_counter() - began) / max(1, tried.answer_tokens))
         allowed = FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
         total = np.cumsum(aside.lengths - aside.prompts)
         count = max(1, int(np.searchsorted(total, allowed, side="right")))
-        chosen = aside.select(np.arange(len(aside))[:: max(1, len(aside) // count)][:count])
+        chosen = aside.select(some_of_each_kind(aside.greedy, count))
         return chosen, 1.5 * finish.PASSES * each * chosen.answer_tokens + EXPORT_SECONDS
+
+
+def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:
+    """Places of `count` answers, spread over all, greedy and sampled ones as they are mixed there (a prompt has one of each, side by
+    side: every other answer would be of one kind)."""
+    by_kind = np.argsort(~greedy, kind="stable")
+    return np.sort(by_kind[(np.arange(min(count, len(greedy))) * (len(greedy) / min(count, len(greedy)))).astype(np.int64)])
 
 
 def carried(path: Path, job: TrainJob, held: np.ndarray) -> Sequences:

@@ -20,9 +20,9 @@ from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine,
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .data import Sequences
 from .design import default_clusters
-from .evaluate import MAX_K, best_k, states, summary
+from .evaluate import MAX_K, best_k, second_guesses, states, summary
 from .export import save_drafter
-from .finish import judged, views
+from .finish import guess_rows, judged, views
 from .job import Say
 from .net import DraftNet
 from .target import Described, Target, describe, encode, open_target
@@ -88,6 +88,9 @@ def evaluate_drafter(
         net.config = replace(net.config, weight_bits=None)  # a GPU holds what the file says
     found = judged(target, net, data, most=MAX_K, full=full_head, temperature=temperature)
     result = summary(found.right, [listed[i].category for i in data.index], MAX_K)
+    if temperature == 0:
+        weights, whole, _ = views(net, target)
+        result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, data, guess_rows(target.model.device))
     config = replace(net.config, clusters=0) if full_head else net.config
     share = drafter_size(config).step / model_size(target.config).active
     return {**result, "draft_step_share": round(share, 4), "best_k": best_k(result["tokens_per_cycle"], share)}

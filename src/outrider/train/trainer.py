@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from functools import reduce
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,7 +32,7 @@ from .clock import Stop
 from .clusters import cluster_loss, cluster_of
 from .data import Batch, Sequences, make_batch, plan_epoch, prefetch
 from .export import Json
-from .losses import LossMix, Scored, Teacher, head_loss
+from .losses import LossMix, Scored, Teacher, drawn, head_loss
 from .net import DraftNet
 from .optim import make_optimizers
 from .parallel import Group
@@ -46,6 +47,7 @@ class TrainSettings:
     unroll: int = 5
     decay: float = 0.8  # weight of step j: decay^(j-1)
     survival: float = 0.0  # 0..1: how far a step's weight follows the chance that the steps before it were accepted
+    thin: float = 1.0  # share of a draft step's rows that the next one's loss looks at, drawn by their weight; 1: all
     loss: LossMix = field(default_factory=LossMix)
     greedy_loss: LossMix | None = None  # of greedy answers; None: as the others
     cluster_pull: float = 0.0  # share of the clustered head's gradient that reaches the drafter
@@ -85,11 +87,12 @@ class Trainer:
         self, model: TextModel, net: DraftNet, data: Sequences, settings: TrainSettings, *,
         evaluate: Callable[[], Row] | None = None,  # must hold "score": larger is better
         log: Callable[[Row], None] | None = None, group: Group | None = None, stop: Stop | None = None,
+        export: Callable[[], None] | None = None,  # writes the drafter as it is: after each evaluation that is the best so far
         progress: Callable[[float, str], None] | None = None,  # share of the run that is done, and a line about it
         everybody: bool = False,  # all processes evaluate, since none has the whole target
     ):  # fmt: skip
         self.model, self.net, self.data, self.settings = model, net, data, settings
-        self.evaluate, self.log = evaluate, log or (lambda row: None)
+        self.evaluate, self.log, self.export = evaluate, log or (lambda row: None), export or (lambda: None)
         self.device, self.dtype = model.device, model.dtype
         self.group, self.stop = group or Group(), stop or Stop()
         self.everybody = everybody
@@ -124,18 +127,27 @@ class Trainer:
         chance = torch.ones(batch.ids[:, batch.first :].numel(), device=self.device)  # that the steps so far were accepted
         for j, g in enumerate(net.unroll(w, model, seen, batch, s.unroll), 1):
             rows, target = batch.anchors[j - 1], batch.targets[j - 1]
-            picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             weight = s.decay ** (j - 1) * (1.0 - s.survival + s.survival * chance[rows])
+            scale = None  # how many rows each of them stands for
+            whole, weights = rows, weights + s.decay ** (j - 1) * rows.numel()
+            if s.thin < 1.0 and j > 1 and rows.numel():
+                luck = np.random.default_rng((s.seed, self.progress.step, j)).random()
+                some, scale = drawn(weight, math.ceil(s.thin ** (j - 1) * rows.numel()), luck)
+                rows, target, weight = rows[some], target[some], weight[some] * scale
+            picked = g.flatten(0, 1).index_select(0, rows)  # its gradient is an index_add: no sort
             line, at = batch.where(rows)
             part, alpha, hit = head_loss(picked, head, teacher, target, weight, self.mixes[batch.greedy[line]], scored.bias)
             total = total + part
             if self.of is not None:
                 label = self.of[batch.ids[line, at + j + 1]]
-                total = total + s.decay ** (j - 1) * cluster_loss(picked, w["centroids"], label, s.cluster_pull)
-            weights += s.decay ** (j - 1) * rows.numel()
+                total = total + s.decay ** (j - 1) * cluster_loss(picked, w["centroids"], label, s.cluster_pull, scale)
+            stands = torch.ones_like(alpha) if scale is None else scale
+            sums = torch.stack((hit * stands, alpha * stands, stands)).sum(1)
             if s.survival:
-                chance = chance.index_copy(0, rows, chance[rows] * alpha)
-            stats.append(torch.stack((hit.sum(), alpha.sum(), torch.full_like(alpha[:1].sum(), float(rows.numel())))))
+                # a row that was not drawn: as likely as those that were, on average
+                others = chance if scale is None else chance.index_copy(0, whole, chance[whole] * (sums[1] / sums[2]))
+                chance = others.index_copy(0, rows, chance[rows] * alpha)
+            stats.append(sums)
         return total / max(weights, 1.0), torch.stack(stats, 1).detach()
 
     def batches(self) -> Iterator[tuple[Batch, int, int]]:
@@ -236,7 +248,7 @@ class Trainer:
         })  # fmt: skip
 
     def judge(self, out: Path | None) -> bool:
-        """Evaluate; keep the best weights beside the checkpoint; True when it is time to stop."""
+        """Evaluate; keep the best weights beside the checkpoint and as a drafter; True when it is time to stop."""
         if self.evaluate is None:
             return False
         p, score = self.progress, 0.0
@@ -250,6 +262,7 @@ class Trainer:
             p.best = score
             if out is not None and self.group.first:
                 write(out / "best.pt", {"net": self.net.state_dict(), "step": p.step, "score": p.best})
+                self.export()
         return bool(self.settings.patience) and p.since_best >= self.settings.patience
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------

@@ -105,3 +105,13 @@ def test_prefetch_keeps_the_order_and_the_error() -> None:
     assert next(items) == 1
     with pytest.raises(ValueError, match="in the thread"):
         next(items)
+
+
+def test_batches_are_mostly_answers() -> None:
+    """Catches: an order in which a batch that spans two lengths of prompts holds the longest and the shortest answers together."""
+    rng = np.random.default_rng(0)
+    given = np.exp(rng.normal(5, 0.8, 4000)).astype(int).clip(20, 1000)
+    made = np.where(rng.random(4000) < 0.5, 256, rng.integers(4, 256, 4000))
+    data = Sequences.of([np.zeros(n, int) for n in given + made], given, range(4000), made > 9, 200)
+    queries = sum(len(b) * (data.lengths[b].max() - data.prompts[b].min() + 1) for b in plan_epoch(data, 4096, 16384, 0, 0))
+    assert (made - 1).sum() > 0.8 * queries  # 0.78 where answers rise in every bucket

@@ -11,7 +11,7 @@ from outrider.ops.cpu.packing import quantize_rows
 from outrider.ops.reference import rotate as plain_rotate
 from outrider.train.head_kernel import head_terms
 from outrider.train.losses import row_terms
-from outrider.train.net import four_bits, rotate
+from outrider.train.net import four_bits, four_bits_all, rotate
 from outrider.train.rotary import Rotate, turn
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -64,3 +64,19 @@ def test_four_bits_are_those_of_the_cpu() -> None:
     torch.testing.assert_close(got.detach(), torch.from_numpy(want), rtol=0, atol=1e-6)
     got.sum().backward()
     assert leaf.grad is not None and torch.equal(leaf.grad, torch.ones_like(w))
+
+
+def test_four_bits_of_all_matrices_at_once() -> None:
+    """Catches: a matrix that gets its neighbour's blocks or gradient."""
+    r = torch.Generator().manual_seed(4)
+    shapes, ups = [(3, 64), (1, 32), (5, 96)], []
+    mine, theirs = ([w.clone().requires_grad_() for w in [torch.randn(s, generator=r) for s in shapes]] for _ in range(2))
+    for a, b in zip(mine, theirs, strict=True):
+        b.data.copy_(a.data)
+        ups.append(torch.randn(a.shape, generator=r).bfloat16())
+    got, want = four_bits_all(mine, torch.bfloat16), [four_bits(w).to(torch.bfloat16) for w in theirs]
+    torch.autograd.backward(got, ups)
+    torch.autograd.backward(want, ups)
+    for a, b, x, y in zip(got, want, mine, theirs, strict=True):
+        assert torch.equal(a, b) and x.grad is not None and y.grad is not None and torch.equal(x.grad, y.grad)
+    assert four_bits_all([], torch.float32) == []

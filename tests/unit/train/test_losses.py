@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.train import losses
-from outrider.train.losses import LossMix, Scored, Teacher, head_loss
+from outrider.train.losses import LossMix, Scored, Teacher, drawn, head_loss
 from outrider.types import OutriderError
 
 MIXES = [
@@ -99,3 +99,17 @@ def test_some_scored_tokens_stand_for_all() -> None:
     torch.testing.assert_close(some, every, rtol=0.03, atol=0)
     torch.testing.assert_close(alpha.mean(), alpha_all.mean(), rtol=0.05, atol=0)
     assert float((hit - hit_all).abs().mean()) < 0.1
+
+
+def test_drawn_rows_stand_for_all() -> None:
+    """Over where the marks begin, every row counts once on average, whatever its weight; heavy rows come more often."""
+    weight, value = torch.tensor([0.1, 2.0, 0.4, 0.4, 1.1, 0.05]), torch.tensor([3.0, -1.0, 2.0, 0.5, 4.0, 7.0])
+    sums, often = [], torch.zeros(6)
+    for n in range(2000):
+        some, scale = drawn(weight, 3, (n + 0.5) / 2000)
+        sums.append((value[some] * scale).sum())
+        often += torch.bincount(some, minlength=6) / 2000
+        torch.testing.assert_close(weight[some] * scale, torch.full((3,), float(weight.sum()) / 3))
+    torch.testing.assert_close(torch.stack(sums).mean(), value.sum(), rtol=5e-3, atol=0)
+    torch.testing.assert_close(often, 3 * weight / weight.sum(), rtol=0.02, atol=1e-3)
+    assert int(drawn(torch.ones(4), 4, 0.999999)[0].max()) == 3 and drawn(torch.ones(4), 4, 0.5)[0].tolist() == [0, 1, 2, 3]

@@ -33,7 +33,7 @@ from outrider.train.memory import (
 )
 from outrider.train.parallel import Group
 from outrider.train.recipes import Phase, applied, read_recipe
-from outrider.train.run import Run
+from outrider.train.run import Run, some_of_each_kind
 from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError
 from outrider.weights.hub import ASSETS
@@ -120,6 +120,16 @@ def test_the_shipped_recipe_is_how_the_shipped_drafter_was_made() -> None:
     assert jobs[0].intermediate == drafter.layers[0].intermediate and drafter.weight_bits == 4 and jobs[2].categories["rag"] == 2.0
 
 
+def test_the_recipe_that_goes_on_leaves_a_draft_step_as_dear_as_it_was() -> None:
+    """The shipped drafter is where it starts, and as many clusters are scored: 8 % of a target step is the bound, 7.84 are used."""
+    (phase,) = read_recipe("further")
+    made = applied(job(), phase)
+    drafter = DrafterConfig.from_hf(json.loads((ASSETS / "smollm2" / "config.json").read_text()))
+    assert (made.init, made.top, made.recluster) == ("smollm2", drafter.cluster_top, False)
+    assert made.settings.four_bits_from == 0.0 and made.settings.thin < 1.0 and made.answering.processes > 1
+    assert applied(replace(job(), init="other"), phase, frozenset({"init"})).init == "other"
+
+
 def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path: Path) -> None:
     phase = Phase("a", 1.0, {"lr": 0.5, "max_new": 7, "reads": [1, 2]})
     kept = applied(replace(job(), settings=TrainSettings(lr=0.1)), phase, frozenset({"lr"}))
@@ -137,15 +147,38 @@ def test_the_command_line_wins_over_a_recipe_and_unknown_keys_are_named(tmp_path
 def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are compiled at the first one. A second of that for one answer once left a handful of answers to evaluate on."""
     rows = [np.arange(40)] * 64
-    aside = Sequences.of(rows, [8] * 64, range(64), [True] * 64, 64)
+    aside = Sequences.of(rows, [8] * 64, range(64), [True, False] * 32, 64)
     job = TrainJob(target="t", data=tmp_path, out=tmp_path, minutes=1.0, device="cuda")
     run = Run(job, Budget(1.0, time.perf_counter()), Stop(), Group(), print, None)
     judged: list[int] = []
 
-    def judge(target: object, net: object, data: Sequences) -> None:
+    def judge(target: object, net: object, data: Sequences, temperature: float) -> None:
         judged.append(len(data))
         time.sleep(0.3 if len(judged) == 1 else 0.0)
 
     monkeypatch.setattr(finish, "judge", judge)
     left, seconds = run.reserve(None, None, aside)  # type: ignore[arg-type]
     assert judged == [1, 32] and len(left) == 64 and seconds < 10
+
+
+def test_the_time_that_was_used_is_noted_now_and_then(tmp_path: Path) -> None:
+    """Catches: a run that is killed and then begins its minutes anew; one that writes a file at every step."""
+    run = Run(TrainJob("t", tmp_path, tmp_path), Budget(9.0, time.perf_counter() - 100.0), Stop(), Group(), print, None)
+    noted = tmp_path / "spent.json"
+    run.counts = False  # refused runs have used nothing
+    run.spend(0.0)
+    assert not noted.exists()
+    run.counts = True
+    run.spend(3600.0)
+    assert not noted.exists()
+    run.spend(0.0)
+    assert 100.0 <= json.loads(noted.read_text())["seconds"] < 3600.0
+
+
+def test_held_out_answers_that_there_is_time_for_are_of_both_kinds() -> None:
+    """Catches: every other answer, which is a greedy one each time."""
+    both = np.array([True, False] * 32)
+    for count in (2, 7, 16, 32, 64, 90):
+        chosen = some_of_each_kind(both, count)
+        assert len(set(chosen.tolist())) == min(count, 64) and abs(int(both[chosen].sum()) - min(count, 64) / 2) <= 0.5
+    assert some_of_each_kind(both[:1], 1).tolist() == [0]

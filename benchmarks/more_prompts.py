@@ -1,0 +1,104 @@
+"""A prompt file with more of the kinds in which the default model's drafter is weakest, made of the file's own passages.
+
+    python benchmarks/more_prompts.py prompts_train.jsonl.gz prompts_more.jsonl.gz
+
+What is added, after the lines of the file itself: "long", several passages with a question about one of them, and articles to summarise,
+of 350 to 1,000 tokens; "topic", open questions about what the passages are about. Passages are found by the prompts' `source`: boolq (with
+titles, and some with their question), p3/quoref, p3/duorc, standardebooks, and the English news sentences of ntrex-128. No benchmark's
+questions are read or written.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+
+ASK = (
+    "{passages}\n\nQuestion: {question}",
+    "Answer from the passages.\n\n{passages}\n\nQuestion: {question}\nAnswer:",
+    "{question}\n\n{passages}",
+    "{passages}\n{question}",
+)
+SUM = ("Summarize: {text}", "Summarize the following article.\n\n{text}", "{text}\n\nTL;DR:", "Write a short summary of this text: {text}")
+TOPIC = (
+    "Explain {a}.", "What is {a}, and why does it matter?", "Give me an overview of {a}, with examples.", "Tell me about the history of {a}.",
+    "What are the most important facts about {a}?", "Write a short essay about {a}.", "Write a blog post about {a} for a general audience.",
+    "How does {a} relate to {b}?", "Compare {a} and {b}.", "What would a teacher say about {a} in a first lesson?",
+    "Describe {a} to somebody who has never heard of it, in detail.", "What questions do people ask about {a}? Answer three of them.",
+)  # fmt: skip
+NEWS = r"(?s)(?:from English to \w+\.|English to \w+:)\s+(.*)"
+
+
+def pick(rng: np.random.Generator, among: list[str]) -> str:
+    return among[int(rng.integers(len(among)))]
+
+
+class Passages:
+    """What the prompts of a file are about."""
+
+    def __init__(self, rows: list[dict[str, str]]):
+        alone, asked, articles, news, titles = set(), set(), set(), set(), set()
+        self.own: dict[str, str] = {}  # a passage's own question
+        for row in rows:
+            text = row["prompt"]
+            if row["source"] == "boolq":
+                found = [p.removeprefix("Passage: ").strip() for p in re.findall(r"[A-Z][^\n]{2,60} -- [^\n]{200,}", text)]
+                questions = [q.strip() for q in re.findall(r"Question: ([^\n]+)", text)]
+                alone.update(found)
+                asked.update(questions)
+                titles.update(p.partition(" -- ")[0] for p in found)
+                if len(questions) == 1 and found:  # it is about the first
+                    self.own[found[0]] = questions[0]
+            elif row["source"] == "ntrex-128":
+                news.update(s.strip() for s in re.findall(NEWS, text) if len(s) > 60)
+            elif row["source"] in ("p3/quoref", "p3/duorc", "standardebooks") and row["category"] in ("reading", "summarization", "extraction"):
+                pieces = text.split("\n\n")
+                articles.add(("\n\n".join(pieces[1:]) if row["source"] == "standardebooks" else max(pieces, key=len)).strip())
+        self.alone, self.asked, self.news, self.titles = sorted(alone), sorted(asked), sorted(news), sorted(titles)
+        self.articles = sorted(a for a in articles if len(a) > 700)
+
+    def several(self, rng: np.random.Generator, among: list[str], size: int, most: int) -> list[str]:
+        found: list[str] = []
+        while sum(map(len, found)) < size and len(found) < most:
+            found.append(pick(rng, among))
+        return found
+
+    def long(self, n: int, rng: np.random.Generator) -> str:
+        size = int(rng.integers(1500, 4200))
+        if n % 2:
+            found = self.several(rng, self.alone, size, 8)
+            about = pick(rng, sorted(self.own)) if n % 4 == 1 else ""
+            question = self.own.get(about) or pick(rng, self.asked)
+            if about:
+                found[int(rng.integers(len(found)))] = about
+            return pick(rng, list(ASK)).format(passages="\n\n".join(found), question=question)
+        if n % 4 == 0:
+            text = " ".join(self.several(rng, self.news, size, 30))
+        else:
+            text = "\n".join(self.several(rng, self.articles, size, 8))
+        return pick(rng, list(SUM)).format(text=text[:size])
+
+    def topic(self, rng: np.random.Generator) -> str:
+        return pick(rng, list(TOPIC)).format(a=pick(rng, self.titles), b=pick(rng, self.titles))
+
+
+def more_prompts(source: Path, to: Path, long: int = 4000, topics: int = 8000, seed: int = 0) -> dict[str, int]:
+    with gzip.open(source, "rt", encoding="utf-8") as file:
+        lines = file.readlines()
+    passages, rng = Passages([json.loads(line) for line in lines]), np.random.default_rng(seed)
+    made = [("long", passages.long(n, rng)) for n in range(long)] + [("topic", passages.topic(rng)) for _ in range(topics)]
+    with gzip.open(to, "wt", encoding="utf-8") as out:
+        out.writelines(lines)
+        for n, (kind, text) in enumerate(made):
+            out.write(json.dumps({"id": f"{kind}{n}", "category": kind, "source": "made", "prompt": text}) + "\n")
+    parts = {"alone": passages.alone, "own": passages.own, "asked": passages.asked, "news": passages.news, "titles": passages.titles}
+    return {name: len(part) for name, part in parts.items()} | {"articles": len(passages.articles)}
+
+
+if __name__ == "__main__":
+    print(more_prompts(Path(sys.argv[1]), Path(sys.argv[2])))

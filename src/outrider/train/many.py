@@ -1,0 +1,108 @@
+"""Answering by several processes, each with an engine of its own, all on one device.
+
+A small target leaves a GPU idle while the host schedules the next step; several hosts keep it busy. Process r takes every
+N-th task from r on and appends to OUT/answers-r.jsonl, so a run that is continued with as many processes goes on where each
+of them was; with another number nothing that is done is done again. A process ends by itself when its parent is gone.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import SynchronizedArray
+from pathlib import Path
+
+import torch
+
+from ..types import OutriderError
+from .answers import Answer, Report, Task, answer_to_file, answering_engine, read_answers
+from .clock import Stop, listening
+from .data import Sequences
+from .target import describe
+
+POLL = 0.25  # seconds between two looks at the processes
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one process is asked to do."""
+
+    target: str
+    device: str
+    dtype: torch.dtype
+    slots: int | None
+    longest: int  # tokens of a prompt and its answer
+    prompts: Path
+    tasks: list[Task]
+    max_new: int
+    path: Path
+    ends: float  # of time.time()
+
+
+def all_answers(folder: Path) -> list[Answer]:
+    """Of all files of a run; an answer that stands in two counts once, whole if one of them is."""
+    found: dict[tuple[int, int], Answer] = {}
+    for path in sorted(folder.glob("answers*.jsonl")):
+        for key, answer in read_answers(path).items():
+            if key not in found or answer.done:
+                found[key] = answer
+    return list(found.values())
+
+
+def shared_out(folder: Path, tasks: Sequence[Task], count: int) -> list[tuple[Path, list[Task]]]:
+    """For each process its file and the tasks that no file of the run has done."""
+    done = {a.key for a in all_answers(folder) if a.done}
+    return [(folder / f"answers-{r}.jsonl", [t for t in tasks[r::count] if t.key not in done]) for r in range(count)]
+
+
+def answer_by_many(shares: Sequence[Share], *, report: Report, stop: Stop) -> None:
+    """Until all shares are done, the time is over or somebody asks to stop; what there is by then is in the files."""
+    context = multiprocessing.get_context("spawn")  # a device cannot be used on both sides of a fork
+    counts = [context.Array("q", 2) for _ in shares]  # answers done, tokens made
+    processes = [context.Process(target=answer_share, args=(s, c, os.getpid())) for s, c in zip(shares, counts, strict=True)]
+    began, total = time.perf_counter(), sum(len(s.tasks) for s in shares)
+    try:
+        for process in processes:
+            process.start()
+        told = False
+        while any(p.is_alive() for p in processes):
+            time.sleep(POLL)
+            done, tokens = (sum(c[n] for c in counts) for n in (0, 1))
+            report(done, total, tokens, time.perf_counter() - began)
+            if not told and (stop.asked or any(p.exitcode for p in processes)):
+                told = True
+                for process in processes:
+                    process.terminate()  # it writes what it has
+        bad = [p.exitcode for p in processes if p.exitcode]
+        if bad and not stop.asked:
+            raise OutriderError(f"a process that answered prompts ended with code {bad[0]}: run the command again, or with fewer of them")
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+
+
+def answer_share(share: Share, counts: SynchronizedArray[int], parent: int) -> None:
+    """The life of one process. Ctrl-C reaches it too, but it is the parent who says that it shall stop."""
+    with listening() as stop:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        known = describe(share.target)
+        prompts = Sequences.load(share.prompts)
+
+        def report(done: int, total: int, tokens: int, seconds: float) -> None:
+            counts[0], counts[1] = done, tokens
+            if os.getppid() != parent:
+                stop.signal = stop.signal or signal.SIGTERM
+
+        try:
+            with answering_engine(known.name, known.config, share.device, share.dtype, share.slots, share.longest) as engine:
+                ends = time.perf_counter() + share.ends - time.time()
+                answer_to_file(engine, prompts, share.tasks, share.max_new, share.path, report=report, deadline=ends, stop=stop)
+        except OutriderError as error:
+            print(error, file=sys.stderr)
+            sys.exit(2)

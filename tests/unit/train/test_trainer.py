@@ -1,0 +1,64 @@
+"""One training step: what thinning a draft step's rows leaves as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests import tiny
+
+from outrider.models.decoder import TextModel
+from outrider.train import design, trainer
+from outrider.train.capture import DenseOps
+from outrider.train.data import Sequences, make_batch
+from outrider.train.net import DraftNet
+from outrider.train.trainer import Trainer, TrainSettings
+from outrider.weights.load import load_target
+
+torch.set_num_threads(1)
+
+
+def made(folder: Path, **settings: float) -> Trainer:
+    config, weights, _ = load_target(str(tiny.write_target("smollm2", folder)), "cpu", torch.float32)
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (30, 26, 31, 9)]
+    data = Sequences.of(rows, (5, 4, 6, 5), range(4), [True, False] * 2, tiny.VOCAB)
+    net = DraftNet(design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4), config)
+    return Trainer(TextModel(config, weights, DenseOps()), net, data, TrainSettings(unroll=3, cluster_pull=0.5, **settings))  # type: ignore[arg-type]
+
+
+def gradients(train: Trainer) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    loss, stats = train.loss(make_batch(train.data, np.arange(4), 3))
+    names = list(train.params)
+    return dict(zip(names, torch.autograd.grad(loss, [train.params[n] for n in names]), strict=True)), stats
+
+
+def test_thinned_steps_learn_the_same_on_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches: rows that weigh wrongly in the loss of the head, of the clusters, or in the figures of the log."""
+    want, counted = gradients(made(tmp_path))
+    thin = made(tmp_path, thin=0.5)
+    lucks = iter([(n + 0.5) / 60 for n in range(60) for _ in range(2)])  # two thinned steps a batch
+
+    class Luck:
+        def random(self) -> float:
+            return next(lucks)
+
+    monkeypatch.setattr(trainer.np.random, "default_rng", lambda seed: Luck())
+    found = [gradients(thin) for _ in range(60)]
+    monkeypatch.undo()
+    for name, grad in want.items():
+        mean = torch.stack([grads[name] for grads, _ in found]).mean(0)
+        assert (mean - grad).norm() < 0.05 * grad.norm(), name
+    stats = torch.stack([s for _, s in found])
+    torch.testing.assert_close(stats.mean(0), counted, rtol=0.03, atol=0.3)
+    assert stats[:, :, 0].std(0).max() < 1e-4  # the first step is whole
+
+
+def test_thinning_follows_the_chance_that_a_row_is_reached(tmp_path: Path) -> None:
+    """With survival the rows are drawn by weight; nothing depends on anything but seed and step."""
+    first, again = (gradients(made(tmp_path, thin=0.4, survival=0.7)) for _ in range(2))
+    whole, counted = gradients(made(tmp_path, survival=0.7))
+    assert all(torch.equal(first[0][name], again[0][name]) for name in whole)
+    assert all(torch.isfinite(g).all() for g in first[0].values()) and first[1][2].sum() < 1.2 * counted[2].sum()
