@@ -70,14 +70,7 @@ def needs(who: str, extra: str) -> Iterator[None]:
 DRAFTING = ("drafter", "draft_tokens", "tree", "verify")
 MACHINE = ("device", "dtype", "ops", "threads", "quantize", "tensor_parallel")
 ROOM = ("max_context", "kv_dtype", "gpu_memory")
-PLAIN = (
-    bool,
-    int,
-    float,
-    int | None,
-    float | None,
-    Path | None,
-)  # what the parser reads; others are texts, and the settings check them
+PLAIN = (bool, int, float, int | None, float | None, Path | None)  # what the parser reads; others are texts, and the settings check them
 
 
 def loading(*names: str) -> Callable[[Command], Command]:

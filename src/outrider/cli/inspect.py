@@ -100,12 +100,8 @@ def inspect(
     data["formats"] = {name: round(nbytes) for name, nbytes in kept.formats.items()} if bits is None else {}
     data["rounded_activations"] = rounded_activations(raw)
     if gpu is not None:
-        on = machine(gpu)
-        weights = total if bits is not None else kept.gpu
-        beside = drafter_size(helper).total * helper_size if helper is not None else 0
-        tokens = room(config, on.memory * 1e9, weights + beside, kv_item)
-        memory = {"memory": round(on.memory * 1e9), "weights": round(weights)}
-        data["gpu"] = {"name": on.label, **memory, "fits": tokens > 0, "context": tokens}
+        beside = drafter_size(helper).total * helper_size if helper is not None else 0.0
+        data["gpu"] = on_card(gpu, config, total if bits is not None else kept.gpu, beside, kv_item)
     if data["drafter"] is not None:
         data["drafter"] = {"name": drafter, **data["drafter"]}
     if quality or (quantize is not None and gpu is None):
@@ -114,6 +110,13 @@ def inspect(
         print(json.dumps(data))
     else:
         show(data)
+
+
+def on_card(gpu: str, config: ModelConfig, weights: float, beside: float, kv_item: float) -> dict[str, object]:
+    """Whether a GPU holds the weights and those beside them, and how much context then."""
+    on = machine(gpu)
+    tokens = room(config, on.memory * 1e9, weights + beside, kv_item)
+    return {"name": on.label, "memory": round(on.memory * 1e9), "weights": round(weights), "fits": tokens > 0, "context": tokens}
 
 
 def rounding(model: str, quantize: str | None, kv_dtype: str, as_on_gpu: bool) -> dict[str, object]:

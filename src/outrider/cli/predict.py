@@ -92,12 +92,7 @@ def predict(
     if tensor_parallel > 1:
         setup = replace(setup, several=several.Several(tensor_parallel, by))
     known = _card(model, drafter) if setup.drafter is not None else None
-    if accept is not None:
-        accepted = model_of.Acceptance.parse(accept)
-    elif setup.drafter is None:
-        accepted = model_of.Acceptance.nothing("no drafter is known for this model: n-gram matches alone, whose gain depends on the text")
-    else:
-        accepted = model_of.Acceptance.parse("0.72") if known is None else _by_position(known)
+    accepted = _accepted(accept, setup, known)
     data = model_of.predict(setup, accepted)
     points: list[trees.TreePoint] = []
     if tree is None and second is not None:
@@ -109,10 +104,8 @@ def predict(
         points = trees.tree_points(setup, accepted, tree, second)
     if plot is not None:
         roof, marks = model_of.roofline(setup)
-        text = svg.lines(
-            f"{model} on {on.label}, batch {batch}", "floating-point operations a byte", "TFLOP/s", [("roof", roof)], marks=marks
-        )
-        plot.write_text(text, encoding="utf-8")
+        title, across = f"{model} on {on.label}, batch {batch}", "floating-point operations a byte"
+        plot.write_text(svg.lines(title, across, "TFLOP/s", [("roof", roof)], marks=marks), encoding="utf-8")
     more = _several(setup, accepted, by) if tensor_parallel > 1 else {}
     if as_json:
         branched = {"second": second, "trees": [vars(p) for p in points]} if points else {}
@@ -150,8 +143,13 @@ def _card(model: str, drafter: str) -> card.Card | None:
     return card.read(Path(files.path), fingerprint(files))
 
 
-def _by_position(found: card.Card) -> model_of.Acceptance:
-    return model_of.Acceptance.by_position(list(accumulate(found.accepted, mul)), f"the drafter's card ({found.judged} tokens judged)")
+def _accepted(accept: str | None, setup: model_of.Setup, known: card.Card | None) -> model_of.Acceptance:
+    """What was asked for; else the drafter's card; else what drafters are usually worth, and nothing without one."""
+    if accept is not None or (setup.drafter is not None and known is None):
+        return model_of.Acceptance.parse("0.72" if accept is None else accept)
+    if known is None:
+        return model_of.Acceptance.nothing("no drafter is known for this model: n-gram matches alone, whose gain depends on the text")
+    return model_of.Acceptance.by_position(list(accumulate(known.accepted, mul)), f"the drafter's card ({known.judged} tokens judged)")
 
 
 def _here(model: str, bits: float | None) -> model_of.Machine:

@@ -18,7 +18,6 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import BinaryIO
 
 from pydantic import ValidationError
@@ -105,7 +104,7 @@ class Results:
     def __enter__(self) -> Results:
         return self
 
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def finished(self) -> set[str]:

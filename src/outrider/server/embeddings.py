@@ -26,7 +26,6 @@ from .ollama import untagged
 from .prepare import Preparer
 from .schema import Lenient, Strict
 from .walks import walk
-from .wire import Json
 
 if TYPE_CHECKING:
     from .app import Server
@@ -87,8 +86,7 @@ async def openai(server: Server, request: Request) -> Response:
 
 async def ollama(server: Server, request: Request) -> Response:
     _, vectors, tokens, name = await embed(server, request, EmbedBody.model_validate_json)
-    answer: Json = {"model": name, "embeddings": vectors, "prompt_eval_count": tokens}
-    return JSONResponse(answer)
+    return JSONResponse({"model": name, "embeddings": vectors, "prompt_eval_count": tokens})
 
 
 async def old_ollama(server: Server, request: Request) -> Response:

@@ -113,10 +113,10 @@ def parse(raw: bytes) -> tuple[ChatRequest, Json]:
     if form is not None and form.type != "text":
         schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
         out["response_format"] = {"type": form.type, **schema}
-    return ChatRequest.model_validate(out), told(given, body)
+    return ChatRequest.model_validate(out), told(given)
 
 
-def told(given: Json, body: ResponsesRequest) -> Json:
+def told(given: Json) -> Json:
     defaults: Json = {
         "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto", "temperature": 1.0, "top_p": 1.0,
         "max_output_tokens": None, "max_tool_calls": None, "truncation": "disabled", "text": {"format": {"type": "text"}},
