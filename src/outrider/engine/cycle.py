@@ -97,7 +97,8 @@ def cycle(
 ) -> CycleOutput:
     """pages: of the B sequences. override: benchmarks replace the verdict by an assumed one; nobody else may."""
     rows = x.rows
-    draft = draft if draft is not None else empty_draft(x.length)  # tokens [B, K]
+    if draft is None:
+        draft = Draft(x.length.new_empty((x.length.shape[0], 0)), torch.zeros_like(x.length))
     ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1)) if rows.k else x.last  # [R]
 
     kv = pages.view(x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
@@ -116,10 +117,6 @@ def cycle(
     elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
     return CycleOutput(verdict, features, logits)
-
-
-def empty_draft(length: Tensor) -> Draft:
-    return Draft(length.new_empty((length.shape[0], 0)), torch.zeros_like(length))
 
 
 def cut(draft: Draft, k: int) -> Draft:

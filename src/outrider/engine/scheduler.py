@@ -13,35 +13,22 @@ goes on with the same text.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from ..spec.plan import Choice
 from .step import Lane, Seq, StepBatch
 
 if TYPE_CHECKING:
-    from ..cache.store import SeqCache
-    from ..cache.swap import Kept
+    from ..cache.store import KVStore
 
 WHOLE = 256  # prompt tokens of a step in which many wait are a multiple of it: few numbers of rows to have kernels for
 
 
-class Cache(Protocol):
-    @property
-    def free_slots(self) -> int: ...
-    def open(self, tokens: Sequence[int], granularity: int, reuse: bool = True) -> tuple[SeqCache, int]: ...
-    def fits(self, seq: SeqCache, positions: int) -> bool: ...
-    def reserve(self, seq: SeqCache, positions: int) -> bool: ...
-    def close(self, seq: SeqCache) -> None: ...
-    def keep(self, seq: SeqCache, committed: int) -> Kept | None: ...
-    def restore(self, kept: Kept, positions: int) -> SeqCache | None: ...
-    def forget(self, kept: Kept) -> None: ...
-
-
 class Scheduler:
     def __init__(
-        self, cache: Cache, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool, max_context: int = 1 << 30,
-        pack: int = 0, beside: int = 0, alone: int = 0,
+        self, cache: KVStore, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool,
+        max_context: int = 1 << 30, pack: int = 0, beside: int = 0, alone: int = 0,
     ):  # fmt: skip
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
         pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where

@@ -306,13 +306,9 @@ def measure(
 
 
 def _order(
-    drafters: Sequence[str],
-    batches: Sequence[int],
-    contexts: Sequence[int],
-    ks: Sequence[int],
-    trees: Sequence[str],
+    drafters: Sequence[str], batches: Sequence[int], contexts: Sequence[int], ks: Sequence[int], trees: Sequence[str],
     readers: Sequence[str],
-) -> list[Cell]:
+) -> list[Cell]:  # fmt: skip
     """The cells worth timing, the most telling first."""
     one, (first, *further) = batches[0], sorted(contexts)
     order = [("verify", one, k, first) for k in ks]

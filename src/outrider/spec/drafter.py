@@ -58,8 +58,8 @@ class Drafter(Protocol):
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended: drop what was kept for it."""
-        ...
+        """The request has ended: drop what was kept for it. Most keep nothing."""
+        return None
 
 
 def guess_next(

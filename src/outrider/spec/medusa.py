@@ -24,7 +24,7 @@ from ..types import MAX_DRAFT, Draft, OutriderError
 from ..weights.files import Files, open_source
 from ..weights.load import check, dense, finish
 from ..weights.names import TensorPlan
-from .drafter import DraftBatch, draft_round
+from .drafter import DraftBatch, Drafter, draft_round
 from .nets import Target
 
 
@@ -52,7 +52,7 @@ class Head:
     out: Held | None  # [V, H]; None: the target's
 
 
-class Medusa:
+class Medusa(Drafter):
     name = "medusa"
     taps: tuple[int, ...] = ()
 
@@ -100,6 +100,3 @@ class Medusa:
         drafted = draft_round(batch, count, lambda j, token, lean: (None, self.logits(hidden, self.heads[j])))
         tokens = F.pad(drafted.tokens, (0, k - count))
         return Draft(tokens, drafted.lengths, None if drafted.q is None else F.pad(drafted.q, (0, 0, 0, k - count)))
-
-    def forget(self, request_id: str) -> None:
-        pass

@@ -12,12 +12,12 @@ from torch import Tensor
 from ..ops.trees import BRANCH, WIDTH, Front, Planted, most_nodes
 from ..types import Draft
 from .card import Card
-from .drafter import DraftBatch, Score, draft_round
+from .drafter import DraftBatch, Drafter, Score, draft_round
 from .nets import DraftNet, Target
 from .tree import Step, grow, plant, spread_view, widened
 
 
-class MTPDrafter:
+class MTPDrafter(Drafter):
     name = "mtp"
     card: Card | None = None  # how often it is right, as its folder says
 
@@ -90,6 +90,3 @@ class MTPDrafter:
             return model.candidates(g, None if lean is None else lean.repeat_interleave(WIDTH, 0))
 
         return plant(batch, depth, nodes, score)
-
-    def forget(self, request_id: str) -> None:
-        pass

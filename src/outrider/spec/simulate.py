@@ -93,7 +93,7 @@ def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: 
         again = policy.again(list(running))
         choices = policy.plan(views) if again is None else [_held(c, v) for c, v in zip(again, views, strict=True)]
         context = sum(v.context for v in views) // len(views)
-        sure = [_confidences(running[v.id], c) for v, c in zip(views, choices, strict=True)]
+        sure = [t.confidence[at] if t.confidence and c.drafter == t.drafter else None for (t, at), c in zip(running.values(), choices)]
         ended = [_ended(c, f, policy) for c, f in zip(choices, sure, strict=True)]
         cycle = [(choice.drafter, choice.k, steps) for choice, steps in ended]
         seconds = cost.mixed(cycle, context)
@@ -120,11 +120,6 @@ def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: 
 def _held(choice: Choice, view: SeqView) -> Choice:
     """A choice of some cycles ago, as far as it can still be done."""
     return choice if choice.k < view.remaining and choice.drafter in view.drafter_available else PLAIN
-
-
-def _confidences(at: tuple[Trace, int], choice: Choice) -> tuple[float, ...] | None:
-    trace, position = at
-    return trace.confidence[position] if trace.confidence and choice.drafter == trace.drafter else None
 
 
 def _ended(choice: Choice, confidence: Sequence[float] | None, policy: Controller) -> tuple[Choice, int]:
