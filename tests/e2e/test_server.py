@@ -431,7 +431,7 @@ def test_logs_hold_no_prompt_unless_asked(caplog: pytest.LogCaptureFixture) -> N
 @pytest.mark.parametrize("grace, whole", [(PATIENCE / 2, True), (0.2, False)])
 def test_shutdown_lets_streams_finish_then_ends_them(grace: float, whole: bool) -> None:
     got: list[str] = []
-    errors: list[Exception] = []
+    errors: list[openai.APIError] = []
     with Served(FakeEngine(TOK, lambda r: "word " * 20, hold=20), TOK, shutdown_grace=grace) as s:
 
         def read() -> None:
@@ -449,7 +449,7 @@ def test_shutdown_lets_streams_finish_then_ends_them(grace: float, whole: bool) 
             s.engine.go.set()
     reader.join(PATIENCE)
     assert (got == ["word " * 20]) is whole
-    assert bool(errors) is not whole and (whole or "shutting down" in str(errors[0]))
+    assert bool(errors) is not whole and (whole or (errors[0].code, errors[0].message) == ("shutting_down", "The server is shutting down."))
 
 
 def test_a_request_refused_by_the_engine_is_400(served: Served) -> None:

@@ -56,7 +56,7 @@ def serve(
     """
     with common.needs("the server needs", "serve"):
         from ..server import catalogue
-        from ..server.main import listen
+        from ..server.main import address, listen
         from ..server.main import serve as run
         from ..server.model import Model
         from ..server.prepare import Backend
@@ -90,9 +90,8 @@ def serve(
         served.first.take(Model(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")
-    scheme = "http" if settings.ssl_certfile is None else "https"
     names = Text(", ").join(Text(one, "bold") for one in (settings.model_name, *(other.name for other in listed[1:])))
-    where = f" at {scheme}://{settings.host}:{listener.getsockname()[1]} (page at /, API at /v1)"
+    where = f" at {address(settings, listener)} (page at /, API at /v1)"
     err.print(Text.assemble("serving ", names, where))
     run(served, settings, listener)
 

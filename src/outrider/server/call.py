@@ -153,7 +153,9 @@ class Call:
         except OutriderError as e:  # the engine found out on the way that this request can't be done
             raise ApiError(400, str(e), code="request_failed") from e
         except EngineError as e:
-            raise ApiError(503 if self._closing() else 500, f"{e}.", code="engine_error") from e
+            if self._closing():
+                raise ApiError(503, "The server is shutting down.", retry_after=5, code="shutting_down") from e
+            raise ApiError(500, f"{e}.", code="engine_error") from e
         finally:
             waiting.cancel()
 

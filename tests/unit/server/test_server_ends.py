@@ -10,6 +10,7 @@ import math
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from outrider.server import clerk, grammars, nursery
 from outrider.server.app import create_app
 from outrider.server.errors import ApiError
 from outrider.server.grammar_source import Source
-from outrider.server.main import HttpServer
+from outrider.server.main import HttpServer, address, listen
 from outrider.server.prepare import Backend
 from outrider.server.runner import EngineError, Runner
 from outrider.server.settings import ServerSettings
@@ -209,3 +210,21 @@ def test_a_terminal_that_is_closed_ends_the_server(
     monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
     asyncio.run(work())
     assert heard == [signal.SIGHUP] * reloads
+
+
+def test_answers_do_not_wait_for_their_readers_acknowledgement() -> None:
+    """On a socket that is not named as TCP asyncio leaves Nagle's algorithm on: every answer took 40 ms longer."""
+    tok = tokenizer()
+    server = HttpServer(Backend(FakeEngine(tok), tok, VOCAB, 2048), ServerSettings(model_name="fake"))
+    with server.running([listen("127.0.0.1", 0)]) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as made:
+        made.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert made.recv(100).startswith(b"HTTP/1.1 200")
+        (connection,) = server.connections.open
+        assert connection.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+@pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("localhost", "localhost"), ("::1", "[::1]")])
+def test_the_address_that_is_told_can_be_called(host: str, shown: str) -> None:
+    with listen("127.0.0.1", 0) as listener:
+        settings = ServerSettings(model_name="m", host=host)
+        assert address(settings, listener) == f"http://{shown}:{listener.getsockname()[1]}"
