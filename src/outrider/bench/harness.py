@@ -134,7 +134,9 @@ class Store:
     def __init__(self, folder: Path, settings: Settings, resume: bool) -> None:
         self.path = folder / "cells.jsonl"
         wanted = json.loads(json.dumps(asdict(settings)))
-        if (folder / "run.json").exists():
+        if (
+            (folder / "run.json").exists() and self.path.exists() and self.path.stat().st_size
+        ):  # one that failed before its first cell is none
             if not resume:
                 raise OutriderError(f"{folder} holds a run already: --resume finishes it, another --out starts a new one")
             found = json.loads((folder / "run.json").read_text(encoding="utf-8"))

@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import pairwise
 from pathlib import Path
 from typing import TypedDict
@@ -83,9 +84,11 @@ MACHINES: Mapping[str, Machine] = {
 
 
 def machine(name: str) -> Machine:
-    found = MACHINES.get(name.lower().replace(" ", "-").replace("_", "-"))
+    plain = name.lower().replace(" ", "-").replace("_", "-")
+    found = MACHINES.get(plain) or next((on for known, on in MACHINES.items() if known.replace("-", "") == plain.replace("-", "")), None)
     if found is None:
-        raise OutriderError(f"unknown machine {name!r}; known: {', '.join(MACHINES)}; or give --bandwidth and --rate")
+        near = get_close_matches(plain, MACHINES, 1)
+        raise OutriderError(f"unknown machine {name!r}{f' (did you mean {near[0]}?)' if near else ''}; known: {', '.join(MACHINES)}")
     return found
 
 

@@ -129,7 +129,7 @@ def identity(
             gap = _logprob_gap(llm, prompts[i], want, got, at, params)
             texts = f"{want[at : at + 1]} against {got[at : at + 1]}"
             return Finding("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {texts}, logprob gap {gap:.3g}")
-    return Finding("identity", case, True, f"{len(prompts)} × {params.max_tokens} tokens identical")
+    return Finding("identity", case, True, f"{sum(map(len, answers))} tokens of {len(prompts)} prompts identical")
 
 
 def _logprob_gap(llm: LLM, prompt: list[int], want: list[int], got: list[int], at: int, params: SamplingParams) -> float:

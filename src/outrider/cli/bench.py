@@ -76,6 +76,9 @@ def bench(
     temperatures, batches = common.numbers(temperature, float, "--temperature"), common.numbers(batch, int, "--batch")
     if repeats < 1 or any(b < 1 for b in batches) or any(t < 0 for t in temperatures):
         raise OutriderError("--repeats and --batch must be at least 1, --temperature at least 0")
+    for option, least in (("--limit", limit), ("--max-tokens", max_tokens)):
+        if least is not None and least < 1:
+            raise OutriderError(f"{option} must be at least 1, got {least}")
     prompts = workloads.load_suite(suite, data, limit, common.parts(categories))
     if quality:
         known = {p.id for p in prompts}

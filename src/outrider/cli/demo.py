@@ -36,8 +36,8 @@ def demo(
     load: LoadSettings,
 ) -> None:
     """See it work: the same answers, faster. Downloads the default model (98 MB) the first time."""
+    params = common.sampling(max_tokens=max_tokens)
     llm = common.load_llm(model, load)
-    params = SamplingParams(max_tokens=max_tokens)
     llama_cpp = _llama_cpp(llm, model, load.threads) if peer else None
     llm.generate(llm.asked("Hello"), SamplingParams(max_tokens=8))  # warm up
     table = Table(title=f"{model}, tokens a second, greedy, at most {max_tokens} tokens")

@@ -36,6 +36,9 @@ def eval_drafter(
     from ..ops import place
     from ..train.tools import evaluate_drafter
 
+    common.sampling(max_tokens=max_tokens, temperature=temperature)  # refused before anything is loaded
+    if slots is not None and slots < 1:
+        raise OutriderError(f"--slots must be at least 1, got {slots}")
     where = str(place(load.device))
     kind = load.dtype or ("bfloat16" if where.startswith("cuda") else "float32")
     if kind not in ("float32", "bfloat16"):

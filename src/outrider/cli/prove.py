@@ -38,6 +38,8 @@ def prove(
         raise OutriderError(f"--k must be in 1..{MAX_DRAFT}, got {ks}")
     if count < 1:
         raise OutriderError(f"--count must be at least 1, got {count}")
+    for heat in heats:
+        common.sampling(temperature=heat, max_tokens=max_tokens)  # refused before anything is loaded
     texts = common.prompt_texts(prompts)
     llm = common.load_llm(model, load, as_json)
     ids = [llm.asked(text, raw) for text in texts[:count]]

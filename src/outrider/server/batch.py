@@ -16,6 +16,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -85,11 +86,16 @@ def first_model(source: Path) -> str:
     raise OutriderError(f"no line of {source} names a model in its body; give --model")
 
 
+BEGINNING = b'{"id": "batch_req_'  # of every result
+
+
 class Results:
     """The output file, opened for one run at a time. Only whole lines ever count."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise OutriderError(f"cannot write {path}: not a plain file, and results are read again when a run goes on")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file: BinaryIO = path.open("a+b")
@@ -105,7 +111,8 @@ class Results:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with suppress(OSError):  # what a full disk could not take was told when it was written
+            self._file.close()
 
     def finished(self) -> set[str]:
         """Ids of the lines that have a result. A last line without its end is cut off: its request runs again."""
@@ -113,7 +120,7 @@ class Results:
         whole = 0
         self._file.seek(0)
         for number, raw in enumerate(self._file, 1):
-            if not raw.endswith(b"\n"):
+            if not raw.endswith(b"\n") and raw.startswith(BEGINNING[: len(raw)]):
                 break
             whole += len(raw)
             try:
@@ -129,9 +136,12 @@ class Results:
 
     def append(self, rows: Sequence[Json]) -> None:
         if rows:
-            self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows))
-            self._file.flush()
-            os.fsync(self._file.fileno())
+            try:
+                self._file.write(b"".join(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for row in rows))
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError as e:
+                raise OutriderError(f"cannot write {self._path}: {e.strerror}; the same command goes on where this one was") from None
 
 
 def salt_of(model: str, seed: int) -> str:

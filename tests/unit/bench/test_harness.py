@@ -54,7 +54,9 @@ def test_an_interrupted_run_resumes_without_repeating(tmp_path):
 
 
 def test_a_folder_belongs_to_one_run(tmp_path):
+    Store(tmp_path, settings(repeats=5), False)  # it failed before its first cell: nothing is lost by another
     Store(tmp_path, settings(), False)
+    (tmp_path / "cells.jsonl").write_text("{}\n")
     with pytest.raises(OutriderError, match="--resume"):
         Store(tmp_path, settings(), False)
     with pytest.raises(OutriderError, match="another repeats: 2, now 3"):

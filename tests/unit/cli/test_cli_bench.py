@@ -102,6 +102,8 @@ def test_a_file_without_traces(model: str, tmp_path: Path) -> None:
     (("--draft-tokens", "99"), r"0\.\.16"),
     (("--batch", "x"), "numbers separated by commas"),
     (("--repeats", "0"), "at least 1"),
+    (("--limit", "0"), "--limit must be at least 1, got 0"),
+    (("--max-tokens", "0"), "--max-tokens must be at least 1, got 0"),
     (("--categories", "poems"), "no category"),
     (("--drafters", ",", "--simulate", "x.jsonl"), "names none"),
 ])  # fmt: skip

@@ -10,6 +10,7 @@ import typer
 from tests import quantised, tiny
 from typer.testing import CliRunner
 
+from outrider.bench.predict import machine
 from outrider.cli.inspect import inspect
 from outrider.ops.formats import base
 from outrider.types import OutriderError
@@ -114,8 +115,9 @@ def test_a_quantised_config_is_counted_as_it_is_stored() -> None:
 
 
 def test_an_unknown_card_is_refused() -> None:
-    with pytest.raises(OutriderError, match="unknown machine 'rtx9999'"):
-        call("google/gemma-4-31B-it", "--gpu", "rtx9999")
+    with pytest.raises(OutriderError, match=r"unknown machine 'rtx4080' \(did you mean rtx4090\?\); known: b200, .*cpu-2-cores$"):
+        call("google/gemma-4-31B-it", "--gpu", "rtx4080")
+    assert machine("RTX 4090") is machine("rtx-4090") is machine("rtx4090")
 
 
 def test_a_quantised_folder_is_counted_by_its_recipe(tmp_path: Path) -> None:

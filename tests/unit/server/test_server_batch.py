@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -106,14 +108,27 @@ def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
     with Results(out), pytest.raises(OutriderError, match="another run"):
         runner().run(source, out)
-    out.write_text("my notes\n")
-    with pytest.raises(OutriderError, match="line 1: not a result"):
-        runner().run(source, out)
-    assert out.read_text() == "my notes\n"
+    for notes in ("my notes\n", '{"settings": 1}'):  # the second has no line end, as a result that was cut off
+        out.write_text(notes)
+        with pytest.raises(OutriderError, match="line 1: not a result"):
+            runner().run(source, out)
+        assert out.read_text() == notes
+    with pytest.raises(OutriderError, match="/dev/full: not a plain file"):
+        runner().run(source, Path("/dev/full"))
     with pytest.raises(OutriderError, match="cannot read"):
         runner().run(tmp_path / "missing.jsonl", tmp_path / "new.jsonl")
     with pytest.raises(OutriderError, match="holds no request"):
         runner().run(write(tmp_path / "empty.jsonl", ""), tmp_path / "new.jsonl")
+
+
+def test_a_full_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OutriderError, match=r"cannot write .*out.jsonl: No space left on device; the same command goes on"):
+        runner().run(source, out)
 
 
 def test_a_failing_step_fails_its_requests_only(tmp_path: Path) -> None:
