@@ -45,6 +45,14 @@ def verdict(name: str, ok: bool, note: str = "") -> None:
     say(f"  {'ok  ' if ok else 'FAIL'} {name}{note and ': '}{note}")
 
 
+def differs(got: torch.Tensor, want: torch.Tensor, what: str) -> str:
+    """A note for a result that has not the bits it should have; nothing where it has."""
+    if torch.equal(got, want):
+        return ""
+    FAILED.append(what)
+    return f" OTHER BITS {int((got != want).sum())}/{want.numel()}"
+
+
 def begin(folder: str) -> Path:
     out = Path(folder)
     out.mkdir(parents=True, exist_ok=True)

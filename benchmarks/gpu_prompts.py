@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_common import BF16, FAILED, RESULTS, attempt, begin, graph_us, kernel_table, kernels, rand, say, sections, view
+from gpu_common import BF16, RESULTS, attempt, begin, differs, graph_us, kernel_table, kernels, rand, say, sections, view
 from gpu_many import PRODUCTS, SPECS, packed, pooled
 
 from outrider import LLM, SamplingParams
@@ -37,13 +37,6 @@ TRIES = {  # (head_dim, keys a block): shapes
 }
 BATCHES = {"31B": (8, 32), "E2B": (8, 64), "26B-A4B": (8,)}  # through the engine
 OUT = [Path()]
-
-
-def differs(got: torch.Tensor, want: torch.Tensor, what: str) -> str:
-    if torch.equal(got, want):
-        return ""
-    FAILED.append(what)
-    return f" OTHER BITS {int((got != want).sum())}/{want.numel()}"
 
 
 def trials(title: str, calls: dict[str, Callable[[], torch.Tensor]], want: torch.Tensor, floor: float) -> None:

@@ -15,7 +15,7 @@ from dataclasses import astuple
 from typing import Any
 
 import torch
-from gpu_common import BF16, FAILED, begin, graph_us, rand, say, sections, view
+from gpu_common import BF16, begin, differs, graph_us, rand, say, sections, view
 from gpu_many import SPECS, pooled
 
 from outrider.bench.gpu import Rig
@@ -42,13 +42,6 @@ TRIES: dict[tuple[str, int], list[tuple[int, int, int, int, int]]] = {
     ("E2B down", 320): [(128, 32, 128, 6, 8)],
 }
 BEST: dict[tuple[int, int, bool, int], Shape] = {}  # (N, K, gated, rows)
-
-
-def differs(got: torch.Tensor, want: torch.Tensor, what: str) -> str:
-    if torch.equal(got, want):
-        return ""
-    FAILED.append(what)
-    return f" OTHER BITS {int((got != want).sum())}/{want.numel()}"
 
 
 def before(tile: Tile, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2) -> Shape:

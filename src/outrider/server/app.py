@@ -23,7 +23,7 @@ from .. import __version__
 from ..engine.text import LONG
 from ..types import OutriderError
 from .call import Call, EventStream, Feeder, late, unless_gone
-from .errors import ApiError, read
+from .errors import ApiError, read, shutting_down
 from .fair import Desk, FairGate
 from .keys import Keys
 from .limits import Admission, Guard
@@ -102,7 +102,7 @@ class Server:
     async def _answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
         began = time.monotonic()
         if self.admission.closing:
-            raise ApiError(503, "The server is shutting down.", retry_after=5, code="shutting_down")
+            raise shutting_down()
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
         if kind != "application/json" and not kind.endswith("+json"):
             raise ApiError(415, "The body must be JSON: send 'Content-Type: application/json'.", code="unsupported_media_type")

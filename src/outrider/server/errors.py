@@ -58,6 +58,10 @@ def bad(message: str, param: str | None = None, code: str | None = None) -> ApiE
     return ApiError(400, message, param, code)
 
 
+def shutting_down() -> ApiError:
+    return ApiError(503, "The server is shutting down.", retry_after=5, code="shutting_down")
+
+
 def from_validation(error: ValidationError) -> ApiError:
     """One line about the most telling of pydantic's complaints (unknown fields first, then the deepest)."""
     complaints: Sequence[ErrorDetails] = error.errors()

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .errors import ApiError, bad
+from .errors import ApiError, bad, shutting_down
 from .keys import Keys
 from .settings import LOOPBACK, ServerSettings
 
@@ -47,7 +47,7 @@ class Admission:
     def enter(self, sequences: int, client: str = "") -> Iterator[None]:
         mine = self._of.get(client, 0)
         if self.closing:
-            raise ApiError(503, "The server is shutting down.", retry_after=5, code="shutting_down")
+            raise shutting_down()
         if sequences > self.most:
             raise bad(f"This call asks for {sequences} answers at once; the server takes {self.most}.", "n")
         if self.in_flight + sequences > self.most:

@@ -21,7 +21,7 @@ import torch
 
 from ..engine.metrics import Metrics
 from ..types import OutriderError
-from .errors import ApiError
+from .errors import ApiError, shutting_down
 from .model import Model
 from .prepare import Backend
 from .runner import where
@@ -161,7 +161,7 @@ class Shelf:
         """End everything. May be called twice."""
         for waiting in self._waiting:
             if not waiting.turn.done():
-                waiting.turn.set_exception(ApiError(503, "The server is shutting down.", retry_after=5, code="shutting_down"))
+                waiting.turn.set_exception(shutting_down())
         self._waiting = []
         if self._swap is not None:
             await asyncio.gather(self._swap, return_exceptions=True)
