@@ -189,6 +189,7 @@ many("responses", {
     "metadata_told": lambda api: same(api.post("/v1/responses", {"input": "x", "max_output_tokens": 2, "metadata": {"a": "b"}})["metadata"], {"a": "b"}),
     "allowed_tools": lambda api: same(api.post("/v1/responses", {"input": "x", "max_output_tokens": 200, "parallel_tool_calls": False, "tools": [FLAT, {**FLAT, "name": "b"}], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "b"}]}})["output"][0]["name"], "b"),
     "hosted_tool_forced": lambda api: same(api.post("/v1/responses", {"input": "x", "tools": [{"type": "web_search"}], "tool_choice": "required"}, 400)["error"]["code"], "invalid_value"),
+    "input_tokens": lambda api: same(api.post("/v1/responses/input_tokens", {"input": "hello", "instructions": "brief"})["input_tokens"], api.post("/v1/responses", {"input": "hello", "instructions": "brief", "max_output_tokens": 2})["usage"]["input_tokens"]),
     "refusal": lambda api: api.post("/v1/responses", {"max_output_tokens": 2, "input": [*HI, {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}, *HI]}),
     "half_a_character": lambda api: same(raw(api, b'{"input": "a\\ud83d", "max_output_tokens": 2}', "/v1/responses").status_code, 200),
     "broken": lambda api: same(raw(api, b"{", "/v1/responses").json()["error"]["code"], "invalid_json"),

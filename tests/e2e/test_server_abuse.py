@@ -393,6 +393,8 @@ def test_a_missing_key_says_how() -> None:
         answer = s.http.get("/v1/models")
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert s.http.get("/v1/models", headers={"x-api-key": "k"}).status_code == 200
+        assert s.http.post("/v1/messages", json={}).json()["type"] == "error"  # as the clients of each route read it
+        assert isinstance(s.http.post("/api/chat", json={}).json()["error"], str)
 
 
 def test_paths_stay_private() -> None:

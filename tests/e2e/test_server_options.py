@@ -41,6 +41,15 @@ def test_pages_of_an_allowed_origin_may_call(served: Served) -> None:
     assert refused.status_code == 401 and refused.headers["access-control-allow-origin"] == PAGE  # the page shall see why
 
 
+def test_clients_for_browsers_may_send_their_headers(served: Served) -> None:
+    wanted = "authorization,content-type,x-stainless-lang,x-stainless-retry-count,anthropic-dangerous-direct-browser-access"
+    asked = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": wanted}
+    allowed = served.http.options("/v1/chat/completions", headers=asked).headers["access-control-allow-headers"]
+    assert allowed == wanted
+    odd = served.http.options("/v1/chat/completions", headers={**asked, "Access-Control-Request-Headers": "a;b<c>"})
+    assert "a;b" not in odd.headers["access-control-allow-headers"]
+
+
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://app.example", "https://app.example.evil.example", "null"])
 def test_other_pages_may_not(served: Served, origin: str) -> None:
     answer = post(served, Origin=origin)

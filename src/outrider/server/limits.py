@@ -24,6 +24,7 @@ from .settings import LOOPBACK, ServerSettings
 log = logging.getLogger("outrider.server")
 OPEN_PATHS = ("/", "/health", "/livez", "/readyz", "/version")
 REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+HEADERS = re.compile(rb"[A-Za-z0-9_, -]{1,2048}")
 SLASHES = re.compile("/{2,}")
 ROUTE = re.compile(r"/(v1/|api/)?[a-z/_-]{0,32}")  # what of a path may stand in the log: never a text that somebody put there
 SECURITY_HEADERS = (
@@ -90,7 +91,7 @@ class Guard:
             scope = {**scope, "path": before + path}
         state = {**scope.get("state", {}), "request_id": id, "client": _address(scope), "path": path}
         scope = {**scope, "method": "GET" if head else scope["method"], "state": state}
-        cross = self._cross(headers.get(b"origin", b"").decode("latin-1"))
+        cross = self._cross(headers)
         got, refused = 0, False
 
         async def counted() -> Message:
@@ -150,15 +151,18 @@ class Guard:
         allowed = self._settings.allowed_origins
         return "*" in allowed or origin.rstrip("/") in {a.rstrip("/") for a in allowed}
 
-    def _cross(self, origin: str) -> list[tuple[bytes, bytes]]:
-        """What a browser wants to hear before it shows our answer to a page of an allowed origin."""
+    def _cross(self, headers: dict[bytes, bytes]) -> list[tuple[bytes, bytes]]:
+        """What a browser wants to hear before it shows our answer to a page of an allowed origin. Such a page may send the headers it
+        likes: those of OpenAI's and Anthropic's clients for browsers are many."""
+        origin = headers.get(b"origin", b"").decode("latin-1")
         if not origin or not self._may_call(origin):
             return []
+        wanted = headers.get(b"access-control-request-headers", b"")
         return [
             (b"access-control-allow-origin", origin.encode("latin-1")), (b"vary", b"Origin"),
             (b"access-control-allow-methods", b"GET, POST, OPTIONS"), (b"access-control-max-age", b"600"),
-            (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, x-outrider-stats, anthropic-version"),
-            (b"access-control-expose-headers", b"x-request-id"),
+            (b"access-control-allow-headers", wanted if HEADERS.fullmatch(wanted) else b"authorization, content-type, x-api-key"),
+            (b"access-control-expose-headers", b"x-request-id, retry-after"),
         ]  # fmt: skip
 
     def _key(self, path: str, headers: dict[bytes, bytes]) -> str | None:

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, cast
 from pydantic import Field, TypeAdapter
 
 from .errors import ApiError, bad
+from .prepare import Preparer
 from .schema import INERT, ChatRequest, Lenient, Strict
 from .wire import Json, said, sse
 
@@ -114,6 +115,10 @@ def parse(raw: bytes) -> tuple[ChatRequest, Json]:
         schema = {"json_schema": {"name": form.name, "schema": form.schema_}} if form.type == "json_schema" else {}
         out["response_format"] = {"type": form.type, **schema}
     return ChatRequest.model_validate(out), told(given)
+
+
+def count_tokens(raw: bytes, preparer: Preparer) -> Json:
+    return {"object": "response.input_tokens", "input_tokens": len(preparer.conversation(parse(raw)[0]).ids)}
 
 
 def told(given: Json) -> Json:

@@ -62,6 +62,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
         speak(f"{base}/completions", CompletionRequest, lambda: (CompletionRequest.model_validate_json, OpenAIWire()))
         post(f"{base}/embeddings", embeddings.EmbeddingsRequest, partial(embeddings.openai, server))
         speak(f"{base}/responses", responses.ResponsesRequest, responses.protocol)
+        post(f"{base}/responses/input_tokens", responses.ResponsesRequest, partial(server.look, work=responses.count_tokens))
     speak("/v1/messages", anthropic.MessagesRequest, lambda: (anthropic.parse, anthropic.AnthropicWire()))
     post("/v1/messages/count_tokens", anthropic.MessagesRequest, partial(server.look, work=anthropic.count_tokens))
     speak_ollama("/api/chat", ollama.ChatBody, ollama.parse_chat, chat=True)
