@@ -26,7 +26,7 @@ class Answer:
     def __init__(self, params: SamplingParams, eos: Collection[int], detok: Detokenizer | None, matcher: Matcher | None) -> None:
         self.matcher = matcher
         self._params, self._detok = params, detok
-        self._ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
+        self.ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
         self._count = 0
         self._held = ""  # text that might begin a stop string
 
@@ -35,7 +35,7 @@ class Answer:
         texts: list[str] = []
         for token in tokens:
             self._count += 1
-            ended = token in self._ends and self._count >= self._params.min_tokens
+            ended = token in self.ends and self._count >= self._params.min_tokens
             finish, error = "stop" if ended else ("length" if len(texts) + 1 >= room else None), None
             if self.matcher is not None:
                 self.matcher.advance([token])

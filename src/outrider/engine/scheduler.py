@@ -63,7 +63,7 @@ class Scheduler:
         batch, before = StepBatch(), self.preemptions
         self._admit()
         ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.paused and not (s.ahead and self._may_be_over(s))]
-        for seq, (drafter, k, stop, drop, nodes, prices) in zip(ready, choose(ready) if ready else []):
+        for seq, (drafter, k, stop, drop, nodes, prices, cycles, match) in zip(ready, choose(ready) if ready else []):
             if seq.cache is None:
                 continue  # pre-empted by an older one in this very step
             nodes = nodes if len(seq.tokens) + nodes <= self.max_context else 0  # it may come from a plan that was made some steps ago
@@ -72,7 +72,10 @@ class Scheduler:
                 k = k if guess is None or guess else 0  # a plan that was made some steps ago: the match has ended since
                 nodes, start = nodes if guess is None and k else 0, len(seq.tokens) - 1
                 drafter = drafter if k else None
-                batch.decode.append(Lane(seq, seq.held.slot, start, 1, True, k, drafter, guess, stop, drop, nodes, prices))
+                lane = Lane(seq, seq.held.slot, start, 1, True, k, drafter, guess, stop, drop, nodes, prices, cycles, match)
+                if cycles > 1:
+                    self._reserve_ahead(lane)
+                batch.decode.append(lane)
         beside = bool(ready and self.beside) and self._crowd(len(ready)) <= self.beside
         waiting, budget = (self._by_turn(), self.beside) if beside else (list(self.running), self._budget(len(ready)))
         for seq in waiting if len(ready) < len(self.running) else ():
@@ -148,6 +151,12 @@ class Scheduler:
             prompt_end = seq.prompt_len - 1
             count = min(count, prompt_end - start) if start < prompt_end else min(count, self.replay_rows)
         return start, count
+
+    def _reserve_ahead(self, lane: Lane) -> None:
+        """Room for all cycles of the only sequence that runs, as far as its context goes; elsewhere there is one."""
+        lane.reach = min(len(lane.seq.tokens) + lane.most + (lane.cycles - 1) * (lane.k + 1), self.max_context)
+        if len(self.running) > 1 or not self.cache.reserve(lane.seq.held, lane.reach):
+            lane.cycles = 1
 
     def _reserve(self, seq: Seq, positions: int) -> bool:
         """Room for `positions`, pre-empting younger sequences (and at last this one) when there is none."""

@@ -1,6 +1,6 @@
 """The engine thread. The engine is single-threaded; everything that touches it happens here.
 
-Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one cycle. Events go out
+Commands (submit, abort) come in through a queue and are carried out between steps, so an abort takes effect within one step. Events go out
 to asyncio while the engine waits for its device (outbox.py). An exception in a step fails the requests that were in it with an
 `EngineError` and the thread goes on; after three failing steps in a row with nothing finished between them it gives up and `healthy` turns
 false. Now and then, when there is nothing to compute, the engine gives memory back.

@@ -124,6 +124,10 @@ class CostTable:
             found = self._cache[key] = self._build(drafter, batch, (context >> 7 << 7) + 64)
         return found
 
+    def plain_now(self, context: int) -> float:
+        """Seconds of a plain step of one sequence on the machine as it is now."""
+        return self.curve(None, 1, context)[0] * math.exp(self.drift)
+
     def free(self, drafter: str) -> bool:
         """Whether proposing costs nothing worth counting (an n-gram match)."""
         return drafter not in self._draft

@@ -27,6 +27,7 @@ class SeqView(NamedTuple):
     fixed: bool = False
     nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
     unread: int = 0  # tokens of its text that a draft model would have to read first
+    cycles: int = 1  # most cycles that may be run by one plan before anybody looks at what they bring
 
 
 class Choice(NamedTuple):
@@ -42,6 +43,8 @@ class Choice(NamedTuple):
     drop: float = 0.0
     nodes: int = 0
     prices: tuple[float, ...] | None = None  # [17] of that many rows, in tokens; None: all `nodes` are verified
+    cycles: int = 1  # so many may be run by this plan,
+    match: int = 0  # but no further where so many tokens at the text's end are found again (0: whatever is found)
 
 
 PLAIN = Choice(None, 0)
