@@ -1,1 +1,1 @@
-"""Paged K/V: `pages` counts pages (torch-free), `prefix` finds shared ones (torch-free), `store` holds the tensors."""
+"""Paged K/V: `pages` counts pages, `prefix` finds shared ones (both torch-free), `store` holds the tensors, `swap` those on the host."""

@@ -1,4 +1,8 @@
-"""Functions captured as CUDA graphs, and the memory that graphs share."""
+"""A function captured as a CUDA graph (`Graph`), and the memory that several graphs share (`Pool`).
+
+`Graph` runs its function once, captures it, and `replay` runs the captured kernels again on the same tensors. On a device without graphs
+`replay` calls the function itself, so code that uses it is tested on the CPU.
+"""
 
 from __future__ import annotations
 

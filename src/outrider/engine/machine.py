@@ -1,4 +1,8 @@
-"""What every executor runs on: model, cache, drafter, and what it keeps by slot. Runs the prompts of a step, which are the same for all."""
+"""What all executors share: the model, the K/V cache, the drafter, and the hidden states that drafts start from, by slot.
+
+`Machine.prompts` runs the prompt chunks of a step, `Machine.score` reads a text without continuing it: both are the same whichever
+executor decodes. `Machine.sampling` keeps the sampling parameters of the present batch as tensors.
+"""
 
 from __future__ import annotations
 

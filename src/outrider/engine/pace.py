@@ -1,8 +1,8 @@
-"""How many prompt tokens a step may have beside sequences that decode: so many that it lasts little more than twice as long. Torch-free.
+"""How many prompt tokens a step may have beside sequences that decode: as many as make it at most `LONGER` times as long. Torch-free.
 
-Both are measured as the engine runs: what a step without prompts takes, and what a row of a prompt adds to one. So a long prompt holds up
-running streams as little on a large model as on a small one, and at every batch. Rows are those that ran, with what filled a captured
-pass up.
+`Pace.observe` is told how long each step took and how many prompt rows it had (those that only filled up a captured pass included). From
+that it estimates what a step without prompts takes and what a prompt row adds, so running streams are held up by a long prompt as little
+on a large model as on a small one, at every batch.
 """
 
 from __future__ import annotations

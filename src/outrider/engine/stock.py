@@ -1,10 +1,13 @@
-"""The captured steps of a server: which are made before the first request comes, and which one serves where another is missing.
+"""Which decode steps a server captures before its first request, and which graph serves a step that has none of its own.
 
-Capturing a step takes a tenth of a second, more where kernels are compiled first, and everybody who is served waits for it. So a server
-has a few before it says that it is ready, and a step runs in the smallest that holds it: with more sequences than it has (idle ones fill
-it up), more drafted tokens (which a limit leaves out), a longer context, or a way of choosing that does more. No bit changes by that. What
-none holds is captured with room to spare, so that few are. What ran `OFTEN` with more drafted tokens or more sequences than it needs, from
-`FEW` on, gets a graph of its own: everybody waits once for what every step has paid for.
+Capturing a step takes a tenth of a second, more where kernels are compiled first, and everybody who is being served waits for it. So:
+
+- `likely`: a few graphs are captured before the server says that it is ready;
+- `nearest`: a step runs in the cheapest graph that holds it, which may have more sequences (idle ones fill it up), more drafted tokens (a
+  limit leaves them out), a longer context, or a way of choosing that does more. The tokens have the same bits;
+- `roomy`: a step that no graph holds is captured with room to spare, so that few are;
+- `wasteful`: a step that has run `OFTEN` times in a graph with more drafted tokens than it needs, or with more sequences (and more than
+  `FEW`, which cost about what one costs), gets a graph of its own.
 """
 
 from __future__ import annotations

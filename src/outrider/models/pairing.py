@@ -1,4 +1,6 @@
-"""Whether a drafter fits a target, and which of the target's layers it reads. Torch-free."""
+"""Whether a drafter can run on a target (`fits` returns the reason where it cannot), which of the target's layers it reads (`reads`), and
+what to warn of where it was trained for other weights (`other_weights`). Torch-free: configurations are enough.
+"""
 
 from __future__ import annotations
 

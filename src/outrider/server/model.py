@@ -1,4 +1,7 @@
-"""One loaded model and what answers with it: the engine's thread, its places, the grammars of its vocabulary, its way with prompts."""
+"""One loaded model with everything that answers for it: the engine's thread (`runner`), the places that clients take in turn (`turns`),
+compiled grammars of its vocabulary, the process that tokenises long texts (`clerk`), and what makes engine requests of bodies
+(`prepare`).
+"""
 
 from __future__ import annotations
 

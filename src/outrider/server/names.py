@@ -1,4 +1,4 @@
-"""What routes are called in metrics and logs."""
+"""The short names of routes in metrics and logs: a fixed few, whatever paths clients ask for."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
 """From the engine's thread to the event loop: what steps say of requests, on its way to their streams.
 
-The interpreter has one lock for both threads, and writing what a step brought to many streams may take the loop longer than the step. So
-where many streams are open, writing has its time: while the engine waits for its device (`open`), and as much as fits into a share of a
-step; those who begin or end come first, and do not wait for the next such time (`hurry`), then those who have waited longest. What several
-steps say of one request meanwhile is written as one. Few streams are written to after every step, and so is everybody when the engine has
-nothing to do (`flush`).
+Both threads share the interpreter's lock, and writing what one step brought to many streams may take longer than the step. So:
+
+- few open streams are written to after every step, and so is everybody when the engine has nothing to do (`flush`);
+- with many, writing is done while the engine waits for its device (`open`), for no longer than a share of a step; streams that begin or end
+  come first, then those that have waited longest. Streams that begin or end need not wait for such a time (`hurry`);
+- what several steps say of one request before it is written is written as one event.
 """
 
 from __future__ import annotations

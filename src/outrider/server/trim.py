@@ -1,4 +1,4 @@
-"""What the C library keeps of freed memory goes back to the system."""
+"""Gives freed memory that the C library has kept back to the system (malloc_trim); does nothing where the library cannot."""
 
 from __future__ import annotations
 

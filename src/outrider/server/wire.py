@@ -1,4 +1,5 @@
-"""How an answer goes over the wire. Inside, every answer has OpenAI's shape; other protocols translate it on its way out.
+"""How an answer goes over the wire. Inside the server every answer has OpenAI's shape; a `Wire` translates it into the protocol that was
+asked in: whole answers, chunks of a stream, errors.
 
 A `Wire` is made anew for each call and may remember what it has written.
 """

@@ -1,4 +1,4 @@
-"""What engine and drafters need of a network: a target model, and an MTP drafter that says `start` and `step`."""
+"""What engine and drafters need of a network, as protocols: `Target`, the model that answers, and `DraftNet`, an MTP drafter's network."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The model that a drafter is made for: its files, its text, its weights held dense."""
+"""The model that a drafter is trained for: `describe` reads its files and tokenizer, `open_target` loads its weights dense, `encode` turns
+prompts into token sequences.
+"""
 
 from __future__ import annotations
 

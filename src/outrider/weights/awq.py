@@ -1,4 +1,8 @@
-"""AWQ ("gemm" layout): `qweight` int32 [K, N / 8], eight rows of the matrix to a word in the order 0 2 4 6 1 3 5 7."""
+"""How AWQ checkpoints (layout "gemm") store a matrix of N rows and K columns: `qweight` int32 [K, N / 8].
+
+A word holds four bits of each of eight neighbouring rows, from the lowest bits on in the order 0 2 4 6 1 3 5 7. `qzeros`
+[K / group, N / 8] is packed likewise; `scales` is [K / group, N].
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""compressed-tensors: `config_groups` say which modules have which scheme, `ignore` which are dense."""
+"""How compressed-tensors checkpoints store quantised matrices: packed integers, plain int8, FP8, NVFP4.
+
+`config_groups` of the checkpoint's `quantization_config` say which modules have which scheme, `ignore` which are dense. The result is a
+`Recipe`: a module's name to how its matrix is stored (weights.stored). A scheme that is not known is refused by name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A progress bar on stderr, and only where somebody can see it."""
+"""A progress bar on stderr, shown only where stderr is a terminal."""
 
 from __future__ import annotations
 

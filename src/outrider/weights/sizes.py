@@ -1,4 +1,7 @@
-"""What a checkpoint's weights take, from its configuration alone (of a GGUF file, from its header), stored and in a GPU's memory."""
+"""How many bytes a checkpoint's weights take, as stored and in a GPU's memory, before they are downloaded.
+
+Read from the configuration alone; of a GGUF file, from its header.
+"""
 
 from __future__ import annotations
 
