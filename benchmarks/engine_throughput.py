@@ -1,8 +1,9 @@
 """Engine throughput end to end on dummy weights: scheduler, host and executor included. The measure behind docs/gpu-measured.md, "Many sequences".
 
-    PYTHONPATH=src python benchmarks/engine_throughput.py CONFIG_FOLDER SIZE K ACCEPT_LEN BATCHES TOKENS [CONTEXT]
+    PYTHONPATH=src python benchmarks/engine_throughput.py CONFIGS SIZE K ACCEPT_LEN BATCHES TOKENS [CONTEXT]
 
-CONFIG_FOLDER holds gemma-4-SIZE-it/config.json and gemma-4-SIZE-it-assistant/config.json (write them from models/known.py).
+CONFIGS is `google` for the configurations that the package knows, or a folder with gemma-4-SIZE-it/config.json and
+gemma-4-SIZE-it-assistant/config.json.
 Prompts are CONTEXT random ids each; what is timed is (16 + TOKENS tokens) - (16 tokens), best of two. Dummy weights accept
 nothing, so with K > 0 the wall time of a cycle is measured and tokens a second follow from ACCEPT_LEN (3.88 for K = 4).
 """
@@ -14,6 +15,8 @@ import time
 from outrider import LLM, SamplingParams
 from outrider.config import EngineConfig
 
+if len(sys.argv) < 7:
+    sys.exit(__doc__)
 root, size, k, accept_len = sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4])
 batches, n = [int(b) for b in sys.argv[5].split(",")], int(sys.argv[6])
 context = int(sys.argv[7]) if len(sys.argv) > 7 else 1024
