@@ -1,13 +1,13 @@
 """Passes over chunks of prompts as CUDA graphs: hundreds of launches as one, so that the host is done long before the device.
 
-A pass is captured for a number of rows, a number of sequences and a bound of the context, when it is first needed; or a few of them before
-the first request comes (`prepare`), and then no others: chunks run in the smallest that holds them, or launched kernel by kernel. Rows
-beyond those of the chunks belong to an idle sequence on the scratch page and stand at position 0. So only backends whose rows are
-independent have captured passes: there a row has the bits that it has in any other pass.
+A pass is captured for a number of rows, a number of sequences and a bound of the context: when it is first needed, or, in a server, a few
+of them before the first request comes (`prepare`) and then no others. Chunks run in the smallest captured pass that holds them; where none
+does, their kernels are launched one by one. Rows beyond those of the chunks belong to an idle sequence on the scratch page and stand at
+position 0. So only backends whose rows are independent have captured passes: there a row has the same bits in any pass.
 
-Rows that fill a pass up cost what others cost. So a pass is captured only up to as many rows as take the device no longer than launching
-takes the host (`most_rows`): what is filled up within that is done sooner than it would be launched. On a small model, where that is
-all of `ROWS`, more rows go in several captured passes; on a large one in a single one that is launched and keeps the device busy.
+Idle rows take the device as long as others do. So passes are captured only up to the number of rows that the device computes in the time
+the host takes to launch kernels one by one (`most_rows`): below that, a filled-up graph is done sooner. On a small model, where all of
+`ROWS` are below it, more rows go in several captured passes; on a large one, in a single pass launched kernel by kernel.
 
 On a device without graphs the captured function itself runs: the same code is tested on the CPU.
 """

@@ -1,7 +1,7 @@
 """Long texts are tokenised in a process of their own, so that they take neither the interpreter nor the cores from those who are served.
 
-Half a megabyte takes a tokenizer a second or two. The process stands back behind everybody who decodes, and takes one text after the
-other. It is started with the server, or with the first long text; where it has died, the text is tokenised here and it is started anew
+Half a megabyte takes a tokenizer a second or two. The process has a low priority, so that decoding goes first, and takes one text after
+the other. It is started with the server, or with the first long text; where it has died, the text is tokenised here and it is started anew
 with the next. Run as a script it is the process itself: frames of bytes come on stdin (the tokenizer, then texts) and go out on stdout.
 """
 

@@ -1,7 +1,7 @@
 """Places that clients take in turn: one client's long queue delays that client only.
 
 A client is an API key, or an address where there are no keys. Clients that wait are served round robin; within a client by
-priority, then first come, first served. Lives on the event loop; `Desk` has threads beside it.
+priority, then first come, first served. All of it belongs to the event loop, except the work that `Desk` runs in its threads.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """A process of its own in which grammars are tried before the server compiles them: `python -m outrider.server.nursery`.
 
 A few bytes of schema can take a compiler any time and any memory, or overflow its stack, and nothing inside a process can
-stop that. So this process holds a tokenizer, forks a child for each grammar, and the child lives under limits: processor
-time, address space, stack. Whatever happens to it is the answer. Lines of JSON come on stdin (the set-up, then grammars and
-cancellations) and go out on stdout. It ends with its stdin. Its children leave most of the processor to those who decode: an
-ordinary grammar is done in milliseconds, and one that is not gets only what nobody else wants. Of a schema that is refused a
-second child looks for the part at fault.
+stop that. So this process holds a tokenizer and forks a child for each grammar under limits of processor time, address space
+and stack; the answer is whether the child compiled it, or which limit it ran into. Lines of JSON come on stdin (the set-up, then
+grammars and cancellations) and go out on stdout. It ends with its stdin. Its children leave most of the processor to those who
+decode: an ordinary grammar is done in milliseconds, and one that is not gets only what nobody else wants. Of a schema that is refused
+a second child looks for the part at fault.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Connections within bounds, as a thin layer over uvicorn's HTTP/1.1 protocol.
 
-A connection waits for a request's head, for its body, for its answer to be written, or for the next request; each wait has a
-time after which it ends, counted from its beginning, so that a byte now and then buys nothing. At the cap the connection that
-has waited longest for its client makes room; where none waits, the newcomer is told 503. All on the event loop.
+A connection waits for a request's head, for its body, for its answer to be written, or for the next request. Each wait has a limit,
+counted from its beginning: a client that sends a byte now and then does not prolong it. When `max_connections` are open, the one that
+has waited longest for its client is closed for a new one; where none waits, the new one is told 503. All on the event loop.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""One process's part of a checkpoint: what `models.split` says of each source tensor, read and nothing else.
+"""One process's part of a checkpoint whose model is divided over several: reads of each source tensor the rows or columns that
+`models.split` gives this process, and nothing else.
 
 Rows are a range of the file; columns are stripes of it. Both are views until they are copied into place.
 """
