@@ -23,7 +23,10 @@ COMMANDS = (
 def app(names: Sequence[str] = COMMANDS) -> typer.Typer:
     """The command line with these commands; each is a function in a module of its own name."""
     made = typer.Typer(
-        no_args_is_help=True, pretty_exceptions_enable=False, help="Lossless speculative decoding: the same answers, faster."
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Lossless speculative decoding: the same answers, faster.",
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
     for name in names:
         plain = name.replace("-", "_")

@@ -75,6 +75,7 @@ def test_a_number_of_processes_that_is_none(monkeypatch: pytest.MonkeyPatch, cap
 def test_without_arguments_and_with_questions(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert called(monkeypatch, capsys, "--version") == (0, "")
     assert called(monkeypatch, capsys, "generate", "--help") == (0, "")
+    assert called(monkeypatch, capsys, "generate", "-h") == called(monkeypatch, capsys, "-h") == (0, "")
     code, err = called(monkeypatch, capsys)
     assert code in (0, 2) and "outrider:" not in err
 
