@@ -42,7 +42,7 @@ def whole(s: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 def streamed(s: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """The chunks put together again, in the shape of `whole`."""
-    text, finish, entries, usage = "", None, [], None
+    text, finish, stopped_by, entries, usage = "", None, None, [], None
     lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
     ask = {**body, "stream": True, "stream_options": {"include_usage": True}}
     for line in httpx.post(s.url + path, json=ask, timeout=120).text.split("\n\n"):
@@ -52,13 +52,13 @@ def streamed(s: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             text += choice.get("text", "") or choice.get("delta", {}).get("content", "")
-            finish = choice["finish_reason"] or finish
+            finish, stopped_by = choice["finish_reason"] or finish, choice.get("stop_reason") or stopped_by
             logprobs = choice["logprobs"] or {}
             entries += logprobs.get("content", [])
             for key, values in lists.items():
                 values += logprobs.get(key, [])
     assert usage is not None
-    choice: dict[str, Any] = {"index": 0, "finish_reason": finish}
+    choice: dict[str, Any] = {"index": 0, "finish_reason": finish, **({"stop_reason": stopped_by} if stopped_by else {})}
     if "chat" in path:
         choice |= {"logprobs": {"content": entries, "refusal": None}, "message": {"role": "assistant", "content": text, "refusal": None}}
     else:
