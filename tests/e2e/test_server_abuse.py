@@ -380,6 +380,10 @@ def test_odd_requests(served: Served) -> None:
     assert odd.status_code in (400, 404) and "error" in odd.json()
     plain = served.http.post(url, content="{}", headers={"Content-Type": "text/plain"})
     assert plain.status_code == 415 and "application/json" in plain.json()["error"]["message"]
+    curls = {"Content-Type": "application/x-www-form-urlencoded"}  # of `curl -d`, and of a form on any page of the web
+    body = json.dumps({"messages": HI, "max_tokens": 2})
+    assert served.http.post(url, content=body, headers=curls).status_code == 200
+    assert served.http.post(url, content=body, headers={**curls, "Origin": "https://else.example"}).status_code in (403, 415)
     assert served.http.head("/health").status_code == 200 and served.http.head("/").content == b""
     assert post(served).status_code == 200  # one model is served: it need not be named
     deep = served.http.post(url, content=b"[" * 200_000, headers=json_type)

@@ -46,6 +46,7 @@ log = logging.getLogger("outrider.server")
 DESK_THREADS, DESK_WAITING = 2, 32
 BIG_BODY, BIG_BODIES = 256 << 10, 4  # bytes; and how many so large are read at once, one of each client
 TRIM_S = 10.0
+CURLS = "application/x-www-form-urlencoded"  # what `curl -d` says of any body
 Body = TypeVar("Body", bound=Common)
 
 
@@ -104,7 +105,8 @@ class Server:
         if self.admission.closing:
             raise shutting_down()
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip().lower()
-        if kind != "application/json" and not kind.endswith("+json"):
+        curls = kind == CURLS and "origin" not in request.headers  # a page of a browser says where it comes from
+        if kind != "application/json" and not kind.endswith("+json") and not curls:
             raise ApiError(415, "The body must be JSON: send 'Content-Type: application/json'.", code="unsupported_media_type")
         if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
             raise ApiError(415, "Compressed bodies can't be read here: send it without Content-Encoding.", code="unsupported_media_type")
