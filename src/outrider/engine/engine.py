@@ -249,9 +249,10 @@ class Engine:
     def _land(self) -> None:
         """Read the step in flight and commit it, cycle by cycle where it has several. Sequences that have ended or were pre-empted since
         get nothing."""
-        flight, self._flight = self._flight, None
+        flight, self._flight, cycles = self._flight, None, 0
+        planned = flight.batch.decode[0] if flight is not None and len(flight.batch.decode) == 1 else None
         while flight is not None:
-            waited = self.clock()
+            cycles, waited = cycles + 1, self.clock()
             emitted, now = flight.executor.read(flight), self.clock()
             self.host_times["wait"] += now - waited
             for i, (lane, brought) in enumerate(zip(flight.batch.decode, emitted)):
@@ -259,11 +260,13 @@ class Engine:
                     if flight.ahead:
                         lane.seq.ahead -= flight.ahead[i]
                     self._commit(lane, brought, now)
-            self._observe(flight, now)
+            self._observe(flight, waited, now)
             self.host_times["commit"] += self.clock() - now
             flight = flight.then
+        if planned is not None and planned.cycles > cycles:
+            self.controller.not_run(planned.seq.id, planned.cycles - cycles)
 
-    def _observe(self, flight: Flight, now: float) -> None:
+    def _observe(self, flight: Flight, waited: float, now: float) -> None:
         """Tell the controller what the step took, and the pace of prompts. The controller not of a step that prompts ran in; and, where
         steps do not overlap, not of the first of a batch, which finds caches cold and buffers untouched."""
         lanes = flight.batch.decode
@@ -277,7 +280,8 @@ class Engine:
                 self.scheduler.beside = self.pace.rows
         else:
             before, self._timed = self._timed, [lane.seq for lane in lanes]
-            seconds, known = flight.seconds or self.clock() - flight.began, before == self._timed
+            done, known = self.clock(), before == self._timed
+            seconds = flight.seconds + done - waited if flight.seconds else done - flight.began  # with reading and committing either way
         if known and not (flight.tree and len(lanes) > 1):  # trees are timed for one sequence: the table has no price for several
             drafter = next((lane.drafter for lane in lanes if lane.drafter), None)
             drafter = branching(drafter) if flight.tree and drafter is not None else drafter

@@ -66,13 +66,14 @@ class HostExecutor(Executor):
         return Burst(lane.cycles, seq.answer.ends, seq.remaining, lane.reach, text, match)
 
     def _several(self, first: Flight, told: list[Told]) -> Flight:
-        """The cycles of a burst, as flights one behind the other."""
+        """The cycles of a burst, as flights one behind the other. What the call took around them is shared out."""
+        around = (self.machine.clock() - first.began - sum(line.seconds for line in told)) / len(told)
         flight = first
         for i, line in enumerate(told):
             if i:
                 flight.then = Flight(self, first.batch, first.holders, flight.began + flight.seconds)
                 flight = flight.then
-            flight.payload, flight.seconds = [line], line.seconds
+            flight.payload, flight.seconds = [line], line.seconds + around
         return first
 
     def _guess(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, list[float]]:

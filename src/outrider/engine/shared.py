@@ -1,7 +1,8 @@
 """One engine and several callers at once: threads, streams that are read in turn, an answer while another is on its way.
 
 Each caller has the events of its own requests, all of them and in order. Whoever waits for one makes the next step, which brings
-everybody's on; one step runs at a time. A caller who leaves early takes its requests along.
+everybody's on; one step runs at a time, and who brings requests comes first between two. A caller who leaves early takes its requests
+along. Of a step that fails nobody knows which sequences it has spoilt: everybody's end, and everybody is told.
 """
 
 from __future__ import annotations
@@ -9,53 +10,96 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 
+from ..types import OutriderError
 from .engine import Engine, Event
 from .step import Request
+
+Box = deque[Event | OutriderError]
 
 
 class SharedEngine:
     def __init__(self, engine: Engine):
         self.engine = engine
-        self._turn = threading.Lock()  # who has it makes the step
-        self._boxes: dict[str, deque[Event]] = {}  # by request: where its caller looks
+        self._turns = threading.Condition()
+        self._stepping = False  # one of the callers makes a step
+        self._joining = 0  # callers who wait to bring requests
+        self._boxes: dict[str, Box] = {}  # by request: where its caller looks
         self._left: deque[str] = deque()  # requests whose callers are gone
 
     def run(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
         """Events of these requests until all have ended; none of them begins where one of them can never run."""
-        box: deque[Event] = deque()
-        with self._turn:
-            for request in requests:
-                self.engine.validate(request)
-            for request in requests:
-                self.engine.submit(request)
-                self._boxes[request.id] = box
+        box: Box = deque()
+        self._join(requests, box)
         going = {request.id for request in requests}
         try:
             while going:
                 while not box:
-                    with self._turn:
-                        if not box:  # somebody else's step may have brought it while we waited for our turn
-                            self._step()
+                    self._wait_or_step(box)
                 event = box.popleft()
+                if isinstance(event, OutriderError):
+                    raise event
                 if event.finish_reason is not None:
                     going.discard(event.id)
                 yield event
         finally:
-            for request in requests:
-                del self._boxes[request.id]
-            self._left.extend(going)
-            # An iterator may be collected in the middle of a step, even in the thread that makes it: then the next step sees to it.
-            if going and self._turn.acquire(blocking=False):
-                try:
-                    self._step()
-                finally:
-                    self._turn.release()
+            there = [request.id for request in requests if self._boxes.pop(request.id, None) is not None]
+            self._left.extend(id for id in there if id in going)
+            # An iterator may be collected in the middle of a step, even in the thread that makes it: then who is next sees to it.
+            if self._left and self._take_turn():
+                self._step()
+
+    def _join(self, requests: Sequence[Request], box: Box) -> None:
+        with self._turns:
+            self._joining += 1
+            try:
+                self._turns.wait_for(lambda: not self._stepping)
+                for request in requests:
+                    self.engine.validate(request)
+                for request in requests:
+                    self.engine.submit(request)
+                    self._boxes[request.id] = box
+            finally:
+                self._joining -= 1
+                self._turns.notify_all()
+
+    def _wait_or_step(self, box: Box) -> None:
+        with self._turns:
+            self._turns.wait_for(lambda: box or not (self._stepping or self._joining))
+            if box:
+                return  # somebody else's step has brought it
+            self._stepping = True
+        self._step()
+
+    def _take_turn(self) -> bool:
+        with self._turns:
+            if self._stepping or self._joining:
+                return False
+            self._stepping = True
+            return True
 
     def _step(self) -> None:
-        while self._left:
-            self.engine.abort(self._left.popleft())
-        for event in self.engine.step():
-            box = self._boxes.get(event.id)
-            if box is not None:
-                box.append(event)
+        """By who has taken the turn, which is given back."""
+        try:
+            while self._left:
+                self.engine.abort(self._left.popleft())
+            for event in self.engine.step():
+                box = self._boxes.get(event.id)
+                if box is not None:
+                    box.append(event)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            with self._turns:
+                self._stepping = False
+                self._turns.notify_all()
+
+    def _fail(self, error: BaseException) -> None:
+        boxes, self._boxes = self._boxes, {}
+        told = OutriderError(f"a step that ran for several callers failed in one of them: {type(error).__name__}")
+        for id, box in boxes.items():
+            with suppress(Exception):
+                self.engine.abort(id)
+            box.append(told)

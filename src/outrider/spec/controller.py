@@ -167,6 +167,12 @@ class Controller:
         seq.hold -= more
         return seq.choice._replace(cycles=1 + more, match=LONGER[seq.match]) if more else seq.choice
 
+    def not_run(self, id: str, cycles: int) -> None:
+        """Of the cycles that a plan was given for at once so many were not run: it holds for as many more."""
+        seq = self._seqs.get(id)
+        if seq is not None and not seq.fixed:
+            seq.hold += cycles
+
     def _toll(self, view: SeqView, name: str) -> float:
         """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins to draft with it must
         believe that it pays, in the tokens that are left, or in so many where nobody knows how many will come."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -80,6 +81,54 @@ def test_who_leaves_in_the_middle_of_a_step_is_seen_to_by_the_next(llm: LLM) -> 
     llm.engine.step = collected  # type: ignore[method-assign]
     assert len(llm.generate(PROMPTS[0], PARAMS)[0].token_ids) == 24
     assert not llm.engine.busy
+
+
+def test_a_step_that_fails_fails_for_everybody_and_the_next_is_whole(llm: LLM) -> None:
+    alone = llm.generate(PROMPTS[2], PARAMS)[0].token_ids
+    first, second = llm.stream(PROMPTS[0], PARAMS), llm.stream(PROMPTS[1], PARAMS)
+    next(first), next(second)
+    step = llm.engine.step
+
+    def fails() -> Any:
+        llm.engine.step = step  # type: ignore[method-assign]
+        raise MemoryError
+
+    llm.engine.step = fails  # type: ignore[method-assign]
+    with pytest.raises(MemoryError):
+        tokens(first)
+    with pytest.raises(OutriderError, match="failed in one of them: MemoryError"):
+        tokens(second)
+    assert llm.generate(PROMPTS[2], PARAMS)[0].token_ids == alone and not llm.engine.busy
+    llm.engine.check()
+
+
+def test_who_comes_is_let_in_between_two_steps_of_another(llm: LLM) -> None:
+    """A step after the newcomer has asked waits until it is in, however quickly the other one's steps follow each other."""
+    asked, step, submit, steps = threading.Event(), llm.engine.step, llm.engine.submit, list[str]()
+    newcomer = llm.stream(PROMPTS[1], PARAMS)
+
+    def slow() -> Any:
+        steps.append("step")
+        if len(steps) == 3:
+            asked.set()
+            for _ in range(2000):  # until it stands at the door
+                if llm._shared._joining:
+                    break
+                time.sleep(0.005)
+        return step()
+
+    def noted(request: Any) -> None:
+        steps.append("in")
+        submit(request)
+
+    other = threading.Thread(target=lambda: llm.generate(PROMPTS[0], PARAMS))
+    llm.engine.step = slow  # type: ignore[method-assign]
+    other.start()
+    asked.wait(60)
+    llm.engine.submit = noted  # type: ignore[method-assign]
+    tokens(newcomer)
+    other.join()
+    assert steps.index("in") == 3
 
 
 def test_one_request_that_cannot_run_begins_none(llm: LLM) -> None:
