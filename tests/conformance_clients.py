@@ -50,6 +50,7 @@ many("harmless", {
     "no_model": alike(model=""),
     "no_thoughts": alike(thinking={"type": "disabled"}),
     "no_effort": alike(reasoning={"effort": "none"}),
+    "effort_that_is_no_switch": alike(reasoning={"enabled": []}),
     "template_switch": alike(enable_thinking=False),
     "window_of_a_penalty_that_is_on": lambda api: same(api.chat(400, repeat_last_n=64, repeat_penalty=1.2)["error"]["param"], "repeat_last_n"),
     "sampler_on": lambda api: same(api.chat(400, mirostat=2)["error"]["param"], "mirostat"),
@@ -79,7 +80,9 @@ many("body", {
     "mark_of_utf8": lambda api: same(raw(api, b"\xef\xbb\xbf" + BODY).status_code, 200),
     "half_a_character": lambda api: holds("a? b" in raw(api, b'{"messages": [{"role": "user", "content": "a\\ud83d b"}]}', "/apply-template").json()["prompt"]),
     "whole_characters_beside_it": lambda api: holds("\U0001f600?" in raw(api, b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00\\ud83d"}]}', "/apply-template").json()["prompt"]),
-    "empty": lambda api: holds("empty" in raw(api, b"").json()["error"]["message"]),
+    "empty": lambda api: holds(all("empty" in raw(api, body).json()["error"]["message"] for body in (b"", b" \n"))),
+    "cut_at_a_line": lambda api: holds("line 2 column 0" in raw(api, b'{"messages":\n').json()["error"]["message"]),
+    "deep_with_half_a_character": lambda api: same(raw(api, b'["\\ud83d"' + b",[" * 20000).json()["error"]["code"], "invalid_json"),
     "position": lambda api: holds("line 1 column 2" in raw(api, b"{'a': 1}").json()["error"]["message"]),
     "compressed": lambda api: same(raw(api, gzip.compress(BODY), **{"Content-Encoding": "gzip"}).status_code, 415),
 })  # fmt: skip
@@ -126,6 +129,12 @@ def anthropic_stop_sequence(api: Api) -> None:
     last = next(e for e in api.lines("/v1/messages", {**ask, "stream": True}) if e["type"] == "message_delta")
     assert last["delta"] == {"stop_reason": "stop_sequence", "stop_sequence": end}
     assert api.chat(max_tokens=40, temperature=0, stop=end)["choices"][0]["stop_reason"] == end  # vLLM's name for it
+    text = {"prompt": "Say it", "temperature": 0, "return_token_ids": True}
+    first = api.post("/v1/completions", text)["choices"][0]
+    [token, *_], letter = first["token_ids"], first["text"][0]
+    by_token = api.post("/v1/completions", {**text, "stop_token_ids": [token], "stop": letter})["choices"][0]
+    assert by_token["finish_reason"] == "stop" and "stop_reason" not in by_token  # what the token says is not part of the answer
+    assert "stop_reason" not in api.post("/v1/completions", {**text, "max_tokens": 0, "echo": True, "stop": letter})["choices"][0]
 
 
 @case

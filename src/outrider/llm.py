@@ -45,7 +45,7 @@ from .spec.cost import FORMAT, CostKey, CostTable, machine_name
 from .spec.draft_model import DraftModel
 from .spec.drafter import Drafter
 from .spec.mtp import MTPDrafter
-from .types import OutriderError, RequestStats, SamplingParams
+from .types import Json, OutriderError, RequestStats, SamplingParams
 from .weights import check_shares, hub, load_drafter, load_target
 from .weights.files import Files, fingerprint, text_files
 
@@ -160,10 +160,11 @@ class LLM:
     ) -> Completion:
         return self.generate(self.chat_prompt(messages), params, draft_tokens, drafter)[0]
 
-    def chat_prompt(self, messages: Messages) -> list[int]:
-        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in messages):
+    def chat_prompt(self, messages: Iterable[Mapping[str, Json]], tools: Json = None) -> list[int]:
+        listed = list(messages)
+        if isinstance(messages, str) or not all(isinstance(message, Mapping) for message in listed):
             raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
-        return self._tokenizer().chat(messages)
+        return self._tokenizer().chat(listed, tools)
 
     def asked(self, prompt: str | Messages, raw: bool = False) -> list[int]:
         """Ids of what a user says: through the chat template where the model has one, unless `raw`."""

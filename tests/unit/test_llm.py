@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.server_fakes import tokenizer
 
 from outrider import LLM, ops
 from outrider import llm as llm_module
@@ -84,3 +85,13 @@ def test_what_stood_second_once_is_told_its_name() -> None:
     old: Any = LLM.load  # a drafter was the second argument of earlier versions
     with pytest.raises(OutriderError, match="'none' by its name only"):
         old("smollm2", "none")
+
+
+def test_a_conversation_may_be_an_iterator_and_may_have_tools() -> None:
+    made = tokenizer(gemma=True)
+    llm: Any = SimpleNamespace(_tokenizer=lambda: made)
+    said, tool = [{"role": "user", "content": "Hello"}], {"type": "function", "function": {"name": "f"}}
+    assert LLM.chat_prompt(llm, iter(said)) == made.chat(said)
+    assert LLM.chat_prompt(llm, said, tools=[tool]) == made.chat(said, [tool]) != made.chat(said)
+    with pytest.raises(OutriderError, match="messages are a list"):
+        LLM.chat_prompt(llm, "Hello")  # type: ignore[arg-type]

@@ -50,9 +50,12 @@ def main() -> None:
     code = run()
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # who read the output has left, as in `outrider ... | head`: not worth a word
+    except OSError as error:
+        gone = isinstance(error, BrokenPipeError)  # who read the output has left, as in `outrider ... | head`: not worth a word
+        if not gone and code != 2:  # with 2 what went wrong was told, and may have been this
+            print(f"outrider: {error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = code or 1
+        code = code or (1 if gone else 2)
     world = os.environ.get("WORLD_SIZE", "")
     if left_a_team() or (world.isdecimal() and int(world) > 1):
         # One of several processes. Threads of the collectives may still want the interpreter, and abort the process when they find

@@ -124,9 +124,11 @@ class Results:
                 break
             whole += len(raw)
             try:
-                id = json.loads(raw)["id"]
-            except (ValueError, TypeError, KeyError):
-                raise OutriderError(f"{self._path}, line {number}: not a result of a batch; choose another --out") from None
+                id = str(json.loads(raw)["id"]) if raw.startswith(BEGINNING) else None
+            except (ValueError, RecursionError):
+                id = None
+            if id is None:
+                raise OutriderError(f"{self._path}, line {number}: not a result of a batch; choose another --out")
             if id in ids:
                 raise OutriderError(f"{self._path}, line {number}: a second result for {id}; choose another --out")
             ids.add(id)

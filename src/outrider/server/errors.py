@@ -73,12 +73,10 @@ def from_validation(error: ValidationError) -> ApiError:
         name = f"{name}.{last}" if name else last
         return bad(f"Unknown or unsupported field: '{name}'.", name, "unknown_field")
     if first["type"] == "json_invalid":
-        why = str(first.get("ctx", {}).get("error", ""))[:100]
-        return bad(
-            "The body is empty; send a JSON object." if why.endswith("column 0") else f"The body is not valid JSON: {why}.",
-            None,
-            "invalid_json",
-        )
+        why, sent = str(first.get("ctx", {}).get("error", ""))[:100], first["input"]
+        empty = isinstance(sent, str | bytes) and not sent.strip()
+        told = "The body is empty; send a JSON object." if empty else f"The body is not valid JSON: {why}."
+        return bad(told, None, "invalid_json")
     if first["type"] == "missing":
         return bad(f"Missing field: '{name}'." if name else "The body is missing; send a JSON object.", name or None, "missing_field")
     message = str(first["msg"]).removeprefix("Value error, ")
@@ -103,8 +101,8 @@ def parse_again(raw: bytes, parse: Callable[[bytes], T]) -> T:
         return parse(json.dumps(json.loads(raw.removeprefix(MARK)), ensure_ascii=False).encode("utf-8", "replace"))
     except ValidationError as e:
         raise from_validation(e) from None
-    except ValueError:
-        raise bad("The body is not valid JSON.", None, "invalid_json") from None
+    except (ValueError, RecursionError):
+        raise bad("The body is not valid JSON, or nests too deep.", None, "invalid_json") from None
 
 
 def field_name(loc: Sequence[int | str]) -> str:

@@ -162,8 +162,7 @@ class Preparer:
                 self._check_beginning(prompt, "prompt")
         encoded = [self._encode(p, bos=True) if isinstance(p, str) else self.token_ids(p) for p in prompts]
         longest = max(encoded, key=len)
-        room = max(1, self._backend.max_context - len(longest))
-        limit = body.limit if body.max_tokens is not None else min(16, room)  # 16 is OpenAI's default
+        limit = body.limit if body.max_tokens is not None else 16  # OpenAI's default
         best_of = max(body.best_of or 1, body.n or 1)
         keep = body.n or 1
         asked = 0 if body.logprobs is None and best_of > keep else body.logprobs  # to know which are the best
@@ -312,7 +311,8 @@ class Preparer:
     # ---- parameters
 
     def _params(self, body: Common, ids: Sequence[int], limit: int | None, logprobs: int | None) -> SamplingParams:
-        context, longest = self._backend.max_context, self.longest_prompt
+        """As they were asked for; `_fit` makes them fit behind a prompt."""
+        longest = self.longest_prompt
         if len(ids) > longest:
             raise bad(f"The prompt has {len(ids)} tokens; at most {longest} are allowed here.", "messages", "context_length_exceeded")
         seed = body.seed if body.seed is not None else secrets.randbits(31)
@@ -331,7 +331,7 @@ class Preparer:
             stop=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
             stop_token_ids=(*(body.stop_token_ids or ()), *(self._hand_over if isinstance(body, ChatRequest) and body.tools else ())),
-            max_tokens=context - len(ids) if limit is None else max(1, min(limit, context - len(ids))),
+            max_tokens=max(self._backend.max_context, body.min_tokens or 0) if limit is None else max(1, limit),
             seed=seed & (2**63 - 1),
             logprobs=logprobs,
             keep_special=isinstance(body, ChatRequest) and self.dialect.tools == "gemma4",  # its tags are control tokens
@@ -341,6 +341,11 @@ class Preparer:
             return params.validate(self._backend.vocab_size)
         except OutriderError as e:
             raise bad(str(e)) from e
+
+    def _fit(self, params: SamplingParams, ids: Sequence[int]) -> SamplingParams:
+        """Both bounds of an answer's length, as far as the context has room behind this prompt."""
+        most = max(1, min(params.max_tokens, self._backend.max_context - len(ids)))
+        return replace(params, max_tokens=most, min_tokens=min(params.min_tokens, most))
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """A word as it begins a text and as it follows another."""
@@ -370,8 +375,8 @@ class Preparer:
         k = None if options.draft_tokens == "auto" else options.draft_tokens
         group = uuid.uuid4().hex
         requests = [
-            Request(f"{group}-{p * n + i}", ids, replace(params, seed=(params.seed + i) & (2**63 - 1)), draft_tokens=k, drafter=k != 0)
-            for p, ids in enumerate(prompts)
+            Request(f"{group}-{p * n + i}", ids, replace(fitting, seed=(params.seed + i) & (2**63 - 1)), draft_tokens=k, drafter=k != 0)
+            for p, (ids, fitting) in enumerate((ids, self._fit(params, ids)) for ids in prompts)
             for i in range(n)
         ]
         streamed = body.stream_options or StreamOptions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from datetime import UTC, datetime
@@ -15,7 +16,8 @@ from pydantic import BaseModel, ValidationError
 
 from .. import __version__
 from . import anthropic, embeddings, ollama, responses, text_routes
-from .errors import ApiError, read
+from .call import late, unless_gone
+from .errors import ApiError, read, shutting_down
 from .schema import ChatRequest, Common, CompletionRequest
 from .shelf import Slot
 from .wire import Json, OpenAIWire, Wire
@@ -46,13 +48,22 @@ def add_routes(app: FastAPI, server: Server) -> None:
         post(path, shape, lambda request: server.answer(request, *protocol()))
 
     def speak_ollama(path: str, shape: type[BaseModel], parse: Callable[[bytes], Common], chat: bool) -> None:
+        async def load(request: Request, name: str | None) -> Response:
+            if server.admission.closing:
+                raise shutting_down()
+            with ExitStack() as stack:
+                model = await unless_gone(request, server.borrow(ollama.untagged(name), request.state.client, stack))
+                return JSONResponse(ollama.loaded(model.name, chat))
+
         async def answer(request: Request) -> Response:
             if 0 < int(request.headers.get("content-length", 0)) <= ollama.SMALL:
-                asked = _load(await request.body())
-                if asked is not None:
-                    with ExitStack() as stack:
-                        model = await server.borrow(ollama.untagged(asked.model), request.state.client, stack)
-                        return JSONResponse(ollama.loaded(model.name, chat))
+                try:
+                    async with asyncio.timeout(server.settings.timeout):
+                        asked = _load(await request.body())
+                        if asked is not None:
+                            return await load(request, asked.model)
+                except TimeoutError:
+                    raise late(server.settings.timeout) from None
             return await server.answer(request, parse, ollama.OllamaWire(chat))
 
         post(path, shape, answer)

@@ -91,7 +91,8 @@ def thinking(fields: Fields) -> Fields:
     asked = out.get("reasoning")
     if isinstance(asked, dict) and asked.keys() <= {"effort", "enabled", "exclude", "summary", "max_tokens"} and not asked.get("exclude"):
         del out["reasoning"]
-        effort = asked.get("effort") or {True: "medium", False: "none"}.get(asked.get("enabled"))  # type: ignore[arg-type]
+        switch = asked.get("enabled")
+        effort = asked.get("effort") or ("medium" if switch is True else "none" if switch is False else None)
         if effort is not None:
             out.setdefault("reasoning_effort", effort)
     return out

@@ -118,13 +118,14 @@ class Choice:
     def mean_logprob(self) -> float:
         return sum(table[t] for t, table in self.logprobs) / max(1, len(self.logprobs))
 
-    @property
     def stopped_by(self) -> str | None:
-        """The stop string that ended the answer."""
+        """The stop string that ended the answer, looked for in the whole of it: ask once."""
         if self.finish != "stop" or not self._params.stop:
             return None
+        ends = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else self._tokenizer.eos_ids)}
+        by_token = bool(self.ids) and self.ids[-1] in ends and len(self.ids) >= self._params.min_tokens
         detok = Detokenizer(self._tokenizer, self.prompt, self._params.keep_special)
-        text = detok.push(self.ids) + detok.flush()
+        text = detok.push(self.ids[:-1] if by_token else self.ids) + detok.flush()  # a token that ends an answer is not part of its text
         return min([stop for stop in self._params.stop if stop in text], key=text.find, default=None)
 
     def _piece(self, token: int) -> str:
@@ -206,8 +207,9 @@ class Writer:
             out["message"] = message
         else:
             out["text"] = c.echoed if self._job.max_zero else c.content
-        if c.stopped_by is not None:
-            out["stop_reason"] = c.stopped_by
+        stopped_by = self._stopped_by(c)
+        if stopped_by is not None:
+            out["stop_reason"] = stopped_by
         if self._job.max_zero:
             out["finish_reason"] = "length"
         if self._job.return_ids:
@@ -251,8 +253,9 @@ class Writer:
         if choice.finish is not None:
             finish = "length" if self._job.max_zero else choice.finish
             last = self._chunk(choice, {}, finish="function_call" if self._job.functions and finish == "tool_calls" else finish)
-            if choice.stopped_by is not None:
-                cast(list[Json], last["choices"])[0]["stop_reason"] = choice.stopped_by
+            stopped_by = self._stopped_by(choice)
+            if stopped_by is not None:
+                cast(list[Json], last["choices"])[0]["stop_reason"] = stopped_by
             if self._job.options.stats:
                 last["outrider"] = statistics([choice.stats], self._job.seed + choice.index)
             out.append(last)
@@ -282,6 +285,9 @@ class Writer:
         return {**self._head, "object": self._chunk_object, "choices": [body]}
 
     # ---- parts of both
+
+    def _stopped_by(self, choice: Choice) -> str | None:
+        return None if self._job.max_zero else choice.stopped_by()
 
     def usage(self) -> Json:
         new = 0 if self._job.max_zero else sum(c.new_tokens for c in self.choices)

@@ -106,6 +106,12 @@ def test_a_reader_who_leaves_is_not_worth_a_word() -> None:
     done = outrider("inspect", MODEL, "--json", stdout=writing)
     os.close(writing)
     assert (done.returncode, done.stderr) == (1, b"")
-    with open("/dev/full", "wb") as full:
-        done = outrider("inspect", MODEL, stdout=full)
-    assert (done.returncode, done.stderr) == (2, b"outrider: No space left on device\n")
+
+
+def test_output_that_cannot_be_written_is_one_line() -> None:
+    """Whether it is noticed while the command runs or, as of what is short, when it is over."""
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    for words in (["inspect", MODEL], ["--version"]):
+        with open("/dev/full", "wb") as full:
+            done = outrider(*words, stdout=full, env=buffered)
+        assert (done.returncode, done.stderr) == (2, b"outrider: No space left on device\n")

@@ -108,7 +108,7 @@ def test_one_run_at_a_time_and_no_strange_files(tmp_path: Path) -> None:
     source, out = write(tmp_path / "in.jsonl", row("a")), tmp_path / "out.jsonl"
     with Results(out), pytest.raises(OutriderError, match="another run"):
         runner().run(source, out)
-    for notes in ("my notes\n", '{"settings": 1}'):  # the second has no line end, as a result that was cut off
+    for notes in ("my notes\n", '{"settings": 1}', '{"id": "x"}', '{"id": []}\n'):  # some have no line end, as a result that was cut off
         out.write_text(notes)
         with pytest.raises(OutriderError, match="line 1: not a result"):
             runner().run(source, out)

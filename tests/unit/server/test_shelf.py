@@ -261,13 +261,25 @@ def test_a_large_body_holds_up_no_other_while_its_model_loads(path: str, body: d
     run(work)
 
 
-def test_who_looks_waits_for_a_load_no_longer_than_allowed() -> None:
+@pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "hi"}), ("/api/generate", {}), ("/api/chat", {"messages": []})])
+def test_who_needs_no_engine_waits_for_a_load_no_longer_than_allowed(path: str, body: dict[str, object]) -> None:
     async def work(shelf: Shelf, loader: Loader) -> None:
         loader.go.clear()
         app = create_app(shelf, ServerSettings("a", port=0, timeout=0.05))
         async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client, asyncio.timeout(30):
-            answer = await client.post("/tokenize", json={"model": "b", "prompt": "hi"})
+            answer = await client.post(path, json={"model": "b", **body})
         assert answer.status_code == 408 and shelf.slots["b"].users == 0 and app.state.server.admission.in_flight == 0
+
+    run(work)
+
+
+def test_a_server_that_closes_loads_nothing() -> None:
+    async def work(shelf: Shelf, loader: Loader) -> None:
+        app = create_app(shelf, ServerSettings("a", port=0))
+        app.state.server.admission.closing = True
+        async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
+            answer = await client.post("/api/generate", json={"model": "b"})
+        assert answer.status_code == 503 and not loader.order
 
     run(work)
 
