@@ -122,10 +122,10 @@ def share_weights() -> None:
     for name in ("load_target", "load_drafter"):
         load, made = getattr(llm_module, name), {}
 
-        def once(what, *rest, load=load, made=made):  # type: ignore[no-untyped-def]
+        def once(what, *rest, load=load, made=made, **how):  # type: ignore[no-untyped-def]
             key = str(getattr(what, "path", what))
             if key not in made:
-                made[key] = load(what, *rest)
+                made[key] = load(what, *rest, **how)
             return made[key]
 
         setattr(llm_module, name, once)

@@ -156,7 +156,7 @@ def made(raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps) ->
         meant = fused(config, state)
         mode = name.removeprefix("--quantize ") if name in ROUNDED else None
     write_folder(folder / name.replace(" ", ""), dict(raw) | ({"quantization_config": settings} if settings else {}), state)
-    held = load(from_folder(folder / name.replace(" ", ""), name), config, device, scale.dtype, ops, mode, "auto", 0)[1]
+    held = load(from_folder(folder / name.replace(" ", ""), name), config, device, scale.dtype, ops, quantize=mode)[1]
     if mode is not None:
         meant |= {n: MODES[mode][0].quantise(meant[n]).dense() for n, w in held.items() if not isinstance(w, Tensor)}
     return held, meant

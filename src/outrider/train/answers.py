@@ -25,6 +25,7 @@ from ..engine.step import Request
 from ..llm import LLM
 from ..models.config import ModelConfig
 from ..models.inspect import kv_bytes
+from ..ops.cpu.ops import default_threads
 from ..types import OutriderError, SamplingParams
 from .clock import Stop
 from .data import Sequences
@@ -135,24 +136,27 @@ def as_sequences(prompts: Sequences, answers: Sequence[Answer], vocab: int) -> S
 # ---- the engine -----------------------------------------------------------------------------------------------------
 @contextmanager
 def answering_engine(
-    name: str, config: ModelConfig, device: str, dtype: torch.dtype, slots: int | None, longest: int, drafter: str = "none"
-) -> Iterator[Engine]:
+    name: str, config: ModelConfig, device: str, dtype: torch.dtype, slots: int | None, longest: int, drafter: str = "none", *,
+    processes: int = 1,
+) -> Iterator[Engine]:  # fmt: skip
     """The engine as answering wants it: room for prompts and answers of `longest` tokens in all, no prefix cache, no text. On a GPU
     the weights are dense, as training holds them anyway: hundreds of rows gain nothing from 4 bits, and kernels for every format would
-    be compiled first. Afterwards its memory is free again and torch has the threads it had (the CPU kernels leave it one)."""
+    be compiled first. `processes` that answer at once share its memory and the cores. Afterwards its memory is free again and torch has
+    the threads it had (the CPU kernels leave it one)."""
     cuda = device.startswith("cuda")
     wanted = slots or (GPU_SLOTS if cuda else CPU_SLOTS)
     page = EngineConfig().page_size
     context = longest + 1 + page  # the engine keeps a page aside
     item = dtype.itemsize if cuda else 4
-    room = free_bytes(device) // 3 // max(1, kv_bytes(config, 1, item))  # positions of K/V: a third of what is free
+    room = free_bytes(device) // (3 * processes) // max(1, kv_bytes(config, 1, item))  # positions of K/V: a third of what is free
     wanted = max(1, min(wanted, room // context))
     settings = EngineConfig(max_batch=wanted, max_context=context, prefix_cache=False, kv_tokens=(wanted + 1) * (context + page))
     threads = torch.get_num_threads()
+    own = None if cuda or processes == 1 else max(1, default_threads() // processes)
     short, kernels = (str(dtype).removeprefix("torch."), "triton:dense") if cuda else (None, "auto")
     draft = 0 if drafter == "none" else 4
     try:
-        load = LoadSettings(drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, engine=settings)
+        load = LoadSettings(drafter=drafter, draft_tokens=draft, device=device, dtype=short, ops=kernels, threads=own, engine=settings)
         llm = LLM.load(name, load, say=lambda _: None)
         engine = llm.engine
         engine.tokenizer = None  # token ids are all that is wanted

@@ -85,13 +85,17 @@ def judge(target: Target, net: DraftNet, data: Sequences, temperature: float) ->
     return result
 
 
-def load_best(job: TrainJob, target: Target, net: DraftNet, aside: Sequences, quick: bool) -> None:
+def load_best(job: TrainJob, target: Target, net: DraftNet, aside: Sequences, step: int, quick: bool) -> None:
     """The weights of the best evaluation, where they are better than the last ones: a run that went on from a drafter is first worse
-    than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones."""
+    than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones, those of `step`; where only the
+    drafter at the start was judged, they are kept."""
     path = job.out / "best.pt"
     if not path.exists() or not (job.settings.patience or job.init):
         return
     best = torch.load(path, map_location=target.model.device, weights_only=True)
+    every = job.settings.eval_every
+    if quick and best["step"] == 0 and not (every and step >= every):
+        return
     if quick or best["score"] > judge(target, net, aside, job.answering.temperature)["score"]:
         net.load_state_dict(best["net"])
 
@@ -102,7 +106,7 @@ def finish(
 ) -> Row:  # fmt: skip
     """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used, nothing measured.
     `write`: this process writes the files; the others of a target that is divided only help to run it."""
-    load_best(job, target, net, aside, quick)
+    load_best(job, target, net, aside, trainer.progress.step, quick)
     result: Row = {}
     traces: list[Trace] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))

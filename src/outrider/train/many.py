@@ -42,6 +42,7 @@ class Share:
     max_new: int
     path: Path
     ends: float  # of time.time()
+    processes: int  # that share the device, this one among them
 
 
 def all_answers(folder: Path) -> list[Answer]:
@@ -54,10 +55,16 @@ def all_answers(folder: Path) -> list[Answer]:
     return list(found.values())
 
 
-def shared_out(folder: Path, tasks: Sequence[Task], count: int) -> list[tuple[Path, list[Task]]]:
-    """For each process its file and the tasks that no file of the run has done."""
+def undone(folder: Path, tasks: Sequence[Task]) -> list[Task]:
+    """The tasks that no file of the run has done."""
     done = {a.key for a in all_answers(folder) if a.done}
-    return [(folder / f"answers-{r}.jsonl", [t for t in tasks[r::count] if t.key not in done]) for r in range(count)]
+    return [t for t in tasks if t.key not in done]
+
+
+def shared_out(folder: Path, tasks: Sequence[Task], count: int) -> list[tuple[Path, list[Task]]]:
+    """For each process its file and what is left of its tasks."""
+    left = set(undone(folder, tasks))
+    return [(folder / f"answers-{r}.jsonl", [t for t in tasks[r::count] if t in left]) for r in range(count)]
 
 
 def answer_by_many(shares: Sequence[Share], *, report: Report, stop: Stop) -> None:
@@ -100,7 +107,9 @@ def answer_share(share: Share, counts: SynchronizedArray[int], parent: int) -> N
                 stop.signal = stop.signal or signal.SIGTERM
 
         try:
-            with answering_engine(known.name, known.config, share.device, share.dtype, share.slots, share.longest) as engine:
+            with answering_engine(
+                known.name, known.config, share.device, share.dtype, share.slots, share.longest, processes=share.processes
+            ) as engine:  # fmt: skip
                 ends = time.perf_counter() + share.ends - time.time()
                 answer_to_file(engine, prompts, share.tasks, share.max_new, share.path, report=report, deadline=ends, stop=stop)
         except OutriderError as error:

@@ -6,6 +6,7 @@ Everything lives in one folder and every stage continues where it stopped:
     OUT/answers.jsonl    the target's answers, appended as they end (answers-R.jsonl of several processes)
     OUT/data.npz         prompts with answers, once answering is over
     OUT/sizes.json       sizes that were chosen by memory and speed; OUT/spent.json the seconds used so far
+    OUT/judged.json      how many held-out answers are evaluated
     OUT/checkpoint.pt    the run; OUT/best.pt the weights of its best evaluation
     OUT/log.jsonl        learning curve and evaluations; OUT/curve.png
     OUT/drafter/         the result: weights, card, acceptance.json, provenance.json, log and curve
@@ -38,7 +39,7 @@ from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import write_json
 from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
 from .job import Say, TrainJob
-from .many import Share, all_answers, answer_by_many, shared_out
+from .many import Share, all_answers, answer_by_many, shared_out, undone
 from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
 from .net import DraftNet
 from .parallel import Group, process_group
@@ -167,6 +168,7 @@ class Run:
         if how.processes > 1 and self.group.world == 1:
             self.answer_by_many(known, tasks, longest)
             return
+        wanted, tasks = len(tasks), undone(job.out, tasks)
         began = time.perf_counter()
         with answering_engine(known.name, known.config, job.device, job.dtype, how.slots, longest) as engine:
             load = time.perf_counter() - began
@@ -180,7 +182,7 @@ class Run:
                 if not foreseen and made and not self.stop.asked:
                     foreseen = True
                     each = first / together + (seconds - first) / made
-                    self.foresee(known, prompts, len(tasks), made, each, load)
+                    self.foresee(known, prompts, wanted, made, each, load)
 
             def report(done: int, count: int, tokens: int, seconds: float) -> None:
                 nonlocal made, first
@@ -215,7 +217,9 @@ class Run:
 
         ends = time.time() + min(self.answer_seconds, 1e9)
         shares = [
-            Share(known.name, job.device, job.dtype, how.slots, longest, job.out / "prompts.npz", mine, how.max_new, path, ends)
+            Share(
+                known.name, job.device, job.dtype, how.slots, longest, job.out / "prompts.npz", mine, how.max_new, path, ends, how.processes
+            )
             for path, mine in shared_out(job.out, tasks, how.processes)
         ]  # fmt: skip
         self.counts = True
@@ -262,6 +266,8 @@ class Run:
         net = self.start(target, data, settings.anchors)
         if settings.four_bits_from < 1:
             net.config = replace(net.config, weight_bits=4)
+        if job.top is not None and net.config.clusters:
+            net.config = replace(net.config, cluster_top=job.top)
         group.share_(net.state_dict().values())
         cost = drafter_size(net.config)
         share = cost.step / model_size(target.config).active
@@ -347,9 +353,14 @@ class Run:
         return net
 
     def reserve(self, target: Target, net: DraftNet, aside: Sequences) -> tuple[Sequences, float]:
-        """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep."""
-        if self.job.minutes is None or not len(aside):
+        """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best evaluation they
+        stay the same: scores of others could not be compared with it."""
+        if not len(aside):
             return aside, EXPORT_SECONDS
+        path = self.job.out / "judged.json"
+        kept = read_json(path).get("answers") if (self.job.out / "best.pt").exists() else None
+        if self.job.minutes is None:
+            return self.judged(path, aside, kept or len(aside)), EXPORT_SECONDS
         few = 1
         if self.job.device.startswith("cuda"):  # one answer says nothing of a GPU, and kernels are compiled at the first
             few = PROBE_ANSWERS
@@ -361,9 +372,15 @@ class Run:
         each = self.group.agree((time.perf_counter() - began) / max(1, tried.answer_tokens))
         allowed = FINISH_SHARE * self.budget.seconds / (finish.PASSES * each)  # answer tokens
         total = np.cumsum(aside.lengths - aside.prompts)
-        count = max(1, int(np.searchsorted(total, allowed, side="right")))
-        chosen = aside.select(some_of_each_kind(aside.greedy, count))
+        chosen = self.judged(path, aside, kept or max(1, int(np.searchsorted(total, allowed, side="right"))))
         return chosen, 1.5 * finish.PASSES * each * chosen.answer_tokens + EXPORT_SECONDS
+
+    def judged(self, path: Path, aside: Sequences, count: int) -> Sequences:
+        """So many of the held-out answers; the number is written down."""
+        self.group.wait()  # all have read what was there
+        if self.group.first:
+            write_json(path, {"answers": count})
+        return aside.select(some_of_each_kind(aside.greedy, count))
 
 
 def some_of_each_kind(greedy: np.ndarray, count: int) -> np.ndarray:

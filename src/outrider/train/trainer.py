@@ -284,6 +284,10 @@ class Trainer:
             for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             self.progress = Progress(**kept["progress"])
+            path = out / "best.pt"
+            best = torch.load(path, map_location="cpu", weights_only=True)["score"] if path.exists() else -math.inf
+            if best > self.progress.best:  # found after the checkpoint was written: what is worse must not replace it
+                self.progress.best, self.progress.since_best = best, 0
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
             raise OutriderError(
                 f"{path}: does not fit this run ({str(error).splitlines()[0]}): choose another --out or the same settings"

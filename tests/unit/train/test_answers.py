@@ -8,9 +8,13 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from tests.engines import request, tiny_engine
 from tests.engines import run as run_engine
 
+from outrider.config import EngineConfig, LoadSettings
+from outrider.models.inspect import kv_bytes
+from outrider.train import answers
 from outrider.train.answers import Answer, Answering, Task, answer_tasks, answer_to_file, heldout_prompts, plan_tasks, read_answers
 from outrider.train.clock import Stop
 from outrider.train.data import Sequences
@@ -110,3 +114,20 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
         read_answers(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text(good + "\n" + good[:20])
     assert read_answers(tmp_path / "a.jsonl") == {(0, 0): Answer(0, 0, 0.0, 1, [4], True)}
+
+
+def test_processes_that_answer_at_once_share_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, asked = tiny_engine().model.config, list[LoadSettings]()
+
+    def load(name: str, settings: LoadSettings, **_: object) -> SimpleNamespace:
+        asked.append(settings)
+        return SimpleNamespace(engine=SimpleNamespace())
+
+    monkeypatch.setattr(answers.LLM, "load", load)
+    monkeypatch.setattr(answers, "default_threads", lambda: 8)
+    page = EngineConfig().page_size
+    monkeypatch.setattr(answers, "free_bytes", lambda device: 3 * 12 * (100 + 1 + page) * kv_bytes(config, 1, 4))  # 12 sequences in a third
+    for count in (1, 4, 16):
+        with answers.answering_engine("tiny", config, "cpu", torch.float32, 64, 100, processes=count):
+            pass
+    assert [(s.engine.max_batch, s.threads) for s in asked] == [(12, None), (3, 2), (1, 1)]

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from outrider.train.answers import Answer, Task
-from outrider.train.many import all_answers, shared_out
+from outrider.train.many import all_answers, shared_out, undone
 
 TASKS = [Task(n, 0, 1.0, n) for n in range(7)]
 
@@ -26,6 +26,7 @@ def test_tasks_that_are_done_are_nobodys(tmp_path: Path) -> None:
     (first, mine), (second, theirs) = shared_out(tmp_path, TASKS, 2)
     assert (first.name, second.name) == ("answers-0.jsonl", "answers-1.jsonl")
     assert [t.prompt for t in mine] == [0, 2, 4, 6] and [t.prompt for t in theirs] == [1]  # half an answer goes on where it was
+    assert [t.prompt for t in undone(tmp_path, TASKS)] == [0, 1, 2, 4, 6]  # of one process, after two
 
 
 def test_an_answer_in_two_files_counts_once_and_whole(tmp_path: Path) -> None:

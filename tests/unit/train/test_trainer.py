@@ -1,8 +1,10 @@
-"""One training step: what thinning a draft step's rows leaves as it was."""
+"""One training step: what thinning a draft step's rows leaves as it was. And what a run that goes on knows of its best weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,10 +12,14 @@ import torch
 from tests import tiny
 
 from outrider.models.decoder import TextModel
-from outrider.train import design, trainer
+from outrider.train import design, finish, trainer
 from outrider.train.capture import DenseOps
+from outrider.train.clock import Budget, Stop
 from outrider.train.data import Sequences, make_batch
+from outrider.train.job import TrainJob
 from outrider.train.net import DraftNet
+from outrider.train.parallel import Group
+from outrider.train.run import Run
 from outrider.train.trainer import Trainer, TrainSettings
 from outrider.weights.load import load_target
 
@@ -62,3 +68,43 @@ def test_thinning_follows_the_chance_that_a_row_is_reached(tmp_path: Path) -> No
     whole, counted = gradients(made(tmp_path, survival=0.7))
     assert all(torch.equal(first[0][name], again[0][name]) for name in whole)
     assert all(torch.isfinite(g).all() for g in first[0].values()) and first[1][2].sum() < 1.2 * counted[2].sum()
+
+
+def test_a_run_that_goes_on_knows_what_was_best_after_its_checkpoint(tmp_path: Path) -> None:
+    scores = iter([{"score": 2.0}, {"score": 1.5}])
+    first = made(tmp_path / "target")
+    first.evaluate = lambda: next(scores)
+    first.save(tmp_path)
+    first.judge(tmp_path)
+    again = made(tmp_path / "target")
+    again.evaluate = first.evaluate
+    assert again.resume(tmp_path) and again.progress.best == 2.0
+    again.judge(tmp_path)
+    assert torch.load(tmp_path / "best.pt", weights_only=True)["score"] == 2.0 and again.progress.since_best == 1
+
+
+@pytest.mark.parametrize(("best", "every", "loaded"), [(0, 0, False), (0, 20, True), (0, 500, False), (20, 20, True)])
+def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(tmp_path: Path, best: int, every: int, loaded: bool) -> None:
+    net = made(tmp_path / "target").net
+    trainer.write(tmp_path / "best.pt", {"net": {n: torch.zeros_like(w) for n, w in net.state_dict().items()}, "step": best, "score": 1.0})
+    job = TrainJob("", tmp_path, tmp_path, init="some", settings=TrainSettings(eval_every=every))
+    target: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
+    finish.load_best(job, target, net, made(tmp_path / "target").data, step=100, quick=True)
+    assert all((w == 0).all() for w in net.state_dict().values()) == loaded
+
+
+def test_a_run_that_goes_on_judges_the_answers_it_judged_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train = made(tmp_path / "target")
+    monkeypatch.setattr(finish, "judge", lambda *_: {})
+    seen: Any = None
+
+    def judged(minutes: float | None) -> list[int]:
+        job = TrainJob("", tmp_path, tmp_path, minutes=minutes)
+        run = Run(job, Budget(minutes, 0.0), Stop(), Group(), lambda _: None, None)
+        return [int(i) for i in run.reserve(seen, train.net, train.data)[0].index]
+
+    few = judged(1e-12)
+    assert len(few) == 1 and judged(None) == [0, 1, 2, 3]  # nothing was judged yet
+    assert judged(1e-12) == few
+    (tmp_path / "best.pt").touch()
+    assert judged(None) == judged(1e9) == few
