@@ -82,7 +82,7 @@ many("body", {
     "whole_characters_beside_it": lambda api: holds("\U0001f600?" in raw(api, b'{"messages": [{"role": "user", "content": "\\ud83d\\ude00\\ud83d"}]}', "/apply-template").json()["prompt"]),
     "empty": lambda api: holds(all("empty" in raw(api, body).json()["error"]["message"] for body in (b"", b" \n"))),
     "cut_at_a_line": lambda api: holds("line 2 column 0" in raw(api, b'{"messages":\n').json()["error"]["message"]),
-    "deep_with_half_a_character": lambda api: same(raw(api, b'["\\ud83d"' + b",[" * 20000).json()["error"]["code"], "invalid_json"),
+    "deep_with_half_a_character": lambda api: same(raw(api, b'["\\ud83d",' + b"[" * 50000).json()["error"]["code"], "invalid_json"),
     "position": lambda api: holds("line 1 column 2" in raw(api, b"{'a': 1}").json()["error"]["message"]),
     "compressed": lambda api: same(raw(api, gzip.compress(BODY), **{"Content-Encoding": "gzip"}).status_code, 415),
 })  # fmt: skip
