@@ -175,7 +175,7 @@ class FakeEngine:
             run.stats.trees, run.stats.branched = run.stats.trees + 1, run.stats.branched + accepted
             guesses = [self.tokenizer.encode("owl")[0], *tokens[:accepted]]
             tree = Branches.of([0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses)
-        return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, taken.finish, stats, taken.error, tree)
+        return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, taken.finish, stats, taken.error, tree, taken.stopped_by)
 
     def _tokens(self, run: _Running, k: int) -> tuple[list[int], int]:
         """(tokens of this cycle, how many of them were drafted)"""

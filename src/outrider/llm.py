@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 
@@ -197,7 +197,7 @@ def each_prompt(given: Prompt | Iterable[Prompt]) -> list[Prompt]:
     if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable):
         raise OutriderError(f"prompts are texts or lists of token ids, got {type(given).__name__}")
     many: list[Any] = list(given)
-    return [many] if many and hasattr(many[0], "__index__") and not getattr(many[0], "shape", ()) else many
+    return [many] if many and isinstance(many[0], SupportsIndex) and not getattr(many[0], "shape", ()) else many
 
 
 def _take(completion: Completion, event: Event) -> None:

@@ -20,6 +20,7 @@ class Taken(NamedTuple):
     texts: list[str]  # what each token lets us show; "" while it may be half a character or the beginning of a stop string
     finish: str | None = None  # stop | length | error
     error: str | None = None
+    stopped_by: str | None = None  # the stop string that ended it
 
 
 class Answer:
@@ -41,13 +42,13 @@ class Answer:
                 self.matcher.advance([token])
                 error = self.matcher.failed
                 finish = finish if error is None else "error"
-            text = self._text(token, ended, finish is not None)
+            text, found = self._text(token, ended, finish is not None), None
             if self._params.stop:
                 text, found = self._until_stop(text, finish is not None)
-                finish = "stop" if found and error is None else finish
+                finish = "stop" if found is not None and error is None else finish
             texts.append(text)
             if finish is not None:
-                return Taken(texts, finish, error)
+                return Taken(texts, finish, error, found)
         return Taken(texts)
 
     def _text(self, token: int, ended: bool, last: bool) -> str:
@@ -56,8 +57,8 @@ class Answer:
         text = "" if ended else self._detok.push((token,))  # the token that ends an answer is not part of its text
         return text + self._detok.flush() if last else text
 
-    def _until_stop(self, text: str, last: bool) -> tuple[str, bool]:
-        """What of the text may be shown, and whether a stop string ended it."""
+    def _until_stop(self, text: str, last: bool) -> tuple[str, str | None]:
+        """What of the text may be shown, and the stop string that ended it."""
         stops = self._params.stop
         self._held += text
         found = sorted((at, stop) for stop in stops if (at := self._held.find(stop)) >= 0)
@@ -67,4 +68,4 @@ class Answer:
         if not found and not last:
             end -= max(overlap(self._held, stop) for stop in stops)
         show, self._held = self._held[:end], self._held[end:]
-        return show, bool(found)
+        return show, found[0][1] if found else None

@@ -54,6 +54,7 @@ class Event:
     stats: RequestStats | None = None  # with the last event
     error: str | None = None
     tree: Branches | None = None  # the draft, where it branched
+    stopped_by: str | None = None  # the stop string that ended it
 
     @property
     def text(self) -> str:
@@ -415,7 +416,7 @@ class Engine:
         if seq.ngram is not None:
             seq.ngram.extend(tokens)
         logprobs = brought.logprobs[:n] if brought.logprobs is not None else None
-        event = Event(seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree)
+        event = Event(seq.id, tokens, kinds[:n], taken.texts, logprobs, error=taken.error, tree=tree, stopped_by=taken.stopped_by)
         if taken.finish is not None:
             self._events.append(self._finish(seq, event, taken.finish))
         else:

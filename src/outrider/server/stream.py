@@ -76,10 +76,11 @@ class Choice:
         self.tokens: list[list[str]] = []  # [text, kind]
         self.new_tokens = 0
         self.ids: list[int] = []
-        self.prompt, self._params = request.prompt, request.params
+        self.prompt = request.prompt
         self.echoed = echo
         self.offset = 0 if job.echo_logprobs else len(echo)  # where in the text the next token's entry begins
         self.finish: str | None = None
+        self.stopped_by: str | None = None  # the stop string that ended it
         self.stats: RequestStats | None = None
 
     def take(self, event: Event) -> Update:
@@ -101,6 +102,7 @@ class Choice:
             parts += self._parser.finish(complete)
             self.stats = event.stats
             self.finish = "tool_calls" if complete and self._parser.calls else event.finish_reason
+            self.stopped_by = event.stopped_by if self.finish == "stop" else None
         update.parts += self._first_call_only(parts) if self._one_call else parts
         if event.logprobs is not None:
             new = list(zip(event.tokens, event.logprobs))
@@ -117,16 +119,6 @@ class Choice:
     @property
     def mean_logprob(self) -> float:
         return sum(table[t] for t, table in self.logprobs) / max(1, len(self.logprobs))
-
-    def stopped_by(self) -> str | None:
-        """The stop string that ended the answer, looked for in the whole of it: ask once."""
-        if self.finish != "stop" or not self._params.stop:
-            return None
-        ends = {*self._params.stop_token_ids, *(() if self._params.ignore_eos else self._tokenizer.eos_ids)}
-        by_token = bool(self.ids) and self.ids[-1] in ends and len(self.ids) >= self._params.min_tokens
-        detok = Detokenizer(self._tokenizer, self.prompt, self._params.keep_special)
-        text = detok.push(self.ids[:-1] if by_token else self.ids) + detok.flush()  # a token that ends an answer is not part of its text
-        return min([stop for stop in self._params.stop if stop in text], key=text.find, default=None)
 
     def _piece(self, token: int) -> str:
         assert self._pieces is not None
@@ -207,11 +199,10 @@ class Writer:
             out["message"] = message
         else:
             out["text"] = c.echoed if self._job.max_zero else c.content
-        stopped_by = self._stopped_by(c)
-        if stopped_by is not None:
-            out["stop_reason"] = stopped_by
         if self._job.max_zero:
             out["finish_reason"] = "length"
+        elif c.stopped_by is not None:
+            out["stop_reason"] = c.stopped_by
         if self._job.return_ids:
             out["token_ids"] = [] if self._job.max_zero else c.ids
             if not self._chat:
@@ -253,9 +244,8 @@ class Writer:
         if choice.finish is not None:
             finish = "length" if self._job.max_zero else choice.finish
             last = self._chunk(choice, {}, finish="function_call" if self._job.functions and finish == "tool_calls" else finish)
-            stopped_by = self._stopped_by(choice)
-            if stopped_by is not None:
-                cast(list[Json], last["choices"])[0]["stop_reason"] = stopped_by
+            if choice.stopped_by is not None and not self._job.max_zero:
+                cast(list[Json], last["choices"])[0]["stop_reason"] = choice.stopped_by
             if self._job.options.stats:
                 last["outrider"] = statistics([choice.stats], self._job.seed + choice.index)
             out.append(last)
@@ -285,9 +275,6 @@ class Writer:
         return {**self._head, "object": self._chunk_object, "choices": [body]}
 
     # ---- parts of both
-
-    def _stopped_by(self, choice: Choice) -> str | None:
-        return None if self._job.max_zero else choice.stopped_by()
 
     def usage(self) -> Json:
         new = 0 if self._job.max_zero else sum(c.new_tokens for c in self.choices)
