@@ -1,11 +1,12 @@
 """A prompt file with more of the kinds in which the default model's drafter is weakest, made of the file's own passages.
 
-    python benchmarks/more_prompts.py prompts_train.jsonl.gz prompts_more.jsonl.gz
+    python benchmarks/more_prompts.py prompts_train.jsonl.gz prompts_more.jsonl.gz prompts_judge.jsonl.gz
 
 What is added, after the lines of the file itself: "long", several passages with a question about one of them, and articles to summarise,
 of 350 to 1,000 tokens; "topic", open questions about what the passages are about. Passages are found by the prompts' `source`: boolq (with
 titles, and some with their question), p3/quoref, p3/duorc, standardebooks, and the English news sentences of ntrex-128. No benchmark's
-questions are read or written.
+questions are read or written. The third file has the 512 prompts that the shipped drafter's own runs held out (data/smollm2_heldout.txt), which
+the second then lacks: a drafter that goes on from it is judged by prompts that it has never learnt from (`outrider train --judge`).
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ class Passages:
                     self.own[found[0]] = questions[0]
             elif row["source"] == "ntrex-128":
                 news.update(s.strip() for s in re.findall(NEWS, text) if len(s) > 60)
-            elif row["source"] in ("p3/quoref", "p3/duorc", "standardebooks") and row["category"] in ("reading", "summarization", "extraction"):
+            elif row["source"] in ("p3/quoref", "p3/duorc", "standardebooks") and row["category"] in (
+                "reading",
+                "summarization",
+                "extraction",
+            ):
                 pieces = text.split("\n\n")
                 articles.add(("\n\n".join(pieces[1:]) if row["source"] == "standardebooks" else max(pieces, key=len)).strip())
         self.alone, self.asked, self.news, self.titles = sorted(alone), sorted(asked), sorted(news), sorted(titles)
@@ -87,18 +92,22 @@ class Passages:
         return pick(rng, list(TOPIC)).format(a=pick(rng, self.titles), b=pick(rng, self.titles))
 
 
-def more_prompts(source: Path, to: Path, long: int = 4000, topics: int = 8000, seed: int = 0) -> dict[str, int]:
+HELD_OUT = Path(__file__).parent / "data" / "smollm2_heldout.txt"  # ids
+
+
+def more_prompts(source: Path, to: Path, judge: Path, long: int = 4000, topics: int = 8000, seed: int = 0) -> dict[str, int]:
     with gzip.open(source, "rt", encoding="utf-8") as file:
-        lines = file.readlines()
-    passages, rng = Passages([json.loads(line) for line in lines]), np.random.default_rng(seed)
+        rows = [json.loads(line) for line in file]
+    held = set(HELD_OUT.read_text(encoding="utf-8").split())
+    passages, rng = Passages([row for row in rows if row["id"] not in held]), np.random.default_rng(seed)
     made = [("long", passages.long(n, rng)) for n in range(long)] + [("topic", passages.topic(rng)) for _ in range(topics)]
-    with gzip.open(to, "wt", encoding="utf-8") as out:
-        out.writelines(lines)
-        for n, (kind, text) in enumerate(made):
-            out.write(json.dumps({"id": f"{kind}{n}", "category": kind, "source": "made", "prompt": text}) + "\n")
+    with gzip.open(to, "wt", encoding="utf-8") as out, gzip.open(judge, "wt", encoding="utf-8") as apart:
+        rows += [{"id": f"{kind}{n}", "category": kind, "source": "made", "prompt": text} for n, (kind, text) in enumerate(made)]
+        for row in rows:
+            (apart if row["id"] in held else out).write(json.dumps(row) + "\n")
     parts = {"alone": passages.alone, "own": passages.own, "asked": passages.asked, "news": passages.news, "titles": passages.titles}
     return {name: len(part) for name, part in parts.items()} | {"articles": len(passages.articles)}
 
 
 if __name__ == "__main__":
-    print(more_prompts(Path(sys.argv[1]), Path(sys.argv[2])))
+    print(more_prompts(*map(Path, sys.argv[1:4])))

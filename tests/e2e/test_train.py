@@ -76,6 +76,27 @@ def test_loss_falls_and_the_drafter_beats_lookup(world: tuple[Path, Path, Path])
     assert all(a >= b for a, b in zip(result["acceptance_by_position"][:4], result["acceptance_by_position"][1:4], strict=False))
 
 
+def test_a_start_that_nothing_beats_is_written_and_said_and_what_was_learnt_is_kept(world: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """Judged by prompts of another file; a rate that breaks the drafter."""
+    target, data, out = world
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
+    apart = tmp_path / "apart.jsonl"
+    apart.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("cat cat cat cat cat", "sun two red", rows[0]["prompt"])))
+    settings = TrainSettings(steps=4, unroll=2, lr=3.0, warmup=1, eval_every=2)
+    again = job(target, data, tmp_path / "run", init=str(out / "drafter"), judge=apart, settings=settings)
+    said: list[str] = []
+    result = run.train(again, said.append)
+    same = sum(r["prompt"] == rows[0]["prompt"] for r in rows)
+    assert any(f"{2 * (3 + same)} held out" in line for line in said), said
+    assert result["step"] == 0 and any("no evaluation beat" in line for line in said)
+    kept, last = ((tmp_path / "run" / name / "model.safetensors").read_bytes() for name in ("drafter", "last"))
+    assert kept == (out / "drafter" / "model.safetensors").read_bytes() != last
+    with pytest.raises(OutriderError, match="begun with other prompts"):
+        run.train(replace(again, judge=None), QUIET)
+    with pytest.raises(OutriderError, match="begun with other prompts"):
+        run.train(replace(again, data=apart), QUIET)
+
+
 def lookup_tokens_per_cycle(data: Sequences, k: int) -> float:
     """What an n-gram drafter (longest recent match of up to 3 tokens) reaches on the greedy answers."""
     tokens = cycles = 0

@@ -75,6 +75,10 @@ def train(
     ] = 1,
     limit: Annotated[int | None, typer.Option(help="Use only the first prompts.")] = None,
     heldout: Annotated[int, typer.Option(help="Prompts kept for evaluation, a fifth of all at most.")] = 256,
+    judge: Annotated[
+        Path | None,
+        typer.Option(help="Prompts to evaluate on instead, a file like --data. With --init: some that the drafter never learnt from."),
+    ] = None,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: only at the end.")] = 500,
     patience: Annotated[int, typer.Option(help="Stop after this many evaluations without a better one; 0: never.")] = 0,
     save_minutes: Annotated[float, typer.Option(help="Minutes between checkpoints.")] = 1.0,
@@ -130,8 +134,8 @@ def train(
             target=target, data=data, out=to, texts=texts, init=init, style=style, layers=layers, reads=read,  # type: ignore[arg-type]
             hidden=hidden, intermediate=intermediate, taps=tapped, position_offset=position_offset, clusters=clusters,
             recall=recall, max_prompt=longest, answering=Answering(most, temperature, slots, greedy, seed=seed, processes=answer_processes),
-            minutes=minutes, answer_minutes=answer_minutes, limit=limit, heldout=heldout, anchors=anchors, settings=settings, device=where,
-            dtype=kind, shard_target=shard_target, command=shlex.join(["outrider", *sys.argv[1:]]),
+            minutes=minutes, answer_minutes=answer_minutes, limit=limit, heldout=heldout, judge=judge, anchors=anchors, settings=settings,
+            device=where, dtype=kind, shard_target=shard_target, command=shlex.join(["outrider", *sys.argv[1:]]),
         )  # fmt: skip
         if recipe is None:
             result = run(job, progress.say, progress)

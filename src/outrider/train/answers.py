@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -234,7 +235,20 @@ def answer_to_file(
         raise OutriderError(f"{path}: cannot be written ({error.strerror}); free some space and run the command again") from None
 
 
-def heldout_prompts(count: int, heldout: int) -> np.ndarray:
-    """Which of the prompts are kept for evaluation: spread over the file, a fifth of them at most."""
-    want = min(heldout, count // HELD_EVERY)
-    return np.arange(count)[:: max(1, count // max(1, want))][:want]
+def heldout_prompts(prompts: Sequences, heldout: int, lines: int | None = None) -> np.ndarray:
+    """Which of the prompts are kept for evaluation. lines: those of the file to learn from; what comes after them, and every prompt that
+    says the same, is kept. None: `heldout` of all, a fifth at most. These are the ones with the least digests, wherever in the file they
+    stand: a longer file with the same prompts in it keeps none that a run with the shorter one has learnt from."""
+    digests = np.array(
+        [int.from_bytes(blake2b(prompts[i].tobytes(), digest_size=8).digest(), "big") for i in range(len(prompts))], np.uint64
+    )
+    if lines is not None:
+        return np.nonzero(np.isin(digests, digests[prompts.index >= lines]))[0]
+    room, kept = min(heldout, len(prompts) // HELD_EVERY), []
+    for digest, times in zip(*np.unique(digests, return_counts=True), strict=True):
+        if times <= room:  # a prompt that stands there more often goes as a whole
+            kept.append(digest)
+            room -= times
+        if room == 0:
+            break
+    return np.nonzero(np.isin(digests, np.array(kept, np.uint64)))[0]

@@ -85,19 +85,26 @@ def judge(target: Target, net: DraftNet, data: Sequences, temperature: float) ->
     return result
 
 
-def load_best(job: TrainJob, target: Target, net: DraftNet, aside: Sequences, step: int, quick: bool) -> None:
+def load_best(job: TrainJob, target: Target, net: DraftNet, aside: Sequences, trainer: Trainer, *, quick: bool, write: bool) -> int:
     """The weights of the best evaluation, where they are better than the last ones: a run that went on from a drafter is first worse
-    than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones, those of `step`; where only the
-    drafter at the start was judged, they are kept."""
-    path = job.out / "best.pt"
+    than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones; where only the drafter at the
+    start was judged, they are kept. -> the step whose weights the net has now. Last ones that lose stay in OUT/last."""
+    path, step = job.out / "best.pt", trainer.progress.step
     if not path.exists() or not (job.settings.patience or job.init):
-        return
+        return step
     best = torch.load(path, map_location=target.model.device, weights_only=True)
     every = job.settings.eval_every
     if quick and best["step"] == 0 and not (every and step >= every):
-        return
-    if quick or best["score"] > judge(target, net, aside, job.answering.temperature)["score"]:
-        net.load_state_dict(best["net"])
+        return step
+    if not quick:
+        last = judge(target, net, aside, job.answering.temperature)
+        trainer.log({"step": step, "seconds": round(trainer.progress.seconds, 2), "eval": last})
+        if last["score"] >= best["score"]:
+            return step
+    if write and best["step"] != step:
+        save_drafter(job.out / "last", net.config, net.export())
+    net.load_state_dict(best["net"])
+    return int(best["step"])
 
 
 def finish(
@@ -106,8 +113,7 @@ def finish(
 ) -> Row:  # fmt: skip
     """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used, nothing measured.
     `write`: this process writes the files; the others of a target that is divided only help to run it."""
-    load_best(job, target, net, aside, trainer.progress.step, quick)
-    result: Row = {}
+    result: Row = {"step": load_best(job, target, net, aside, trainer, quick=quick, write=write)}
     traces: list[Trace] = []
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
     if len(cold) and not quick:
@@ -129,7 +135,7 @@ def finish(
     result["draft_step_share"] = round(drafter_size(net.config).step / model_size(target.config).active, 4)
     if not write:
         return result
-    if result.keys() > {"draft_step_share"}:
+    if len(cold) and not quick:
         trainer.log({"step": trainer.progress.step, "final": result})
     story = provenance(job, target, data, trainer)
     write_drafter(job.out / "drafter", net, result, traces, story, job.out / "log.jsonl")

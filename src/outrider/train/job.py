@@ -45,6 +45,7 @@ class TrainJob:
     carry_sampled: float = 1.0  # share of their sampled answers that is taken
     limit: int | None = None  # prompts
     heldout: int = 256
+    judge: Path | None = None  # prompts that are kept for evaluation instead
     anchors: int | None = None  # query rows a batch; None: what fits
     settings: TrainSettings = field(default_factory=TrainSettings)
     shard_target: bool = False  # the target is divided over the processes of torchrun (shards.py)

@@ -30,7 +30,7 @@ from .trainer import Row, TrainSettings
 OWN = ("name", "minutes")
 NAMES = {
     TrainJob: {f.name for f in fields(TrainJob)}
-    - {"target", "data", "out", "answering", "settings", "carry", "command", "device", "dtype"},
+    - {"target", "data", "judge", "out", "answering", "settings", "carry", "command", "device", "dtype"},
     Answering: {f.name for f in fields(Answering)} - {"seed"},
     TrainSettings: {f.name for f in fields(TrainSettings)} - {"minutes", "muon", "anchors", "tokens", "scored", "keep"},
 }

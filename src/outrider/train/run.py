@@ -10,6 +10,7 @@ Everything lives in one folder and every stage continues where it stopped:
     OUT/checkpoint.pt    the run; OUT/best.pt the weights of its best evaluation
     OUT/log.jsonl        learning curve and evaluations; OUT/curve.png
     OUT/drafter/         the result: weights, card, acceptance.json, provenance.json, log and curve
+    OUT/last/            the last weights as a drafter, where an earlier evaluation was better
 """
 
 from __future__ import annotations
@@ -112,14 +113,14 @@ class Run:
         gc.collect()  # the engine's weights, before the dense ones are loaded
         self.progress("loading the target", 0, 1, "")
         target = open_target(known, job.device, job.dtype, self.group if job.shard_target else None)
-        data, aside = split(whole, self.held(prompts))
+        data, aside = split(whole, prompts.index[self.held(prompts)])
         self.say(f"{len(data)} sequences to train on with {data.answer_tokens} answer tokens, {len(aside)} held out")
         return self.drafter(target, data, aside)
 
     # ---- data ------------------------------------------------------------------------------------------------------
     def held(self, prompts: Sequences) -> np.ndarray:
-        """Lines of the prompt file that are kept for evaluation."""
-        return prompts.index[heldout_prompts(len(prompts), self.job.heldout)]
+        """Places of the prompts that are kept for evaluation."""
+        return heldout_prompts(prompts, self.job.heldout, read_json(self.job.out / "prompts.json").get("lines"))
 
     def prompts(self, known: Described) -> Sequences:
         job, kept = self.job, self.job.out / "prompts.npz"
@@ -127,15 +128,29 @@ class Run:
         most = min(most, known.config.max_context - (0 if job.texts else job.answering.max_new))
         if most < 1:
             raise OutriderError(f"--max-new {job.answering.max_new} leaves no room for a prompt in {known.config.max_context} positions")
-        if self.group.first and not (kept.exists() and read_json(job.out / "prompts.json")):
-            listed = read_prompts(job.data, job.limit)
-            encode(listed, known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(kept)
-            kinds = [p.category for p in listed]
-            write_json(job.out / "prompts.json", {"data": job.data.name, "data_sha256": file_hash(job.data), "categories": kinds})
+        if self.group.first:
+            before = read_json(job.out / "prompts.json") if kept.exists() else {}
+            if before:
+                self.same_file("--data", job.data, before)
+                self.same_file("--judge", job.judge, before)
+            else:
+                listed, apart = read_prompts(job.data, job.limit), [] if job.judge is None else read_prompts(job.judge)
+                encode([*listed, *apart], known.text, known.config.vocab_size, texts=job.texts, max_tokens=most).save(kept)
+                source: Row = {"data": job.data.name, "data_sha256": file_hash(job.data)}
+                if job.judge is not None:
+                    source |= {"judge": job.judge.name, "judge_sha256": file_hash(job.judge), "lines": len(listed)}
+                write_json(job.out / "prompts.json", source | {"categories": [p.category for p in (*listed, *apart)]})
         self.group.wait()
         prompts = Sequences.load(kept)
         self.say(f"{len(prompts)} {'texts' if job.texts else 'prompts'}, {int(prompts.lengths.sum())} tokens")
         return prompts
+
+    def same_file(self, option: str, path: Path | None, before: Row) -> None:
+        """A run that goes on has its prompts already: refused where another file is given than the one they are from."""
+        name = option.removeprefix("--")
+        if (path is None) != (name not in before) or (path is not None and path.is_file() and file_hash(path) != before[f"{name}_sha256"]):
+            was = before.get(name, f"without {option}")
+            raise OutriderError(f"{self.job.out}: this run was begun with other prompts ({was}): give the same {option}, or another --out")
 
     def data(self, known: Described, prompts: Sequences) -> Sequences | None:
         """The sequences to learn from: as they were left, or made now. None: it was asked to stop before there were all."""
@@ -151,7 +166,7 @@ class Run:
             if self.group.first:
                 made = [
                     as_sequences(prompts, all_answers(job.out), known.config.vocab_size),
-                    *(carried(p, job, self.held(prompts)) for p in job.carry),
+                    *(carried(p, job, prompts.index[self.held(prompts)]) for p in job.carry),
                 ]
                 Sequences.join(made).save(kept)
             self.group.wait()
@@ -161,7 +176,7 @@ class Run:
         """The target's answers into `path`; before most of the time is spent on them, whether it will be enough."""
         job, how = self.job, self.job.answering
         weights = category_weights(job, prompts)
-        tasks = plan_tasks(len(prompts), heldout_prompts(len(prompts), job.heldout), how, weights)
+        tasks = plan_tasks(len(prompts), self.held(prompts), how, weights)
         tasks = tasks[self.group.rank :: self.group.world]
         longest = int(prompts.lengths.max()) + how.max_new
         self.progress("loading the engine", 0, 1, "")
@@ -238,7 +253,7 @@ class Run:
             work, sizes, vocab=known.config.vocab_size, head=config.head_hidden, rate=rate, answer_rate=1.0 / each,
             load=load + model_size(known.config).active / LOAD_RATE, accumulate=job.settings.accumulate,
         )  # fmt: skip
-        heldout = min(job.heldout, len(prompts) // 5) * job.answering.max_new
+        heldout = len(self.held(prompts)) * job.answering.max_new
         if job.minutes is not None:
             self.say(check(forecast, job.minutes, tokens, heldout, self.budget.spent, made))
         else:
@@ -306,7 +321,10 @@ class Run:
         if self.stop.asked:
             self.say(f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here")
             return {**result, "stopped": self.stop.signal}
-        self.say(f"drafter written to {job.out / 'drafter'}")
+        if result.get("step") == 0:
+            self.say(f"no evaluation beat {job.init}, so {job.out / 'drafter'} holds that drafter; {job.out / 'last'} what was learnt")
+        else:
+            self.say(f"drafter written to {job.out / 'drafter'}")
         return result
 
     def sizes(self, target: Target, data: Sequences) -> Sizes:

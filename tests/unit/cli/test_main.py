@@ -115,3 +115,18 @@ def test_output_that_cannot_be_written_is_one_line() -> None:
         with open("/dev/full", "wb") as full:
             done = outrider(*words, stdout=full, env=buffered)
         assert (done.returncode, done.stderr) == (2, b"outrider: No space left on device\n")
+
+
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from outrider.__main__ import main
+
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "outrider.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "outrider.cli.main", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 130

@@ -28,7 +28,7 @@ def prompts(count: int = 11, vocab: int = 64) -> Sequences:
 
 
 def plan(count: int = 11) -> list[Task]:
-    return plan_tasks(count, heldout_prompts(count, 2), Answering(max_new=20, temperature=1.0))
+    return plan_tasks(count, heldout_prompts(prompts(count), 2), Answering(max_new=20, temperature=1.0))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def whole() -> dict[tuple[int, int], list[int]]:
 
 def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
     how = Answering(greedy_share=0.5, temperature=0.7, draws=2.0, seed=3)
-    held = heldout_prompts(200, 30)
+    held = heldout_prompts(prompts(200), 30)
     tasks = plan_tasks(200, held, how)
     assert len(held) == 30 and tasks == plan_tasks(200, held, how) and len({t.key for t in tasks}) == len(tasks)
     for count in (40, 100, 300):
@@ -54,7 +54,37 @@ def test_every_beginning_of_the_plan_is_a_fair_sample() -> None:
         assert 0 < len(aside) <= count / 5 and 0.1 < np.mean([t.temperature == 0 for t in some]) < 0.6
     assert {t.temperature for t in tasks if t.prompt in held} == {0.0, 0.7}
     assert all(t.temperature == 0.7 for t in tasks if t.draw > 0)
-    assert len(heldout_prompts(4, 30)) == 0 and {t.temperature for t in plan_tasks(9, held[:0], Answering(greedy_share=1.0))} == {0.0}
+    assert len(heldout_prompts(prompts(4), 30)) == 0 and {t.temperature for t in plan_tasks(9, held[:0], Answering(greedy_share=1.0))} == {
+        0.0
+    }
+
+
+def test_a_longer_file_keeps_no_prompt_that_a_run_with_the_shorter_one_learnt_from() -> None:
+    short, rest = prompts(100), prompts(160, vocab=63)
+    both = Sequences.join([short, rest])
+    order = np.random.default_rng(1).permutation(len(both))
+    held = {short[i].tobytes() for i in heldout_prompts(short, 15)}
+    learnt = {short[i].tobytes() for i in range(100)} - held
+    mixed = both.select(order)
+    for count in (5, 15, 40):
+        kept = [mixed[i].tobytes() for i in heldout_prompts(mixed, count)]
+        assert len(kept) == count and (count > 15 or not learnt.intersection(kept))
+
+
+def test_a_prompt_that_stands_there_twice_is_kept_or_learnt_from_as_a_whole() -> None:
+    some = prompts(40)
+    twice = Sequences.join([some, some, some.select(np.array([7] * 60))])
+    kept = heldout_prompts(twice, 9)
+    assert 0 < len(kept) <= 9 and 7 not in kept
+    assert all(np.isin([i, i + 40], kept).all() for i in kept if i < 40)
+
+
+def test_prompts_of_another_file_are_kept_with_those_that_say_the_same() -> None:
+    some = prompts(40)
+    some.index[:] = np.arange(40)
+    both = Sequences.join([some, some.select(np.array([3, 9]))])
+    both.index[40:] = [40, 41]
+    assert heldout_prompts(both, 8, lines=40).tolist() == [3, 9, 40, 41]
 
 
 def test_answers_are_the_engines(whole: dict[tuple[int, int], list[int]]) -> None:

@@ -85,12 +85,14 @@ def test_a_run_that_goes_on_knows_what_was_best_after_its_checkpoint(tmp_path: P
 
 @pytest.mark.parametrize(("best", "every", "loaded"), [(0, 0, False), (0, 20, True), (0, 500, False), (20, 20, True)])
 def test_a_stopped_run_takes_the_best_weights_only_where_others_were_judged(tmp_path: Path, best: int, every: int, loaded: bool) -> None:
-    net = made(tmp_path / "target").net
+    run = made(tmp_path / "target")
+    run.progress.step, net = 100, run.net
     trainer.write(tmp_path / "best.pt", {"net": {n: torch.zeros_like(w) for n, w in net.state_dict().items()}, "step": best, "score": 1.0})
     job = TrainJob("", tmp_path, tmp_path, init="some", settings=TrainSettings(eval_every=every))
     target: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device("cpu")))
-    finish.load_best(job, target, net, made(tmp_path / "target").data, step=100, quick=True)
+    taken = finish.load_best(job, target, net, run.data, run, quick=True, write=True)
     assert all((w == 0).all() for w in net.state_dict().values()) == loaded
+    assert taken == (best if loaded else 100) and (tmp_path / "last" / "model.safetensors").exists() == loaded
 
 
 def test_a_run_that_goes_on_judges_the_answers_it_judged_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
