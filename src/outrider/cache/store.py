@@ -20,6 +20,8 @@ from .pages import Group, SeqPages
 from .prefix import PrefixCache
 from .swap import Kept, Swap
 
+AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all
+
 
 def upload(values: Sequence[int] | Sequence[float] | Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A small tensor on the device, without waiting for what runs there."""
@@ -52,9 +54,6 @@ def last_rows(kv: KVView, seqs: Sequence[int]) -> Wanted:
     return Wanted(rows, replace(kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long(), row_start=start, max_rows=1))
 
 
-AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all
-
-
 @dataclass(frozen=True)
 class CacheSpec:
     """How much to hold. `tokens`: positions of full-attention K/V in all; sliding groups follow from the window."""
@@ -65,7 +64,7 @@ class CacheSpec:
     chunk: int  # most positions written ahead of the committed length in one pass (prefill chunk or K + 1)
     tokens: int
     window_tokens: int | None = None  # positions of sliding K/V in all; None: what all slots can hold at once, and as much for prefixes
-    swap: int = 0  # bytes of host memory for the pages of sequences that are set back
+    swap: int = 0  # bytes of host memory for the pages of pre-empted sequences
 
 
 @dataclass

@@ -162,7 +162,6 @@ def spread(flat: Tensor, rows: Rows, batch: int) -> Tensor:
     return grid
 
 
-# ---- what only some requests ask for; these wait for the device ------------------------------------------------------------
 def logprobs(rows: Sequence[Sequence[float]], tokens: Sequence[int], top: int) -> list[dict[int, float]]:
     """For each emitted token {id: logprob}, the chosen one first; `rows` as `Backend.logprob_rows` gives them, `top` of their likeliest."""
     out = []

@@ -22,8 +22,8 @@ SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without b
 USUAL = 4096  # tokens; no default is less, unless the model is
 SERVED = 8192  # tokens of context that a GPU's pages are divided for
 PASS = 1.25e14  # operations of a pass over prompts, a quarter of a second on an H200: running streams wait for no more
+FEWEST = 2048  # rows of such a pass, however long it takes: with fewer the matrix units would wait for memory
 SUMMED, PIECES = 65, 88  # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
-FEWEST = 2048  # rows that bring it close to the matrix units' rate, whatever it takes
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ class Lane:
     nodes: int = 0  # most tokens of a tree of drafts k deep; 0: a line
     prices: Sequence[float] | None = None  # what the tree's rows cost: see spec.plan.Choice
     cycles: int = 1  # so many may be run, one behind the other, before anybody looks at what they bring: see spec.plan.Choice
-    match: int = 0
+    match: int = 0  # they end early where so many of the text's last tokens stand somewhere before: see spec.plan.Choice
     reach: int = 0  # positions that these cycles have pages for
 
     @property

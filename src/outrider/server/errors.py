@@ -13,7 +13,7 @@ from pydantic_core import ErrorDetails
 
 TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error", 429: "rate_limit_error"}
 T = TypeVar("T")
-TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "NamedTool", "NamedFunction", "NamedChoice"}
+TAGS = {"body", "str", "int", "float", "bool", "dict", "none", "tuple", "NamedTool", "NamedFunction"}
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 MARK = b"\xef\xbb\xbf"  # of UTF-8, which some editors put before a text
 

@@ -190,7 +190,7 @@ INERT = (
 
 
 class Common(Strict):
-    model: str | None = None  # one model is served: it may be left out
+    model: str | None = None  # left out: the first that is served
     temperature: Temperature | None = None
     top_p: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     n: Annotated[Integer, Field(ge=1, le=128)] | None = None
@@ -214,9 +214,8 @@ class Common(Strict):
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=65536)] | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = (
-        None  # among the waiting requests of one client; lower comes first
-    )
+    # among the waiting requests of one client; lower comes first
+    priority: Annotated[Integer, Field(ge=-(2**31), le=2**31 - 1)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, object] | None = None

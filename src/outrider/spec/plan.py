@@ -43,8 +43,8 @@ class Choice(NamedTuple):
     drop: float = 0.0
     nodes: int = 0
     prices: tuple[float, ...] | None = None  # [17] of that many rows, in tokens; None: all `nodes` are verified
-    cycles: int = 1  # so many may be run by this plan,
-    match: int = 0  # but no further where so many tokens at the text's end are found again (0: whatever is found)
+    cycles: int = 1  # so many may be run by this plan before anybody looks at what they bring
+    match: int = 0  # they end early where so many of the text's last tokens stand somewhere before, to be copied from (0: nobody copies)
 
 
 PLAIN = Choice(None, 0)

@@ -39,7 +39,7 @@ SKIPPED_PREFIXES = (
     "model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder.",
     "model.multi_modal_projector.", "vision_tower.", "audio_tower.", "embed_vision.", "embed_audio.", "multi_modal_projector.",
 )  # fmt: skip
-# Buffers that old exports stored, and factors for a K/V cache in 8 bits, which is not kept so here.
+# Buffers that old exports stored, and a checkpoint's factors for K/V in 8 bits: the cache needs none (fp8) or makes its own (int8).
 SKIPPED_SUFFIXES = (".rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".prob_scale", ".k_cache_scale", ".v_cache_scale")
 SHARED_KV = ("k_proj", "v_proj", "k_norm", "v_norm")
 
