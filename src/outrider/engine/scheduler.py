@@ -63,22 +63,39 @@ class Scheduler:
         batch, before = StepBatch(), self.preemptions
         self._admit()
         ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.paused and not (s.ahead and self._may_be_over(s))]
-        for seq, (drafter, k, stop, drop, nodes, prices, cycles, match) in zip(ready, choose(ready) if ready else []):
-            if seq.cache is None:
-                continue  # pre-empted by an older one in this very step
-            nodes = nodes if len(seq.tokens) + nodes <= self.max_context else 0  # it may come from a plan that was made some steps ago
-            if self._reserve(seq, len(seq.tokens) + seq.ahead + max(k, nodes)):
-                guess = seq.ngram.propose(k + seq.ahead)[0] if drafter == "ngram" and seq.ngram is not None else None
-                k = k if guess is None or guess else 0  # a plan that was made some steps ago: the match has ended since
-                nodes, start = nodes if guess is None and k else 0, len(seq.tokens) - 1
-                drafter = drafter if k else None
-                lane = Lane(seq, seq.held.slot, start, 1, True, k, drafter, guess, stop, drop, nodes, prices, cycles, match)
-                if cycles > 1:
-                    self._reserve_ahead(lane)
-                batch.decode.append(lane)
-        beside = bool(ready and self.beside) and self._crowd(len(ready)) <= self.beside
-        waiting, budget = (self._by_turn(), self.beside) if beside else (list(self.running), self._budget(len(ready)))
-        for seq in waiting if len(ready) < len(self.running) else ():
+        for seq, choice in zip(ready, choose(ready) if ready else []):
+            if seq.cache is not None:  # else an older one has pre-empted it in this very step
+                self._decode(batch, seq, choice)
+        if len(ready) < len(self.running):
+            self._prompts(batch, len(ready))
+        if self.preemptions != before:
+            live = {id(s) for s in self.running}
+            batch.prompts = [lane for lane in batch.prompts if id(lane.seq) in live]
+            batch.decode = [lane for lane in batch.decode if id(lane.seq) in live]
+        return batch
+
+    def _decode(self, batch: StepBatch, seq: Seq, choice: Choice) -> None:
+        """The sequence's decoding lane, if there is room for it. The choice may come from a plan that was made some steps ago."""
+        drafter, k, stop, drop, nodes, prices, cycles, match = choice
+        nodes = nodes if len(seq.tokens) + nodes <= self.max_context else 0
+        if not self._reserve(seq, len(seq.tokens) + seq.ahead + max(k, nodes)):
+            return
+        guess = seq.ngram.propose(k + seq.ahead)[0] if drafter == "ngram" and seq.ngram is not None else None
+        k = k if guess is None or guess else 0  # the match has ended since
+        nodes = nodes if guess is None and k else 0
+        lane = Lane(
+            seq, seq.held.slot, len(seq.tokens) - 1, k=k, drafter=drafter if k else None, guess=guess, stop=stop, drop=drop,
+            nodes=nodes, prices=prices, cycles=cycles, match=match,
+        )  # fmt: skip
+        if cycles > 1:
+            self._reserve_ahead(lane)
+        batch.decode.append(lane)
+
+    def _prompts(self, batch: StepBatch, decoding: int) -> None:
+        """Prompt chunks, up to the step's budget beside so many decoding sequences."""
+        beside = bool(decoding and self.beside) and self._crowd(decoding) <= self.beside
+        waiting, budget = (self._by_turn(), self.beside) if beside else (list(self.running), self._budget(decoding))
+        for seq in waiting:
             if seq.cache is None:
                 continue
             start, count = self._next_chunk(seq)
@@ -92,11 +109,6 @@ class Scheduler:
                 budget -= count
             if budget <= 0:
                 break
-        if self.preemptions != before:
-            live = {id(s) for s in self.running}
-            batch.prompts = [lane for lane in batch.prompts if id(lane.seq) in live]
-            batch.decode = [lane for lane in batch.decode if id(lane.seq) in live]
-        return batch
 
     def _by_turn(self) -> list[Seq]:
         """Prompts beside sequences that decode: the one that is soonest done, so that what is short never waits behind what is long; then
