@@ -116,6 +116,20 @@ def test_chat_takes_a_message_of_many_lines_from_a_pipe(cli: Any, model: Path, m
     assert err.count("2 tokens (length)") == 3  # the last was answered, too, where the pipe ended before its quotes
 
 
+def test_chat_takes_code_and_paths_for_messages(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["/* C */ int x;", "// C++", "/etc/hosts", "/draft 99", "/what", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    code, _, err = cli("chat", model, "--max-tokens", 2)
+    assert code == 0 and err.count("2 tokens (length)") == 3 and "/draft takes 0..16 or auto, got '99'" in err
+
+
+def test_a_chat_that_fills_the_context_says_what_to_do(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter(["one", "two three " * 12, "/clear", "four", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda *_: next(lines))
+    code, _, err = cli("chat", model, "--max-tokens", 2, "--max-context", 64)
+    assert code == 0 and err.count("tokens (length)") == 2 and "the context holds 64: /clear forgets" in err
+
+
 def test_chat_shows_brackets_as_they_are(cli: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = iter(["/seed [/x] [bold]", "/quit"])
     monkeypatch.setattr("builtins.input", lambda *_: next(lines))

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 from ..prompts import Prompt
 from ..types import OutriderError, RequestStats, SamplingParams
@@ -95,6 +95,8 @@ class Settings:
     machine: str
     version: str
     seed: int = 0
+    max_tokens: int | None = None
+    loaded: Mapping[str, object] = field(default_factory=dict)  # load options that change texts or times
 
 
 class Counts(TypedDict):
@@ -139,11 +141,11 @@ class Store:
         ):  # one that failed before its first cell is none
             if not resume:
                 raise OutriderError(f"{folder} holds a run already: --resume finishes it, another --out starts a new one")
-            found = json.loads((folder / "run.json").read_text(encoding="utf-8"))
-            different = [k for k in wanted if found.get(k) != wanted[k]]
+            found, now = (_flat(s) for s in (json.loads((folder / "run.json").read_text(encoding="utf-8")), wanted))
+            different = [k for k in now if found.get(k) != now[k]]
             if different:
                 what = different[0]
-                raise OutriderError(f"{folder} was run with another {what}: {found.get(what)!r}, now {wanted[what]!r}")
+                raise OutriderError(f"{folder} was run with another {what}: {found.get(what)!r}, now {now[what]!r}")
         else:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "run.json").write_text(json.dumps(wanted, indent=1), encoding="utf-8")
@@ -164,6 +166,10 @@ class Store:
             file.flush()
             os.fsync(file.fileno())
         self.done.add(cell.key)
+
+
+def _flat(settings: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in settings.items() if k != "loaded"} | settings.get("loaded", {})
 
 
 def read_cells(folder: Path) -> Iterator[Cell]:

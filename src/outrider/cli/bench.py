@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from ..bench.report import Row
     from ..prompts import Prompt
 
+LOADED = ("verify", "dtype", "ops", "quantize", "tensor_parallel", "max_context", "kv_dtype", "tree")
+
 
 @common.loading("verify", *common.MACHINE, *common.ROOM)
 def bench(
@@ -58,9 +60,11 @@ def bench(
     """
     from ..bench import workloads
 
-    guessers, trees = common.parts(drafters), common.parts(tree)
+    guessers, trees = tuple(dict.fromkeys(common.parts(drafters))), tuple(dict.fromkeys(common.parts(tree)))
     if not guessers:
         raise OutriderError("--drafters names none: leave it out for the model's own, or say --draft-tokens 0 for plain decoding")
+    if not trees:
+        raise OutriderError("--tree is empty: give for instance off,16,auto")
     for text in trees:
         parse_tree(text)
     load = replace(load, drafter=guessers[0], tree=trees[0] if len(trees) == 1 else "auto", seed=seed)
@@ -95,7 +99,7 @@ def bench(
     names = _names(guessers, ks, trees) + list(common.parts(against))
     settings = harness.Settings(
         model, suite, tuple(names), temperatures, batches, repeats, len(prompts), machine_name(_accelerator(load.device), load.threads),
-        __version__, seed,
+        __version__, seed, max_tokens, {name: load.options()[name] for name in LOADED},
     )  # fmt: skip
     store = harness.Store(output, settings, resume)
     if len(store.done) < harness.total(settings, prompts):
@@ -117,6 +121,7 @@ def _report(output: Path, settings: Settings, prompts: list[Prompt], history: Pa
         common.note(f"appended to {report.history(history, asdict(settings), rows)}")
     if as_json:
         print(json.dumps({"settings": asdict(settings), "rows": [asdict(r) for r in rows], "quality": found}))
+        _verdict(rows, verify)
         return
     for at in sorted({(r.temperature, r.batch) for r in rows}):
         Console(width=max(out.width, 110), highlight=False).print(report.table(rows, *at))  # a pipe's 80 columns are too few
@@ -169,7 +174,7 @@ def _contestants(
         llm = common.load_llm(model, replace(load, drafter=drafter, engine=engine))
         if 0 in ks and not found:
             found.append(harness.Ours(harness.PLAIN, llm, 0, drafting=False))
-        for name, k, tree in _ways(drafter, ks, trees):
+        for name, k, tree in _ways(_label(drafter, drafters), ks, trees):
             found.append(harness.Ours(name, llm, k, tree=parse_tree(tree) if len(trees) > 1 else None))  # one for all: it was loaded so
     if peers:
         from ..weights import hub
@@ -181,17 +186,22 @@ def _contestants(
     return found
 
 
-def _ways(drafter: str, ks: list[int | None], trees: tuple[str, ...]) -> list[tuple[str, int | None, str]]:
+def _label(drafter: str, among: tuple[str, ...]) -> str:
+    """Its last part, or all of it where others end alike, as the folders of two training runs do (a/drafter, b/drafter)."""
+    last = Path(drafter).name
+    return last if sum(Path(other).name == last for other in among) == 1 else drafter
+
+
+def _ways(label: str, ks: list[int | None], trees: tuple[str, ...]) -> list[tuple[str, int | None, str]]:
     """Name, K and tree of each way to draft."""
-    base = Path(drafter).name
     return [
-        (f"{base}/{'auto' if k is None else f'K={k}'}{f' tree={tree}' if len(trees) > 1 else ''}", k, tree)
+        (f"{label}/{'auto' if k is None else f'K={k}'}{f' tree={tree}' if len(trees) > 1 else ''}", k, tree)
         for k in ks if k != 0 for tree in trees
     ]  # fmt: skip
 
 
 def _names(drafters: tuple[str, ...], ks: list[int | None], trees: tuple[str, ...]) -> list[str]:
-    return (["plain"] if 0 in ks else []) + [name for d in drafters for name, _, _ in _ways(d, ks, trees)]
+    return (["plain"] if 0 in ks else []) + [name for d in drafters for name, _, _ in _ways(_label(d, drafters), ks, trees)]
 
 
 def _record(model: str, prompts: list[Prompt], path: Path, temperature: float, seed: int, load: LoadSettings) -> None:

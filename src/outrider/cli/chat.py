@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ..config import LoadSettings, parse_draft_tokens
-from ..types import OutriderError, RequestStats, SamplingParams
+from ..types import MAX_DRAFT, OutriderError, RequestStats, SamplingParams
 from . import common
 from .common import err, note, out
 from .show import Painter
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..llm import LLM
 
 FENCE = '"""'
+COMMAND = re.compile(r"/\w*( .*)?")  # on one line; `/* C`, `// C` and `/etc/hosts` are messages
 HELP = "/stats  statistics of all turns · /seed N · /draft K|auto · /clear  forget the conversation · /quit"
 
 
@@ -67,7 +69,7 @@ class Conversation:
             if line == "/quit":
                 return
             try:
-                if line.startswith("/"):
+                if COMMAND.fullmatch(line):
                     self.command(line)
                 elif line:
                     self.answer(line)
@@ -98,7 +100,10 @@ class Conversation:
         elif name == "/clear":
             self.clear()
         elif name == "/draft":
-            self.draft_tokens = parse_draft_tokens(argument.strip() or "auto")
+            try:
+                self.draft_tokens = parse_draft_tokens(argument.strip() or "auto")
+            except OutriderError:
+                raise OutriderError(f"/draft takes 0..{MAX_DRAFT} or auto, got {argument!r}") from None
         elif name == "/seed":
             try:
                 self.params = replace(self.params, seed=int(argument))
@@ -109,9 +114,14 @@ class Conversation:
 
     def answer(self, line: str) -> None:
         self.messages.append({"role": "user", "content": line})
-        ids = self.llm.chat_prompt(self.messages)
-        painter, text = Painter(self.llm.tokenizer, ids, self.show_draft), ""
+        text = ""
         try:
+            ids = self.llm.chat_prompt(self.messages)
+            painter = Painter(self.llm.tokenizer, ids, self.show_draft)
+            if len(ids) >= (most := self.llm.engine.max_context) and len(self.messages) > 1 + bool(self.system):
+                raise OutriderError(
+                    f"the conversation has {len(ids)} tokens; the context holds {most}: /clear forgets what was said so far"
+                )
             for event in self.llm.stream(ids, self.params, self.draft_tokens):
                 text += event.text
                 out.print(painter.paint(event), end="")

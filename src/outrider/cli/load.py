@@ -7,6 +7,7 @@ import json
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,7 +81,8 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "outrider.cli.main", "serve", target, "--drafter", drafter, "--port", str(port)]
-    process = subprocess.Popen([*command, "--max-concurrent", str(most), "--max-queued", "1024"], stderr=subprocess.PIPE, text=True)
+    log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # a pipe that nobody reads would fill up
+    process = subprocess.Popen([*command, "--max-concurrent", str(most), "--max-queued", "1024"], stderr=log)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + 600
@@ -90,8 +92,8 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
                 break
             except OSError:
                 if process.poll() is not None:
-                    assert process.stderr is not None
-                    lines = process.stderr.read().strip().splitlines() or ["no message"]
+                    log.seek(0)
+                    lines = log.read().strip().splitlines() or ["no message"]
                     raise OutriderError(f"the server for {target} did not start: {lines[-1]}") from None
                 if time.monotonic() > deadline:
                     raise OutriderError(f"the server for {target} did not start within ten minutes") from None
@@ -100,10 +102,11 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
     finally:
         process.terminate()
         try:
-            process.communicate(timeout=30)
+            process.wait(timeout=30)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.communicate()
+            process.wait()
+        log.close()
 
 
 def table(rows: list[Summary]) -> Table:

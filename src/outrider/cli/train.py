@@ -26,7 +26,8 @@ def train(
     ],
     to: Annotated[Path, typer.Option("--out", help="Folder of the run; the same command continues it.")],
     recipe: Annotated[
-        str | None, typer.Option(help="A training run written down: 'shipped' (the default model's drafter) or a TOML file.")
+        str | None,
+        typer.Option(help="A training run written down: 'shipped' (the default model's drafter), 'further' (on from it) or a TOML file."),
     ] = None,
     texts: Annotated[bool, typer.Option("--texts", help="Train on the texts as they are instead of on the target's own answers.")] = False,
     init: Annotated[str | None, typer.Option(help="Start from this drafter (for a fine-tuned or quantised target).")] = None,

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 from safetensors.torch import save_file
@@ -110,6 +111,7 @@ def save_drafter(
             write_json(folder / "provenance.json", dict(provenance))
         if card:
             (folder / "README.md").write_text(card, encoding="utf-8")
+        part.chmod(S_IMODE((folder / "config.json").stat().st_mode))  # safetensors lets nobody else read it: a server may be another user
         part.replace(folder / "model.safetensors")
     except OSError as error:
         raise OutriderError(f"{folder}: the drafter cannot be written ({error}); free some space and run the command again") from None

@@ -90,18 +90,12 @@ def auto_drafter(name: str | Path) -> tuple[str | None, str]:
     name = str(name)
     path = Path(name).expanduser()
     if path.exists():
-        path = path.resolve()
-        if path.name == "config.json":  # as `resolve` takes it: its folder is meant
-            path = path.parent
-        beside = path.with_suffix("") if path.suffix == ".gguf" else path
-        inside = path if path.is_dir() else path.parent
-        for folder in (inside / "assistant", beside.with_name(beside.name + "-assistant")):
-            if (folder / "config.json").is_file():
-                return str(folder), f"found beside the model: {folder}"
-        file = beside.with_name(beside.name + "-assistant.gguf")
-        if file.is_file():
-            return str(file), f"found beside the model: {file}"
-        return None, f"no drafter beside {name} (looked for assistant/, {beside.name}-assistant/ and {file.name})"
+        named, real = Path(os.path.abspath(path)), path.resolve()
+        for place in dict.fromkeys((named, real)):  # beside the model as it is named, then beside what a link stands for
+            if found := _beside(place):
+                return str(found), f"found beside the model: {found}"
+        stem = _stem(named).name
+        return None, f"no drafter beside {name} (looked for assistant/, {stem}-assistant/ and {stem}-assistant.gguf)"
     if name == "smollm2":
         if (ASSETS / "smollm2" / "config.json").is_file():
             return str(ASSETS / "smollm2"), "shipped with Outrider"
@@ -111,6 +105,20 @@ def auto_drafter(name: str | Path) -> tuple[str | None, str]:
     if re.fullmatch(r"google/gemma-4-[\w.\-]+-it", name):
         return f"{name}-assistant", "Google's MTP drafter for this model"
     return None, f"no drafter is known for {name}: pass one with --drafter, or train one"
+
+
+def _stem(path: Path) -> Path:
+    """A model without the end of its file's name; of a config.json its folder, as `resolve` takes it."""
+    return path.parent if path.name == "config.json" else path.with_suffix("") if path.suffix == ".gguf" else path
+
+
+def _beside(path: Path) -> Path | None:
+    stem, inside = _stem(path), path if path.is_dir() else path.parent
+    for folder in (inside / "assistant", stem.with_name(stem.name + "-assistant")):
+        if (folder / "config.json").is_file():
+            return folder
+    file = stem.with_name(stem.name + "-assistant.gguf")
+    return file if file.is_file() else None
 
 
 def _snapshot(name: str, weights: bool) -> Path:

@@ -66,6 +66,43 @@ def test_trees_beside_lines(model: str, tmp_path: Path) -> None:
         call(model, "--tree", "off,99")
 
 
+def test_another_text_fails_with_json_too(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("--drafters", "ngram", "--draft-tokens", "0,4", "--repeats", "1", "--out", str(tmp_path / "r"), "--json")
+    call(model, *words)
+    path = tmp_path / "r" / "cells.jsonl"
+    cells = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**c, "digest": c["contestant"]}) + "\n" for c in cells))
+    with pytest.raises(OutriderError, match="gave another text than plain decoding on 100"):
+        call(model, *words, "--resume")
+
+
+def test_a_run_goes_on_in_its_own_settings_only(model: str, tmp_path: Path) -> None:
+    words = ("--drafters", "ngram", "--draft-tokens", "0", "--repeats", "1", "--out", str(tmp_path / "r"))
+    call(model, *words)
+    for other, told in (("--max-tokens", "4"), "max_tokens: None, now 4"), (("--dtype", "bfloat16"), "dtype: None, now 'bfloat16'"):
+        with pytest.raises(OutriderError, match=f"was run with another {told}"):
+            call(model, *words, *other, "--resume")
+
+
+def test_drafters_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    tiny.write_target("gemma4_31b", tmp_path / "m")
+    (tmp_path / "p.jsonl").write_text(json.dumps({"id": "p", "prompt": "one two three", "max_tokens": 4}))
+    runs = [tiny.write_assistant("gemma4_31b", tmp_path / run / "drafter") for run in ("a", "b")]
+    words = (
+        "--drafters",
+        f"{runs[0]},{runs[1]},{runs[0]}",
+        "--draft-tokens",
+        "2",
+        "--repeats",
+        "1",
+        "--out",
+        str(tmp_path / "r"),
+        "--json",
+    )
+    rows = json.loads(call(str(tmp_path), *words))["rows"]
+    assert {r["contestant"] for r in rows} == {f"{run}/K=2" for run in runs}
+
+
 def test_traces_are_recorded_once_and_replayed(model: str, tmp_path: Path) -> None:
     path = tmp_path / "t.jsonl"
     words = ("--drafters", "ngram", "--record-traces", str(path))
@@ -105,6 +142,7 @@ def test_a_file_without_traces(model: str, tmp_path: Path) -> None:
     (("--limit", "0"), "--limit must be at least 1, got 0"),
     (("--max-tokens", "0"), "--max-tokens must be at least 1, got 0"),
     (("--categories", "poems"), "no category"),
+    (("--tree", ","), "--tree is empty"),
     (("--drafters", ",", "--simulate", "x.jsonl"), "names none"),
 ])  # fmt: skip
 def test_bad_input_is_one_line(model: str, tmp_path: Path, words: tuple[str, ...], message: str) -> None:

@@ -21,7 +21,7 @@ from outrider.train import design
 from outrider.train.capture import DenseOps, Recorder, capture
 from outrider.train.data import Sequences, make_batch
 from outrider.train.evaluate import Head
-from outrider.train.export import config_dict
+from outrider.train.export import config_dict, save_drafter
 from outrider.train.net import DraftNet
 from outrider.types import SamplingParams
 from outrider.weights.load import dummy_weights, load_target
@@ -131,6 +131,13 @@ def test_a_drafter_for_four_bits_is_written_in_their_values(tmp_path: Path) -> N
     assert max(len(row.unique()) for row in down) <= 16 and not torch.equal(down, net.weight("layers.0.down"))
     whole = DraftNet(replace(drafter, weight_bits=None), config)
     assert torch.equal(whole.export()["layers.0.down"], whole.weight("layers.0.down"))
+
+
+def test_who_may_read_a_drafter_may_read_its_weights(tmp_path: Path) -> None:
+    config, _, _ = load_target(str(tiny.write_target("smollm2", tmp_path / "m")), "cpu", torch.float32)
+    drafter = design.plain(config, reads=(0,), hidden=64, intermediate=32)
+    save_drafter(tmp_path / "d", drafter, DraftNet(drafter, config).export())
+    assert len({(tmp_path / "d" / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1
 
 
 def test_biases_of_the_target_go_into_the_queries(tmp_path: Path) -> None:

@@ -184,6 +184,10 @@ def test_auto_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "x-assistant").mkdir()
     (tmp_path / "x-assistant" / "config.json").write_text("{}")
     assert hub.auto_drafter(tmp_path / "x.gguf")[0] == str(tmp_path / "x-assistant")
+    (tmp_path / "y.gguf").symlink_to(tmp_path / "x.gguf")
+    assert hub.auto_drafter(tmp_path / "y.gguf")[0] == str(tmp_path / "x-assistant")  # what the link stands for has one
+    (tmp_path / "y-assistant.gguf").write_bytes(b"")
+    assert hub.auto_drafter(tmp_path / "y.gguf")[0] == str(tmp_path / "y-assistant.gguf")  # by its own name it has a nearer one
     monkeypatch.setattr(hub, "ASSETS", tmp_path / "assets")
     where, reason = hub.auto_drafter("smollm2")
     assert where is None and "ships no drafter" in reason
