@@ -35,9 +35,9 @@ VERIFY: dict[Verify, Callable[[Tensor, Draft, CycleInput], Verdict]] = {
 }
 
 
-def told(sure: list[float]) -> list[float]:
-    """Confidences, without the place behind a draft where nothing was drafted."""
-    return sure[:-1] if sure and sure[-1] == 0.0 else sure
+def confidences(row: list[float]) -> list[float]:
+    """Of a draft's tokens, without the place behind it where nothing was drafted."""
+    return row[:-1] if row and row[-1] == 0.0 else row
 
 
 def switch_off(drafter: str, lanes: Sequence[Lane], error: Exception, metrics: Metrics) -> None:
@@ -103,13 +103,15 @@ class EagerExecutor(Executor):
         emitted = [line[:n] for line, n in zip(tokens, counts)]
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
-        out_of = lambda i, lane: None if sure is None or lane.drafter in (None, "ngram") else told(sure[i][: lane.k + 1])  # noqa: E731
+        confidence = [  # a copy of earlier text has none
+            None if sure is None or lane.drafter in (None, "ngram") else confidences(sure[i][: lane.k + 1]) for i, lane in enumerate(lanes)
+        ]
         trees: list[Branches | None] = [None] * len(lanes)
         if out.verdict.rows is not None and draft is not None:
             drafted = draft.tokens.tolist()
             paths = out.verdict.rows.tolist()
             trees = [Branches.of(parents[i], path[1 : counts[i]], None, drafted[i][: lanes[i].k]) for i, path in enumerate(paths)]
-        return [Emitted(emitted[i], top[i], out_of(i, lane), trees[i]) for i, lane in enumerate(lanes)]
+        return [Emitted(*each) for each in zip(emitted, top, confidence, trees, strict=True)]
 
     def _logprobs(
         self, seqs: Sequence[Seq], rows: Rows, logits: Tensor, verdict: Verdict, emitted: list[list[int]]
@@ -119,13 +121,13 @@ class EagerExecutor(Executor):
         if most is None:
             return [None] * len(seqs)
         start: Sequence[int]
-        told = self.machine.model.ops.logprob_rows
+        logprob_rows = self.machine.model.ops.logprob_rows
         if verdict.rows is not None:  # of a tree, the rows of the path
             width = verdict.rows.shape[1]
             which = (rows.start[:-1, None] + verdict.rows).reshape(-1)
-            table, start = told(logits[which], verdict.tokens.reshape(-1), most).tolist(), range(0, len(seqs) * width, width)
+            table, start = logprob_rows(logits[which], verdict.tokens.reshape(-1), most).tolist(), range(0, len(seqs) * width, width)
         else:
-            table, start = told(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
+            table, start = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
 
     def _input(self, lanes: Sequence[Lane], sampling: SamplingBatch) -> CycleInput:

@@ -74,20 +74,22 @@ class Feeder:
 
 
 class Call:
+    """`taken`: what was taken on the way to here (model, places) and is given back at the end."""
+
     def __init__(
         self,
         job: Job,
         feeder: Feeder,
         writer: Writer,
         wire: Wire,
-        slots: ExitStack,
+        taken: ExitStack,
         deadline: float,
         timeout: float,
         route: str,
         metrics: ServerMetrics,
         closing: Callable[[], bool],
     ) -> None:
-        self._job, self._feeder, self._writer, self._wire, self._slots = job, feeder, writer, wire, slots
+        self._job, self._feeder, self._writer, self._wire, self._taken = job, feeder, writer, wire, taken
         self._begun = False
         self.deadline, self._timeout, self._route = deadline, timeout, route
         self._metrics, self._closing = metrics, closing
@@ -173,7 +175,7 @@ class Call:
         if self._feeder.stream.open:
             self._metrics.aborted.inc()
         self._feeder.close()
-        self._slots.close()
+        self._taken.close()
         choices = self._writer.choices
         for choice in choices:
             if choice.stats is not None:

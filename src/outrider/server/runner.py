@@ -262,9 +262,8 @@ class Runner:
             elif event.finish_reason != "abort":
                 self._failures = 0
         self._deliver(out)
-        if (
-            not self._written or len(self._streams) <= FEW
-        ):  # nothing runs on a device, or there is little to write: now is as good a time as any
+        # Where nothing runs on a device, or there is little to write, now is as good a time as any.
+        if not self._written or len(self._streams) <= FEW:
             self._outbox.open(len(self._streams))
         else:
             self._outbox.hurry()

@@ -190,10 +190,8 @@ class Writer:
             if c.reasoning:
                 message["reasoning_content"] = c.reasoning
             if c.calls and self._job.functions:
-                message["function_call"], out["finish_reason"] = (
-                    c.calls[0]["function"],
-                    "function_call" if c.finish == "tool_calls" else c.finish,
-                )
+                message["function_call"] = c.calls[0]["function"]
+                out["finish_reason"] = "function_call" if c.finish == "tool_calls" else c.finish
             elif c.calls:
                 message["tool_calls"] = c.calls
             out["message"] = message

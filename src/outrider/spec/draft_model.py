@@ -23,7 +23,7 @@ from ..models.config import ModelConfig
 from ..ops.backend import Behind, Guessed
 from ..types import Draft, KVPages, KVView
 from .choose import SamplingBatch
-from .drafter import DraftBatch, Score, draft_round
+from .drafter import DraftBatch, Drafter, Score, draft_round
 from .nets import Target
 
 PAGE = 32
@@ -117,7 +117,7 @@ def shortlist(vocab: int, always: Iterable[int] = ()) -> Tensor | None:
     return torch.tensor(sorted({*range(max(LISTED, vocab // 4)), *(t for t in always if 0 <= t < vocab)}), dtype=torch.int64)
 
 
-class DraftModel:
+class DraftModel(Drafter):
     name = "draft_model"
     taps: tuple[int, ...] = ()
 

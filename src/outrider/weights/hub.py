@@ -71,11 +71,9 @@ def _meant(path: Path) -> str:
     found = difflib.get_close_matches(path.name, beside, 1, 0.7)
     if found:
         return f" (did you mean {path.parent / found[0]}?)"
-    return (
-        " (did you mean smollm2?)"
-        if difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7)
-        else _known(str(path))
-    )
+    if difflib.get_close_matches(path.name.lower(), ["smollm2", "smollm2-135m-instruct"], 1, 0.7):
+        return " (did you mean smollm2?)"
+    return _known(str(path))
 
 
 def _known(name: str) -> str:
