@@ -242,52 +242,52 @@ def _assemble(
     model: str, settings: LoadSettings, say: Callable[[str], None], team: Team | None, agree: Callable[[Room], Room]
 ) -> tuple[Engine, str, int, CostKey | None]:
     quantize, load_format, seed, threads = settings.quantize, settings.load_format, settings.seed, settings.threads
-    spec, room = settings.spec, settings.engine
-    place = ops_module.place(settings.device) if team is None else team.device
-    if place.index is not None:
-        torch.cuda.set_device(place)  # kernels are launched on the current device, wherever their tensors are
-    kind: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if place.type == "cuda" else "float32"))
-    if team is not None and place.type == "cpu":
+    spec, engine_config = settings.spec, settings.engine
+    device = ops_module.place(settings.device) if team is None else team.device
+    if device.index is not None:
+        torch.cuda.set_device(device)  # kernels are launched on the current device, wherever their tensors are
+    dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    if team is not None and device.type == "cpu":
         threads = threads or max(1, default_threads() // team.share.world)  # the processes share the cores
-    chosen = ops_module.choose(place, settings.ops, threads)
-    if chosen.name == "cpu" or (team is not None and place.type == "cpu"):
+    ops = ops_module.choose(device, settings.ops, threads)
+    if ops.name == "cpu" or (team is not None and device.type == "cpu"):
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
     share, together = (None, SOLO) if team is None else (team.share, team)
     files = hub.resolve(model, weights=load_format == "auto")
     # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.
     tokenizing = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
-    config, weights, _ = load_target(files, place, kind, chosen, quantize=quantize, load_format=load_format, seed=seed, share=share)
+    config, weights, _ = load_target(files, device, dtype, ops, quantize=quantize, load_format=load_format, seed=seed, share=share)
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
-    target = TextModel(config, weights, chosen, together)
+    target = TextModel(config, weights, ops, together)
     common = lambda: tokenizing.result().everyday() if tokenizing is not None else ()  # noqa: E731
-    guesser, names, note = pick_drafter(files, settings.drafter, target, kind, load_format, seed, common)
+    drafter, names, note = pick_drafter(files, settings.drafter, target, dtype, load_format, seed, common)
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
     if team is not None:
         say(f"tensor parallel: {team.share.world} processes, {size / 2**30:.2f} GiB of weights in the first")
-    runner = chosen.compile(target) if team is None else target  # whole models in one call know nothing of other processes
-    card = guesser.card if isinstance(guesser, MTPDrafter) else None
+    runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
+    card = drafter.card if isinstance(drafter, MTPDrafter) else None
     prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
-    if isinstance(guesser, DraftModel):  # what small models of a family were seen to do
-        prior, trust = {guesser.name: draft_model.ACCEPTED}, {guesser.name: draft_model.TRUST}
-    captured = chosen.capabilities.graphs if room.graphs is None else room.graphs  # then no draft ends by its confidence
+    if isinstance(drafter, DraftModel):  # what small models of a family were seen to do
+        prior, trust = {drafter.name: draft_model.ACCEPTED}, {drafter.name: draft_model.TRUST}
+    captured = ops.capabilities.graphs if engine_config.graphs is None else engine_config.graphs  # then no draft ends by its confidence
     controller = Controller(CostTable(), names, prior, trust=None if captured else trust)
-    made = Engine(runner, tokenizer, room, spec, guesser, controller, chosen.kv_dtype(kind, room.kv_dtype), agree=agree)
-    if place.type == "cuda":
-        gib = made.store.bytes() / 2**30
-        say(f"K/V: {made.room.tokens:,} tokens in {gib:.1f} GiB; up to {made.max_batch} sequences, {made.max_context:,} tokens each")
+    engine = Engine(runner, tokenizer, engine_config, spec, drafter, controller, ops.kv_dtype(dtype, engine_config.kv_dtype), agree=agree)
+    if device.type == "cuda":
+        gib = engine.store.bytes() / 2**30
+        say(f"K/V: {engine.room.tokens:,} tokens in {gib:.1f} GiB; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each")
     if spec.draft_tokens is not None or not names:
-        return made, note, size, None
-    trained_for = guesser.model.config.target_hash if isinstance(guesser, MTPDrafter) else None
+        return engine, note, size, None
+    trained_for = drafter.model.config.target_hash if isinstance(drafter, MTPDrafter) else None
     divided = "" if team is None else f" over {team.share.world}"
     key = CostKey(
-        machine_name(torch.cuda.get_device_name(place) if place.type == "cuda" else None, threads),
-        f"{model} {kind} {chosen.name} {quantize} {note} {trained_for} batch {made.max_batch} kv {room.kv_dtype}{divided}",
-        f"{__version__} {FORMAT} {chosen.version}",
+        machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads),
+        f"{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv {engine_config.kv_dtype}{divided}",
+        f"{__version__} {FORMAT} {ops.version}",
     )
-    return made, note, size, key
+    return engine, note, size, key
 
 
 def worker(device: str | None = None) -> NoReturn:
