@@ -131,16 +131,13 @@ def _gpu() -> Iterator[Finding]:
 
 
 def _storage() -> Iterator[Finding]:
-    from ..ops.cpu.build import cache_root
+    from ..ops.cpu.build import cache_root, writable
 
     folder = cache_root()
-    at = folder
-    while not at.exists():
-        at = at.parent
-    free = shutil.disk_usage(at).free / 2**30
-    if not os.access(at, os.W_OK):
+    if not writable(folder):  # as whoever keeps something there finds it: a file in its place, a read-only mount, a full disk
         yield Finding("bad", "cache", f"{folder} can't be written", "set OUTRIDER_CACHE to a folder that can")
     else:
+        free = shutil.disk_usage(folder).free / 2**30
         low = "models need room: set OUTRIDER_CACHE and HF_HOME to a larger disk" if free < 5 else ""
         yield Finding("note" if low else "ok", "cache", f"{folder}, {free:.0f} GiB free", low)
 

@@ -289,9 +289,8 @@ class Trainer:
             if best > self.progress.best:  # found after the checkpoint was written: what is worse must not replace it
                 self.progress.best, self.progress.since_best = best, 0
         except (RuntimeError, KeyError, ValueError, TypeError) as error:
-            raise OutriderError(
-                f"{path}: does not fit this run ({str(error).splitlines()[0]}): choose another --out or the same settings"
-            ) from None
+            why = "its drafter is built otherwise" if "state_dict" in str(error) else str(error).splitlines()[0]
+            raise OutriderError(f"{path}: does not fit this run ({why}): choose another --out or the same settings") from None
         return True
 
 

@@ -31,6 +31,13 @@ def test_what_is_here(tmp_path: Path) -> None:
     assert "CPU kernels" in said and "Traceback" not in said
 
 
+def test_a_cache_that_cannot_be_used_is_bad(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in its place")
+    for where in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, found = findings(OUTRIDER_CACHE=str(where))
+        assert code == 1 and found["cache"]["state"] == "bad" and "OUTRIDER_CACHE" in found["cache"]["advice"]
+
+
 def test_no_compiler_is_bad_and_says_what_to_do(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def none() -> str:
         raise kernels.BuildError("no C compiler (cc, gcc or clang) on the path")

@@ -21,6 +21,7 @@ from outrider.train.net import DraftNet
 from outrider.train.parallel import Group
 from outrider.train.run import Run
 from outrider.train.trainer import Trainer, TrainSettings
+from outrider.types import OutriderError
 from outrider.weights.load import load_target
 
 torch.set_num_threads(1)
@@ -81,6 +82,16 @@ def test_a_run_that_goes_on_knows_what_was_best_after_its_checkpoint(tmp_path: P
     assert again.resume(tmp_path) and again.progress.best == 2.0
     again.judge(tmp_path)
     assert torch.load(tmp_path / "best.pt", weights_only=True)["score"] == 2.0 and again.progress.since_best == 1
+
+
+def test_a_checkpoint_of_another_drafter_says_so(tmp_path: Path) -> None:
+    run = made(tmp_path / "target")
+    run.save(tmp_path)
+    kept = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+    kept["net"]["one.more"] = torch.zeros(1)
+    trainer.write(tmp_path / "checkpoint.pt", kept)
+    with pytest.raises(OutriderError, match=r"does not fit this run \(its drafter is built otherwise\): choose another --out"):
+        run.resume(tmp_path)
 
 
 @pytest.mark.parametrize(("best", "every", "loaded"), [(0, 0, False), (0, 20, True), (0, 500, False), (20, 20, True)])
