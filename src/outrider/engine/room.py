@@ -7,7 +7,9 @@ sequence, so the two kinds of pages are divided such that as many sequences of a
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,6 +19,7 @@ from ..models.config import ModelConfig
 from ..models.inspect import flops, model_size, work_bytes
 from ..types import MAX_DRAFT, OutriderError
 
+UNKNOWN = 1 << 62  # bytes, where nobody tells how many are free
 KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
 SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without being asked to
 USUAL = 4096  # tokens; no default is less, unless the model is
@@ -35,14 +38,29 @@ class Room:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Memory that can still be had there; a very large number where nobody tells."""
+    """Memory that can still be had there, on a CPU within the limit of the container; UNKNOWN where nobody tells."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return 1 << 62
+    free = UNKNOWN
+    with suppress(OSError, StopIteration, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+    return min(free, container_bytes(Path("/sys/fs/cgroup")))
+
+
+def container_bytes(root: Path) -> int:
+    """What the limit of a container (control groups of version 2, or 1) leaves; UNKNOWN without one. Files that the system keeps in
+    memory count as used there, and make room when somebody asks for it."""
+    for limit, used, stat, files in (
+        ("memory.max", "memory.current", "memory.stat", "file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
+    ):
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in (root / stat).read_text(encoding="ascii").splitlines())
+            most = (root / limit).read_text(encoding="ascii").strip()
+            if most != "max":
+                taken = int((root / used).read_text(encoding="ascii")) - int(counts.get(files, 0))
+                return max(0, int(most) - max(0, taken))
+    return UNKNOWN
 
 
 def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int) -> int:

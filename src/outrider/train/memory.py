@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from ..engine import room
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
 
@@ -26,20 +26,9 @@ KEEP_SHARE = 0.25  # of the free memory that captured states may take
 
 
 def free_bytes(device: str) -> int:
-    """Memory that this process may still take: of the GPU, or of the machine within the limit of its control group."""
-    if device.startswith("cuda"):
-        return int(torch.cuda.mem_get_info(device)[0])
-    free = 8 << 30  # where the system does not say
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) << 10
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            free = min(free, int(limit) - int(Path("/sys/fs/cgroup/memory.current").read_text()))
-    except (OSError, ValueError, IndexError):
-        pass
-    return max(free, 1 << 26)
+    """Memory that this process may still take; where nobody tells, 8 GiB."""
+    free = room.free_bytes(torch.device(device))
+    return 8 << 30 if free == room.UNKNOWN else max(free, 1 << 26)
 
 
 @dataclass(frozen=True)

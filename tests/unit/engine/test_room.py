@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from tests.engines import VARIANTS, request, tiny_engine
 
 from outrider.config import EngineConfig
-from outrider.engine.room import KV_BYTES, captured_bytes, free_bytes, prompt_rows, room, rows_alone, rows_beside
+from outrider.engine.room import KV_BYTES, UNKNOWN, captured_bytes, container_bytes, free_bytes, prompt_rows, room, rows_alone, rows_beside
 from outrider.models.config import ModelConfig
 from outrider.models.inspect import work_bytes
 from outrider.models.known import KNOWN
@@ -60,6 +62,23 @@ def test_a_gpu_is_divided_between_windows_and_whole_contexts() -> None:
 
 def test_free_memory_is_known_here() -> None:
     assert 0 < free_bytes(torch.device("cpu")) < 1 << 50
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "stat", "file"),
+    [("memory.max", "memory.current", "memory.stat", "file"),
+     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache")],
+)  # fmt: skip
+def test_the_limit_of_a_container_counts_and_files_in_memory_do_not(tmp_path: Path, limit: str, used: str, stat: str, file: str) -> None:
+    assert container_bytes(tmp_path) == UNKNOWN
+    (tmp_path / limit).parent.mkdir(exist_ok=True)
+    for name, text in ((limit, "4000000"), (used, "3000000\n"), (stat, f"anon 1000000\n{file} 2000000\n")):
+        (tmp_path / name).write_text(text)
+    assert container_bytes(tmp_path) == 3_000_000
+    (tmp_path / limit).write_text("500000")
+    assert container_bytes(tmp_path) == 0
+    (tmp_path / limit).write_text("max")
+    assert container_bytes(tmp_path) == UNKNOWN
 
 
 def test_a_long_prompt_runs_by_default_and_too_long_a_one_says_what_to_do() -> None:
