@@ -37,6 +37,16 @@ def test_kernels_of_a_gpu_are_refused_on_a_cpu(monkeypatch: pytest.MonkeyPatch) 
             choose("cpu", name)
 
 
+@pytest.mark.parametrize("name", [path.name for path in build.HERE.glob("*.[ch]")])
+def test_a_change_to_any_source_is_another_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = build.file_name("generic")
+    for path in build.HERE.glob("*.[ch]"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / name).write_text("changed")
+    monkeypatch.setattr(build, "HERE", tmp_path)
+    assert build.file_name("generic") != before
+
+
 @pytest.mark.parametrize("damaged", [b"", b"no library at all" * 99], ids=["empty", "other"])
 def test_a_library_that_was_damaged_is_built_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: bytes) -> None:
     """A disk that was full or a copy that was cut off; before, every later start was many times slower."""

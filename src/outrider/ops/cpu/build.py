@@ -22,10 +22,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 SHIPPED = HERE / "prebuilt"  # libraries inside a wheel (setup.py)
 UNITS = ("chunks.c", "tiles.c", "kernels.c")  # compiled side by side
-SOURCES = (
-    "kernels.c", "chunks.c", "tiles.c", "burst.h", "cycle.h", "tree.h", "draft.h", "forward.h", "moe.h", "share.h", "attend.h", "score.h",
-    "rows.h", "pack.h", "product.h", "tile_avx512.h", "tile_avx2.h", "tile_neon.h", "tile_portable.h", "formats.h", "pool.h", "vec.h",
-)  # fmt: skip
+SOURCES = tuple(sorted(path.name for path in HERE.glob("*.[ch]")))  # all of them: a change to any makes another library
 ISAS = ("avx512bf16", "avx512", "avxvnni", "avx2", "i8mm", "dotprod", "generic")  # best first; the processor decides which it can run
 AVX512 = ("-O3", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c", "-mprfchw")
 # Sums stay in the order of the source: put into trees they need more registers than there are, and five rows take 7 % longer.
