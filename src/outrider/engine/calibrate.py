@@ -46,6 +46,7 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
             whole=whole,
             trees=(branching(name),) if name is not None and fastest.behind and fastest.trees else (),
             readers=(name,) if name is not None and isinstance(engine.drafter, DraftModel) else (),
+            alone=fastest.behind,
         )
     finally:
         engine.machine.close_scratch()

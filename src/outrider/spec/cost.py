@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
+from statistics import median_low
 
 from ..models.config import Foreign
 from ..ops.cpu.build import processor
@@ -33,11 +34,11 @@ Curve = list[float]  # seconds by K, WIDTH entries
 Cell = tuple[str, int, int, int]  # (part: "verify" or a drafter's name, batch, k, context)
 Probe = Callable[[str, int, int, int], object]  # runs such a part once, to its end
 
-FORMAT = 5  # of stored tables: raised when what is timed changes, or how
+FORMAT = 6  # of stored tables: raised when what is timed changes, or how
 DRIFT_GAIN = 0.1  # share of a surprise that is put down to the machine
 CELL_GAIN = 0.15  # share that is put down to the cell, where the step before was of another kind
 CLAMP = 0.25  # log of the largest surprise believed at once: one interrupted step must not move the table
-ROUNDS = 24  # samples of a cell, while time is left: the least of them counts, and on a busy machine most are spoilt
+ROUNDS = 24  # samples of a cell, while time is left
 DISAGREE = 0.25  # log of how far a stored table's ratio of a drafted to a plain cycle may be off before it is measured again
 REBUILD_EVERY = 16  # observations between two rebuilds of the cached curves
 
@@ -265,15 +266,20 @@ def measure(
     whole: bool = False,
     trees: Sequence[str] = (),
     readers: Sequence[str] = (),
+    alone: bool = False,
 ) -> CostTable:
     """Time the most telling cells first and stop within the budget; what is left over is read off what was measured.
 
     `drafters` are those whose drafting takes time (an n-gram match does not). `contexts` must fit the engine's cache.
     `whole`: a drafter's probe runs a cycle with it, not the draft alone. `trees`: drafters' trees of a fixed size by depth, of a single
-    sequence (plan.branching); their probes always run a cycle. `readers`: drafters that read texts themselves (plan.reading)."""
+    sequence (plan.branching); their probes always run a cycle. `readers`: drafters that read texts themselves (plan.reading).
+    `alone`: nobody else uses the device, so the least sample of a cell is its time. Otherwise it is the median of its samples' ratios to
+    the plain step of the same round. Beside a busy process a short step is often left in peace and a long one never: the least
+    samples of the two are of different machines."""
     start, first = clock(), min(contexts)
     order = _order(drafters, batches, contexts, ks, trees, readers)
     times: dict[Cell, list[float]] = {}
+    shares: dict[Cell, list[float]] = {}  # the same, in plain steps of the same round
     read_apart = [reading(d) for d in readers]
     # A single user's choices rest on these, so they are timed most often.
     near = [cell for cell in order if cell[1] == batches[0] and cell[3] == first and cell[0] not in read_apart]
@@ -285,28 +291,29 @@ def measure(
             mandatory = rounds == 0 and batch == batches[0] and (part != "verify" or k in (ks[0], ks[-1]))
             if not mandatory and guess * (2 if cell not in times else 1) > left:
                 continue
-            if cell not in times:
-                began = clock()
-                probe(*cell)  # the first run of a shape compiles, allocates, fills caches
-                took = clock() - began
-                if mandatory and clock() - start > budget_s and took <= 4 * guess:  # out of time, and it cannot have compiled much
-                    times[cell] = [took]
-                    continue
             began = clock()
             probe(*cell)
-            times.setdefault(cell, []).append(clock() - began)
-    least = {cell: min(found) for cell, found in times.items()}  # whatever else the machine does can only make a sample longer
+            took = clock() - began
+            # The first run of a shape compiles, allocates, fills caches. It counts only where time is out and it cannot have compiled much.
+            if cell not in times and not (mandatory and clock() - start > budget_s and took <= 4 * guess):
+                began = clock()
+                probe(*cell)
+                took = clock() - began
+            times.setdefault(cell, []).append(took)
+            shares.setdefault(cell, []).append(took / max(times[order[0]][-1], 1e-9))
+    plain = median_low(times[order[0]])
+    usual = {cell: min(times[cell]) if alone else plain * median_low(found) for cell, found in shares.items()}
     read = {}
     for d in readers:
-        seconds = least.pop((reading(d), batches[0], 1, first))
-        read[d] = max(0.0, seconds - least[d, batches[0], 1, first]) / READING
+        seconds = usual.pop((reading(d), batches[0], 1, first))
+        read[d] = max(0.0, seconds - usual[d, batches[0], 1, first]) / READING
     if whole or trees:
-        for cell in [cell for cell in least if cell[0] in (trees if not whole else (*drafters, *trees))]:
-            seconds = least.pop(cell)
-            verify = {k: t for (part, batch, k, context), t in least.items() if part == "verify" and (batch, context) == (cell[1], cell[3])}
+        for cell in [cell for cell in usual if cell[0] in (trees if not whole else (*drafters, *trees))]:
+            seconds = usual.pop(cell)
+            verify = {k: t for (part, batch, k, context), t in usual.items() if part == "verify" and (batch, context) == (cell[1], cell[3])}
             if verify:
-                least[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
-    return _assemble(least, (*drafters, *trees), batches, key, read)
+                usual[cell] = max(0.0, seconds - _spread(verify)[cell[2]])
+    return _assemble(usual, (*drafters, *trees), batches, key, read)
 
 
 def _order(
@@ -337,7 +344,7 @@ def agrees(
     whole: bool = False,
 ) -> bool:
     """Is a stored table still true of this machine? Times a plain and a drafted cycle side by side: what both take more of
-    today changes no choice, so only their ratio counts. A table measured in a busy moment does not outlive its first start.
+    today changes no choice, so only their ratio counts (its median, as in `measure`).
     Without a drafter whose time counts, the drafted cycle is a verify pass over k guesses that cost nothing. Agreement that is close
     needs few samples: somebody waits for the first token meanwhile."""
     drafted = [] if whole and drafter is not None else [("verify", 1, k, context)]
@@ -346,18 +353,20 @@ def agrees(
     curve = table.curve(drafter, 1, context)
     if not (curve[0] > 0.0 and curve[k] > 0.0):
         return False  # a cycle takes time: whoever stored this did not measure it
-    least, start = [math.inf] * len(cells), clock()
+    ratios, start = list[float](), clock()
     for rounds in range(ROUNDS):
-        for i, cell in enumerate(cells):
+        times = []
+        for cell in cells:
             began = clock()
             probe(*cell)
-            if rounds:  # the first run of a shape compiles, allocates, fills caches
-                least[i] = min(least[i], clock() - began)
-        late = rounds > 0 and clock() - start > budget_s
-        if min(least) <= 0.0:
+            times.append(clock() - began)
+        if min(times) <= 0.0:
             return False  # a clock too coarse to time one step
+        if rounds:  # the first run of a shape compiles, allocates, fills caches
+            ratios.append(sum(times[1:]) / times[0])
+        late = rounds > 0 and clock() - start > budget_s
         if rounds >= 2 or late:
-            off = abs(math.log(sum(least[1:]) / least[0] * curve[0] / curve[k]))
+            off = abs(math.log(median_low(ratios) * curve[0] / curve[k]))
             if off < (DISAGREE if rounds >= 6 or late else DISAGREE / 3):
                 return True
         if late:

@@ -73,6 +73,33 @@ def test_times_never_fall_with_k():
         assert len(curve) == WIDTH and all(a <= b for a, b in itertools.pairwise(curve))
 
 
+class Shared(Machine):
+    """Beside a busy process: everything takes twice as long, but every fourth step that is short enough is left in peace."""
+
+    runs = 0
+
+    def probe(self, part, batch, k, context):
+        self.runs += 1
+        seconds = self.seconds(part, batch, k, context)
+        self.now += seconds if seconds < 7.5e-3 and self.runs % 4 == 0 else 2.0 * seconds
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_table_measured_beside_a_busy_process_has_the_ratios_of_a_quiet_one(alone):
+    """The least samples, which count where the device is ours alone, are of two machines: a short step in peace, a long one disturbed."""
+    quiet, busy = Machine(), Shared()
+    table = measure(quiet.probe, ("mtp",), (1,), (256,), clock=quiet.clock, alone=alone).curve("mtp", 1, 256)
+    beside = measure(busy.probe, ("mtp",), (1,), (256,), clock=busy.clock, alone=alone).curve("mtp", 1, 256)
+    off = max(abs(beside[k] / beside[0] * table[0] / table[k] - 1.0) for k in range(WIDTH))
+    assert off > 0.5 if alone else off < 0.03
+
+
+def test_where_the_device_is_ours_the_least_sample_counts():
+    machine = Machine(noise=0.3)
+    table = measure(machine.probe, (), (1,), (256,), clock=machine.clock, alone=True)
+    assert table.verify(1, 8, 256) == pytest.approx(machine.seconds("verify", 1, 8, 256), rel=0.04)
+
+
 def test_a_slower_machine_moves_the_drift_and_no_ratio():
     table = CostTable.linear(5e-3, 1e-3, {"mtp": 4e-4})
     before = list(table.curve("mtp", 1, 100))
@@ -137,6 +164,12 @@ def test_a_stored_table_is_checked_by_its_ratios():
     assert agrees(table, slower.probe, "mtp", 256, clock=slower.clock)
     wider = Machine(row=3e-3)
     assert not agrees(table, wider.probe, "mtp", 256, clock=wider.clock)
+
+
+def test_a_true_table_is_kept_beside_a_busy_process():
+    machine, busy = Machine(), Shared()
+    table = measure(machine.probe, ("mtp",), (1,), (256,), clock=machine.clock)
+    assert agrees(table, busy.probe, "mtp", 256, clock=busy.clock)
 
 
 @pytest.mark.parametrize("whole", [False, True])
