@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -84,6 +85,7 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
     log = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # a pipe that nobody reads would fill up
     process = subprocess.Popen([*command, "--max-concurrent", str(most), "--max-queued", "1024"], stderr=log)
     url = f"http://127.0.0.1:{port}"
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # its server must not outlive it
     try:
         deadline = time.monotonic() + 600
         while True:
@@ -106,6 +108,7 @@ def server(target: str, drafter: str, most: int) -> Iterator[str]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        signal.signal(signal.SIGTERM, before)
         log.close()
 
 

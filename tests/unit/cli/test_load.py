@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
+from urllib.error import URLError
 from urllib.request import urlopen
 
 import pytest
@@ -45,3 +47,14 @@ def test_a_server_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyte
     stand_in(tmp_path / "python", FAILING, monkeypatch)
     with pytest.raises(OutriderError, match="the server for m did not start: no such model"), server("m", "auto", 1):
         pass
+
+
+def test_sigterm_ends_the_server_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(tmp_path / "python", TALKATIVE, monkeypatch)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended, server("m", "auto", 1) as url:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.pause()  # in case it is not delivered at once
+    assert ended.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(URLError):
+        urlopen(f"{url}/health", timeout=30)
