@@ -28,7 +28,6 @@ from .export import Json
 from .losses import chunk_rows
 from .net import DraftNet
 
-MAX_K = MAX_DRAFT
 Recorded = list[tuple[Tensor, Tensor]]  # of each step: the drafter's states [A, h], and what the head chose there [A]
 
 
@@ -93,7 +92,7 @@ class Judged:
 
 @torch.no_grad()
 def judge_drafts(
-    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_K,
+    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_DRAFT,
     anchors: int = 16384, tokens: int = 65536, temperature: float = 0.0, record: Recorded | None = None,
     weigh: bool = False,
 ) -> Judged:  # fmt: skip
@@ -184,7 +183,7 @@ def per_cycle(walked: Sequence[tuple[int, int, np.ndarray]]) -> float:
     return round(sum(w[0] for w in walked) / max(1, sum(w[1] for w in walked)), 4)
 
 
-def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_K, at: int = 4) -> Json:
+def summary(right: list[np.ndarray], categories: Sequence[str], most: int = MAX_DRAFT, at: int = 4) -> Json:
     """tokens_per_cycle {K: value} over all answers; acceptance_by_position: share of cycles at K = `at` (and, for later
     positions, at K = most) that accepted at least j; acceptance_given_before: at K = most, of the cycles whose drafts before j
     were right, the share where j was too; by_category at K = `at`; anchors: first-position acceptance everywhere."""

@@ -24,11 +24,12 @@ from ..models.inspect import drafter_size, model_size
 from ..ops.reference import plain
 from ..spec import card as acceptance
 from ..spec.simulate import Trace
+from ..types import MAX_DRAFT
 from ..weights import files as weight_files
 from ..weights import hub
 from .clusters import choose_top, recall_curve
 from .data import Sequences
-from .evaluate import MAX_K, Head, Judged, Recorded, joined, judge_drafts, second_guesses, summary
+from .evaluate import Head, Judged, Recorded, joined, judge_drafts, second_guesses, summary
 from .export import Json, save_drafter
 from .job import TrainJob
 from .model_card import model_card
@@ -118,15 +119,15 @@ def finish(
     cold, hot = (aside.select(np.nonzero(aside.greedy == kind)[0]) for kind in (True, False))
     if len(cold) and not quick:
         states: Recorded = []
-        last = judged(target, net, cold, most=MAX_K, full=True, states=states, weigh=not net.config.clusters)
-        result["full"] = scored(last, MAX_K)
+        last = judged(target, net, cold, most=MAX_DRAFT, full=True, states=states, weigh=not net.config.clusters)
+        result["full"] = scored(last, MAX_DRAFT)
         if net.config.clusters:
             weights = views(net, target)[0]
             curve = recall_curve(*joined(states), weights["centroids"], weights["token_ordering"])
             net.config = replace(net.config, cluster_top=job.top or choose_top(curve, job.recall).top)
             result["recall"] = [asdict(r) for r in curve]
-            last = judged(target, net, cold, most=MAX_K, full=False, weigh=True)
-            result["clustered"] = scored(last, MAX_K)
+            last = judged(target, net, cold, most=MAX_DRAFT, full=False, weigh=True)
+            result["clustered"] = scored(last, MAX_DRAFT)
         traces = last.traces(cold, ["all"] * len(cold))
         weights, whole, _ = views(net, target)
         result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, cold, guess_rows(target.model.device))

@@ -164,11 +164,9 @@ class Run:
                 return None
             self.group.wait()
             if self.group.first:
-                made = [
-                    as_sequences(prompts, all_answers(job.out), known.config.vocab_size),
-                    *(carried(p, job, prompts.index[self.held(prompts)]) for p in job.carry),
-                ]
-                Sequences.join(made).save(kept)
+                held = prompts.index[self.held(prompts)]
+                made = as_sequences(prompts, all_answers(job.out), known.config.vocab_size)
+                Sequences.join([made, *(carried(p, job, held) for p in job.carry)]).save(kept)
             self.group.wait()
         return Sequences.load(kept)
 
@@ -321,7 +319,7 @@ class Run:
         if self.stop.asked:
             self.say(f"stopped at step {trainer.progress.step}; {job.out / 'drafter'} can be used, the same command goes on from here")
             return {**result, "stopped": self.stop.signal}
-        if result.get("step") == 0:
+        if result["step"] == 0 < trainer.progress.step:
             self.say(f"no evaluation beat {job.init}, so {job.out / 'drafter'} holds that drafter; {job.out / 'last'} what was learnt")
         else:
             self.say(f"drafter written to {job.out / 'drafter'}")

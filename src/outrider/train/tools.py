@@ -14,13 +14,13 @@ from ..models.inspect import drafter_size, model_size
 from ..models.pairing import fits
 from ..ops.reference import plain
 from ..prompts import Prompt, read_prompts
-from ..types import OutriderError
+from ..types import MAX_DRAFT, OutriderError
 from ..weights.load import load_drafter, plain_all
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .data import Sequences
 from .design import default_clusters
-from .evaluate import MAX_K, best_k, second_guesses, states, summary
+from .evaluate import best_k, second_guesses, states, summary
 from .export import save_drafter
 from .finish import guess_rows, judged, views
 from .job import Say
@@ -86,8 +86,8 @@ def evaluate_drafter(
     net = load_net(drafter, target)
     if device.startswith("cuda"):
         net.config = replace(net.config, weight_bits=None)  # a GPU holds what the file says
-    found = judged(target, net, data, most=MAX_K, full=full_head, temperature=temperature)
-    result = summary(found.right, [listed[i].category for i in data.index], MAX_K)
+    found = judged(target, net, data, most=MAX_DRAFT, full=full_head, temperature=temperature)
+    result = summary(found.right, [listed[i].category for i in data.index], MAX_DRAFT)
     if temperature == 0:
         weights, whole, _ = views(net, target)
         result["second_guess"] = second_guesses(target.model, net, weights, whole.rows, data, guess_rows(target.model.device))
