@@ -12,7 +12,7 @@ triton = pytest.importorskip("triton")
 from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, same  # noqa: E402
 
 from outrider.engine.tree import Tree  # noqa: E402
-from outrider.ops.triton import TritonOps, abreast, long_prompts, prompts, rope  # noqa: E402
+from outrider.ops.triton import TritonOps, prompts, rope  # noqa: E402
 from outrider.ops.triton.attention import attend  # noqa: E402
 from outrider.ops.triton.attention_shapes import Cut, Shape, choose_cut, choose_shape, split_count  # noqa: E402
 from outrider.ops.triton.tiles import SHARED  # noqa: E402
@@ -138,19 +138,6 @@ def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
         same(attend(q, spec, kv, False, cut, Shape(False, 64, 4)), apart)
 
 
-@pytest.mark.parametrize("window", [None, 200])
-def test_splits_abreast(window: int | None) -> None:
-    """Two or four splits at a time: the bits of one after the other, also where the last ones are not there, or only for some rows."""
-    cut = Cut(32, 32, near=128, mid=64, far=256, coarse=128)
-    spec = AttnSpec(4, 2, 32, 0, True, window=window, scale=2.5)
-    for spans in ([(126, 4)], [(290, 3), (0, 1), (31, 2), (163, 5)]):
-        kv = cache(spec, spans, 16)
-        q = rand(kv.positions.shape[0], 128, seed=4)
-        apart = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
-        for shape in (abreast.Shape(2, 4, 2), abreast.Shape(4, 4, 2, parts=2)):
-            same(abreast.attend(q, spec, kv, False, shape, cut), apart)
-
-
 def test_partial_sums_stay_bounded() -> None:
     """Eight sequences of 256k with 17 rows each would leave 5 GiB for the second kernel: more than a graph may take on the side."""
     nothing = torch.empty(0)
@@ -214,7 +201,7 @@ def in_eight_bits(kv: KVView) -> KVView:
 @pytest.mark.parametrize("window", [None, 60])
 @pytest.mark.parametrize("dim", [64, 512])
 def test_every_kernel_takes_eight_bits_in_the_same_order(window: int | None, dim: int) -> None:
-    """Few queries, splits apart and added up, programs that share columns, splits abreast, prompts: the same bits, and the right ones. Odd
+    """Few queries, splits apart and added up, programs that share columns, prompts: the same bits, and the right ones. Odd
     columns in the place of even ones, queries sorted once too often, a prompt's result before its queries were read."""
     kind, spec = torch.bfloat16 if CUDA else torch.float32, AttnSpec(4, 2, dim, 0, True, window=window, scale=0.1)
     kv = in_eight_bits(cache(spec, [(0, 40), (166, 21), (5, 1), (9, 0), (100, 9)], 16, kind))
@@ -225,7 +212,6 @@ def test_every_kernel_takes_eight_bits_in_the_same_order(window: int | None, dim
     for shape in (Shape(True, 16, 4, run=2), Shape(False, 16, 4), Shape(False, 32, 4, parts=2)):
         same(attend(q, spec, kv, False, cut, shape), want)
     same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(64, 4, 1)), want)
-    same(abreast.attend(q, spec, kv, False, abreast.Shape(2, 4, 2, parts=2), cut), want)
     sort = lambda x: x.unflatten(-1, (-1, dim // 2, 2)).transpose(-1, -2).flatten(-3).contiguous()  # noqa: E731
     wide = replace(kv, keys=[sort(t.to(kind)) for t in kv.keys if t is not None], values=[t.to(kind) for t in kv.values if t is not None])
     same(attend(sort(q), spec, wide, False, cut, Shape(False, 16, 4)), want)
@@ -240,33 +226,6 @@ def test_prompts_of_few_tiles_take_small_ones_in_eight_bits() -> None:
         assert prompts.suited(spec, kv, torch.bfloat16, SHARED) == want
         shape = choose_shape(spec, choose_cut(spec, torch.bfloat16), kv, 1, torch.bfloat16)
         assert want or shape == Shape(False, 32, 4, 3)
-
-
-def test_tiles_of_long_prompts_add_in_the_same_order() -> None:
-    """Sequences that end in either block of two, on both sides of where splits grow longer, of one row and of none, chunks of several
-    tiles: the bits of the kernel that takes few queries. Columns in another half's place, maxima of the wrong block, a block left out."""
-    cut = Cut(16, 16, near=128, mid=32, far=512, coarse=128)
-    spec = AttnSpec(4, 1, 128, 0, True, scale=0.6)
-    spans = [(126, 4), (0, 1), (9, 0), (191, 2), (62, 1), (110, 9)]
-    kv = cache(spec, spans, 16, torch.bfloat16 if CUDA else torch.float32)
-    q = rand(kv.positions.shape[0], 512, seed=4, dtype=torch.bfloat16 if CUDA else torch.float32)
-    want = attend(q, spec, kv, False, cut, Shape(False, 16, 4))
-    near(want, REF.attend(q, spec, kv))
-    for bq in (16, 32):
-        same(long_prompts.attend(q, spec, kv, False, cut, bq), want)
-
-
-def test_tiles_of_long_prompts_are_for_chunks() -> None:
-    """Chunks beyond the splits of one block; no drafted rows, nor a chunk among them, nothing past the splits of two blocks, no trees."""
-    keys, spec = torch.empty((1, 4, 16, 512), dtype=torch.bfloat16), AttnSpec(32, 4, 512, 0, True)
-    for batch, most, rows, context, paths, want in (
-        (1, 2048, 2048, 8192, None, True), (2, 1024, 2048, 1100, None, True), (1, 2048, 2048, 8193, None, False),
-        (1, 1024, 1024, 1024, None, False), (1, 512, 512, 4096, None, False), (64, 5, 320, 1088, None, False),
-        (65, 2048, 2368, 4096, None, False), (1, 2048, 2048, 4096, keys, False),
-    ):  # fmt: skip
-        kv = KVView(16, [keys], [keys], {}, torch.empty(rows), keys, torch.empty(batch + 1), most, context, paths=paths)
-        assert long_prompts.suited(spec, kv, torch.bfloat16, SHARED) == want, (batch, most, rows, context)
-        assert not long_prompts.suited(spec, kv, torch.float16, SHARED)
 
 
 @pytest.mark.parametrize("heads,kv_heads,k_eq_v", [(8, 4, False), (4, 1, True), (12, 6, False)])

@@ -21,7 +21,7 @@ from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import KVView, Wanted
 from .config import ModelConfig
-from .layers import Block, gather_blocks, rope_variants, stretches
+from .layers import Block, gather_blocks, rope_variants
 from .split import SOLO, Together, piece
 
 End = tuple[Tensor | None, Tensor | None, Tensor | None]  # a residual step behind a sublayer: its norm, the layer's scalar, the next norm
@@ -86,8 +86,6 @@ class TextModel:
                 PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], plain(weights[f"layers.{i}.ple_post_norm"]))
                 for i in range(len(config.layers))
             ]
-        whole = self.experts is None and self.ple_input is None and share.world == 1
-        self.stretches = stretches(self.blocks, config.activation, config.norm_eps) if whole else None
 
     def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None) -> Pass:
         """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted (None: all)."""
@@ -98,28 +96,22 @@ class TextModel:
         qkv = ops.linear(ops.rms_norm(x, first.attn_norm, self.config.norm_eps), first.qkv, first.qkv_bias)
         streams: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
-            if wanted is None or i != self.last_write:
-                attended = ops.rope_attend(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
-            else:  # nobody reads what the other rows would become
-                q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)
+            q = ops.rope_write(qkv, *angles[block.rope], block.q_norm, block.k_norm, block.spec, kv)  # [R, heads·D]
+            if wanted is not None and i == self.last_write:  # the outputs of the other rows are not read
                 rows, kv = wanted.rows, wanted.kv
                 if not rows.shape[0]:
                     return Pass(x[:0], (x[:0],) * len(taps))
                 q, x, angles = q[rows], x[rows], self.angles(kv.positions)
                 streams = {tap: stream[rows] for tap, stream in streams.items()}
                 ple = None if ple is None else ple[:, rows]
-                attended = ops.attend(q, block.spec, kv)
-            if self.stretches is not None:
-                x, qkv = ops.between(x, attended, self.stretches[i])
-            else:
-                x, qkv = self.between(i, x, attended, ple)
+            x, qkv = self.after_attention(i, x, ops.attend(q, block.spec, kv), ple)
             if i in taps:
                 streams[i] = x
         return Pass(qkv, tuple(streams[i] for i in taps))  # behind the last layer there was only the final norm
 
-    def between(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What `Backend.between` does, of a layer with more parts than that knows: biases, experts, per-layer embeddings [L, R, ple], or
-        sums over several processes."""
+    def after_attention(self, i: int, x: Tensor, attended: Tensor, ple: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The rest of layer i: residual stream x [R, H] and attention output [R, heads·D] -> the stream after the layer, and the next
+        layer's q, k and v, or after the last layer the final norm. ple: per-layer embeddings [L, R, ple]."""
         ops, block, eps, act = self.ops, self.blocks[i], self.config.norm_eps, self.config.activation
         y = self.total(ops.linear(attended, block.out, block.out_bias))
         end: End = (block.post_mlp_norm, block.scalar, block.next_norm) if ple is None else (block.post_mlp_norm, None, None)

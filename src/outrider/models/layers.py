@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.backend import Stretch
 from ..ops.formats import Held
 from ..ops.reference import plain
 from ..types import AttnSpec
@@ -86,16 +85,6 @@ def gather_blocks(weights: Mapping[str, Held], layers: Sequence[LayerSpec], rope
             )
         )  # fmt: skip
     return blocks
-
-
-def stretches(blocks: Sequence[Block], act: str, eps: float) -> list[Stretch] | None:
-    """What stands between their attentions, layer by layer; None where biases are added there."""
-    if any(bias is not None for b in blocks for bias in (b.qkv_bias, b.out_bias, b.gate_up_bias, b.down_bias)):
-        return None
-    return [
-        Stretch(b.out, b.post_attn_norm, b.mlp_norm, b.gate_up, b.down, b.post_mlp_norm, b.scalar, b.next_norm, qkv, act, eps)
-        for b, qkv in zip(blocks, [*(b.qkv for b in blocks[1:]), None], strict=True)
-    ]
 
 
 def vector(weights: Mapping[str, Held], name: str) -> Tensor | None:

@@ -173,23 +173,6 @@ class DraftChain(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)  # known by its identity: a backend may keep what it made of one
-class Stretch:
-    """The weights between two attentions: a dense layer's, without biases, from what its attention gave to the next layer's q, k and v."""
-
-    out: Held  # [H, heads·D]
-    post_attn_norm: Tensor | None  # norm weights [H]; None: there is no such norm
-    mlp_norm: Tensor
-    gate_up: Held  # [2·I, H]
-    down: Held  # [H, I]
-    post_mlp_norm: Tensor | None
-    scalar: Tensor | None  # [1], multiplies the whole residual stream
-    next_norm: Tensor
-    next_qkv: Held | None  # [rows, H]; None: no layer follows, and next_norm is the final one
-    act: str
-    eps: float
-
-
 class Backend(Protocol):
     """Rows are tokens. Activations keep the dtype of `x`; norm weights are float32; logits are float32. The meaning of each op is
     its body in `ReferenceOps`."""
@@ -231,7 +214,6 @@ class Backend(Protocol):
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...
     def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor: ...
     def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor: ...
-    def between(self, x: Tensor, attended: Tensor, stretch: Stretch) -> tuple[Tensor, Tensor]: ...
 
     # ---- attention
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -239,9 +221,6 @@ class Backend(Protocol):
         self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
     ) -> Tensor: ...
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor: ...
-    def rope_attend(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
-    ) -> Tensor: ...
 
     # ---- trees of drafts
     def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front: ...

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..types import AttnSpec, KVPages, KVView, OutriderError
-from .backend import Capabilities, DraftChain, HostCycle, M, Norms, Stretch
+from .backend import Capabilities, DraftChain, HostCycle, M, Norms
 from .formats import Held, Weight
 from .noise import gumbel
 from .trees import TreeOps
@@ -160,15 +160,6 @@ class ReferenceOps(TreeOps):
         z = self.linear(h, w).float()
         return z if softcap is None else torch.tanh(z / softcap) * softcap
 
-    def between(self, x: Tensor, attended: Tensor, stretch: Stretch) -> tuple[Tensor, Tensor]:
-        """The residual stream x [R, H] and what attention gave [R, heads·D] -> the stream after the layer, and what is read next: the
-        following layer's q, k and v, or after the last layer the stream's final norm."""
-        s = stretch
-        x, h = self.residual_norm(x, self.linear(attended, s.out), s.post_attn_norm, None, s.mlp_norm, s.eps)
-        y = self.linear(self.gated_linear(h, s.gate_up, s.act), s.down)
-        x, h = self.residual_norm(x, y, s.post_mlp_norm, s.scalar, s.next_norm, s.eps)
-        return x, h if s.next_qkv is None else self.linear(h, s.next_qkv)
-
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [R, D/2] in float32; once per pass and rope variant."""
@@ -240,12 +231,6 @@ class ReferenceOps(TreeOps):
             mixed = torch.einsum("grqn,gnd->rgqd", weights, torch.where(visible.any(0)[None, :, None], v.float(), 0.0))
             out[lo:hi] = mixed.reshape(hi - lo, -1).to(q.dtype)
         return out
-
-    def rope_attend(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
-    ) -> Tensor:
-        """`rope_write`, then `attend`: a kernel may take both."""
-        return self.attend(self.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv), spec, kv)
 
     def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
         """Each row by itself over the keys of its own path in the order of positions, as if it were decoded plainly."""

@@ -14,9 +14,8 @@ from ..backend import Capabilities, M, Norms
 from ..formats import Held
 from ..reference import ReferenceOps, plain
 from ..trees import Front, Nodes, Noise, Planted
-from . import abreast, attention, choose, long_prompts, moe, norm, prompts, rope, trees
+from . import attention, choose, moe, norm, prompts, rope, trees
 from .ahead import Ahead
-from .few_queries import FewQueries
 from .linear import Kind, compile_for, product, variant
 from .quant_tiles import shared_of
 from .routing import list_pairs
@@ -90,26 +89,9 @@ class TritonOps(ReferenceOps):
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
-        if self.hopper and long_prompts.suited(spec, kv, q.dtype, self.shared):
-            return long_prompts.attend(q, spec, kv, self.pdl)
         if self.hopper and prompts.suited(spec, kv, q.dtype, self.shared):
             return prompts.attend(q, spec, kv, self.pdl)
-        shape = abreast.choose_shape(spec, kv, kv.row_start.shape[0] - 1, q.dtype, self.shared) if self.hopper else None
-        if shape is not None:
-            return abreast.attend(q, spec, kv, self.pdl, shape)
-        out = None if self.few_queries is None else self.few_queries.attend(q, spec, kv, self.pdl)
-        return attention.attend(q, spec, kv, self.pdl) if out is None else out
-
-    def rope_attend(
-        self, qkv: Tensor, cos: Tensor, sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, spec: AttnSpec, kv: KVView
-    ) -> Tensor:
-        out = None if self.few_queries is None else self.few_queries.rope_attend(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
-        return super().rope_attend(qkv, cos, sin, q_norm, k_norm, spec, kv) if out is None else out
-
-    @cached_property
-    def few_queries(self) -> FewQueries | None:
-        """A kernel for few rows under a window, asked for with the first attention."""
-        return FewQueries.of(self.seen.device)
+        return attention.attend(q, spec, kv, self.pdl)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
     def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front:
