@@ -62,7 +62,6 @@ def measure(size: str, batches: Sequence[int], k: int, context: int, device: str
 
 def of_engine(engine: Engine, size: str, batch: int, k: int, context: int) -> Figures:
     vocab, rng = engine.model.config.vocab_size, random.Random(1)
-    engine.cycles = 1  # a step is a cycle here
     params = SamplingParams(max_tokens=4 * STEPS, ignore_eos=True)
     for turn in range(2):  # the first time captures and compiles
         began = time.perf_counter()

@@ -37,7 +37,6 @@ from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
-BURST_SECONDS = 0.015  # of plain steps run at once: readers, aborts and those who join wait for them
 USUAL = 4  # the K that a server is ready for where the controller chooses
 
 
@@ -108,7 +107,6 @@ class Engine:
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
         self.machine = Machine(model, self.store, drafter, features, tuple(sorted(self.eos)), self.clock)
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
-        self.cycles = 1  # of a single sequence that may be run before anybody looks at what they bring
         self.executors = self._executors()
         self._flight: Flight | None = None  # the step that was launched and not yet read
         self._landed = 0.0  # when the last step was read
@@ -131,9 +129,7 @@ class Engine:
                 made.append(GraphExecutor(machine, self.can, self.room.pass_rows, widths))
             cycle = self.model.ops.host_cycle(self.model, mtp, self.store.pages(), machine.features, machine.taps)
             if cycle is not None and not made:
-                host = HostExecutor(machine, cycle, self.metrics)
-                made.append(host)
-                self.cycles = host.cycles
+                made.append(HostExecutor(machine, cycle, self.metrics))
         return [*made, EagerExecutor(machine, self.spec.verify, self.metrics)]
 
     def serve(self) -> str:
@@ -205,8 +201,7 @@ class Engine:
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
-        """Schedule, launch, read, commit. Where steps are read one behind, this one runs while the one before is committed. A sequence that
-        is alone may have several cycles (`_cycles`), each with an event of its own."""
+        """Schedule, launch, read, commit. Where steps are read one behind, this one runs while the one before is committed."""
         began, clock, spent = self.clock(), self.clock, self.host_times
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
@@ -248,26 +243,22 @@ class Engine:
             lane.seq.ahead += ahead
 
     def _land(self) -> None:
-        """Read the step in flight and commit it, cycle by cycle where it has several. Sequences that have ended or were pre-empted since
-        get nothing."""
-        flight, self._flight, cycles = self._flight, None, 0
-        planned = flight.batch.decode[0] if flight is not None and len(flight.batch.decode) == 1 else None
-        while flight is not None:
-            cycles, waited = cycles + 1, self.clock()
-            emitted, now = flight.executor.read(flight), self.clock()
-            self.host_times["wait"] += now - waited
-            for i, (lane, brought) in enumerate(zip(flight.batch.decode, emitted)):
-                if lane.seq.cache is flight.holders[i]:
-                    if flight.ahead:
-                        lane.seq.ahead -= flight.ahead[i]
-                    self._commit(lane, brought, now)
-            self._observe(flight, waited, now)
-            self.host_times["commit"] += self.clock() - now
-            flight = flight.then
-        if planned is not None and planned.cycles > cycles:
-            self.controller.not_run(planned.seq.id, planned.cycles - cycles)
+        """Read the step in flight and commit it. Sequences that have ended or were pre-empted since get nothing."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return
+        waited = self.clock()
+        emitted, now = flight.executor.read(flight), self.clock()
+        self.host_times["wait"] += now - waited
+        for i, (lane, brought) in enumerate(zip(flight.batch.decode, emitted)):
+            if lane.seq.cache is flight.holders[i]:
+                if flight.ahead:
+                    lane.seq.ahead -= flight.ahead[i]
+                self._commit(lane, brought, now)
+        self._observe(flight, now)
+        self.host_times["commit"] += self.clock() - now
 
-    def _observe(self, flight: Flight, waited: float, now: float) -> None:
+    def _observe(self, flight: Flight, now: float) -> None:
         """Tell the controller what the step took, and the pace of prompts. The controller not of a step that prompts ran in; and, where
         steps do not overlap, not of the first of a batch, which finds caches cold and buffers untouched."""
         lanes = flight.batch.decode
@@ -282,7 +273,7 @@ class Engine:
         else:
             before, self._timed = self._timed, [lane.seq for lane in lanes]
             done, known = self.clock(), before == self._timed
-            seconds = flight.seconds + done - waited if flight.seconds else done - flight.began  # with reading and committing either way
+            seconds = done - flight.began  # with reading and committing
         if known and not (flight.tree and len(lanes) > 1):  # trees are timed for one sequence: the table has no price for several
             drafter = next((lane.drafter for lane in lanes if lane.drafter), None)
             drafter = branching(drafter) if flight.tree and drafter is not None else drafter
@@ -321,18 +312,9 @@ class Engine:
             for s, k in zip(ready, asked):
                 offers = self._offers(s, widest) if k is None else ({}, 0)
                 nodes, unread = (self._nodes(s, widest), self._unread(s)) if k is None else (0, 0)
-                views.append(SeqView(s.id, *offers, s.remaining, len(s.tokens), k is not None, nodes, unread, self._cycles(s)))
+                views.append(SeqView(s.id, *offers, s.remaining, len(s.tokens), k is not None, nodes, unread))
             planned = self.controller.plan(views)
         return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
-
-    def _cycles(self, seq: Seq) -> int:
-        """How many cycles may be run before anybody looks: several once a first token was seen, where the sequence is alone and a cycle
-        short, logprobs are not wanted, and none but end tokens end the answer (what is computed behind a stop string would be lost)."""
-        if self.cycles == 1 or len(self.scheduler.running) > 1 or seq.first_token_at is None:
-            return 1
-        if not seq.tempered or seq.request.params.stop or seq.request.params.logprobs is not None:
-            return 1
-        return max(1, min(self.cycles, int(BURST_SECONDS / self.controller.cost.plain_now(len(seq.tokens)))))
 
     def _unread(self, seq: Seq) -> int:
         return self.drafter.unread(seq.id, seq.tokens) if isinstance(self.drafter, DraftModel) else 0
@@ -351,7 +333,7 @@ class Engine:
 
     def _fixed(self, seq: Seq, k: int, widest: int) -> Choice:
         if k == 0:
-            return Choice(None, 0, cycles=self._cycles(seq))
+            return PLAIN
         offers, _ = self._offers(seq, widest)
         name = next((n for n in self.controller.drafters if offers.get(n)), None)
         if name is None:
@@ -359,7 +341,7 @@ class Engine:
         if name == "ngram":
             return Choice(name, min(k, offers[name]))
         nodes = self._nodes(seq, widest) if self._tree(seq) is not None else 0
-        return Choice(name, min(k, offers[name]), nodes=nodes if nodes > 1 else 0, cycles=self._cycles(seq))
+        return Choice(name, min(k, offers[name]), nodes=nodes if nodes > 1 else 0)
 
     def _tree(self, seq: Seq) -> int | None:
         """Most tokens of a tree of drafts that was asked for; None: whatever is fastest."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ..ops.backend import BURST_CYCLES, Asked, Burst, HostCycle, Told
+from ..ops.backend import Asked, HostCycle
 from ..spec.choose import SamplingBatch
 from ..spec.draft_model import DraftModel
 from ..spec.plan import READING, Branches, reading
@@ -19,7 +19,7 @@ from .cycle import logprobs
 from .eager import switch_off
 from .machine import Machine
 from .metrics import Metrics
-from .step import Emitted, Executor, Flight, Lane, StepBatch
+from .step import Emitted, Executor, Flight, StepBatch
 
 
 class HostExecutor(Executor):
@@ -31,7 +31,6 @@ class HostExecutor(Executor):
         self.draft_model = drafter if isinstance(drafter, DraftModel) and drafter.chain is not None else None  # drafts ahead of the call
         own = (drafter.name,) if drafter is not None and (cycle.drafts or self.draft_model is not None) else ()
         self.trees = cycle.drafts
-        self.cycles = 1 if self.draft_model is not None else BURST_CYCLES  # of one sequence in a call
         self.drafters = (None, "ngram", *own)  # whose drafts the call can take
         self._probes: dict[int, SamplingBatch] = {}
 
@@ -52,29 +51,9 @@ class HostExecutor(Executor):
                 guess = x.guess if x.k else None
                 likely = x.seq.request.params.logprobs
                 asked.append(Asked(x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices, likely))
-            lane = batch.decode[0]
-            if lane.cycles > 1 and len(asked) == 1 and lane.guess is None:
-                return self._several(flight, self.cycle.run(asked, sampling, batch.trust, self._burst(lane)))
             told = self.cycle.run(asked, sampling, batch.trust)
             flight.payload = [line._replace(confidence=sure[i]) if i in sure else line for i, line in enumerate(told)] if sure else told
         return flight
-
-    @staticmethod
-    def _burst(lane: Lane) -> Burst:
-        seq = lane.seq
-        text, match = (seq.tokens, 0) if seq.ngram is None else (seq.ngram.tokens, lane.match)
-        return Burst(lane.cycles, seq.answer.ends, seq.remaining, lane.reach, text, match)
-
-    def _several(self, first: Flight, told: list[Told]) -> Flight:
-        """The cycles of a burst, as flights one behind the other. What the call took around them is shared out."""
-        around = (self.machine.clock() - first.began - sum(line.seconds for line in told)) / len(told)
-        flight = first
-        for i, line in enumerate(told):
-            if i:
-                flight.then = Flight(self, first.batch, first.holders, flight.began + flight.seconds)
-                flight = flight.then
-            flight.payload, flight.seconds = [line], line.seconds + around
-        return first
 
     def _guess(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, list[float]]:
         """Let the draft model guess for its lanes: the guesses are put into the lanes, their confidences are returned by lane."""
@@ -101,7 +80,7 @@ class HostExecutor(Executor):
 
     def read(self, flight: Flight) -> list[Emitted]:
         lanes, out = flight.batch.decode, []
-        for lane, (k, tokens, confidence, tree, rows, _) in zip(lanes, flight.payload or ()):  # type: ignore[call-overload]
+        for lane, (k, tokens, confidence, tree, rows) in zip(lanes, flight.payload or ()):  # type: ignore[call-overload]
             lane.k = k
             top = logprobs(rows, tokens, lane.seq.request.params.logprobs or 0) if rows is not None else None
             out.append(Emitted(tokens, top, confidence, Branches.of(*tree) if tree is not None else None))

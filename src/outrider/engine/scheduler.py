@@ -76,7 +76,7 @@ class Scheduler:
 
     def _decode(self, batch: StepBatch, seq: Seq, choice: Choice) -> None:
         """The sequence's decoding lane, if there is room for it. The choice may come from a plan that was made some steps ago."""
-        drafter, k, stop, drop, nodes, prices, cycles, match = choice
+        drafter, k, stop, drop, nodes, prices = choice
         nodes = nodes if len(seq.tokens) + nodes <= self.max_context else 0
         if not self._reserve(seq, len(seq.tokens) + seq.ahead + max(k, nodes)):
             return
@@ -85,10 +85,8 @@ class Scheduler:
         nodes = nodes if guess is None and k else 0
         lane = Lane(
             seq, seq.held.slot, len(seq.tokens) - 1, k=k, drafter=drafter if k else None, guess=guess, stop=stop, drop=drop,
-            nodes=nodes, prices=prices, cycles=cycles, match=match,
+            nodes=nodes, prices=prices,
         )  # fmt: skip
-        if cycles > 1:
-            self._reserve_ahead(lane)
         batch.decode.append(lane)
 
     def _prompts(self, batch: StepBatch, decoding: int) -> None:
@@ -163,12 +161,6 @@ class Scheduler:
             prompt_end = seq.prompt_len - 1
             count = min(count, prompt_end - start) if start < prompt_end else min(count, self.replay_rows)
         return start, count
-
-    def _reserve_ahead(self, lane: Lane) -> None:
-        """Room for all cycles of the only sequence that runs, as far as its context goes; elsewhere there is one."""
-        lane.reach = min(len(lane.seq.tokens) + lane.most + (lane.cycles - 1) * (lane.k + 1), self.max_context)
-        if len(self.running) > 1 or not self.cache.reserve(lane.seq.held, lane.reach):
-            lane.cycles = 1
 
     def _reserve(self, seq: Seq, positions: int) -> bool:
         """Room for `positions`, pre-empting younger sequences (and at last this one) when there is none."""

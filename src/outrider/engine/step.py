@@ -94,9 +94,6 @@ class Lane:
     drop: float = 0.0
     nodes: int = 0  # most tokens of a tree of drafts k deep; 0: a line
     prices: Sequence[float] | None = None  # what the tree's rows cost: see spec.plan.Choice
-    cycles: int = 1  # so many may be run, one behind the other, before anybody looks at what they bring: see spec.plan.Choice
-    match: int = 0  # they end early where so many of the text's last tokens stand somewhere before: see spec.plan.Choice
-    reach: int = 0  # positions that these cycles have pages for
 
     @property
     def most(self) -> int:
@@ -138,8 +135,6 @@ class Flight:
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
     ahead: list[int] = field(default_factory=list)
     payload: object = None  # the executor's own
-    seconds: float = 0.0  # what it took, where the executor knows
-    then: Flight | None = None  # the next cycle of the same lane, where several were run at once
 
 
 class Executor(Protocol):

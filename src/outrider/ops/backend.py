@@ -20,7 +20,6 @@ from .trees import Front, Nodes, Noise, Planted
 
 M = TypeVar("M")
 Norms = tuple[Tensor, Tensor, Tensor]  # weights of three norms of the same rows
-BURST_CYCLES = 4  # of one sequence, most that a host cycle runs in one call
 EVERY_ROW = 1 << 30  # "however many" where a number of rows is asked for
 
 
@@ -104,18 +103,6 @@ class Asked(NamedTuple):
     likely: int | None = None  # logprobs: of the chosen tokens and of so many likeliest ones; None: none are wanted
 
 
-class Burst(NamedTuple):
-    """Several cycles of one sequence by one plan, before anybody looks at what they bring. They end sooner where the host must look: an end
-    token came, the next could bring too many, or the text has come to repeat itself."""
-
-    cycles: int  # most
-    ends: frozenset[int]  # tokens that end the answer
-    room: int  # tokens that it may still have
-    positions: int  # that have pages
-    text: list[int]  # what may be copied from; only ever appended to
-    match: int  # the cycles end where so many of its last tokens stand somewhere before; 0: copies are no matter
-
-
 class Told(NamedTuple):
     """What became of it."""
 
@@ -124,7 +111,6 @@ class Told(NamedTuple):
     confidence: list[float] | None  # of the drafter's tokens
     tree: tuple[list[int], list[int], float, list[int]] | None = None  # the row each token follows, rows accepted, drafter's steps, tokens
     logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
-    seconds: float = 0.0  # of a burst: what this cycle took
 
 
 class Tempered(Protocol):
@@ -140,9 +126,8 @@ class HostCycle(Protocol):
 
     drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
 
-    def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None, burst: Burst | None = None) -> list[Told]:
-        """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change. burst: of the only sequence,
-        which has no guess and wants no logprobs; what each of its cycles brought is told, in order."""
+    def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None) -> list[Told]:
+        """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
         ...
 
 

@@ -103,7 +103,7 @@ class Controller:
             offered = view.drafter_available.get(seq.choice.drafter or "", 0)
             if seq.choice.k <= min(offered, view.remaining - 1):
                 seq.hold -= 1
-                return self._for_several(view, seq)
+                return seq.choice
         self._digest()
         plain = self.cost.curve(None, 1, view.context)[0]
         base = 1.0 / plain
@@ -158,20 +158,7 @@ class Controller:
         self._note(view, seq, best, plain, self.cost.curve(runs, 1, view.context), plain)
         seq.choice, seq.match = best, _bucket(view.match_len)
         seq.hold = HOLD_ONE if best.stop and seq.bank > RISK else 0  # a request near its limit of losses is planned every cycle
-        return self._for_several(view, seq)
-
-    @staticmethod
-    def _for_several(view: SeqView, seq: SeqState) -> Choice:
-        """The plan in force, for as many of the cycles that it holds for as may be run at once."""
-        more = min(seq.hold, view.cycles - 1)
-        seq.hold -= more
-        return seq.choice._replace(cycles=1 + more, match=LONGER[seq.match]) if more else seq.choice
-
-    def not_run(self, id: str, cycles: int) -> None:
-        """Of the cycles that a plan was given for at once so many were not run: it holds for as many more."""
-        seq = self._seqs.get(id)
-        if seq is not None and not seq.fixed:
-            seq.hold += cycles
+        return seq.choice
 
     def _toll(self, view: SeqView, name: str) -> float:
         """Seconds a token of the answer that a drafter's reading of the text so far will have cost: whoever begins to draft with it must
@@ -473,9 +460,6 @@ class Controller:
         if seq is None:
             seq = self._seqs[id] = SeqState(PROBE_FIRST)
         return seq
-
-
-LONGER = (3, 5, 9, 21, 0)  # the shortest match of the next bucket
 
 
 def _bucket(match_len: int) -> int:

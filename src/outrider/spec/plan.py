@@ -27,7 +27,6 @@ class SeqView(NamedTuple):
     fixed: bool = False
     nodes: int = 0  # most tokens of a tree of drafts; 0: only lines
     unread: int = 0  # tokens of its text that a draft model would have to read first
-    cycles: int = 1  # most cycles that may be run by one plan before anybody looks at what they bring
 
 
 class Choice(NamedTuple):
@@ -43,8 +42,6 @@ class Choice(NamedTuple):
     drop: float = 0.0
     nodes: int = 0
     prices: tuple[float, ...] | None = None  # [17] of that many rows, in tokens; None: all `nodes` are verified
-    cycles: int = 1  # so many may be run by this plan before anybody looks at what they bring
-    match: int = 0  # they end early where so many of the text's last tokens stand somewhere before, to be copied from (0: nobody copies)
 
 
 PLAIN = Choice(None, 0)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...types import MAX_DRAFT, GroupName, KVPages
-from ..backend import BURST_CYCLES, Asked, Burst, Tempered, Told
+from ..backend import Asked, Tempered, Told
 from .forward import CompiledDrafter, CompiledModel
-from .lib import CBurst, CCall, CCycle, CDraft
+from .lib import CCall, CCycle, CDraft
 
 ASKED = Struct("=qqdddiiiiiii4x")  # Asked in cycle.h
 
@@ -48,7 +48,7 @@ class CpuCycle:
             own = self.draft = CDraft.from_buffer_copy(drafter.c)  # a copy: this one reads this cache
             own.call = CCall(ctypes.pointer(drafter.stack.c), c.call.batch)
             c.draft, c.shift = ctypes.addressof(own), drafter.shift
-        most = max(features.shape[0], BURST_CYCLES)  # what a burst's cycles bring lies where a batch has what its sequences bring
+        most = features.shape[0]
         self.asked = bytearray(most * ASKED.size)
         self.guesses, self.confidence = (c_int64 * (most * MAX_DRAFT))(), (c_float * (most * MAX_DRAFT))()
         self.parents, self.path = (c_int32 * (most * MAX_DRAFT))(), (c_int32 * (most * MAX_DRAFT))()
@@ -64,19 +64,12 @@ class CpuCycle:
         self.room = 0
         self.told = (c_float * 0)()  # logprobs by row
         self.sampling: Tempered | None = None
-        self.burst, self.seconds = CBurst(), (c_double * BURST_CYCLES)()
-        self.burst.seconds = ctypes.addressof(self.seconds)
-        self.burst_ref = ctypes.byref(self.burst)
-        self.ended: frozenset[int] = frozenset()  # what `ends` holds
-        self.ends = (c_int64 * 0)()
-        self.read: list[int] = []  # the text of which the first `known` tokens stand in `text`
-        self.known, self.text = 0, (c_int32 * 0)()
 
     def _grow(self, rows: int) -> None:
         self.room = rows = 1 << (rows - 1).bit_length()
         hidden, z = torch.empty((rows, self.hidden)), torch.empty((rows, self.vocab))
         streams = [torch.empty((rows, self.hidden)) for _ in self.taps]
-        self.chosen = (c_int64 * (rows * BURST_CYCLES))()
+        self.chosen = (c_int64 * rows)()
         self.tapped = (c_void_p * max(1, len(streams)))(*[s.data_ptr() for s in streams])
         by_layer: list[int | None] = [None] * self.layers
         for layer, stream in zip(self.taps, streams):
@@ -87,23 +80,7 @@ class CpuCycle:
         c.call.hidden, c.z, c.chosen = hidden.data_ptr(), z.data_ptr(), ctypes.addressof(self.chosen)
         c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
 
-    def _run_burst(self, burst: Burst) -> int:
-        """How many cycles were run (burst.h)."""
-        c = self.burst
-        if burst.ends != self.ended:
-            self.ended, self.ends = burst.ends, (c_int64 * len(burst.ends))(*burst.ends)
-            c.ends, c.end_count = ctypes.addressof(self.ends), len(burst.ends)
-        c.most, c.room, c.positions, c.match = burst.cycles, burst.room, burst.positions, burst.match
-        if burst.match:
-            text, length = burst.text, len(burst.text)
-            if text is not self.read or length + BURST_CYCLES * (MAX_DRAFT + 1) > len(self.text):
-                self.read, self.known, self.text = text, 0, (c_int32 * (length + 1024))()
-                c.text = ctypes.addressof(self.text)
-            self.text[self.known : length] = list(text[self.known :])
-            self.known = c.length = length
-        return int(self.ops.lib.or_burst(self.ops.team, self.ref, self.burst_ref))
-
-    def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None, burst: Burst | None = None) -> list[Told]:
+    def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None) -> list[Told]:
         """`sampling`: the batch's temperature, hot and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
         drafts may end themselves; a list that does not change."""
         c, rows, most_likely = self.c, len(asked), -1
@@ -133,12 +110,7 @@ class CpuCycle:
         if rows * width > len(self.told):
             self.told = (c_float * (self.room * width))()
             c.logprobs = ctypes.addressof(self.told)
-        if burst is None:
-            failed = self.ops.lib.or_cycle(self.ops.team, self.ref)
-        else:
-            cycles = self._run_burst(burst)
-            asked, failed = [*asked] * cycles, cycles < 0
-        if failed:
+        if self.ops.lib.or_cycle(self.ops.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
         for i, (_, _, _, most, guess, _, _, nodes, _, likely) in enumerate(asked):
@@ -155,6 +127,6 @@ class CpuCycle:
             if likely is not None:
                 path = range(1, right + 1) if tree is None else tree[1]
                 told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
-            out.append(Told(k, self.chosen[row : row + right + 1], sure, tree, told, self.seconds[i] if burst is not None else 0.0))
+            out.append(Told(k, self.chosen[row : row + right + 1], sure, tree, told))
             row += k + 1
         return out

@@ -1,5 +1,5 @@
 /* The library: what Python calls. One translation unit; see build.py for the flags. */
-#include "burst.h"
+#include "cycle.h"
 #include "chain.h"
 #include "coarse.h"
 
@@ -15,7 +15,7 @@ int or_isa(void) {
 #endif
 }
 int or_sizes(int which) {
-    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Burst), sizeof(Moe), sizeof(Chain)};
+    const size_t sizes[] = {sizeof(Weight), sizeof(Spec), sizeof(Batch), sizeof(Layer), sizeof(Stack), sizeof(Call), sizeof(Draft), sizeof(Cycle), sizeof(Moe), sizeof(Chain)};
     return (int)sizes[which];
 }
 

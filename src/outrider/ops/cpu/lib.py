@@ -88,13 +88,6 @@ class CCycle(Structure):
     ]  # fmt: skip
 
 
-class CBurst(Structure):
-    _fields_ = [
-        *[(name, c_void_p) for name in ("seconds", "ends", "text")],
-        *[(name, c_int64) for name in ("length", "room", "positions")], *[(name, c_int32) for name in ("most", "end_count", "match")],
-    ]  # fmt: skip
-
-
 class CChain(Structure):
     _fields_ = [
         ("call", CCall), ("head", CWeight), ("all", CWeight),
@@ -134,7 +127,6 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_forward": (I, [P, P]),
     "or_draft": (I, [P, P]),
     "or_cycle": (I, [P, P]),
-    "or_burst": (I, [P, P, P]),
     "or_chain": (I, [P, P]),
 }
 
@@ -155,7 +147,7 @@ def load(isa: str | None = None) -> ctypes.CDLL:
     for name, (result, arguments) in SIGNATURES.items():
         function = getattr(lib, name)
         function.restype, function.argtypes = result, arguments
-    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CBurst, CMoe, CChain)]
+    sizes = [ctypes.sizeof(s) for s in (CWeight, CSpec, CBatch, CLayer, CStack, CCall, CDraft, CCycle, CMoe, CChain)]
     assert sizes == [lib.or_sizes(i) for i in range(len(sizes))], "lib.py and the headers disagree"
     return lib
 
