@@ -24,7 +24,7 @@ def python(*words: str, seconds: float) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(1500)
 def test_a_kill_an_update_and_prefix_routing() -> None:
     done = python(
-        "benchmarks/cluster_storm.py",
+        "tests/stress/cluster_storm.py",
         "smollm2",
         "--requests",
         "240",
@@ -43,7 +43,7 @@ def test_a_kill_an_update_and_prefix_routing() -> None:
 @pytest.mark.timeout(900)
 def test_two_nodes_keys_and_a_replica_over_two_processes() -> None:
     """One of two nodes killed under load, and the second process of a tensor-parallel replica: every answer right or a clean error."""
-    done = python("benchmarks/cluster_nodes.py", "--requests", "120", seconds=800)
+    done = python("tests/stress/cluster_nodes.py", "--requests", "120", seconds=800)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert "14 of 14 verdicts ok" in done.stdout and "FAIL" not in done.stdout
 

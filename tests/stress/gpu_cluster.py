@@ -1,8 +1,8 @@
 """Tensor parallelism on one GPU: a team of one (NCCL inside the captured graph) beside the plain path, and two ranks on one device.
 
-    PYTHONPATH=src python3 benchmarks/gpu_cluster.py                    # all parts, each in a process of its own: about 2 minutes on an H200
-    PYTHONPATH=src python3 benchmarks/gpu_cluster.py --dry              # the same on the CPU with tiny models, over gloo
-    PYTHONPATH=src python3 benchmarks/gpu_cluster.py --part one --size 31B | --part two --how nccl|mps|gloo
+    PYTHONPATH=src python3 tests/stress/gpu_cluster.py                    # all parts, each in a process of its own: about 2 minutes on an H200
+    PYTHONPATH=src python3 tests/stress/gpu_cluster.py --dry              # the same on the CPU with tiny models, over gloo
+    PYTHONPATH=src python3 tests/stress/gpu_cluster.py --part one --size 31B | --part two --how nccl|mps|gloo
 
 `one`: three engines over the same dummy weights, steps timed in turn: `solo` (what --tensor-parallel 1 runs: no exchange), `team` (a team of one:
 rank 0 tells every step, NCCL is called for every exchange and finds its part in place), `copies` (the same, but NCCL has to move each part:

@@ -1,6 +1,6 @@
 """A real Ray cluster under load while a replica is killed and another version is rolled out.
 
-    python benchmarks/cluster_storm.py smollm2 --requests 2000 --concurrency 32
+    python tests/stress/cluster_storm.py smollm2 --requests 2000 --concurrency 32
 
 Two replicas on this machine. Every answer is compared with what one engine alone says for the same prompt and seed. One line a verdict;
 exit code 1 when one fails. Phases: `kill` (requests by the openai client, some cancelled, one replica gets SIGKILL in the middle), `prefix`

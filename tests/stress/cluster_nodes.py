@@ -1,6 +1,6 @@
 """Two Ray nodes on this machine, a replica each; a replica that is two processes; keys. One line a verdict; exit code 1 when one fails.
 
-    python benchmarks/cluster_nodes.py [MODEL] [--phases divided,nodes] [--requests 200]
+    python tests/stress/cluster_nodes.py [MODEL] [--phases divided,nodes] [--requests 200]
 
 Without MODEL a tiny one is made up. `divided`: one replica over two processes (gloo, a placement group); answers are those of
 `--tensor-parallel 2` alone; then its second process is killed under load. `nodes`: the head has no room for engines, two more nodes have room for
