@@ -203,19 +203,3 @@ def test_a_decision_takes_microseconds():
             controller.observe_step(1, choice.k, 100, 8e-3, choice.drafter)
         best = min(best, (time.thread_time() - began) / 200)
     assert best < 60e-6  # 18 µs on an idle core; a wide margin for a busy one
-
-
-def test_a_plan_that_holds_may_be_run_at_once_but_not_past_a_longer_match():
-    trust = {"mtp": [0.95] * 16}
-    for cycles in (1, 3, 4):
-        controller = Controller(copy(DEAR), ("mtp", "ngram"), {"mtp": [0.9] * 4}, trust)
-        seen = []
-        for _ in range(12):
-            (choice,) = controller.plan([view()._replace(cycles=cycles, match_len=4)])
-            for _ in range(choice.cycles):  # always right: ahead after the first
-                controller.observe("a", choice.drafter, choice.k, choice.k, [0.9] * choice.k)
-            seen.append((choice.cycles, choice.match))
-        if cycles == 1:
-            assert set(seen) == {(1, 0)}
-        else:  # a plan holds for four cycles: three and one, or all at once
-            assert seen[0] == (1, 0) and sorted(seen[-4:]) == ([(1, 0), (1, 0), (3, 5), (3, 5)] if cycles == 3 else [(4, 5)] * 4)
