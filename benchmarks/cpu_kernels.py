@@ -29,7 +29,7 @@ import torch
 from outrider.cache.store import CacheSpec, KVStore, last_rows
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
-from outrider.ops.backend import Asked
+from outrider.ops.backend import CycleRequest
 from outrider.ops.cpu.build import ISAS
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.choose import SamplingBatch
@@ -141,7 +141,7 @@ class Given:
         assert self.cycle is not None, "the library runs no whole cycles of this model"
 
     def run(self, rows: int) -> None:
-        self.cycle.run([Asked(self.ours.seq.slot, 5, CONTEXT, rows - 1, [7] * (rows - 1))], self.sampling, None)
+        self.cycle.run([CycleRequest(self.ours.seq.slot, 5, CONTEXT, rows - 1, [7] * (rows - 1))], self.sampling, None)
 
 
 class Cycles:
@@ -163,7 +163,7 @@ class Cycles:
         )
 
     def run(self, k: int) -> None:
-        self.cycle.run([Asked(self.ours.seq.slot, 5, CONTEXT, k, None)], self.sampling, None)
+        self.cycle.run([CycleRequest(self.ours.seq.slot, 5, CONTEXT, k, None)], self.sampling, None)
 
 
 def read_speed(threads: int) -> float:

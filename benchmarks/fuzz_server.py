@@ -26,7 +26,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.server.main import HttpServer  # noqa: E402
-from outrider.server.prepare import Backend  # noqa: E402
+from outrider.server.prepare import ServedModel  # noqa: E402
 from outrider.server.settings import ServerSettings  # noqa: E402
 
 MODEL = "fuzzed"
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--reasons", action="store_true", help="print what the 400s said")
     args = parser.parse_args()
     llm = LLM.load(args.model, engine=EngineConfig(max_batch=4, max_context=512))
-    server = HttpServer(Backend.of(llm), ServerSettings(MODEL, port=0, max_concurrent=4, timeout=60.0))
+    server = HttpServer(ServedModel.of(llm), ServerSettings(MODEL, port=0, max_concurrent=4, timeout=60.0))
     with server.running() as url:
         counts: Counter[int] = Counter()
         failures: list[dict[str, Any]] = []

@@ -28,12 +28,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
-from outrider.models.known import KNOWN
-from outrider.ops.trees import WIDTH, Front, Nodes, Noise
-from outrider.ops.triton import TritonOps, attention, linear, moe, quant
+from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise
+from outrider.ops.triton import TritonOps, attention, gemm, moe, quant
 from outrider.ops.triton.quant import Extras, quant_linear
 from outrider.ops.triton.quant_moe import QuantExperts
 from outrider.ops.triton.repack import Codes, QuantWeight
@@ -116,13 +116,13 @@ def product(kind: str, rows: int, pdl: bool) -> None:
         z, scale = shell(rows, count, dtype=torch.float32), shell(count, dtype=torch.float32)
         moe.experts(list_pairs(z, scale, 8, pdl), shell(rows, hidden), each[0], each[1], "gelu_tanh", pdl)
     elif kind in (ATTENTION, EIGHT_BITS):  # heads of 512 are what takes most shared memory
-        config = ModelConfig.from_hf(KNOWN[f"google/gemma-4-{'31B' if kind == ATTENTION else 'E2B'}-it"])
+        config = ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{'31B' if kind == ATTENTION else 'E2B'}-it"])
         spec = next(layer.attn for layer in config.layers if (layer.attn.window is None) == (kind == ATTENTION))
         kv = view(config, rows, dtype=torch.bfloat16 if kind == ATTENTION else torch.float8_e4m3fn)
         attention.attend(shell(rows, spec.heads * spec.head_dim), spec, kv, pdl)
     else:
         n, k, both = DENSE[kind]
-        linear.product(shell(rows, k), shell(n * (1 + both), k), seen, gated=both, act="gelu_tanh" if both else "", pdl=pdl)
+        gemm.dense_gemm(shell(rows, k), shell(n * (1 + both), k), seen, gated=both, act="gelu_tanh" if both else "", pdl=pdl)
 
 
 def view(config: ModelConfig, count: int, context: int = 1024, page: int = 16, dtype: torch.dtype = torch.bfloat16) -> KVView:
@@ -135,17 +135,17 @@ def view(config: ModelConfig, count: int, context: int = 1024, page: int = 16, d
 def tree_step(config: ModelConfig, ops: TritonOps, nodes: int = 16, depth: int = 5) -> None:
     """What a captured step with a tree adds: growing it, attention along paths, the walk, and K/V put in line."""
     at, count, vocab = shell(1, dtype=torch.int64), nodes + 1, config.vocab_size
-    front, found = Front.root(at), Nodes.of(1, depth, torch.device("meta"))
+    front, found = Frontier.root(at), Nodes.of(1, depth, torch.device("meta"))
     noise = Noise(at, at, shell(1, dtype=torch.float32), shell(1, dtype=torch.bool))
     front = ops.branch(shell(WIDTH, vocab, dtype=torch.float32), None, noise, front, found, 0)
     ops.branch(shell(WIDTH, 4096, dtype=torch.float32), shell(WIDTH, 4096, dtype=torch.int64), None, front, found, 1)
-    ops.plant(ops.comb(shell(1, depth, 528, dtype=torch.float32), shell(1, depth, 528, dtype=torch.int32)), nodes, depth)
-    planted, kv = ops.plant(found, nodes, depth), view(config, count)
-    kv.places, kv.paths = kv.positions, planted.paths
+    ops.build_fixed_tree(ops.chain_with_runner_ups(shell(1, depth, 528, dtype=torch.float32), shell(1, depth, 528, dtype=torch.int32)), nodes, depth)
+    planted, kv = ops.build_fixed_tree(found, nodes, depth), view(config, count)
+    kv.kv_slots, kv.ancestors = kv.positions, planted.ancestors
     for spec in {(s.group, s.heads, s.kv_heads, s.head_dim): s for s in (layer.attn for layer in config.layers)}.values():
         ops.attend(shell(count, spec.heads * spec.head_dim), spec, kv)
-    _, _, rows = ops.walk(kv.positions, kv.positions, planted.above, kv.row_seq, kv.row_start, depth, at)
-    ops.keep_path(rows, at, at, [config.layers[i].attn for i in config.kv_layers], kv)
+    _, _, rows = ops.accept_path(kv.positions, kv.positions, planted.parent_rows, kv.row_seq, kv.row_start, depth, at)
+    ops.compact_kv(rows, at, at, [config.layers[i].attn for i in config.kv_layers], kv)
 
 
 def whole_model(name: str, rows: list[int], pdl: bool) -> None:
@@ -156,7 +156,7 @@ def whole_model(name: str, rows: list[int], pdl: bool) -> None:
         kinds = {"matrix": torch.bfloat16, "embedding": torch.bfloat16, "index": torch.int64}
         return {n: shell(*p.shape, dtype=kinds.get(p.role, torch.float32)) for n, p in tensor_plan(config).items()}
 
-    config, draft = ModelConfig.from_hf(KNOWN[name]), DrafterConfig.from_hf(KNOWN[name + "-assistant"])
+    config, draft = ModelConfig.from_hf(BUILTIN_CONFIGS[name]), DrafterConfig.from_hf(BUILTIN_CONFIGS[name + "-assistant"])
     model = TextModel(config, shapes(config), ops)
     for count in rows:
         kv = view(config, count)
@@ -215,7 +215,7 @@ def main() -> None:
     for arch in args.only:
         room = SHARED[arch]
         Stub.target = GPUTarget("cuda", arch, 32)
-        attention.shared_of = linear.shared_of = moe.shared_of = quant.shared_of = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
+        attention.shared_of = gemm.shared_of = moe.shared_of = quant.shared_of = lambda device, room=room: (room - 1) << 10  # type: ignore[misc]
         for title, call in cases(args, arch >= 90):
             made.clear()
             call()

@@ -17,8 +17,8 @@ import torch
 import triton
 
 from outrider.bench.gpu import Rig, collect, time_ms
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.models.known import KNOWN
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import AttnSpec, KVView
 from outrider.weights.names import tensor_plan
@@ -151,7 +151,7 @@ def error(got: torch.Tensor, want: torch.Tensor) -> float:
 def weight_shapes() -> dict[tuple[int, int, bool], str]:
     """(N, K, gated) -> where it occurs. Expert tensors aside."""
     shapes: dict[tuple[int, int, bool], str] = {}
-    for name, raw in KNOWN.items():
+    for name, raw in BUILTIN_CONFIGS.items():
         config = (DrafterConfig if "assistant" in name else ModelConfig).from_hf(raw)
         for weight, plan in tensor_plan(config).items():
             part = weight.rpartition(".")[2]

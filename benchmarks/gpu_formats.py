@@ -36,17 +36,17 @@ from tests import quantised
 from torch import Tensor
 
 from outrider.bench.gpu import Rig, collect, plain_run, speculative_run
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import Foreign, ForeignDict, ModelConfig
-from outrider.models.known import KNOWN
-from outrider.ops.formats import Held, Packed, base
+from outrider.ops.formats import DeviceWeight, Packed, base
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps
-from outrider.ops.triton.quantised import MODES
+from outrider.ops.triton.quant_ops import MODES
 from outrider.weights.dummy_file import write_gguf
 from outrider.weights.files import from_folder, from_gguf
 from outrider.weights.load import load
 from outrider.weights.names import tensor_plan
-from outrider.weights.piece import DTYPES
+from outrider.weights.source_tensor import DTYPES
 
 ROWS, KS, BATCHES = (1, 2, 5, 9, 17, 40, 64, 200, 2048), (1, 4, 8, 16), (1, 8)
 CONTEXT, STEPS, PROMPT, WRONG = 48, 20, 200, 3
@@ -70,7 +70,7 @@ def llama(hidden: int, inner: int, heads: int, kv: int, vocab: int) -> ForeignDi
 
 
 def gemma(vocab: int, **sizes: int) -> ForeignDict:
-    raw = dict(KNOWN["google/gemma-4-E2B-it"])
+    raw = dict(BUILTIN_CONFIGS["google/gemma-4-E2B-it"])
     kinds = ["sliding_attention", "full_attention"]
     text = dict(raw["text_config"]) | dict(num_hidden_layers=2, layer_types=kinds, num_kv_shared_layers=0)
     return raw | {"text_config": text | dict(vocab_size=vocab, vocab_size_per_layer_input=vocab) | sizes}
@@ -138,7 +138,7 @@ def fused(config: ModelConfig, meant: dict[str, Tensor]) -> dict[str, Tensor]:
     return {n: torch.cat([meant[s].float() for s in plan.sources]).view(plan.shape) for n, plan in tensor_plan(config).items()}
 
 
-def made(raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps) -> tuple[dict[str, Held], dict[str, Tensor]]:
+def made(raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps) -> tuple[dict[str, DeviceWeight], dict[str, Tensor]]:
     """A checkpoint in this format as the ops hold it, and the values it means in float32, both on the device."""
     config, device = ModelConfig.from_hf(raw), scale.device
     if name in GGUF:
@@ -162,7 +162,7 @@ def made(raw: Foreign, name: str, folder: Path, scale: Scale, ops: TritonOps) ->
     return held, meant
 
 
-def soften(weights: dict[str, Held] | dict[str, Tensor]) -> None:
+def soften(weights: dict[str, DeviceWeight] | dict[str, Tensor]) -> None:
     """Gemma 4 does not divide its scores by anything: with norms near one a softmax would magnify every rounding."""
     for name, weight in weights.items():
         if name.endswith(("q_norm", "k_norm")) and isinstance(weight, Tensor):
@@ -175,7 +175,7 @@ def off(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-def products(ops: TritonOps, held: dict[str, Held], meant: dict[str, Tensor], scale: Scale) -> tuple[float, list[str]]:
+def products(ops: TritonOps, held: dict[str, DeviceWeight], meant: dict[str, Tensor], scale: Scale) -> tuple[float, list[str]]:
     """The largest error, and which (matrix, number of rows) had other bits. One matrix of each name and shape."""
     worst, other, done = 0.0, [], set()
     for name, weight in held.items():
@@ -245,7 +245,7 @@ def family(names: list[str], models: list[str], dry: bool) -> bool:
 
 
 def whole(
-    model: str, name: str, scale: Scale, ops: TritonOps, held: dict[str, Held], meant: dict[str, Tensor],
+    model: str, name: str, scale: Scale, ops: TritonOps, held: dict[str, DeviceWeight], meant: dict[str, Tensor],
     multiplied: tuple[float, list[str]], began: float,
 ) -> bool:  # fmt: skip
     """The line of one model in one format."""

@@ -29,11 +29,11 @@ from gpu_common import graph_us, kernel_table, kernels
 from outrider import LLM, SamplingParams
 from outrider.bench.gpu import SIZES, Rig
 from outrider.config import EngineConfig
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
-from outrider.models.known import KNOWN
-from outrider.ops.formats import BLOCKS, MODES, Block, Float8, Held, Integer, NvFp4, Weight, stays_dense
+from outrider.ops.formats import BLOCKS, MODES, DeviceWeight, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight, stays_dense
 from outrider.ops.triton.quant import Extras, quant_linear
-from outrider.ops.triton.quantised import QuantTritonOps
+from outrider.ops.triton.quant_ops import QuantTritonOps
 from outrider.ops.triton.repack import repack
 from outrider.weights.load import dummy_weights
 
@@ -43,7 +43,7 @@ SHAPES = {"gate_up": (43008, 5376), "down": (5376, 21504), "qkv": (16384, 5376),
 
 def made(name: str, n: int, k: int, device: str = "cuda") -> Weight:
     """Random weights as this format holds them."""
-    formats = {"int4": Integer(4, 32), "int4-g128": Integer(4, 128), "int8": Integer(8, 128), "fp8": Float8(), "nvfp4": NvFp4()}
+    formats = {"int4": IntegerFormat(4, 32), "int4-g128": IntegerFormat(4, 128), "int8": IntegerFormat(8, 128), "fp8": Float8Format(), "nvfp4": NvFp4Format()}
     if name in formats:
         return formats[name].quantise(torch.randn((n, k), device=device, dtype=torch.bfloat16) * 0.02)
     size, nbytes = BLOCKS[name]
@@ -51,12 +51,12 @@ def made(name: str, n: int, k: int, device: str = "cuda") -> Weight:
     half = torch.tensor([1e-5 if name == "Q6_K" else 5e-4], dtype=torch.float16, device=device).view(torch.uint8)
     for at in (208,) if name == "Q6_K" else (0, 2) if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else (0,):  # factors and offsets
         blocks[:, :, at : at + 2] = half
-    return Weight(Block(name), (n, k), {"blocks": blocks.view(n, -1)})
+    return Weight(GGUFBlockFormat(name), (n, k), {"blocks": blocks.view(n, -1)})
 
 
 def products(formats: list[str], shapes: list[str]) -> None:
     ops = QuantTritonOps("cuda")
-    seen = ops.seen
+    seen = ops.semaphores
     for shape in shapes:
         n, k = SHAPES[shape]
         extras = Extras(act="gelu_tanh", gated=True) if shape == "gate_up" else Extras()
@@ -79,7 +79,7 @@ def products(formats: list[str], shapes: list[str]) -> None:
                     call = lambda i, x=x[:rows], many=many, extras=extras: quant_linear(x, many[i], seen, extras, True)  # noqa: E731
                     triton[rows] = round(graph_us(call, len(many), 6), 1)
             floor = round(held.nbytes / BANDWIDTH * 1e6, 1)
-            row = dict(shape=shape, format=name, floor_us=floor, us=times, triton_us=triton, error=round(error, 5), rows_alone=alone)
+            row = dict(shape=shape, format=name, floor_us=floor, us=times, triton_us=triton, error=round(error, 5), prefill_idle=alone)
             print(json.dumps(row), flush=True)
 
 
@@ -96,7 +96,7 @@ class RecipeOps(QuantTritonOps):
 
     recipe, downs = "int4", 0
 
-    def quantize(self, dense: torch.Tensor, mode: str) -> Held:
+    def quantize(self, dense: torch.Tensor, mode: str) -> DeviceWeight:
         if self.recipe in MODES:
             return super().quantize(dense, self.recipe)
         if self.recipe == "experts-int8":
@@ -111,13 +111,13 @@ class RecipeOps(QuantTritonOps):
 @torch.inference_mode()
 def graphs(size: str, recipes: list[str], cycles: list[str], context: int, kv: str, tables: bool) -> None:
     """Cycles BATCHxK as the engine captures them, alone; tables: their kernels too, the longest first."""
-    raw, pairs = dict(KNOWN[SIZES[size]]), [(int(b), int(k)) for b, k in (c.split("x") for c in cycles)]
+    raw, pairs = dict(BUILTIN_CONFIGS[SIZES[size]]), [(int(b), int(k)) for b, k in (c.split("x") for c in cycles)]
     for recipe in recipes:
         ops = RecipeOps("cuda")
         ops.recipe = recipe
         mode = None if recipe == "bf16" else "int8"
         weights = dummy_weights(ModelConfig.from_hf(raw), torch.device("cuda"), torch.bfloat16, ops, mode, 0)
-        drafter = KNOWN[SIZES[size] + "-assistant"] if any(k for _, k in pairs) else None
+        drafter = BUILTIN_CONFIGS[SIZES[size] + "-assistant"] if any(k for _, k in pairs) else None
         most = max(b for b, _ in pairs)
         rig = Rig(raw, drafter, ops, slots=most, context=context + 256, weights=weights, compiled=True, kv=kv)
         seqs = rig.open(most, context, 128)

@@ -188,7 +188,7 @@ def main() -> None:
     from outrider.bench.gpu import SIZES
     from outrider.config import EngineConfig
     from outrider.server.main import HttpServer
-    from outrider.server.prepare import Backend
+    from outrider.server.prepare import ServedModel
     from outrider.server.settings import ServerSettings
 
     model, arrivals = SIZES[args.size], 6
@@ -218,7 +218,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()
     began, free = time.perf_counter(), torch.cuda.mem_get_info()[0] if HERE.gpu else 0
-    backend = Backend.of(llm, print)
+    backend = ServedModel.of(llm, print)
     taken = (free - torch.cuda.mem_get_info()[0]) >> 20 if HERE.gpu else 0
     say(ready_s=time.perf_counter() - began, ready_mb=taken)
     server = HttpServer(backend, ServerSettings("dummy", port=0, max_concurrent=args.streams + arrivals, log_level="warning"))

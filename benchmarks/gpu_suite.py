@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_suite"))
     parser.add_argument("--only", choices=["checks", "bench"], default=None)
     parser.add_argument("--match", default="", help="only checks whose name holds this; comma-separated")
-    parser.add_argument("--sizes", default=",".join(gpu_table.Settings().sizes), help="of the benchmark")
+    parser.add_argument("--sizes", default=",".join(gpu_table.GpuBenchSettings().sizes), help="of the benchmark")
     parser.add_argument("--no-hf", action="store_true")
     parser.add_argument("--seconds", type=float, default=1e9)
     args = parser.parse_args()

@@ -25,7 +25,7 @@ from outrider.bench.gpu import plain_run, tree_run
 from outrider.config import EngineConfig
 from outrider.engine.tree import Tree
 from outrider.ops.reference import ReferenceOps
-from outrider.ops.trees import Planted
+from outrider.ops.trees import FixedTree
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.types import Draft
@@ -71,8 +71,8 @@ def cycles(size: str, dry: bool) -> None:
         def line(last: torch.Tensor, length: torch.Tensor) -> Draft:
             return Draft(some, torch.full_like(length, 16))
 
-        def planted(last: torch.Tensor, length: torch.Tensor) -> Planted:
-            return Planted(some[:, :15], tree.depth, tree.paths, tree.above)
+        def planted(last: torch.Tensor, length: torch.Tensor) -> FixedTree:
+            return FixedTree(some[:, :15], tree.depth, tree.ancestors, tree.parent_rows)
 
         def of(k: int, **how: Any) -> float:
             return rig.graph(seqs, k, context, context + 256, **how).time(3 if dry else 15)

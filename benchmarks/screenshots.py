@@ -18,7 +18,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.server.main import HttpServer  # noqa: E402
-from outrider.server.prepare import Backend  # noqa: E402
+from outrider.server.prepare import ServedModel  # noqa: E402
 from outrider.server.settings import ServerSettings, public_name  # noqa: E402
 
 FLAGS = [
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     args = parser.parse_args()
     llm = LLM.load(args.model, drafter=args.drafter, engine=EngineConfig(max_batch=4, max_context=2048))
-    server = HttpServer(Backend.of(llm), ServerSettings(public_name(args.model), port=0))
+    server = HttpServer(ServedModel.of(llm), ServerSettings(public_name(args.model), port=0))
     with server.running() as url:
         args.out.mkdir(parents=True, exist_ok=True)
         with sync_playwright() as p:

@@ -27,7 +27,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "src")]
 from outrider.config import EngineConfig  # noqa: E402
 from outrider.llm import LLM  # noqa: E402
 from outrider.server.main import HttpServer  # noqa: E402
-from outrider.server.prepare import Backend  # noqa: E402
+from outrider.server.prepare import ServedModel  # noqa: E402
 from outrider.server.settings import ServerSettings  # noqa: E402
 
 TOPICS = ["the sea", "a lost key", "prime numbers", "bread", "the moon", "a slow train", "rivers", "a clever fox", "clocks", "old maps"]
@@ -178,7 +178,7 @@ def main() -> None:
     config = EngineConfig(max_batch=args.batch, max_context=args.max_context)
     llm = LLM.load(args.model, drafter=args.drafter, draft_tokens=args.draft_tokens, engine=config)
     settings = ServerSettings("soaked", port=0, max_concurrent=args.batch, max_queued=args.streams)
-    server = HttpServer(Backend.of(llm), settings)
+    server = HttpServer(ServedModel.of(llm), settings)
     with server.running() as url:
         began = time.monotonic()
         soak, memory = asyncio.run(run(url, "soaked", args.streams, 60 * args.minutes, args.max_tokens, args.verify))

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.engine.engine import Engine
-from outrider.engine.passes import ROWS
-from outrider.engine.step import Emitted, Flight, Lane, StepBatch
+from outrider.engine.prefill_graphs import ROWS
+from outrider.engine.step import Emitted, PendingStep, ScheduledSeq, StepBatch
 
 LAUNCHES = 20  # how often a captured step or pass lets go of the interpreter
 LAUNCH_S = 8e-6  # processor time between two of them
@@ -31,27 +31,27 @@ class StandIn:
     row: float
     vocab: int
     name: str = "stand-in"
-    behind: bool = True
+    async_results: bool = True
     trees: bool = False
     _free_at: float = 0.0  # when the device has done what was launched so far
 
     def takes(self, batch: StepBatch) -> bool:
         return True
 
-    def launch(self, batch: StepBatch) -> Flight:
-        rows = sum(lane.count for lane in batch.prompts)
+    def launch(self, batch: StepBatch) -> PendingStep:
+        rows = sum(item.count for item in batch.prompts)
         self._let_go(LAUNCHES * -(-rows // ROWS[-1]))  # several captured passes
         began = time.perf_counter()
         self._let_go(LAUNCHES)
         self._free_at = max(time.perf_counter(), self._free_at) + rows * self.row + (self.step if batch.decode else 0.0)
-        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], began, rows)
-        flight.payload, flight.ahead = self._free_at, [lane.k + 1 for lane in batch.decode]
-        return flight
+        pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], began, rows)
+        pending.payload, pending.inflight_tokens = self._free_at, [item.k + 1 for item in batch.decode]
+        return pending
 
-    def read(self, flight: Flight) -> list[Emitted]:
-        assert isinstance(flight.payload, float)
-        time.sleep(max(0.0, flight.payload - time.perf_counter()))
-        return [Emitted(self._tokens(lane)) for lane in flight.batch.decode]
+    def read(self, pending: PendingStep) -> list[Emitted]:
+        assert isinstance(pending.payload, float)
+        time.sleep(max(0.0, pending.payload - time.perf_counter()))
+        return [Emitted(self._tokens(item)) for item in pending.batch.decode]
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
         time.sleep(self.step)
@@ -59,11 +59,11 @@ class StandIn:
     def prepare(self) -> str:
         return ""
 
-    def times(self, part: str) -> bool:
+    def can_probe(self, part: str) -> bool:
         return True
 
-    def _tokens(self, lane: Lane) -> list[int]:
-        return [random.randrange(8, self.vocab) for _ in range(lane.k + 1)]
+    def _tokens(self, item: ScheduledSeq) -> list[int]:
+        return [random.randrange(8, self.vocab) for _ in range(item.k + 1)]
 
     @staticmethod
     def _let_go(times: int) -> None:
@@ -77,7 +77,7 @@ class StandIn:
 def replace(engine: Engine, step: float, row: float) -> None:
     """Prompts are cut as they are on a GPU."""
     scheduler = engine.scheduler
-    scheduler.chunk, scheduler.beside, scheduler.pack, scheduler.alone = 1024, 512, 2048, 8192
+    scheduler.chunk, scheduler.prefill_with_decodes, scheduler.max_batched_prefill, scheduler.prefill_idle = 1024, 512, 2048, 8192
     engine.executors = [StandIn(step, row, engine.model.config.vocab_size)]
 
 

@@ -61,22 +61,22 @@ def answer(
 @torch.inference_mode()
 def second_best(llm: LLM, ids: list[int], answer: list[int], temperature: float, seed: int) -> tuple[int, int, int]:
     """At every token of an answer: how many, how often the best guess is right, how often the second where the best is wrong."""
-    machine, drafter, text = llm.engine.machine, llm.drafter, [*ids, *answer]
+    runner, drafter, text = llm.engine.runner, llm.drafter, [*ids, *answer]
     assert isinstance(drafter, MTPDrafter)
-    slots, count = torch.tensor(machine.scratch_slots(1, len(text))), len(text)
+    slots, count = torch.tensor(runner.scratch_slots(1, len(text))), len(text)
     as_rows = lambda n: (torch.zeros(n, dtype=torch.int64), torch.tensor([0, n], dtype=torch.int32), n, count)  # noqa: E731
-    view = machine.store.view(slots, torch.arange(count), *as_rows(count))
-    features = machine.model.forward(torch.tensor(text), view, machine.taps).features
+    view = runner.store.view(slots, torch.arange(count), *as_rows(count))
+    features = runner.model.forward(torch.tensor(text), view, runner.taps).features
     at = torch.arange(len(ids) - 1, count - 1)  # the newest token of each guess
     params = SamplingParams(temperature=temperature, seed=seed)
-    sampling = SamplingBatch.build([params], [[0]], [[]], machine.vocab, machine.device).select(torch.zeros_like(at))
-    state = drafter.model.start(machine.store.view(slots, at - 1, *as_rows(len(at))), features[at - 1])
-    g, _ = drafter.model.step(machine.model.embed(torch.tensor(text)[at]), features[at - 1, : machine.model.config.hidden], state)
-    ids_of, logits = drafter.model.candidates(g, sampling.lean(drafter.model.cluster_ids, at + 1, machine.model.ops))
+    sampling = SamplingBatch.build([params], [[0]], [[]], runner.vocab, runner.device).select(torch.zeros_like(at))
+    state = drafter.model.start(runner.store.view(slots, at - 1, *as_rows(len(at))), features[at - 1])
+    g, _ = drafter.model.step(runner.model.embed(torch.tensor(text)[at]), features[at - 1, : runner.model.config.hidden], state)
+    ids_of, logits = drafter.model.candidates(g, sampling.cluster_bonus(drafter.model.cluster_ids, at + 1, runner.model.ops))
     best = sampling.scores(logits.float(), at + 1, ids_of).topk(2).indices
     tokens = best if ids_of is None else ids_of.gather(1, best)
     right = tokens == torch.tensor(text)[at + 1][:, None]
-    machine.close_scratch()  # the engine has one slot, and wants it back
+    runner.close_scratch()  # the engine has one slot, and wants it back
     return len(at), int(right[:, 0].sum()), int((right[:, 1] & ~right[:, 0]).sum())
 
 

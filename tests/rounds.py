@@ -17,7 +17,7 @@ from outrider.bench.gpu import Rig, time_ms
 from outrider.cache.store import SeqCache
 from outrider.engine.capture import Graph
 from outrider.models.drafter import MTPNet
-from outrider.ops.reference import ReferenceOps, plain
+from outrider.ops.reference import ReferenceOps, as_tensor
 from outrider.spec.choose import SamplingBatch
 from outrider.spec.drafter import DraftBatch, Drafter, guess_next
 from outrider.types import SamplingParams
@@ -76,15 +76,15 @@ def follow(reference: MTPNet, rig: Rig, batch: DraftBatch, tokens: Tensor) -> Fo
     state, hidden, before = reference.start(batch.kv, features), features[:, : rig.config.hidden], batch.last
     own, short = [], 0.0
     for j, token in enumerate(tokens.T):
-        at = batch.length + 1 + j  # the position being guessed
+        at = batch.position + 1 + j  # the position being guessed
         g, hidden = reference.step(rig.model.embed(before).float(), hidden, state)
         guess, z = guess_next(sampling, at, partial(reference.candidates, g), ops, clusters)
         own.append(guess)
         before = token
-        if not sampling.any_hot:
+        if not sampling.any_sampled:
             # Scored with its own row of the head: where two clusters tie for the last place, a good guess may be no candidate here.
             row = token if clusters is None else (clusters.flatten() == token[:, None]).int().argmax(1)
-            score = (plain(reference.head).reshape(-1, g.shape[1])[row] * g).sum(1)
+            score = (as_tensor(reference.head).reshape(-1, g.shape[1])[row] * g).sum(1)
             short = max(short, float(((z.amax(1) - score) / z.std(1)).max()))
     return Followed(round(short, 4), round(float((torch.stack(own, 1) == tokens).float().mean()), 3), g)
 

@@ -19,15 +19,15 @@ from unittest.mock import patch
 import numpy as np
 from tests.waiting import PATIENCE, until
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as Backend
+from tokenizers import Tokenizer as ServedModel
 
-from outrider.engine.answer import Answer
 from outrider.engine.engine import Event
 from outrider.engine.grammar import unpacked
 from outrider.engine.metrics import Metrics
+from outrider.engine.output_processor import OutputProcessor
 from outrider.engine.step import Request
 from outrider.engine.text import Detokenizer, Tokenizer
-from outrider.spec.plan import Branches
+from outrider.spec.plan import VerifiedTree
 from outrider.types import Matcher, OutriderError, RequestStats, TextFiles
 
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<|im_start|>", "<|im_end|>")
@@ -44,9 +44,9 @@ VOCAB = 288
 def tokenizer(gemma: bool = False) -> Tokenizer:
     names = SPECIAL + (GEMMA if gemma else ())
 
-    def build() -> Backend:
+    def build() -> ServedModel:
         vocab = {t: i for i, t in enumerate((*names, *sorted(pre_tokenizers.ByteLevel.alphabet())))}
-        backend = Backend(models.BPE(vocab=vocab, merges=[]))
+        backend = ServedModel(models.BPE(vocab=vocab, merges=[]))
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
         backend.add_special_tokens([AddedToken(t, special=True) for t in names])
@@ -59,7 +59,7 @@ def tokenizer(gemma: bool = False) -> Tokenizer:
 @dataclass
 class _Running:
     request: Request
-    answer: Answer
+    answer: OutputProcessor
     script: list[int] | None
     rng: random.Random
     out: list[int] = field(default_factory=list)
@@ -109,7 +109,7 @@ class FakeEngine:
         script = None if p.grammar is not None else [*self.tokenizer.encode(self.say(request)), 1]
         matcher = p.grammar.matcher() if p.grammar is not None else None  # type: ignore[attr-defined]
         detok = Detokenizer(self.tokenizer, request.prompt, p.keep_special)
-        answer = Answer(p, self.tokenizer.eos_ids, detok, matcher)
+        answer = OutputProcessor(p, self.tokenizer.eos_ids, detok, matcher)
         self.running[request.id] = _Running(request, answer, script, random.Random(p.seed))
         self.running[request.id].stats.prompt_tokens = len(request.prompt)
         self.metrics.requests += 1
@@ -174,7 +174,7 @@ class FakeEngine:
         if self.branching and k:
             run.stats.trees, run.stats.branched = run.stats.trees + 1, run.stats.branched + accepted
             guesses = [self.tokenizer.encode("owl")[0], *tokens[:accepted]]
-            tree = Branches.of([0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses)
+            tree = VerifiedTree.of([0, 0, *range(2, accepted + 1)][: len(guesses)], list(range(2, accepted + 2)), tokens=guesses)
         return Event(run.request.id, tokens[:n], kinds, taken.texts, tables, taken.finish, stats, taken.error, tree, taken.stopped_by)
 
     def _tokens(self, run: _Running, k: int) -> tuple[list[int], int]:
@@ -227,7 +227,7 @@ class Served:
 
     def __init__(self, engine: Any, tok: Tokenizer, max_context: int = 2048, vocab: int = VOCAB, **settings: Any) -> None:
         from outrider.server.main import HttpServer
-        from outrider.server.prepare import Backend as ServerBackend
+        from outrider.server.prepare import ServedModel as ServerBackend
         from outrider.server.settings import ServerSettings
 
         self.engine = engine

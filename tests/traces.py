@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 
-from outrider.spec.plan import PLAIN, Choice, SeqView
+from outrider.spec.plan import NO_DRAFT, DraftContext, DraftPlan
 from outrider.spec.simulate import Trace
 from outrider.types import MAX_DRAFT
 
@@ -60,14 +60,14 @@ class Fixed:
     def __init__(self, drafter: str | None, k: int) -> None:
         self.drafter, self.k = drafter, k
 
-    def again(self, ids: Sequence[str]) -> list[Choice] | None:
+    def reuse_plan(self, ids: Sequence[str]) -> list[DraftPlan] | None:
         return None
 
-    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
+    def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
         out = []
         for view in seqs:
             k = min(self.k, view.drafter_available.get(self.drafter or "", 0), view.remaining - 1)
-            out.append(Choice(self.drafter, k) if k > 0 else PLAIN)
+            out.append(DraftPlan(self.drafter, k) if k > 0 else NO_DRAFT)
         return out
 
     def observe(self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None) -> None:

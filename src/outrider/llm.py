@@ -27,18 +27,18 @@ from . import ops as ops_module
 from .config import LoadFormat, LoadSettings, parse_draft_tokens, parse_tree
 from .engine.calibrate import calibrate
 from .engine.engine import Engine, Event
-from .engine.room import Room
+from .engine.memory import KVBudget
 from .engine.shared import SharedEngine
 from .engine.step import Request
 from .engine.text import Messages, Tokenizer
+from .models.compat import fits, other_weights
 from .models.decoder import TextModel
 from .models.drafter import MTPNet
-from .models.pairing import fits, other_weights
 from .models.split import SOLO
 from .ops.cpu.ops import default_threads
-from .ops.formats import Held
-from .parallel import STARTED_BY_US, Leader, Parted, Team, follow, follow_to_the_end, is_worker, join
-from .spec import card as cards
+from .ops.formats import DeviceWeight
+from .parallel import STARTED_BY_US, Leader, PeerLost, ProcessGroup, follow, follow_to_the_end, is_worker, join
+from .spec import acceptance_profile as cards
 from .spec import draft_model
 from .spec.controller import Controller
 from .spec.cost import FORMAT, CostKey, CostTable, machine_name
@@ -65,7 +65,7 @@ class Completion:
 
 
 class LLM:
-    def __init__(self, engine: Engine, name: str, drafter_note: str, weight_bytes: int = 0, team: Team | None = None):
+    def __init__(self, engine: Engine, name: str, drafter_note: str, weight_bytes: int = 0, team: ProcessGroup | None = None):
         self.engine, self.name, self.drafter_note, self._weight_bytes, self.team = engine, name, drafter_note, weight_bytes, team
         self.model, self.tokenizer, self.config = engine.model, engine.tokenizer, engine.model.config
         self.drafter = engine.drafter
@@ -93,13 +93,13 @@ class LLM:
             raise
 
     @classmethod
-    def _open(cls, model: str, settings: LoadSettings, say: Callable[[str], None], team: Team | None = None) -> LLM:
+    def _open(cls, model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None) -> LLM:
         engine, note, size, key = assemble(model, settings, say, team)
         if team is not None:
             Leader(engine, team)
         if key is not None:
             digest = hashlib.blake2b("|".join((key.machine, key.model, key.version)).encode(), digest_size=8).hexdigest()
-            engine.controller.cost = calibrate(engine, key, hub.keeping("costs", f"{digest}.json"))
+            engine.controller.cost = calibrate(engine, key, hub.cache_path("costs", f"{digest}.json"))
         return cls(engine, model, note, size, team)
 
     @property
@@ -166,7 +166,7 @@ class LLM:
             raise OutriderError("messages are a list such as [{'role': 'user', 'content': 'Hello'}]")
         return self._tokenizer().chat(listed, tools)
 
-    def asked(self, prompt: str | Messages, raw: bool = False) -> list[int]:
+    def encode_chat(self, prompt: str | Messages, raw: bool = False) -> list[int]:
         """Ids of what a user says: through the chat template where the model has one, unless `raw`."""
         messages: Messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         if not raw and self.tokenizer is not None and self.tokenizer.has_chat_template:
@@ -215,31 +215,31 @@ def _take(completion: Completion, event: Event) -> None:
 
 
 def assemble(
-    model: str, settings: LoadSettings, say: Callable[[str], None], team: Team | None = None
+    model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None = None
 ) -> tuple[Engine, str, int, CostKey | None]:  # fmt: skip
     """The engine, the line that says who drafts, the bytes of the weights, and what its costs are kept by (None: nobody will ask).
     With a team: this process's part of it; what goes wrong in one process goes wrong in all."""
     agreed = False
 
-    def agree(room: Room) -> Room:
+    def agree(budget: KVBudget) -> KVBudget:
         nonlocal agreed
         if team is None:
-            return room
+            return budget
         agreed = True
-        window = -1 if room.window_tokens is None else room.window_tokens
-        context, tokens, window, rows = team.least((room.max_context, room.tokens, window, room.pass_rows))
-        return Room(context, tokens, None if window < 0 else window, rows)
+        window = -1 if budget.window_tokens is None else budget.window_tokens
+        context, tokens, window, rows = team.all_reduce_min((budget.max_context, budget.tokens, window, budget.pass_rows))
+        return KVBudget(context, tokens, None if window < 0 else window, rows)
 
     try:
         return _assemble(model, settings, say, team, agree)
     except OutriderError as error:
         if team is not None and not agreed:
-            team.least((), str(error))  # raises here and everywhere
+            team.all_reduce_min((), str(error))  # raises here and everywhere
         raise
 
 
 def _assemble(
-    model: str, settings: LoadSettings, say: Callable[[str], None], team: Team | None, agree: Callable[[Room], Room]
+    model: str, settings: LoadSettings, say: Callable[[str], None], team: ProcessGroup | None, agree: Callable[[KVBudget], KVBudget]
 ) -> tuple[Engine, str, int, CostKey | None]:
     quantize, load_format, seed, threads = settings.quantize, settings.load_format, settings.seed, settings.threads
     spec, engine_config = settings.spec, settings.engine
@@ -248,25 +248,25 @@ def _assemble(
         torch.cuda.set_device(device)  # kernels are launched on the current device, wherever their tensors are
     dtype: torch.dtype = getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
     if team is not None and device.type == "cpu":
-        threads = threads or max(1, default_threads() // team.share.world)  # the processes share the cores
+        threads = threads or max(1, default_threads() // team.tp.world)  # the processes share the cores
     ops = ops_module.choose(device, settings.ops, threads)
     if ops.name == "cpu" or (team is not None and device.type == "cpu"):
         torch.set_num_threads(1)  # the kernels have threads of their own; torch's would spin beside them and halve the speed
-    share, together = (None, SOLO) if team is None else (team.share, team)
+    tp, together = (None, SOLO) if team is None else (team.tp, team)
     files = hub.resolve(model, weights=load_format == "auto")
     # A tokenizer of a large vocabulary is made while the kernels lay weights out and need no interpreter.
     tokenizing = ThreadPoolExecutor(1).submit(lambda: Tokenizer(text_files(files))) if load_format != "dummy" else None
-    config, weights, _ = load_target(files, device, dtype, ops, quantize=quantize, load_format=load_format, seed=seed, share=share)
+    config, weights, _ = load_target(files, device, dtype, ops, quantize=quantize, load_format=load_format, seed=seed, tp=tp)
     if quantize is not None and load_format == "auto":
         say(f"weights rounded to {quantize}: `outrider inspect {model} --quantize {quantize}` measures what that costs")
     target = TextModel(config, weights, ops, together)
-    common = lambda: tokenizing.result().everyday() if tokenizing is not None else ()  # noqa: E731
+    common = lambda: tokenizing.result().common_token_ids() if tokenizing is not None else ()  # noqa: E731
     drafter, names, note = pick_drafter(files, settings.drafter, target, dtype, load_format, seed, common)
     say(note)
     tokenizer = tokenizing.result() if tokenizing is not None else None
     size = sum(w.nbytes for w in weights.values())
     if team is not None:
-        say(f"tensor parallel: {team.share.world} processes, {size / 2**30:.2f} GiB of weights in the first")
+        say(f"tensor parallel: {team.tp.world} processes, {size / 2**30:.2f} GiB of weights in the first")
     runner = ops.compile(target) if team is None else target  # whole models in one call know nothing of other processes
     card = drafter.card if isinstance(drafter, MTPDrafter) else None
     prior, trust = ({"mtp": card.accepted}, {"mtp": card.trust}) if card is not None else (None, None)
@@ -277,11 +277,11 @@ def _assemble(
     engine = Engine(runner, tokenizer, engine_config, spec, drafter, controller, ops.kv_dtype(dtype, engine_config.kv_dtype), agree=agree)
     if device.type == "cuda":
         gib = engine.store.bytes() / 2**30
-        say(f"K/V: {engine.room.tokens:,} tokens in {gib:.1f} GiB; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each")
+        say(f"K/V: {engine.kv_budget.tokens:,} tokens in {gib:.1f} GiB; up to {engine.max_batch} sequences, {engine.max_context:,} tokens each")
     if spec.draft_tokens is not None or not names:
         return engine, note, size, None
     trained_for = drafter.model.config.target_hash if isinstance(drafter, MTPDrafter) else None
-    divided = "" if team is None else f" over {team.share.world}"
+    divided = "" if team is None else f" over {team.tp.world}"
     key = CostKey(
         machine_name(torch.cuda.get_device_name(device) if device.type == "cuda" else None, threads),
         f"{model} {dtype} {ops.name} {quantize} {note} {trained_for} batch {engine.max_batch} kv {engine_config.kv_dtype}{divided}",
@@ -312,7 +312,7 @@ def worker(device: str | None = None) -> NoReturn:
         os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
     except OutriderError:
         pass  # rank 0 says it
-    except Parted:
+    except PeerLost:
         time.sleep(60)  # rank 0 looks who is gone, says it and ends this process too: who ends first would be blamed
         log.exception("process %s failed", os.environ.get("RANK"))  # nobody ended us, so nobody else was gone
     except Exception:
@@ -351,7 +351,7 @@ def _load_drafter(
     if where.startswith("draft:"):
         name, counts = where[6:], [0, 0]
 
-        def cheaper(part: str, weight: Held) -> Held:
+        def cheaper(part: str, weight: DeviceWeight) -> DeviceWeight:
             """A draft model's weight, rounded where that makes guessing quicker: a guess need not be exact. The embedding stays as it is,
             since a step reads only one row of it."""
             made = weight if part == "embed" or len(weight.shape) < 2 else ops.coarse(weight)
@@ -372,13 +372,13 @@ def _load_drafter(
         from .spec.medusa import Medusa
 
         return Medusa.load(files, target, device, dtype), ("medusa", "ngram"), f"drafter: medusa {where} ({note})"
-    share, rounded = target.together.share, ops.capabilities.draft_format
-    own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, share=share)
+    tp, rounded = target.together.tp, ops.capabilities.draft_format
+    own, parts = load_drafter(files, device, dtype, ops, quantize=rounded, load_format=load_format, seed=seed, tp=tp)
     reason = fits(own, target.config)
     if reason is not None:
         raise OutriderError(f"drafter {where} does not fit {target.config.model_type}: {reason}")
     drafter = MTPNet(own, parts, ops, target)
-    made = MTPDrafter(ops.compile_drafter(drafter) if share.world == 1 else drafter, target)
+    made = MTPDrafter(ops.compile_drafter(drafter) if tp.world == 1 else drafter, target)
     if load_format == "auto":
         made.card = cards.read(Path(files.path), fingerprint(files))
         unlike = other_weights(model.name, where, own.target_hash, fingerprint(model))

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 GroupName = Literal["full", "sliding"]
 Json = None | bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"]
 MAX_DRAFT = 16
-COLD = 1e-5  # below this temperature the choice is greedy
+GREEDY_EPS = 1e-5  # below this temperature the choice is greedy
 
 
 class OutriderError(Exception):
     """Bad input. The message is one line: what, where, how to mend it. The CLI exits with 2, the server answers 4xx."""
 
 
-def need(ok: bool, what: str) -> None:
+def require(ok: bool, what: str) -> None:
     if not ok:
         raise OutriderError(what)
 
@@ -105,12 +105,12 @@ class KVView(KVPages):
     # Rows of a tree: a sequence's first row is its newest token, at position `base`; row r is written at `places[r]` = base + its number
     # among the sequence's rows, and where it sees a position base + d it reads what lies at base + `paths[r, d]`: the number of its
     # ancestor of depth d (of itself at its own depth). None: rows stand in a line, each written at its position and read there.
-    places: Tensor | None = None  # int64 [R]
-    paths: Tensor | None = None  # int32 [R, deepest + 1]
+    kv_slots: Tensor | None = None  # int64 [R]
+    ancestors: Tensor | None = None  # int32 [R, deepest + 1]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OutputRows:
     """Rows of a pass whose output somebody reads, where not everybody's is read: while a prompt is computed K/V of all rows is, and what
     comes out of few or none. The others go no further than the last layer that writes K/V. Rows stand alone, so the wanted ones have the
     bits that they would have in company."""
@@ -218,35 +218,35 @@ class SamplingParams:
         return self.altered or self.logprobs is not None
 
     @property
-    def tempered(self) -> bool:
+    def temperature_only(self) -> bool:
         """Temperature and seed alone say how a token is chosen: no filter, history or mask."""
-        filtered = self.temperature >= COLD and (self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
+        filtered = self.temperature >= GREEDY_EPS and (self.top_k or self.top_p < 1.0 or self.min_p > 0.0)
         return not filtered and not self.altered
 
     def validate(self, vocab_size: int | None = None) -> SamplingParams:
         for name in WHOLE:
-            need(_is(getattr(self, name), Integral), f"{name} must be a whole number, got {getattr(self, name)!r}")
+            require(_is(getattr(self, name), Integral), f"{name} must be a whole number, got {getattr(self, name)!r}")
         for name in REAL:
-            need(_is(getattr(self, name), Real), f"{name} must be a number, got {getattr(self, name)!r}")
-        need(self.logprobs is None or _is(self.logprobs, Integral), f"logprobs must be a whole number or None, got {self.logprobs!r}")
-        need(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
-        need(self.top_k >= 0, f"top_k must be >= 0 (0 turns it off), got {self.top_k}")
-        need(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
-        need(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
-        need(0.0 < self.repetition_penalty <= 10.0, f"repetition_penalty must be in (0, 10], got {self.repetition_penalty}")
-        need(-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}")
-        need(-2.0 <= self.frequency_penalty <= 2.0, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}")
-        need(self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}")
-        need(0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}")
-        need(1 <= self.n <= 128, f"n must be in [1, 128], got {self.n}")
-        need(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}")
-        need(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty")
-        need(all(w for w in self.bad_words), "bad_words must not hold an empty sequence")
+            require(_is(getattr(self, name), Real), f"{name} must be a number, got {getattr(self, name)!r}")
+        require(self.logprobs is None or _is(self.logprobs, Integral), f"logprobs must be a whole number or None, got {self.logprobs!r}")
+        require(0.0 <= self.temperature <= 100.0, f"temperature must be in [0, 100], got {self.temperature}")
+        require(self.top_k >= 0, f"top_k must be >= 0 (0 turns it off), got {self.top_k}")
+        require(0.0 < self.top_p <= 1.0, f"top_p must be in (0, 1], got {self.top_p}")
+        require(0.0 <= self.min_p <= 1.0, f"min_p must be in [0, 1], got {self.min_p}")
+        require(0.0 < self.repetition_penalty <= 10.0, f"repetition_penalty must be in (0, 10], got {self.repetition_penalty}")
+        require(-2.0 <= self.presence_penalty <= 2.0, f"presence_penalty must be in [-2, 2], got {self.presence_penalty}")
+        require(-2.0 <= self.frequency_penalty <= 2.0, f"frequency_penalty must be in [-2, 2], got {self.frequency_penalty}")
+        require(self.max_tokens >= 1, f"max_tokens must be >= 1, got {self.max_tokens}")
+        require(0 <= self.min_tokens <= self.max_tokens, f"min_tokens must be in [0, max_tokens], got {self.min_tokens}")
+        require(1 <= self.n <= 128, f"n must be in [1, 128], got {self.n}")
+        require(self.logprobs is None or 0 <= self.logprobs <= 20, f"logprobs must be in [0, 20], got {self.logprobs}")
+        require(all(isinstance(s, str) and s for s in self.stop), "stop strings must not be empty")
+        require(all(w for w in self.bad_words), "bad_words must not hold an empty sequence")
         if vocab_size is not None:
             ids = [*self.logit_bias, *self.stop_token_ids, *(t for w in self.bad_words for t in w)]
             for token in ids:
-                need(_is(token, Integral), f"a token id is a whole number, got {token!r}")
-                need(0 <= token < vocab_size, f"token id {token} is outside the vocabulary (0..{vocab_size - 1})")
+                require(_is(token, Integral), f"a token id is a whole number, got {token!r}")
+                require(0 <= token < vocab_size, f"token id {token} is outside the vocabulary (0..{vocab_size - 1})")
         return self
 
 

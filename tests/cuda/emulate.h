@@ -274,8 +274,8 @@ inline u32 look(const u32* at) {
     return v;
 }
 inline void stop() { machine::fail("stops the launch"); }
-inline void let_next_kernel_in() {}
-inline void wait_for_kernel_ahead() { machine::wait_for_kernel_ahead(); }
+inline void pdl_trigger() {}
+inline void pdl_wait() { machine::pdl_wait(); }
 
 // warpgroup.cuh.
 

@@ -1,7 +1,7 @@
 """Kernels in CUDA C++ on a CPU: the sources of `ops/cuda`, compiled by g++ behind `emulate.h`, launched on torch tensors.
 
     with Memory() as memory:  # tensors made in here end where unmapped memory begins
-        kernel = memory.kernel(SOURCE.read_text(), "few_rows", flags)
+        kernel = memory.kernel(SOURCE.read_text(), "wna16_gemv", flags)
         kernel(blocks, threads, shared, [x.data_ptr(), ..., shape], pdl=False)
 
 A kernel is called as `outrider.ops.cuda.runtime.Kernel` is, so what plans a launch for a GPU can plan one here. It raises

@@ -48,7 +48,7 @@ void end_adding(void* at, const void* v, u32 bytes);
 void read_shared(u32 at, void* v, u32 bytes);
 void write_shared(u32 at, const void* v, u32 bytes);
 
-void wait_for_kernel_ahead();
+void pdl_wait();
 
 void begin_copy(u32 to, const char* from, int bytes, int read);
 void end_group();

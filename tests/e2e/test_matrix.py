@@ -26,7 +26,7 @@ from outrider.cli.main import main
 from outrider.engine import calibrate
 from outrider.ops.cpu import build
 from outrider.server.main import HttpServer
-from outrider.server.prepare import Backend
+from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
 
 torch.set_num_threads(1)
@@ -100,7 +100,7 @@ def enter(state: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(build, "compiler", no_compiler)
         return
     monkeypatch.setenv("OUTRIDER_CACHE", UNWRITABLE if state == "read-only cache" else str(tmp_path / "cache"))
-    home = build.keeping("kernels")
+    home = build.cache_path("kernels")
     assert home.is_relative_to(tmp_path)
     home.mkdir(parents=True)
     shutil.copy(place.kernels, home)
@@ -130,7 +130,7 @@ def chat(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypatc
 def serve(outrider: Outrider, place: Place, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     answers: list[Any] = []
 
-    def once(backend: Backend, settings: ServerSettings, listener: socket.socket) -> None:
+    def once(backend: ServedModel, settings: ServerSettings, listener: socket.socket) -> None:
         body = {"model": settings.model_name, "messages": [{"role": "user", "content": "<|im_end|> hi"}], "max_tokens": 6, "temperature": 0}
         with HttpServer(backend, settings).running([listener]) as url:
             ask = Request(f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"})

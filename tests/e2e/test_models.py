@@ -43,7 +43,7 @@ def ask(http: httpx.Client, model: str, i: int) -> str:
 def test_mixed_requests_under_memory_pressure(folder: Path) -> None:
     listed = catalogue.read([str(folder / "one"), f"other={folder / 'two'}"])
     settings = ServerSettings("one", port=0, max_concurrent=4, max_queued=64)
-    shelf = catalogue.shelf(listed, load, ENGINE, 1, settings, cuda=False)  # a byte: each of them only alone
+    shelf = catalogue.model_pool(listed, load, ENGINE, 1, settings, cuda=False)  # a byte: each of them only alone
     with HttpServer(shelf, settings).running() as url, httpx.Client(base_url=url, timeout=120) as http:
         cards = http.get("/v1/models").json()["data"]
         assert [(c["id"], c["outrider"]["state"]) for c in cards] == [("one", "unloaded"), ("other", "unloaded")]

@@ -13,7 +13,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, Served, tokenizer
 
 from outrider.server.main import HttpServer
-from outrider.server.prepare import Backend
+from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings, read_keys
 from outrider.types import OutriderError
 
@@ -22,7 +22,7 @@ TOK = tokenizer()
 
 
 def server(**settings: object) -> HttpServer:
-    return HttpServer(Backend(FakeEngine(TOK), TOK, VOCAB, 2048), ServerSettings("fake", port=0, **settings))  # type: ignore[arg-type]
+    return HttpServer(ServedModel(FakeEngine(TOK), TOK, VOCAB, 2048), ServerSettings("fake", port=0, **settings))  # type: ignore[arg-type]
 
 
 def test_https() -> None:

@@ -20,9 +20,9 @@ from tests.waiting import PATIENCE, until
 
 from outrider.engine.step import Request
 from outrider.server.main import HttpServer
-from outrider.server.prepare import Backend
+from outrider.server.model_pool import ModelPool, PoolSlot
+from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
-from outrider.server.shelf import Shelf, Slot
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 expect = sync_api.expect
@@ -102,12 +102,12 @@ def open_page(browser: Any, url: str, **options: Any) -> Iterator[Any]:
 
 
 def test_one_of_several_models_is_chosen(browser: Any) -> None:
-    def slot(name: str) -> Slot:
-        backend = Backend(FakeEngine(TOK, lambda _: f"I am {name}."), TOK, VOCAB, 2048, "drafter: fake")
-        return Slot(name, lambda: backend, note=backend.note)
+    def slot(name: str) -> PoolSlot:
+        backend = ServedModel(FakeEngine(TOK, lambda _: f"I am {name}."), TOK, VOCAB, 2048, "drafter: fake")
+        return PoolSlot(name, lambda: backend, note=backend.note)
 
     settings = ServerSettings("fox", port=0)
-    with HttpServer(Shelf([slot("fox"), slot("owl")], None, settings), settings).running() as url:
+    with HttpServer(ModelPool([slot("fox"), slot("owl")], None, settings), settings).running() as url:
         for page in open_page(browser, url):
             ask(page, "who?")
             expect(page.locator(".message.assistant").last).to_contain_text("I am fox.")

@@ -28,15 +28,15 @@ from tests.server_fakes import VOCAB, FakeEngine, Served, masks, tokenizer
 from tests.waiting import PATIENCE, until
 
 from outrider.engine.grammar import GrammarCompiler
-from outrider.server import grammars, nursery
+from outrider.server import grammar_sandbox, grammars
 from outrider.server.errors import ApiError
-from outrider.server.fair import Desk, FairGate
-from outrider.server.grammar_source import Source, build, close_objects
+from outrider.server.fair import FairExecutor, FairGate
+from outrider.server.grammar_source import GrammarSource, build, close_objects
 from outrider.server.main import listen
-from outrider.server.prepare import Backend
+from outrider.server.prepare import ServedModel
 from outrider.server.protocol import cap
 from outrider.server.settings import without_paths
-from outrider.server.turns import Turns
+from outrider.server.turn_queue import TurnQueue
 from outrider.types import OutriderError
 
 TOK, GEMMA = tokenizer(), tokenizer(gemma=True)
@@ -61,7 +61,7 @@ BOMBS: list[tuple[dict[str, Any], str]] = [
 def served() -> Iterator[Served]:
     """A trial ends before it has to stand back behind everybody: on a busy machine it would get nothing from then on, and take for ever."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(grammars, "SECONDS", nursery.QUICK)
+        patch.setattr(grammars, "SECONDS", grammar_sandbox.QUICK)
         with Served(FakeEngine(TOK), TOK, max_concurrent=2, max_queued=2) as s:
             yield s
 
@@ -148,10 +148,10 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def run() -> None:
         keeper = grammars.Grammars(TOK, VOCAB)
-        kept = [await keeper.get(Source("regex", f"a{{{i}}}b", "x"), "me") for i in range(1, 4)]
+        kept = [await keeper.get(GrammarSource("regex", f"a{{{i}}}b", "x"), "me") for i in range(1, 4)]
         assert len(keeper._kept) <= 3 and kept[0].matcher().failed is None
         with pytest.raises(ApiError, match=r"x: .*characters"):
-            await keeper.get(Source("regex", "a" * (1 << 20), "x"), "me")
+            await keeper.get(GrammarSource("regex", "a" * (1 << 20), "x"), "me")
         await keeper.close()
 
     asyncio.run(run())
@@ -161,7 +161,7 @@ def test_undeclared_properties_are_not_generated() -> None:
     inner = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
     schema = {"type": "object", "properties": {"a": inner}, "required": ["a"]}
     compiler = GrammarCompiler(TOK.json, VOCAB, TOK.eos_ids)
-    matcher = compiler.compile(build(Source("json_schema", json.dumps(schema), "x"))).matcher()
+    matcher = compiler.compile(build(GrammarSource("json_schema", json.dumps(schema), "x"))).matcher()
     whole, extra = TOK.encode('{"a":{"b":1}}'), TOK.encode('{"a":{"b":1,"z":2}}')
     assert masks(matcher, whole)[1] == len(whole) and masks(matcher, extra)[1] < len(extra)
     opened = {**schema, "additionalProperties": True}
@@ -230,7 +230,7 @@ def test_clients_take_turns() -> None:
 def test_a_client_alone_has_the_engine_and_shares_it_with_others() -> None:
     async def run() -> None:
         now = 0.0
-        turns = Turns(4, spare=2, clock=lambda: now)
+        turns = TurnQueue(4, spare=2, clock=lambda: now)
         for _ in range(4):
             await turns.acquire("many")
         fifth = asyncio.create_task(turns.acquire("many"))
@@ -258,7 +258,7 @@ def test_a_client_alone_has_the_engine_and_shares_it_with_others() -> None:
 
 def test_cancelled_work_keeps_its_thread() -> None:
     async def run() -> None:
-        desk, begun, done = Desk(1, 10), threading.Event(), threading.Event()
+        desk, begun, done = FairExecutor(1, 10), threading.Event(), threading.Event()
         task = asyncio.create_task(desk.run("a", lambda: (begun.set(), done.wait(PATIENCE))))
         assert await asyncio.to_thread(begun.wait, PATIENCE)
         task.cancel()
@@ -408,7 +408,7 @@ def test_paths_stay_private() -> None:
         class config:
             vocab_size = VOCAB
 
-    assert Backend.of(Llm()).note == "drafter: mtp drafter (as asked)"
+    assert ServedModel.of(Llm()).note == "drafter: mtp drafter (as asked)"
     assert without_paths("a google/gemma b ~/x/y: c") == "a google/gemma b y: c"
 
 

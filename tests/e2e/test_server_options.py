@@ -83,11 +83,11 @@ import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
 from tests.server_fakes import FakeEngine, VOCAB, tokenizer
 from outrider.server.main import listen, serve
-from outrider.server.prepare import Backend
+from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
 tok, listener = tokenizer(), listen("127.0.0.1", 0)
 print(listener.getsockname()[1], flush=True)
-serve(Backend(FakeEngine(tok), tok, VOCAB, 2048), ServerSettings("fake", port=0, log_json=True, request_timeout=600.0), listener)
+serve(ServedModel(FakeEngine(tok), tok, VOCAB, 2048), ServerSettings("fake", port=0, log_json=True, request_timeout=600.0), listener)
 """
 
 

@@ -20,10 +20,10 @@ from tests.waiting import PATIENCE, until
 
 from outrider.engine import text
 from outrider.server import app, grammars, runner
-from outrider.server.clerk import Clerk
 from outrider.server.errors import ApiError
-from outrider.server.fair import Desk, FairGate
-from outrider.server.grammar_source import Source
+from outrider.server.fair import FairExecutor, FairGate
+from outrider.server.grammar_source import GrammarSource
+from outrider.server.tokenizer_process import TokenizerProcess
 
 TOK = tokenizer()
 HI = [{"role": "user", "content": "hi"}]
@@ -57,7 +57,7 @@ def stands_back(pid: int) -> bool:
 
 def test_long_texts_are_tokenised_elsewhere_to_the_same_ids() -> None:
     tok = tokenizer()
-    clerk = Clerk(lambda: tok.json, tok.ids_here)
+    clerk = TokenizerProcess(lambda: tok.json, tok.ids_here)
     tok.elsewhere = clerk.ids
     long = "über 日本 🦊 <|im_end|> " * 600
     try:
@@ -88,7 +88,7 @@ def test_of_a_text_far_too_long_only_the_beginning_is_tokenised(monkeypatch: pyt
 
 def test_what_is_short_does_not_wait_behind_what_is_long() -> None:
     async def run() -> None:
-        desk, done = Desk(1, 10), threading.Event()
+        desk, done = FairExecutor(1, 10), threading.Event()
         long = asyncio.create_task(desk.run("a", lambda: done.wait(PATIENCE), long=True))
         await asyncio.sleep(0)
         assert await desk.run("b", lambda: 7) == 7 and not long.done()
@@ -154,10 +154,10 @@ def test_who_brings_many_grammars_loses_its_own(monkeypatch: pytest.MonkeyPatch)
 
     async def run() -> None:
         keeper = grammars.Grammars(TOK, VOCAB)
-        mine = Source("regex", "mine", "x")
+        mine = GrammarSource("regex", "mine", "x")
         await keeper._compile(mine, {"text": build_regex("mine"), "bytes": 1000}, "me")
         for i in range(20):
-            await keeper._compile(Source("regex", f"{i}", "x"), {"text": build_regex(f"{i}"), "bytes": 200_000}, "many")
+            await keeper._compile(GrammarSource("regex", f"{i}", "x"), {"text": build_regex(f"{i}"), "bytes": 200_000}, "many")
         assert mine.digest in keeper._kept and len(keeper._kept) < 8
         await keeper.close()
 
@@ -170,7 +170,7 @@ def test_where_the_machine_is_busy_a_grammar_may_be_sent_again(monkeypatch: pyte
     async def run() -> None:
         keeper = grammars.Grammars(TOK, VOCAB)
         with pytest.raises(ApiError, match="too busy") as refusal:
-            await keeper.get(Source("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x"), "me")
+            await keeper.get(GrammarSource("json_schema", json.dumps({"type": "integer", "multipleOf": 62615533}), "x"), "me")
         assert refusal.value.status == 503 and refusal.value.retry_after and not keeper._refused
         await keeper.close()
 
@@ -180,4 +180,4 @@ def test_where_the_machine_is_busy_a_grammar_may_be_sent_again(monkeypatch: pyte
 def build_regex(pattern: str) -> str:
     from outrider.server.grammar_source import build
 
-    return build(Source("regex", pattern, "x"))
+    return build(GrammarSource("regex", pattern, "x"))

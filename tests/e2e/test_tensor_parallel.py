@@ -22,7 +22,7 @@ from tests.waiting import PATIENCE
 
 from outrider import LLM
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.parallel import team
+from outrider.parallel import process_group
 from outrider.types import OutriderError
 from outrider.weights import hub
 from outrider.weights.dummy_file import write_folder, write_gguf
@@ -92,7 +92,7 @@ def test_every_family_over_two_and_four_processes(cases: list[dict[str, Any]], t
     for world in (2, 4):
         (tmp_path / f"cases-{world}.json").write_text(json.dumps(over[world]))
         environment = os.environ | {"PYTHONPATH": f"{ROOT}/src:{ROOT}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "tests/team_walk.py", str(tmp_path / f"{world}.json"), str(tmp_path / f"cases-{world}.json"), str(world)]
+        command = [sys.executable, "tests/process_group_run.py", str(tmp_path / f"{world}.json"), str(tmp_path / f"cases-{world}.json"), str(world)]
         running.append(subprocess.Popen(command, env=environment, cwd=ROOT, stderr=subprocess.PIPE))
     said = [process.communicate(timeout=500)[1].decode() for process in running]
     assert [process.returncode for process in running] == [0, 0], "\n".join(said)
@@ -156,7 +156,7 @@ def test_more_processes_than_heads_are_refused_before_one_is_started(tmp_path: P
     def never(*args: object) -> None:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(team, "_start", never)
+    monkeypatch.setattr(process_group, "_start", never)
     write(tmp_path, WIDE)
     with pytest.raises(OutriderError, match="layer 0 has 4 heads over 2 K/V heads, too few for --tensor-parallel 1000000000: take fewer"):
         LLM.load(str(tmp_path), tensor_parallel=10**9, device="cpu")
@@ -164,7 +164,7 @@ def test_more_processes_than_heads_are_refused_before_one_is_started(tmp_path: P
 
 def test_who_waits_for_the_first_process_ends_with_it(tmp_path: Path) -> None:
     """The first is killed before the others have found one another: a store that nobody keeps would be waited for for ten minutes."""
-    start = "import time; from outrider.parallel.team import COMMAND, _start"
+    start = "import time; from outrider.parallel.process_group import COMMAND, _start"
     script = f"{start}; print(_start(COMMAND, 1, 2, 9, 'cpu').pid, flush=True); time.sleep(600)"
     first = subprocess.Popen(
         [sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": f"{ROOT}/src"}, stdout=subprocess.PIPE, text=True

@@ -20,7 +20,7 @@ from outrider.cli.main import main
 from outrider.llm import LLM
 from outrider.models.decoder import TextModel
 from outrider.prompts import read_prompts
-from outrider.spec import card
+from outrider.spec import acceptance_profile
 from outrider.train import run
 from outrider.train.answers import Answering, read_answers
 from outrider.train.capture import DenseOps
@@ -165,10 +165,10 @@ def test_the_folder_has_all_that_the_shipped_drafter_has(world: tuple[Path, Path
     first = [r for r in log(out) if "final" in r][-1]["final"]["clustered"]["first_position_all_anchors"]
     assert prior.judged > 100 and abs(prior.accepted[0] - first) < 0.05 and len(prior.trust) == 16
     assert "tokens a cycle" in (out / "drafter" / "README.md").read_text().lower()
-    other = json.loads((out / "drafter" / card.FILE).read_text()) | {"weights": "of others"}
+    other = json.loads((out / "drafter" / acceptance_profile.FILE).read_text()) | {"weights": "of others"}
     (out / "other").mkdir()
-    (out / "other" / card.FILE).write_text(json.dumps(other))
-    assert card.read(out / "other", prior.weights) is None
+    (out / "other" / acceptance_profile.FILE).write_text(json.dumps(other))
+    assert acceptance_profile.read(out / "other", prior.weights) is None
 
 
 def fine_tune(model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:

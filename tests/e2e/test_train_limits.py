@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE, until
 
 from outrider.cli.main import main
 from outrider.llm import LLM
-from outrider.ops.reference import plain
+from outrider.ops.reference import as_tensor
 from outrider.train import forecast, memory, run
 from outrider.train.answers import Answering, read_answers
 from outrider.train.data import Sequences
@@ -128,11 +128,11 @@ def test_a_killed_warm_start_leaves_the_best_drafter_there_was(world: tuple[Path
     scores = [r["eval"]["score"] for r in rows if "eval" in r]
     assert len(scores) > 1 and scores[0] == max(scores) and "sampled" in rows[0]["eval"]
     kept, start = (load_drafter(str(path / "drafter"), "cpu", torch.float32)[1] for path in (tmp_path / "base", out))
-    assert all(torch.equal(plain(kept[name]), plain(start[name])) for name in kept)
+    assert all(torch.equal(as_tensor(kept[name]), as_tensor(start[name])) for name in kept)
     more = TrainSettings(steps=2, unroll=2, warmup=1, lr=3.0, eval_every=3)  # fewer than it has done: it ends at once
     run.train(replace(base, out=out, init=str(tmp_path / "base" / "drafter"), settings=more), QUIET)
     ended = load_drafter(str(out / "drafter"), "cpu", torch.float32)[1]
-    assert all(torch.equal(plain(kept[name]), plain(ended[name])) for name in kept)
+    assert all(torch.equal(as_tensor(kept[name]), as_tensor(ended[name])) for name in kept)
 
 
 @pytest.mark.usefixtures("own_time")

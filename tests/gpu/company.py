@@ -18,7 +18,7 @@ BORDERS = (1015, 8185, 500, 0, 57, 2040, 4090, 1022)  # 17 rows from here cross 
 
 
 @torch.inference_mode()
-def rows_alone(size: str) -> str:
+def prefill_idle(size: str) -> str:
     """Every product of the target for 1 to 2,048 rows, its experts likewise, and its attention for 1 to 17 rows of 1, 8 and 64 sequences
     and as the end of prompt chunks: a row has the same bits."""
     p = HERE

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from outrider.bench.gpu import SIZES, shallow
-from outrider.models.known import KNOWN
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 
 LAYERS = {"E2B": 10, "E4B": 12, "12B": 6, "26B-A4B": 6, "31B": 6}  # both kinds of attention; edge models share K/V
 KS = (1, 2, 4, 8, 16)
@@ -62,12 +62,12 @@ class Place:
         return ReferenceOps()
 
     def raw(self, size: str, layers: int | None = None) -> dict[str, Any]:
-        raw = dict(KNOWN[SIZES[size]])
+        raw = dict(BUILTIN_CONFIGS[SIZES[size]])
         raw = shallow(raw, LAYERS[size] if layers is None else layers) if layers != 0 else raw
         return raw if self.gpu else tiny(raw)
 
     def assistant(self, size: str) -> dict[str, Any]:
-        raw = dict(KNOWN[SIZES[size] + "-assistant"])
+        raw = dict(BUILTIN_CONFIGS[SIZES[size] + "-assistant"])
         return raw if self.gpu else tiny(raw)
 
     def sync(self) -> None:

@@ -26,7 +26,7 @@ def test_the_engine_emits_what_plain_decoding_emits() -> None:
 
 @pytest.mark.parametrize("size", checks.LAYERS)
 def test_rows_stand_alone(size: str) -> None:
-    checks.rows_alone(size)
+    checks.prefill_idle(size)
 
 
 @pytest.mark.parametrize("size", ["E2B", "26B-A4B", "31B"])

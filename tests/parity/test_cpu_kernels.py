@@ -151,14 +151,14 @@ def test_clustered_logits(ops: CpuOps) -> None:
 def test_cluster_lean(ops: CpuOps, clusters: int, size: int) -> None:
     tokens = torch.randperm(clusters * size, generator=torch.Generator().manual_seed(1)).view(clusters, size)
     seed, position = torch.tensor([1, -(1 << 40) - 3, 1 << 62, 5]), torch.tensor([0, 123456, 7, 8])
-    temperature, hot = torch.tensor([1.0, 0.3, 1.7, 1.0]), torch.tensor([True, True, True, False])
-    lean = ops.cluster_lean(tokens, seed, position, temperature, hot)
-    assert torch.allclose(lean, REF.cluster_lean(tokens, seed, position, temperature, hot), rtol=1e-5, atol=1e-6)
-    assert not lean[3].any() and torch.equal(ops.cluster_lean(tokens, seed[1:2], position[1:2], temperature[1:2], hot[1:2]), lean[1:2])
+    temperature, sampled = torch.tensor([1.0, 0.3, 1.7, 1.0]), torch.tensor([True, True, True, False])
+    cluster_bonus = ops.cluster_bonus(tokens, seed, position, temperature, sampled)
+    assert torch.allclose(cluster_bonus, REF.cluster_bonus(tokens, seed, position, temperature, sampled), rtol=1e-5, atol=1e-6)
+    assert not cluster_bonus[3].any() and torch.equal(ops.cluster_bonus(tokens, seed[1:2], position[1:2], temperature[1:2], sampled[1:2]), cluster_bonus[1:2])
 
     g, centroids, rows = whole(4, 64), seeded(clusters, 64) * 1e-3, seeded(clusters * size, 64).view(clusters, size, 64)
-    best, _ = ops.clustered_logits(g, centroids, rows, 5, lean)
-    assert torch.equal(best, REF.clustered_logits(g, centroids, rows, 5, lean)[0])
+    best, _ = ops.clustered_logits(g, centroids, rows, 5, cluster_bonus)
+    assert torch.equal(best, REF.clustered_logits(g, centroids, rows, 5, cluster_bonus)[0])
     assert not torch.equal(best[:3], ops.clustered_logits(g, centroids, rows, 5)[0][:3])
 
 
@@ -171,16 +171,16 @@ def test_choose(ops: CpuOps) -> None:
     z[30:33] = 1.0  # and noise alone decides
     z[:, 7] = float("-inf")
     seed, position = torch.arange(rows) * 7919 - 11, torch.arange(rows) + 5
-    hot = torch.arange(rows) % 3 != 0
+    sampled = torch.arange(rows) % 3 != 0
     tokens = torch.stack([torch.randperm(50000)[:n] for _ in range(rows)])
     for ids in (None, tokens):
-        got = ops.gumbel_argmax(z, seed, position, ids, hot)
-        noisy = z + gumbel(seed[:, None], position[:, None], torch.arange(n) if ids is None else ids) * hot[:, None]
+        got = ops.gumbel_argmax(z, seed, position, ids, sampled)
+        noisy = z + gumbel(seed[:, None], position[:, None], torch.arange(n) if ids is None else ids) * sampled[:, None]
         # logarithms differ in the last bit: the choice must be the best but for that
         assert (noisy.gather(1, got[:, None])[:, 0] >= noisy.amax(-1) - (1e-5 + 2e-7 * z.amax(-1).abs())).all()
-        one = lambda i: [None if t is None else t[i : i + 1] for t in (z, seed, position, ids, hot)]  # noqa: B023, E731
+        one = lambda i: [None if t is None else t[i : i + 1] for t in (z, seed, position, ids, sampled)]  # noqa: B023, E731
         assert torch.equal(got, torch.cat([ops.gumbel_argmax(*one(i)) for i in range(rows)]))
-    assert torch.equal(ops.gumbel_argmax(z, seed, position, None, ~hot)[hot], z[hot].argmax(-1))
+    assert torch.equal(ops.gumbel_argmax(z, seed, position, None, ~sampled)[sampled], z[sampled].argmax(-1))
 
 
 def test_logprobs(ops: CpuOps) -> None:
@@ -277,17 +277,17 @@ def test_attention_in_trees(ops: CpuOps, name: str, dtype: torch.dtype, page_siz
         tree = Tree.of([parents, []], torch.device("cpu"))
         rows = seeded(len(parents) + 2, spec.qkv_rows, seed=7)
         view = kv.view([(base, len(parents) + 1), (0, 1)])
-        view.places, view.paths, view.positions = view.positions, tree.paths, torch.cat((base + tree.depth[:-1], torch.tensor([0])))
+        view.kv_slots, view.ancestors, view.positions = view.positions, tree.ancestors, torch.cat((base + tree.depth[:-1], torch.tensor([0])))
         got = attention_of(ops, spec, view, rows)
         longest = max(range(len(parents) + 1), key=lambda j: int(tree.depth[j]))
         for row in {longest, len(parents), 5}:
-            path = tree.paths[row, : int(tree.depth[row]) + 1].tolist()
+            path = tree.ancestors[row, : int(tree.depth[row]) + 1].tolist()
             alone = build_kv(OneLayer(spec), 2, 160, page_size, dtype)  # type: ignore[arg-type]
             run_attention(ops, spec, alone, [(0, base), (0, 0)], prompt)
             for d, r in enumerate(path):
                 want = run_attention(ops, spec, alone, [(base + d, 1), (0, 0)], rows[r : r + 1])
                 assert torch.equal(got[r : r + 1], want), (base, row, r)
-        path = tree.paths[longest, : int(tree.depth[longest]) + 1].long()
+        path = tree.ancestors[longest, : int(tree.depth[longest]) + 1].long()
         ops.move_kv(torch.zeros_like(path), base + path, base + torch.arange(len(path)), spec, view)
         again = run_attention(ops, spec, kv, [(base + len(path) - 1, 1), (0, 0)], rows[longest : longest + 1])
         assert torch.equal(again, got[longest : longest + 1]), base
@@ -428,7 +428,7 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
     rows = torch.tensor([39, 69, 89])
     features = out.features[rows]
     view, last = kv.view([(39, 1), (29, 1), (19, 1)]), ids[rows]
-    hot, seed, position = torch.tensor([False, True, True]), torch.tensor([1, 2, 3]), torch.tensor([41, 31, 21])
+    sampled, seed, position = torch.tensor([False, True, True]), torch.tensor([1, 2, 3]), torch.tensor([41, 31, 21])
     temperature = torch.tensor([1.0, 0.7, 1.3])
 
     token, h, want, sure = last, features[:, : target_config.hidden], [], []
@@ -439,18 +439,18 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
         g, h = drafter.step(e, h, state)
         assert torch.equal(again[0], g) and torch.equal(again[1], h)
         ids = drafter.cluster_ids
-        tokens, z = drafter.candidates(g, None if ids is None else ops.cluster_lean(ids, seed, position + j, temperature, hot))
-        best = ops.gumbel_argmax(z / temperature[:, None], seed, position + j, tokens, hot)
+        tokens, z = drafter.candidates(g, None if ids is None else ops.cluster_bonus(ids, seed, position + j, temperature, sampled))
+        best = ops.gumbel_argmax(z / temperature[:, None], seed, position + j, tokens, sampled)
         token = best if tokens is None else tokens.gather(1, best[:, None])[:, 0]
         want.append(token)
-        sure.append(torch.softmax(z / torch.where(hot, temperature, 1.0)[:, None], -1).gather(1, best[:, None])[:, 0])
-    got, confidence, lengths = compiled.draft(last, features, view, 4, temperature, hot, seed, position)
+        sure.append(torch.softmax(z / torch.where(sampled, temperature, 1.0)[:, None], -1).gather(1, best[:, None])[:, 0])
+    got, confidence, lengths = compiled.draft(last, features, view, 4, temperature, sampled, seed, position)
     assert torch.equal(got, torch.stack(want, 1)) and lengths.tolist() == [4, 4, 4]
     assert torch.allclose(confidence, torch.stack(sure, 1), rtol=1e-4) and bool(((confidence >= 0) & (confidence <= 1)).all())
     for b in range(3):  # alone
         one = kv.view([(39 - 10 * b, 1)] if b == 0 else [(0, 0)] * b + [(39 - 10 * b, 1)])
         row = slice(b, b + 1)
-        alone, _, _ = compiled.draft(last[row], features[row], one, 4, temperature[row], hot[row], seed[row], position[row])
+        alone, _, _ = compiled.draft(last[row], features[row], one, 4, temperature[row], sampled[row], seed[row], position[row])
         assert torch.equal(alone, got[row])
 
     # ends: trust as drawn, thresholds around the paths, so that drafts end at every place, by `drop` and by `stop`
@@ -460,7 +460,7 @@ def test_compiled_drafters(ops: CpuOps, name: str, quantize: str | None) -> None
         trust = [draw.uniform(0.5, 1.0) for _ in range(16)]
         stop, drop = ([draw.choice([0.0, draw.uniform(0.1, 1.0)]) for _ in range(3)] for _ in range(2))
         end = tuple(torch.tensor(t, dtype=torch.float64) for t in (stop, drop, trust))
-        tokens, again, lengths = compiled.draft(last, features, view, 4, temperature, hot, seed, position, end)
+        tokens, again, lengths = compiled.draft(last, features, view, 4, temperature, sampled, seed, position, end)
         expected = [ended(confidence[b].tolist(), stop[b], drop[b], trust) for b in range(3)]
         assert lengths.tolist() == [n for n, _ in expected], trial
         run = max(steps for _, steps in expected)  # until the last of them has ended

@@ -27,14 +27,14 @@ class Peak(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.now, self.most, self.seen = 0, 0, set[int]()
+        self.now, self.most, self.semaphores = 0, 0, set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for t in tree_leaves(out):
-            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self.seen:
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata not in self.semaphores:
                 storage = t.untyped_storage()
-                self.seen.add(storage._cdata)
+                self.semaphores.add(storage._cdata)
                 self.now += storage.nbytes()
                 weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
         self.most = max(self.most, self.now)
@@ -42,7 +42,7 @@ class Peak(TorchDispatchMode):
 
     def gone(self, which: int, nbytes: int) -> None:
         self.now -= nbytes
-        self.seen.discard(which)
+        self.semaphores.discard(which)
 
 
 @pytest.mark.parametrize("scheme", ["ct-int4-g32", "ct-fp8-channel"])

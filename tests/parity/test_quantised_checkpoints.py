@@ -15,7 +15,7 @@ from torch.func import functional_call
 from transformers import PreTrainedModel
 
 from outrider.models.decoder import TextModel
-from outrider.ops.reference import ReferenceOps, plain
+from outrider.ops.reference import ReferenceOps, as_tensor
 from outrider.types import OutriderError
 from outrider.weights import load_target
 from outrider.weights.names import normalise, tensor_plan
@@ -49,7 +49,7 @@ def test_every_scheme_means_what_its_container_says(name: str, scheme: str, tmp_
     by_name = {normalise(key): values for key, values in meant.items()}
     for key, plan in tensor_plan(config).items():
         values = torch.cat([by_name[source].float() for source in plan.sources])
-        torch.testing.assert_close(plain(weights[key]), values, rtol=1e-6, atol=1e-9, msg=key)
+        torch.testing.assert_close(as_tensor(weights[key]), values, rtol=1e-6, atol=1e-9, msg=key)
     ours, ids = TextModel(config, weights, ReferenceOps()), torch.arange(7, 31)
     hidden = ours.forward(ids, build_kv(config, 1, len(ids)).view([(0, len(ids))])).hidden
     assert isinstance(hidden, torch.Tensor)
@@ -131,9 +131,9 @@ def test_other_bits_by_layer(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
     _, got, _ = load_target(folder)
-    torch.testing.assert_close(plain(got["layers.1.down"]), meant["model.layers.1.mlp.down_proj.weight"])
-    torch.testing.assert_close(plain(got["layers.1.out"]), meant["model.layers.1.self_attn.o_proj.weight"])
-    torch.testing.assert_close(plain(got["layers.0.out"]), meant["model.layers.0.self_attn.o_proj.weight"])
+    torch.testing.assert_close(as_tensor(got["layers.1.down"]), meant["model.layers.1.mlp.down_proj.weight"])
+    torch.testing.assert_close(as_tensor(got["layers.1.out"]), meant["model.layers.1.self_attn.o_proj.weight"])
+    torch.testing.assert_close(as_tensor(got["layers.0.out"]), meant["model.layers.0.self_attn.o_proj.weight"])
 
 
 def test_experts_stored_one_by_one(tmp_path: Path) -> None:
@@ -158,15 +158,15 @@ def test_experts_stored_one_by_one(tmp_path: Path) -> None:
     _, got, _ = load_target(folder)
     assert meant
     for i in range(6):
-        torch.testing.assert_close(plain(got[f"layers.{i}.experts_gate_up"]), meant[f"model.layers.{i}.experts.gate_up_proj"])
-        torch.testing.assert_close(plain(got[f"layers.{i}.experts_down"]), meant[f"model.layers.{i}.experts.down_proj"])
+        torch.testing.assert_close(as_tensor(got[f"layers.{i}.experts_gate_up"]), meant[f"model.layers.{i}.experts.gate_up_proj"])
+        torch.testing.assert_close(as_tensor(got[f"layers.{i}.experts_down"]), meant[f"model.layers.{i}.experts.down_proj"])
     pytest.importorskip("triton")
     from outrider.ops.triton import TritonOps
     from outrider.ops.triton.quant_moe import QuantExperts
 
     _, held, _ = load_target(folder, ops=TritonOps("cpu", pdl=False))
     for name in ("layers.0.experts_gate_up", "layers.5.experts_down"):
-        assert isinstance(held[name], QuantExperts) and held[name].shape == plain(got[name]).shape
+        assert isinstance(held[name], QuantExperts) and held[name].shape == as_tensor(got[name]).shape
 
 
 def test_the_compressed_tensors_package_packs_the_same_words() -> None:
@@ -189,6 +189,6 @@ def test_the_cpu_kernels_hold_grouped_integers_as_they_are(scheme: str, tmp_path
     _, held, _ = load_target(folder, ops=ops)
     _, dense, _ = load_target(folder)
     for key in ("layers.0.qkv", "layers.1.gate_up", "layers.1.down"):
-        weight, meant = held[key], plain(dense[key])
+        weight, meant = held[key], as_tensor(dense[key])
         assert isinstance(weight, PackedWeight)
         torch.testing.assert_close(ops.unpack(weight), meant, rtol=2e-3, atol=2e-3)

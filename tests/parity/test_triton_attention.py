@@ -12,10 +12,10 @@ triton = pytest.importorskip("triton")
 from tests.parity.test_triton_ops import CUDA, DEVICE, DTYPES, REF, near, rand, same  # noqa: E402
 
 from outrider.engine.tree import Tree  # noqa: E402
-from outrider.ops.triton import TritonOps, prompts, rope  # noqa: E402
+from outrider.ops.triton import TritonOps, prefill_attention, rope  # noqa: E402
 from outrider.ops.triton.attention import attend  # noqa: E402
-from outrider.ops.triton.attention_shapes import Cut, Shape, choose_cut, choose_shape, split_count  # noqa: E402
-from outrider.ops.triton.tiles import SHARED  # noqa: E402
+from outrider.ops.triton.attention_config import AttentionConfig, ReductionSpec, choose_config, choose_reduction, split_count  # noqa: E402
+from outrider.ops.triton.gemm_config import MAX_SMEM  # noqa: E402
 from outrider.types import AttnSpec, KVView  # noqa: E402
 
 
@@ -100,11 +100,11 @@ def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> No
         apart = (got.float() - want.float()).nan_to_num(0.0).abs()  # norms differ in the last bit, which may be a step
         assert float(apart.div(want.float().nan_to_num(0.0).abs() + 0.02).max()) <= 0.13 and float((apart > 0).float().mean()) < 0.001
     assert float(theirs.values[0].float().nan_to_num(0.0).max()) == 448.0  # type: ignore[union-attr]
-    apart = attend(q, spec, mine, False, shape=Shape(True, 16, 4))
+    apart = attend(q, spec, mine, False, shape=AttentionConfig(True, 16, 4))
     near(apart, REF.attend(q, spec, mine))
-    assert torch.equal(attend(q, spec, mine, False, shape=Shape(False, 16, 4)), apart)
+    assert torch.equal(attend(q, spec, mine, False, shape=AttentionConfig(False, 16, 4)), apart)
     at = torch.tensor([[0, 2], [0, 1]], device=DEVICE)
-    ops.keep_path(at, torch.tensor([1, 1], device=DEVICE), torch.tensor([150, 3], device=DEVICE), [spec], mine)
+    ops.compact_kv(at, torch.tensor([1, 1], device=DEVICE), torch.tensor([150, 3], device=DEVICE), [spec], mine)
     assert mine.keys[0] is not None
     where = mine.tables["full"][0, 151 // 16], mine.tables["full"][0, 152 // 16]
     assert torch.equal(mine.keys[0][where[0], :, 151 % 16].float(), mine.keys[0][where[1], :, 152 % 16].float())
@@ -112,7 +112,7 @@ def test_keys_and_values_in_eight_bits(ops: TritonOps, window: int | None) -> No
 
 def test_attend_long() -> None:
     """Past the fine splits: an off-by-one where longer ones begin; more splits than one combine block."""
-    cut = Cut(16, 32, near=128, mid=64, far=512, coarse=128)
+    cut = ReductionSpec(16, 32, near=128, mid=64, far=512, coarse=128)
     spec = AttnSpec(2, 1, 64, 0, True, scale=0.5)
     for spans in ([(127, 1)], [(126, 4)], [(510, 3)], [(1200, 2)]):
         kv = cache(spec, spans, 16)
@@ -125,29 +125,29 @@ def test_attend_long() -> None:
 def test_attend_in_one_program_or_many(window: int | None, bn: int) -> None:
     """Splits added up by the program that walks them, or by a second kernel: the same bits, and the right ones. Splits of one block
     and of several, their borders, rows that see none of a split, maxima that rise and fall from split to split."""
-    cut = Cut(bn, 32, near=64, mid=64, far=256, coarse=128)
+    cut = ReductionSpec(bn, 32, near=64, mid=64, far=256, coarse=128)
     spec = AttnSpec(4, 2, 24, 0, True, window=window, scale=2.5)
     for spans in ([(126, 4)], [(290, 3), (0, 1), (31, 2)]):
         kv = cache(spec, spans, 16)
         q = rand(kv.positions.shape[0], 96, seed=4)
-        apart = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
+        apart = attend(q, spec, kv, False, cut, AttentionConfig(True, 16, 4))
         near(apart, REF.attend(q, spec, kv))
-        assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4)), apart)
-        assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 4, run=3)), apart)
-        assert torch.equal(attend(q, spec, kv, False, cut, Shape(False, 16, 4, parts=2)), apart)
-        same(attend(q, spec, kv, False, cut, Shape(False, 64, 4)), apart)
+        assert torch.equal(attend(q, spec, kv, False, cut, AttentionConfig(False, 16, 4)), apart)
+        assert torch.equal(attend(q, spec, kv, False, cut, AttentionConfig(True, 16, 4, run=3)), apart)
+        assert torch.equal(attend(q, spec, kv, False, cut, AttentionConfig(False, 16, 4, parts=2)), apart)
+        same(attend(q, spec, kv, False, cut, AttentionConfig(False, 64, 4)), apart)
 
 
 def test_partial_sums_stay_bounded() -> None:
     """Eight sequences of 256k with 17 rows each would leave 5 GiB for the second kernel: more than a graph may take on the side."""
     nothing = torch.empty(0)
     for spec in (AttnSpec(32, 4, 512, 0, True), AttnSpec(32, 16, 256, 0, True, window=1024), AttnSpec(8, 1, 512, 0, True)):
-        cut = choose_cut(spec, torch.bfloat16)
+        cut = choose_reduction(spec, torch.bfloat16)
         for batch in (1, 8, 64, 256):
             for rows in (1, 5, 17):
                 for context in (1024, 32768, 262144):
                     kv = KVView(16, [], [], {}, nothing, nothing, nothing, rows, context)
-                    shape = choose_shape(spec, cut, kv, batch, torch.bfloat16)
+                    shape = choose_config(spec, cut, kv, batch, torch.bfloat16)
                     partial = batch * rows * spec.heads * split_count(spec, kv, cut) * spec.head_dim * 4
                     assert not shape.split or partial <= 1 << 30
 
@@ -175,21 +175,21 @@ def test_tiles_of_prompts_are_for_bfloat16() -> None:
     spec = AttnSpec(4, 2, 256, 0, True, window=512)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         kv = cache(spec, [(0, 300)], 16, dtype)
-        assert prompts.suited(spec, kv, dtype, SHARED) == (dtype == torch.bfloat16)
+        assert prefill_attention.supports(spec, kv, dtype, MAX_SMEM) == (dtype == torch.bfloat16)
 
 
 @pytest.mark.parametrize("window", [None, 60])
 def test_tiles_of_prompts_add_in_the_same_order(window: int | None) -> None:
     """Chunks that begin and end inside a tile and inside a block, sequences of one row and of none, blocks that need no mask: the bits
     of the kernel that takes few queries."""
-    cut = Cut(16, 16)
+    cut = ReductionSpec(16, 16)
     spec = AttnSpec(4, 2, 64, 0, True, window=window, scale=0.3)
     kv = cache(spec, [(0, 40), (66, 21), (5, 1), (9, 0), (100, 9)], 16, torch.bfloat16 if CUDA else torch.float32)
     q = rand(kv.positions.shape[0], 256, seed=4, dtype=torch.bfloat16 if CUDA else torch.float32)
-    want = attend(q, spec, kv, False, cut, Shape(False, 16, 4))
+    want = attend(q, spec, kv, False, cut, AttentionConfig(False, 16, 4))
     near(want, REF.attend(q, spec, kv))
     for bq in (16, 64):
-        same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(bq, 4, 2)), want)
+        same(prefill_attention.attend(q, spec, kv, False, cut, prefill_attention.PrefillAttentionConfig(bq, 4, 2)), want)
     assert kv.keys[0] is not None and kv.values[0] is not None
 
 
@@ -206,15 +206,15 @@ def test_every_kernel_takes_eight_bits_in_the_same_order(window: int | None, dim
     kind, spec = torch.bfloat16 if CUDA else torch.float32, AttnSpec(4, 2, dim, 0, True, window=window, scale=0.1)
     kv = in_eight_bits(cache(spec, [(0, 40), (166, 21), (5, 1), (9, 0), (100, 9)], 16, kind))
     q = rand(kv.positions.shape[0], 4 * dim, seed=4, dtype=kind)
-    cut = Cut(32, 32, near=256, mid=64, far=512, coarse=128)
-    want = attend(q, spec, kv, False, cut, Shape(True, 16, 4))
+    cut = ReductionSpec(32, 32, near=256, mid=64, far=512, coarse=128)
+    want = attend(q, spec, kv, False, cut, AttentionConfig(True, 16, 4))
     near(want, REF.attend(q, spec, kv))
-    for shape in (Shape(True, 16, 4, run=2), Shape(False, 16, 4), Shape(False, 32, 4, parts=2)):
+    for shape in (AttentionConfig(True, 16, 4, run=2), AttentionConfig(False, 16, 4), AttentionConfig(False, 32, 4, parts=2)):
         same(attend(q, spec, kv, False, cut, shape), want)
-    same(prompts.attend(q, spec, kv, False, cut, prompts.Shape(64, 4, 1)), want)
+    same(prefill_attention.attend(q, spec, kv, False, cut, prefill_attention.PrefillAttentionConfig(64, 4, 1)), want)
     sort = lambda x: x.unflatten(-1, (-1, dim // 2, 2)).transpose(-1, -2).flatten(-3).contiguous()  # noqa: E731
     wide = replace(kv, keys=[sort(t.to(kind)) for t in kv.keys if t is not None], values=[t.to(kind) for t in kv.values if t is not None])
-    same(attend(sort(q), spec, wide, False, cut, Shape(False, 16, 4)), want)
+    same(attend(sort(q), spec, wide, False, cut, AttentionConfig(False, 16, 4)), want)
 
 
 def test_prompts_of_few_tiles_take_small_ones_in_eight_bits() -> None:
@@ -223,9 +223,9 @@ def test_prompts_of_few_tiles_take_small_ones_in_eight_bits() -> None:
     for rows, eight, want in ((512, True, False), (2048, True, True), (512, False, True)):
         keys = torch.empty((1, 1, 16, 256), dtype=torch.float8_e4m3fn if eight else torch.bfloat16)
         kv = KVView(16, [keys], [keys], {}, torch.empty(rows), keys, torch.empty(2), rows, 4096)
-        assert prompts.suited(spec, kv, torch.bfloat16, SHARED) == want
-        shape = choose_shape(spec, choose_cut(spec, torch.bfloat16), kv, 1, torch.bfloat16)
-        assert want or shape == Shape(False, 32, 4, 3)
+        assert prefill_attention.supports(spec, kv, torch.bfloat16, MAX_SMEM) == want
+        shape = choose_config(spec, choose_reduction(spec, torch.bfloat16), kv, 1, torch.bfloat16)
+        assert want or shape == AttentionConfig(False, 32, 4, 3)
 
 
 @pytest.mark.parametrize("heads,kv_heads,k_eq_v", [(8, 4, False), (4, 1, True), (12, 6, False)])
@@ -262,15 +262,15 @@ def test_attend_rows_stand_alone(ops: TritonOps, window: int | None) -> None:
 def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None:
     """Rows of trees, whose keys lie in the order of rows: each has the bits of a row alone in a line, whose keys lie in the order of
     positions. A row that sees its neighbours' branches, a path across two splits, heads that fill a tile and more, a tree at position 0."""
-    parents, bases, cut = [[0, 1, 2, 0, 1], [0, 0], []], [30, 0, 5], Cut(16, 32, near=64, mid=64, far=256, coarse=128)
+    parents, bases, cut = [[0, 1, 2, 0, 1], [0, 0], []], [30, 0, 5], ReductionSpec(16, 32, near=64, mid=64, far=256, coarse=128)
     tree, spec = Tree.of(parents, torch.device(DEVICE)), AttnSpec(heads, kv_heads, 16, 0, True, window=window, scale=0.3)
     kv = cache(spec, [(base, len(line) + 1) for base, line in zip(bases, parents)], 16)
     first = torch.tensor(bases, device=DEVICE)[kv.row_seq]
-    kv.places, kv.paths, kv.positions = kv.positions, tree.paths, first + tree.depth
+    kv.kv_slots, kv.ancestors, kv.positions = kv.positions, tree.ancestors, first + tree.depth
     q = rand(len(first), heads * 16, seed=4)
     together = attend(q, spec, kv, False, cut)
     near(together, REF.attend(q, spec, kv))
-    assert torch.equal(attend(q, spec, kv, False, cut, Shape(True, 16, 8, run=2)), together)
+    assert torch.equal(attend(q, spec, kv, False, cut, AttentionConfig(True, 16, 8, run=2)), together)
     for row in (3, 5, 8):
         b, base, depth = (int(t[row]) for t in (kv.row_seq, first, tree.depth))
         keys, values = (side[0].clone() for side in (kv.keys, kv.values) if side[0] is not None)
@@ -279,5 +279,5 @@ def test_attend_to_a_path(heads: int, kv_heads: int, window: int | None) -> None
             torch.tensor([0, 1], dtype=torch.int32, device=DEVICE), 1, base + depth + 1,
         )  # fmt: skip
         at = torch.arange(depth + 1, device=DEVICE)
-        REF.move_kv(at * 0, base + tree.paths[row, : depth + 1].long(), base + at, spec, line)
-        assert torch.equal(attend(q[row : row + 1], spec, line, False, cut, Shape(True, 16, 8)), together[row : row + 1]), row
+        REF.move_kv(at * 0, base + tree.ancestors[row, : depth + 1].long(), base + at, spec, line)
+        assert torch.equal(attend(q[row : row + 1], spec, line, False, cut, AttentionConfig(True, 16, 8)), together[row : row + 1]), row

@@ -38,17 +38,17 @@ def test_round() -> None:
     drafter = MTPDrafter(fused, rig.model)
     draft = drafter.propose(batch, 3)
     assert torch.equal(draft.tokens, want) and draft.lengths.tolist() == [3, 3]
-    scores, tokens = fused.rivals(3)
-    nodes = REF.comb(scores, tokens)
+    scores, tokens = fused.runner_ups(3)
+    nodes = REF.chain_with_runner_ups(scores, tokens)
     best = nodes.tokens.view(2, 3, BRANCH)
     assert torch.equal(best[:, :, 0], want), "the line is the best of all"
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
     step = rig.drafter.score(batch)
 
-    def told(j: int, token: torch.Tensor, lean: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
-        ids, logits = step(j, token, lean)
+    def told(j: int, token: torch.Tensor, cluster_bonus: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor]:
+        ids, logits = step(j, token, cluster_bonus)
         assert ids is not None
-        seen.append((ids, batch.sampling.scores(logits.float(), batch.length + 1 + j, ids)))
+        seen.append((ids, batch.sampling.scores(logits.float(), batch.position + 1 + j, ids)))
         return ids, logits
 
     draft_round(batch, 3, told, rig.drafter.model.cluster_ids)
@@ -60,7 +60,7 @@ def test_round() -> None:
     assert torch.equal(drafter.propose(batch, 3).tokens, want), "a second round finds what the first left"
     fused.most = 1
     assert torch.equal(drafter.propose(batch, 3).tokens, want), "beyond `most` sequences: step by step"
-    assert not fused.alarmed
+    assert not fused.barrier_timed_out
 
 
 def test_unsupported() -> None:

@@ -16,13 +16,13 @@ from tests.rounds import batch_of  # noqa: E402
 
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
-from outrider.ops.triton.draft_steps import Cuts, SteppedDrafter, rounded, unsupported  # noqa: E402
+from outrider.ops.triton.draft_steps import SteppedDrafter, StepTiles, rounded, unsupported  # noqa: E402
 from outrider.spec.mtp import MTPDrafter  # noqa: E402
 from outrider.types import SamplingParams  # noqa: E402
 
 REF = ReferenceOps()
 # Both kinds of product over many columns leave their sums in parts; the head has more tiles than programs.
-SMALL = Cuts(q=(32, 4), out=(512, 2, 4), down=(512, 2, 4), pre=(32, 4), head=(32, 4, 1), attend=(8, 4, 32), chunk=32)
+SMALL = StepTiles(q=(32, 4), out=(512, 2, 4), down=(512, 2, 4), pre=(32, 4), head=(32, 4, 1), attend=(8, 4, 32), chunk=32)
 
 
 @torch.inference_mode()
@@ -36,12 +36,12 @@ def test_round() -> None:
     assert isinstance(TritonOps(DEVICE, pdl=True).compile_drafter(rig.drafter.model), SteppedDrafter)
     seen: set[int] = set()
     for params, length, apart in ((SamplingParams(), 61, True), (hot, 9, False)):
-        stepped = SteppedDrafter(rig.drafter.model, False, replace(SMALL, ready_q=apart, ready_gate=apart), processors=4)
+        stepped = SteppedDrafter(rig.drafter.model, False, replace(SMALL, ready_q=apart, ready_gate=apart), sms=4)
         batch = batch_of(rig, seqs, length, [params])
         want = rig.drafter.propose(batch, 3).tokens
         seen |= set(want.flatten().tolist())
         assert torch.equal(MTPDrafter(stepped, rig.model).propose(batch, 3).tokens, want)
-        nodes = REF.comb(*stepped.rivals(3))
+        nodes = REF.chain_with_runner_ups(*stepped.runner_ups(3))
         assert torch.equal(nodes.tokens[:, ::4], want), "the line, and beside each of its tokens others"
         assert bool((nodes.chance.view(3, 4).diff(dim=1) <= 0).all()) and len(set(nodes.tokens[0, :4].tolist())) > 1
     assert len(seen) > 3
@@ -56,7 +56,7 @@ def test_round_over_keys_in_eight_bits() -> None:
     seqs = rig.open(1, 61, 16)
     for side in (rig.store.keys, rig.store.values):
         side[:] = [t if t is None else t.to(torch.float8_e4m3fn) for t in side]
-    stepped = SteppedDrafter(rig.drafter.model, False, SMALL, processors=4)
+    stepped = SteppedDrafter(rig.drafter.model, False, SMALL, sms=4)
     batch = batch_of(rig, seqs, 61, [SamplingParams()])
     assert torch.equal(MTPDrafter(stepped, rig.model).propose(batch, 3).tokens, rig.drafter.propose(batch, 3).tokens)
 
@@ -69,7 +69,7 @@ def test_narrow() -> None:
     model: Any = rig.drafter.model
     batch = batch_of(rig, rig.open(1, 61, 16), 61, [SamplingParams()])
 
-    stepped = SteppedDrafter(model, cuts=SMALL, processors=3)
+    stepped = SteppedDrafter(model, cuts=SMALL, sms=3)
     drafter = MTPDrafter(stepped, rig.model)
     tokens = drafter.propose(batch, 1).tokens
     first = stepped.g[None].clone()

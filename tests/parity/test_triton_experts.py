@@ -20,8 +20,8 @@ from tests.parity.test_triton_quant import DEVICE, DTYPE, REF, WEIGHTS, near, ra
 
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.models.decoder import TextModel  # noqa: E402
-from outrider.ops.formats import MODES, Held, Integer, Weight, stack  # noqa: E402
-from outrider.ops.reference import ReferenceOps, plain  # noqa: E402
+from outrider.ops.formats import MODES, DeviceWeight, IntegerFormat, Weight, stack  # noqa: E402
+from outrider.ops.reference import ReferenceOps, as_tensor  # noqa: E402
 from outrider.ops.triton import TritonOps, moe  # noqa: E402
 from outrider.ops.triton.quant_moe import ExpertTile, QuantExperts, hold_experts  # noqa: E402
 from outrider.ops.triton.repack import repack  # noqa: E402
@@ -50,7 +50,7 @@ def defined(z: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, gate_up: torc
 
 @pytest.mark.parametrize("name", [n for n in WEIGHTS if n != "int4 ordered"])
 def test_product_is_its_definition(name: str) -> None:
-    """Experts that begin within a tile of 64 rows; a factor, a lift or a sum of another expert, pair or group; an edge that is stored."""
+    """Experts that begin within a tile of 64 rows; a factor, a zero_point or a sum of another expert, pair or group; an edge that is stored."""
     n, k, rows = 72, 256, 3
     weight = experts(name, n, k)
     held = hold_experts(weight)
@@ -58,7 +58,7 @@ def test_product_is_its_definition(name: str) -> None:
     z, x, scale = inputs(rows, k)
     pairs = list_pairs(z, scale, TOP, False)
     out = torch.full((rows * TOP, n), torch.nan, dtype=DTYPE, device=DEVICE)
-    moe.grouped(x, held, out, pairs, TOP, None, False, None)
+    moe.grouped_gemm(x, held, out, pairs, TOP, None, False, None)
     chosen = z.topk(TOP, -1).indices.flatten()
     want = torch.einsum("pnk,pk->pn", weight.dense()[chosen], x.float().repeat_interleave(TOP, 0))
     rounded = name in ("Q4_K", "Q5_K", "Q6_K", "fp8 g128") or "asymmetric" in name  # factors or offsets rounded to float16
@@ -92,9 +92,9 @@ def test_one_product_quantised_and_the_other_dense() -> None:
     hidden, inner = 64, 32
     dense = rand(EXPERTS, 2 * inner, hidden, seed=4, scale=0.1), rand(EXPERTS, hidden, inner, seed=5, scale=0.1)
     gate_up, down = (t.to(DEVICE, DTYPE) for t in dense)
-    weights = [Integer(4, 32).quantise(t) for t in (gate_up, down)]
+    weights = [IntegerFormat(4, 32).quantise(t) for t in (gate_up, down)]
     z, x, scale = inputs(3, hidden)
-    both: list[tuple[Held | None, Held | None]] = [(hold_experts(weights[0]), down), (gate_up, hold_experts(weights[1]))]
+    both: list[tuple[DeviceWeight | None, DeviceWeight | None]] = [(hold_experts(weights[0]), down), (gate_up, hold_experts(weights[1]))]
     meant = [(weights[0].dense(), down), (gate_up, weights[1].dense())]
     for (a, b), (c, d) in zip(both, meant, strict=True):
         assert a is not None and b is not None
@@ -103,7 +103,7 @@ def test_one_product_quantised_and_the_other_dense() -> None:
 
 @pytest.mark.parametrize("dense", ["int8", "plain"])
 def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
-    """On a Hopper up to 8 rows go through `few_experts`, a dense MLP in int8 too; 300 rows are added and normed in two launches."""
+    """On a Hopper up to 8 rows go through `moe_gemv_int8`, a dense MLP in int8 too; 300 rows are added and normed in two launches."""
     count, hidden, inner, wide, top = (128, 2816, 704, 2112, 8) if CUDA else (5, 256, 48, 136, 2)
     ops = TritonOps(DEVICE, pdl=False)
 
@@ -111,9 +111,9 @@ def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
         return rand(*shape, seed=seed, scale=shape[-1] ** -0.5).to(DEVICE, torch.bfloat16 if CUDA else DTYPE)
 
     gate_up, down = (ops.quantize(weight(*s, seed=i), "int8") for i, s in enumerate(((count, 2 * inner, hidden), (count, hidden, inner))))
-    mlp: list[Held] = [weight(2 * wide, hidden, seed=3), weight(hidden, wide, seed=4)]
+    mlp: list[DeviceWeight] = [weight(2 * wide, hidden, seed=3), weight(hidden, wide, seed=4)]
     if dense == "int8":
-        mlp = [m for m in (repack(f.quantise(plain(w))) for f, w in zip(MODES["int8"], mlp, strict=True)) if m is not None]
+        mlp = [m for m in (repack(f.quantise(as_tensor(w))) for f, w in zip(MODES["int8"], mlp, strict=True)) if m is not None]
     router, scale = weight(count, hidden, seed=5) * 4, rand(count, seed=6).abs().to(DEVICE) + 0.5
     norms, scalar = [weight(1, hidden, seed=7 + i)[0] * 30 for i in range(4)], torch.full((1,), 0.7, dtype=DTYPE, device=DEVICE)
     most = 300 if CUDA else 3
@@ -121,7 +121,7 @@ def test_a_layer_has_the_bits_of_one_row_in_any_company(dense: str) -> None:
 
     def run(lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         first = (z[lo:hi], x[lo:hi], router, scale, gate_up, down, top, "gelu_tanh", h[lo:hi], *mlp)
-        return ops.moe_beside(*first, norms[0], norms[1], stream[lo:hi], norms[2], scalar, norms[3], 1e-6)
+        return ops.moe_with_shared_mlp(*first, norms[0], norms[1], stream[lo:hi], norms[2], scalar, norms[3], 1e-6)
 
     whole = run(0, most)
     for lo, hi in ((0, 1), (1, 2), (most - 1, most), (0, 2)) + (((0, 5), (1, 9), (3, 43)) if CUDA else ()):
@@ -134,7 +134,7 @@ def test_spans_of_the_dense_mlp_are_added_where_it_is_mixed() -> None:
     parts, norms = rand(6, 64, seed=3).view(3, 2, 64).to(DEVICE), [rand(64, seed=4 + i).to(DEVICE, DTYPE) for i in range(4)]
     ends = (norms[0], norms[1], x, norms[2], None, norms[3], 1e-6)
     added = ((parts[0] + parts[1]) + parts[2]).to(DTYPE)
-    whole, spans = moe.mix(pairs, weight, moe.Beside(added, *ends), False), moe.mix(pairs, weight, moe.Beside(parts, *ends, parts=3), False)
+    whole, spans = moe.mix(pairs, weight, moe.MoeEpilogue(added, *ends), False), moe.mix(pairs, weight, moe.MoeEpilogue(parts, *ends, parts=3), False)
     assert all(torch.equal(a, b) for a, b in zip(whole, spans, strict=True))
 
 
@@ -151,11 +151,11 @@ def test_logits_that_are_no_numbers_read_no_other_memory(rows: int) -> None:
 @pytest.mark.parametrize("mode", ["int4", "int8", "fp8"])
 def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some rows at a time, as if all were rounded at once; 704 columns are no whole groups of 128, and then rows have one factor."""
-    from outrider.ops.triton import quant_moe, quantised
+    from outrider.ops.triton import quant_moe, quant_ops
 
     ops = TritonOps(DEVICE, pdl=False)
     dense = rand(3, 40, 160, seed=3, scale=0.05).to(DEVICE, torch.bfloat16)
-    format = next(f for f in quantised.MODES[mode] if f.border() <= 1 or 160 % f.border() == 0)
+    format = next(f for f in quant_ops.MODES[mode] if f.border() <= 1 or 160 % f.border() == 0)
     whole = hold_experts(format.quantise(dense))
     monkeypatch.setattr(quant_moe, "SLICE", 64 * 160)
     held = ops.quantize(dense, mode)
@@ -167,7 +167,7 @@ def test_dense_experts_are_rounded_when_asked(mode: str, monkeypatch: pytest.Mon
 
 def test_experts_with_an_order_of_columns_stay_dense() -> None:
     made = [WEIGHTS["int4 ordered"](32, 64) for _ in range(2)]
-    assert TritonOps(DEVICE, pdl=False).hold([stack(made)], DEVICE) is None
+    assert TritonOps(DEVICE, pdl=False).pack_weights([stack(made)], DEVICE) is None
 
 
 class OnlyExperts(ReferenceOps):
@@ -184,12 +184,12 @@ def test_a_quantised_mixture_decodes_alike_with_and_without_drafts() -> None:
     """Logits are those of the values the weights stand for; drafts, several sequences at once, leave the plain tokens."""
     raw = {**VARIANTS["moe"], "num_hidden_layers": 1, "layer_types": ["full_attention"], "moe_intermediate_size": 32}
     config, ops = ModelConfig.from_hf(raw), OnlyExperts()
-    held, meant = dict[str, Held](), dict[str, Held]()
+    held, meant = dict[str, DeviceWeight](), dict[str, DeviceWeight]()
     for name, w in dummy_weights(config, "cpu", torch.float32, None, None, 3).items():
         assert isinstance(w, torch.Tensor)
         dense = w.to(DEVICE, DTYPE if w.dim() > 1 else None) * (12.0 if w.dim() > 1 else 1.0)
         held[name] = ops.fast.quantize(dense, "int4") if ".experts_" in name else dense
-        meant[name] = Integer(4, 32).quantise(dense).dense() if ".experts_" in name else dense
+        meant[name] = IntegerFormat(4, 32).quantise(dense).dense() if ".experts_" in name else dense
     assert isinstance(held["layers.0.experts_gate_up"], QuantExperts)
     model, plain = TextModel(config, held, ops), TextModel(config, meant, ReferenceOps())
     if not CUDA:  # bfloat16 may route a row elsewhere

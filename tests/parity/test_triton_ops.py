@@ -20,13 +20,13 @@ triton = pytest.importorskip("triton")
 
 from outrider.ops.noise import gumbel  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
-from outrider.ops.triton import TritonOps, choose, linear, moe, norm  # noqa: E402
-from outrider.ops.triton.ahead import Ahead  # noqa: E402
-from outrider.ops.triton.linear import product  # noqa: E402
-from outrider.ops.triton.ops import ASIDE  # noqa: E402
+from outrider.ops.triton import TritonOps, choose, gemm, moe, norm  # noqa: E402
+from outrider.ops.triton.gemm import dense_gemm  # noqa: E402
+from outrider.ops.triton.gemm_config import GemmConfig as Rows  # noqa: E402
+from outrider.ops.triton.gemm_config import GemmReduction, choose_reduction, config_for_rows  # noqa: E402
+from outrider.ops.triton.ops import SIDE_STREAM_ROWS  # noqa: E402
+from outrider.ops.triton.precompile import Precompiler  # noqa: E402
 from outrider.ops.triton.routing import list_pairs  # noqa: E402
-from outrider.ops.triton.tiles import Shape as Rows  # noqa: E402
-from outrider.ops.triton.tiles import Tile, choose_tile, for_rows  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
 REF = ReferenceOps()
@@ -70,10 +70,10 @@ def test_linear(ops: TritonOps, rows: int, n: int, k: int, dtype: torch.dtype) -
 def test_linear_split(ops: TritonOps, splits: int, turned: bool) -> None:
     """A lost partial sum, a span that overlaps the next one, a counter that is not reset for the next call; spans in one program."""
     x, w = rand(18, 160), rand(48, 160, seed=1)
-    for folded in (False, True):
-        shape = Rows(32, 16, 32, 2, turned=turned, folded=folded)
-        near(product(x, w, ops.seen, tile=Tile(16, 32, splits, 2, turned), shape=shape), REF.linear(x, w))
-        assert int(ops.seen.abs().sum()) == 0
+    for serial_splitk in (False, True):
+        shape = Rows(32, 16, 32, 2, swap_ab=turned, serial_splitk=serial_splitk)
+        near(dense_gemm(x, w, ops.semaphores, tile=GemmReduction(16, 32, splits, 2, turned), shape=shape), REF.linear(x, w))
+        assert int(ops.semaphores.abs().sum()) == 0
 
 
 def test_linear_strided(ops: TritonOps) -> None:
@@ -87,8 +87,8 @@ def test_gated(ops: TritonOps, act: str) -> None:
     """Gate and up swapped, or read from the wrong rows; the activation's tails."""
     x, w = rand(3, 64, scale=3.0), rand(96, 64, seed=1)
     near(ops.gated_linear(x, w, act), REF.gated_linear(x, w, act))
-    for tile in (Tile(16, 16, 1, 2, turned=True), Tile(32, 16, 2, 2), Tile(8, 16, 2, 2, turned=True)):
-        near(product(x, w, ops.seen, gated=True, act=act, tile=tile), REF.gated_linear(x, w, act))
+    for tile in (GemmReduction(16, 16, 1, 2, swap_ab=True), GemmReduction(32, 16, 2, 2), GemmReduction(8, 16, 2, 2, swap_ab=True)):
+        near(dense_gemm(x, w, ops.semaphores, gated=True, act=act, tile=tile), REF.gated_linear(x, w, act))
     y = rand(3, 4, 48, seed=2)[:, 1]
     near(ops.linear_act_mul(x, w[:48], y, act), REF.linear_act_mul(x, w[:48], y, act))
     near(ops.act_mul(x[:, :48], y, act), REF.act_mul(x[:, :48], y, act))
@@ -105,11 +105,11 @@ def test_rows_do_not_depend_on_their_number(ops: TritonOps, rows: int) -> None:
     """The guarantee behind 'lossless': a row's bits are the same in any company, and in any shape of tile."""
     x, w = rand(136, 96), rand(64, 96, seed=1)
     for gated in (False, True):
-        tile = Tile(16, 32, 3, 2, turned=True)
-        run = lambda a, shape=None: product(a, w, ops.seen, tile=tile, shape=shape, gated=gated, act="silu" if gated else "")  # noqa: B023, E731
+        tile = GemmReduction(16, 32, 3, 2, swap_ab=True)
+        run = lambda a, shape=None: dense_gemm(a, w, ops.semaphores, tile=tile, shape=shape, gated=gated, act="silu" if gated else "")  # noqa: B023, E731
         whole = run(x)
         same(run(x[:rows]), whole[:rows])
-        for shape in (Rows(64, 32, 32, 2, folded=True), Rows(32, 16, 32, 2, turned=False)):
+        for shape in (Rows(64, 32, 32, 2, serial_splitk=True), Rows(32, 16, 32, 2, swap_ab=False)):
             same(run(x, shape), whole)
 
 
@@ -119,10 +119,10 @@ def test_rows_beside_a_power_of_two(ops: TritonOps) -> None:
     for rows in (70, 150):
         for gated in (False, True):
             for splits in (1, 2):
-                shape = Rows(64, 16, 32, 2, more=16)
-                got = product(x[:rows], w, ops.seen, tile=Tile(16, 32, splits, 2), shape=shape, gated=gated, act="silu" if gated else "")
+                shape = Rows(64, 16, 32, 2, bm2=16)
+                got = dense_gemm(x[:rows], w, ops.semaphores, tile=GemmReduction(16, 32, splits, 2), shape=shape, gated=gated, act="silu" if gated else "")
                 near(got, REF.gated_linear(x[:rows], w, "silu") if gated else REF.linear(x[:rows], w))
-    assert int(ops.seen.abs().sum()) == 0
+    assert int(ops.semaphores.abs().sum()) == 0
 
 
 @pytest.mark.parametrize("gated,splits", [(False, 1), (True, 1), (False, 3)])
@@ -131,15 +131,15 @@ def test_tiles_that_the_copy_engine_fetches(ops: TritonOps, gated: bool, splits:
     rows, n, k = 37, 40, 144
     x, w, y = rand(rows, k), rand(n * (2 if gated else 1), k, seed=1), rand(rows, n, seed=2)
     bias = rand(len(w), seed=3)
-    tile, fetched = Tile(32, 16, splits, 2), Rows(16, 16, 16, 2, turned=False, folded=splits > 1, fetched=True)
+    tile, fetched = GemmReduction(32, 16, splits, 2), Rows(16, 16, 16, 2, swap_ab=False, serial_splitk=splits > 1, tma=True)
     extra = dict(gated=True, act="silu") if gated else dict(mul=y, act="gelu_tanh")
     for more in (extra, {**extra, "bias": bias}):
-        want = product(x, w, ops.seen, tile=tile, **more)
-        same(product(x, w, ops.seen, tile=tile, shape=fetched, **more), want)
+        want = dense_gemm(x, w, ops.semaphores, tile=tile, **more)
+        same(dense_gemm(x, w, ops.semaphores, tile=tile, shape=fetched, **more), want)
     strided = torch.cat((x, x), dim=1)[:, 1 : k + 1]  # rows that do not begin at whole 16 bytes take the plain loads
     near(
-        product(strided, w, ops.seen, tile=tile, shape=fetched, **extra),
-        product(strided.contiguous(), w, ops.seen, tile=tile, **extra),
+        dense_gemm(strided, w, ops.semaphores, tile=tile, shape=fetched, **extra),
+        dense_gemm(strided.contiguous(), w, ops.semaphores, tile=tile, **extra),
         1e-6,
     )
 
@@ -150,25 +150,25 @@ def test_tiles_that_are_cut_among_programs(ops: TritonOps, gated: bool, splits: 
     that is not taken back. The bits of one program a tile."""
     n, k = 104, 144
     x, w = rand(50, k), rand(n * (2 if gated else 1), k, seed=1)
-    tile, extra = Tile(16, 16, splits, 2), dict(gated=True, act="silu", bias=rand(2 * n, seed=2)) if gated else {}
-    monkeypatch.setattr(linear, "processors_of", lambda device: 3)
-    monkeypatch.setattr(linear, "DEALT_UNCUT", 0)
-    want = product(x, w, ops.seen, tile=tile, shape=Rows(64, 16, 16, 2), **extra)
+    tile, extra = GemmReduction(16, 16, splits, 2), dict(gated=True, act="silu", bias=rand(2 * n, seed=2)) if gated else {}
+    monkeypatch.setattr(gemm, "processors_of", lambda device: 3)
+    monkeypatch.setattr(gemm, "DEALT_UNCUT", 0)
+    want = dense_gemm(x, w, ops.semaphores, tile=tile, shape=Rows(64, 16, 16, 2), **extra)
     for rows in (50, 30):
         for more in (16, 32):
-            same(product(x[:rows], w, ops.seen, tile=tile, shape=Rows(16, 16, 16, 2, more=more, fetched=True), **extra), want[:rows])
-            assert int(ops.seen.abs().sum()) == 0
+            same(dense_gemm(x[:rows], w, ops.semaphores, tile=tile, shape=Rows(16, 16, 16, 2, bm2=more, tma=True), **extra), want[:rows])
+            assert int(ops.semaphores.abs().sum()) == 0
 
 
 def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cut ones need more shared memory than the stages of whole ones leave: on 114 processors 31B's qkv asked for more than there is."""
-    monkeypatch.setattr(linear, "processors_of", lambda device: 78)
+    """Cut ones need more shared memory than the stages of whole ones leave: on 114 sms 31B's qkv asked for more than there is."""
+    monkeypatch.setattr(gemm, "processors_of", lambda device: 78)
     x, w, seen = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in ((160, 5376), (16384, 5376), (8,)))
     rest = dict(bias=None, mul=None, act="", gated=False, softcap=None, out_dtype=torch.bfloat16, pdl=False, tile=None, shape=None)
-    monkeypatch.setattr(linear, "fetchable", lambda t: True)
-    monkeypatch.setattr(linear, "tiles_of", lambda t, rows, columns: t)
-    launch = linear._call(x, w, seen, shared=linear.SHARED, **rest)  # type: ignore[arg-type]
-    assert launch.kernel is linear.dealt_kernel and launch.grid == (128,) and launch.options["CUT"] is False
+    monkeypatch.setattr(gemm, "fetchable", lambda t: True)
+    monkeypatch.setattr(gemm, "tiles_of", lambda t, rows, columns: t)
+    launch = gemm._call(x, w, seen, shared=gemm.SHARED, **rest)  # type: ignore[arg-type]
+    assert launch.kernel is gemm.dealt_kernel and launch.grid == (128,) and launch.options["CUT"] is False
 
 
 @pytest.mark.parametrize(
@@ -185,14 +185,14 @@ def test_a_small_card_cuts_no_tile_that_was_measured_whole(monkeypatch: pytest.M
 )
 def test_every_number_of_rows_has_a_tile(n: int, k: int, gated: bool) -> None:
     """Shapes the compiler takes: powers of two, 64 rows of weights where these are on the long side, and no more memory than there is."""
-    tile = choose_tile(n, k, gated, 2)
+    tile = choose_reduction(n, k, gated, 2)
     for rows in (1, 5, 16, 17, 32, 33, 64, 65, 128, 160, 256, 272, 320, 1280, 2048):
-        shape = for_rows(tile, n, k, rows, gated)
+        shape = config_for_rows(tile, n, k, rows, gated)
         wide = shape.bn * (2 if gated else 1)
         assert all(v & (v - 1) == 0 for v in (shape.bm, shape.bn, shape.bk))
-        assert not shape.turned or wide % 64 == 0
-        assert (shape.bm + shape.more + wide) * shape.bk * 2 * shape.stages <= 227 << 10
-        assert not shape.more or not shape.folded
+        assert not shape.swap_ab or wide % 64 == 0
+        assert (shape.bm + shape.bm2 + wide) * shape.bk * 2 * shape.stages <= 227 << 10
+        assert not shape.bm2 or not shape.serial_splitk
 
 
 def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
@@ -204,7 +204,7 @@ def test_other_numbers_of_rows_are_compiled_side_by_side() -> None:
         if what == "b":
             raise RuntimeError("the launch will say so")
 
-    ahead = Ahead(compile_one, lambda what, rows: rows // 8)
+    ahead = Precompiler(compile_one, lambda what, rows: rows // 8)
     for what, rows in [("a", 1), ("b", 1), ("b", 2), ("a", 8), ("b", 8), ("a", 9), ("c", 8), ("c", 64), ("a", 70)]:
         ahead.before(what, rows)
     assert sorted(made) == [("a", 8), ("a", 64), ("b", 8), ("b", 64), ("c", 64)]
@@ -253,10 +253,10 @@ def test_three_norms_and_per_layer(ops: TritonOps) -> None:
 def test_wide_tiles_add_in_the_same_order(ops: TritonOps, many: tuple[int, int, int, int]) -> None:
     """A tile for 17 rows that steps over the end of a span, or cuts the sum elsewhere than the tile for one row."""
     x, w = rand(20, 160), rand(48, 160, seed=1)
-    tile = Tile(16, 32, 2, 2, many=many)
-    whole = product(x, w, ops.seen, tile=tile)
+    tile = GemmReduction(16, 32, 2, 2, many=many)
+    whole = dense_gemm(x, w, ops.semaphores, tile=tile)
     near(whole, REF.linear(x, w))
-    same(product(x[:3], w, ops.seen, tile=tile), whole[:3])
+    same(dense_gemm(x[:3], w, ops.semaphores, tile=tile), whole[:3])
 
 
 # ---- experts ----------------------------------------------------------------------------------------------------------------
@@ -273,11 +273,11 @@ def test_moe(ops: TritonOps, rows: int) -> None:
     h, stream = rand(*x.shape, seed=9), rand(*x.shape, seed=14)
     rest = (rand(64, 48, seed=12), rand(48, 32, seed=13), rand(48, seed=10), rand(48, seed=11))
     for end in ((rand(48, seed=15), rand(1, seed=16), rand(48, seed=17)), (rand(48, seed=15), None, None), (None, rand(1, seed=16), None)):
-        both = ops.moe_beside(z, x, *args, h, *rest, stream, *end, 1e-6)
-        for got, want in zip(both, REF.moe_beside(z, x, *args, h, *rest, stream, *end, 1e-6), strict=True):
+        both = ops.moe_with_shared_mlp(z, x, *args, h, *rest, stream, *end, 1e-6)
+        for got, want in zip(both, REF.moe_with_shared_mlp(z, x, *args, h, *rest, stream, *end, 1e-6), strict=True):
             near(got, want)
-        one = ops.moe_beside(z[:1], x[:1], *args, h[:1], *rest, stream[:1], *end, 1e-6)
-        many = ops.moe_beside(
+        one = ops.moe_with_shared_mlp(z[:1], x[:1], *args, h[:1], *rest, stream[:1], *end, 1e-6)
+        many = ops.moe_with_shared_mlp(
             *(t.repeat(300, 1)[:300] for t in (z, x)), *args, h.repeat(300, 1)[:300], *rest, stream.repeat(300, 1)[:300], *end, 1e-6
         )
         for got, among, apart in zip(one, both, many, strict=True):
@@ -296,7 +296,7 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
         def wait_stream(self, other: Stream) -> None:
             waits.append((self.name, other.name))
 
-    h, gate_up, down = rand(ASIDE + 1, 48), rand(64, 48, seed=1), rand(48, 32, seed=2)
+    h, gate_up, down = rand(SIDE_STREAM_ROWS + 1, 48), rand(64, 48, seed=1), rand(48, 32, seed=2)
     ops, twin = TritonOps(DEVICE, pdl=False), TritonOps(DEVICE, pdl=False)
     want, join = ops.dense_mlp(h, gate_up, down, "gelu_tanh")
     ops.pdl = True
@@ -305,11 +305,11 @@ def test_the_mlp_beside_experts_has_a_stream_of_its_own(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main"))
     monkeypatch.setattr(torch.cuda, "stream", lambda side: nullcontext())
     ops.__dict__["aside"] = twin, Stream("side")
-    ops.seen = SimpleNamespace(is_cuda=True, device=DEVICE)  # type: ignore[assignment]  # no counters: nothing runs here
-    got, join = ops.dense_mlp(h[:ASIDE], gate_up, down, "gelu_tanh")
+    ops.semaphores = SimpleNamespace(is_cuda=True, device=DEVICE)  # type: ignore[assignment]  # no counters: nothing runs here
+    got, join = ops.dense_mlp(h[:SIDE_STREAM_ROWS], gate_up, down, "gelu_tanh")
     assert waits == [("side", "main")]
     assert join() is False and waits == [("side", "main"), ("main", "side")]
-    same(got, want[:ASIDE])
+    same(got, want[:SIDE_STREAM_ROWS])
 
 
 @pytest.mark.parametrize("pairs,wide", [(16, 16), (32, 64), (128, 32)])
@@ -319,7 +319,7 @@ def test_moe_tiles(ops: TritonOps, pairs: int, wide: int) -> None:
     router[2] = -router.abs().sum(0)  # seldom chosen
     z = ops.logits(rand(90, 48, seed=1).abs(), router, None)
     scale, gate_up, down = rand(6, seed=3).abs() + 0.5, rand(6, 40, 48, seed=4), rand(6, 48, 20, seed=5)
-    cut = moe.Grouping(pairs, wide, 2, 4)
+    cut = moe.ExpertTiling(pairs, wide, 2, 4)
     got = moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False, cut=(cut, cut))
     same(got, moe.experts(list_pairs(z, scale, 2, False), x, gate_up, down, "gelu_tanh", False))
     for r in range(0, 90, 9):
@@ -332,11 +332,11 @@ def test_clusters(ops: TritonOps) -> None:
     g, centroids, rows = rand(3, 24), rand(20, 24, seed=1), rand(20, 9, 24, seed=2)
     tokens = torch.randperm(20 * 9).view(20, 9).to(DEVICE)
     seed, position = (torch.tensor(x, device=DEVICE) for x in ([1, -(1 << 40) - 3, 7], [0, 123456, 5]))
-    temperature, hot = torch.tensor([0.6, 40.0, 1.0], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
-    lean = REF.cluster_lean(tokens, seed, position, temperature, hot)
-    near(ops.cluster_lean(tokens, seed, position, temperature, hot), lean)
+    temperature, sampled = torch.tensor([0.6, 40.0, 1.0], device=DEVICE), torch.tensor([True, True, False], device=DEVICE)
+    cluster_bonus = REF.cluster_bonus(tokens, seed, position, temperature, sampled)
+    near(ops.cluster_bonus(tokens, seed, position, temperature, sampled), cluster_bonus)
     chosen = []
-    for to in (None, lean):
+    for to in (None, cluster_bonus):
         got, want = ops.clustered_logits(g, centroids, rows, 5, to), REF.clustered_logits(g, centroids, rows, 5, to)
         assert torch.equal(got[0], want[0])
         near(got[1], want[1])
@@ -357,11 +357,11 @@ def test_gumbel_argmax(ops: TritonOps) -> None:
     z[0, 4999] = z[0, 17] = 50.0
     seed = torch.tensor([1, 2, -(1 << 40) - 3, 1 << 62], device=DEVICE)
     position = torch.tensor([0, 5, 123456, 7], device=DEVICE)
-    hot = torch.tensor([False, True, True, True], device=DEVICE)
+    sampled = torch.tensor([False, True, True, True], device=DEVICE)
     assert torch.equal(ops.argmax(z), REF.argmax(z))
-    got = ops.gumbel_argmax(z, seed, position, None, hot)
-    want = REF.gumbel_argmax(z, seed, position, None, hot)
+    got = ops.gumbel_argmax(z, seed, position, None, sampled)
+    want = REF.gumbel_argmax(z, seed, position, None, sampled)
     assert int(got[0]) == 17 and torch.equal(got, want)
     tokens = torch.arange(5000, device=DEVICE).flip(0).expand(4, 5000)
-    assert torch.equal(ops.gumbel_argmax(z, seed, position, tokens, hot), REF.gumbel_argmax(z, seed, position, tokens, hot))
+    assert torch.equal(ops.gumbel_argmax(z, seed, position, tokens, sampled), REF.gumbel_argmax(z, seed, position, tokens, sampled))
     assert not torch.equal(gumbel(seed[1:2], position[1:2], tokens[0]), gumbel(seed[2:3], position[1:2], tokens[0]))

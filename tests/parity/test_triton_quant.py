@@ -17,14 +17,14 @@ triton = pytest.importorskip("triton")
 from tests import quantised, tiny  # noqa: E402
 from tests.unit.ops.test_cpu_packing import part  # noqa: E402
 
-from outrider.ops.formats import Float8, Integer, NvFp4, Weight, base  # noqa: E402
+from outrider.ops.formats import Float8Format, IntegerFormat, NvFp4Format, Weight, base  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
-from outrider.ops.triton.few_rows import FewRows  # noqa: E402
 from outrider.ops.triton.quant import Extras, quant_linear  # noqa: E402
-from outrider.ops.triton.quant_tiles import QuantTile, fit  # noqa: E402
-from outrider.ops.triton.quantised import QuantTritonOps  # noqa: E402
+from outrider.ops.triton.quant_config import QuantTile, fit  # noqa: E402
+from outrider.ops.triton.quant_ops import QuantTritonOps  # noqa: E402
 from outrider.ops.triton.repack import Parts, QuantWeight, repack  # noqa: E402
+from outrider.ops.triton.wna16_gemv import WNA16Gemv  # noqa: E402
 from outrider.weights import load_target  # noqa: E402
 
 DEVICE = "cuda" if CUDA else "cpu"
@@ -38,15 +38,15 @@ def small_ones_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asymmetric(n: int, k: int, bits: int, group: int, kind: torch.dtype) -> Weight:
-    made = Integer(bits, group, scale=kind).quantise(rand(n, k, seed=5))
+    made = IntegerFormat(bits, group, scale=kind).quantise(rand(n, k, seed=5))
     zero = torch.randint(1, (1 << bits) - 1, made.tensors["scale"].shape, generator=torch.Generator().manual_seed(2)).to(torch.uint8)
-    return Weight(Integer(bits, group, True, scale=kind), (n, k), {**made.tensors, "zero": zero})
+    return Weight(IntegerFormat(bits, group, True, scale=kind), (n, k), {**made.tensors, "zero": zero})
 
 
 def ordered(n: int, k: int) -> Weight:
-    made = Integer(4, 32).quantise(rand(n, k, seed=5))
+    made = IntegerFormat(4, 32).quantise(rand(n, k, seed=5))
     order = torch.randperm(k, generator=torch.Generator().manual_seed(1)).int()
-    return Weight(Integer(4, 32, ordered=True), (n, k), {**made.tensors, "order": order})
+    return Weight(IntegerFormat(4, 32, ordered=True), (n, k), {**made.tensors, "order": order})
 
 
 def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -54,18 +54,18 @@ def rand(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 WEIGHTS = {
-    "int4 g32": lambda n, k: Integer(4, 32).quantise(rand(n, k, seed=1)),
-    "int4 g128": lambda n, k: Integer(4, 128).quantise(rand(n, k, seed=1)),
-    "int4 g16": lambda n, k: Integer(4, 16).quantise(rand(n, k, seed=1)),
-    "int4 channel": lambda n, k: Integer(4, 0).quantise(rand(n, k, seed=1)),
+    "int4 g32": lambda n, k: IntegerFormat(4, 32).quantise(rand(n, k, seed=1)),
+    "int4 g128": lambda n, k: IntegerFormat(4, 128).quantise(rand(n, k, seed=1)),
+    "int4 g16": lambda n, k: IntegerFormat(4, 16).quantise(rand(n, k, seed=1)),
+    "int4 channel": lambda n, k: IntegerFormat(4, 0).quantise(rand(n, k, seed=1)),
     "int4 asymmetric": lambda n, k: asymmetric(n, k, 4, 64, torch.bfloat16),
     "int4 ordered": ordered,
-    "int8 g32": lambda n, k: Integer(8, 32).quantise(rand(n, k, seed=1)),
-    "int8 channel": lambda n, k: Integer(8, 0, scale=torch.float32).quantise(rand(n, k, seed=1)),
+    "int8 g32": lambda n, k: IntegerFormat(8, 32).quantise(rand(n, k, seed=1)),
+    "int8 channel": lambda n, k: IntegerFormat(8, 0, scale=torch.float32).quantise(rand(n, k, seed=1)),
     "int8 asymmetric channel": lambda n, k: asymmetric(n, k, 8, 0, torch.float16),
-    "fp8": lambda n, k: Float8().quantise(rand(n, k, seed=1)),
-    "fp8 g128": lambda n, k: Float8(128).quantise(rand(n, k, seed=1)),
-    "nvfp4": lambda n, k: NvFp4().quantise(rand(n, k, seed=1)),
+    "fp8": lambda n, k: Float8Format().quantise(rand(n, k, seed=1)),
+    "fp8 g128": lambda n, k: Float8Format(128).quantise(rand(n, k, seed=1)),
+    "nvfp4": lambda n, k: NvFp4Format().quantise(rand(n, k, seed=1)),
     **{kind: lambda n, k, kind=kind: part(kind, n, k).weight for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")},
 }
 
@@ -94,7 +94,7 @@ def test_product_is_its_definition(name: str) -> None:
 
 
 def test_columns_that_fill_no_chunk() -> None:
-    weight = Integer(4, 32).quantise(rand(64, 352, seed=1)).to(DEVICE)
+    weight = IntegerFormat(4, 32).quantise(rand(64, 352, seed=1)).to(DEVICE)
     held = repack(weight)
     assert held is not None and held.chunks == 2
     x = rand(2, 352).to(DEVICE, DTYPE)
@@ -106,7 +106,7 @@ def test_columns_that_fill_no_chunk() -> None:
 
 
 def test_gated_bias_and_multiplied() -> None:
-    weight = Integer(4, 32).quantise(rand(144, 256, seed=1, scale=0.1)).to(DEVICE)
+    weight = IntegerFormat(4, 32).quantise(rand(144, 256, seed=1, scale=0.1)).to(DEVICE)
     held, dense = repack(weight), weight.dense().to(DTYPE)
     assert held is not None
     seen = torch.zeros(8, dtype=torch.int32, device=DEVICE)
@@ -127,7 +127,7 @@ def test_rows_stand_alone(name: str) -> None:
     x = rand(130 if CUDA else 40, weight.shape[1]).to(DEVICE, DTYPE)
     some = [0, 1, 2, 37]  # 40 tokens are 32 and 8
     for tile, gated in ((None, False), (None, True), (QuantTile(64, 2, 2), False)):
-        spans = tile and fit(tile, 40, held.columns_of_chunk, held.plane, held.bits, 226 << 10, held.lift is not None, held.per == 1)
+        spans = tile and fit(tile, 40, held.columns_of_chunk, held.plane, held.bits, 226 << 10, held.zero_point is not None, held.per == 1)
         extras = Extras(act="silu" if gated else "", gated=gated)
         alone = torch.cat([quant_linear(x[i : i + 1], held, seen, extras, False, tile) for i in some])
         for count in (5, 17, 40, 130) if tile is None else (40,):
@@ -160,7 +160,7 @@ def test_a_checkpoint_stays_quantised_and_multiplies_as_it_means(scheme: str, tm
 def test_rows_of_unlike_formats_are_multiplied_part_by_part(tmp_path: Path) -> None:
     parts = [part("Q4_K", 32, 256).weight, part("Q6_K", 16, 256).weight]
     ops = TritonOps(DEVICE, pdl=False)
-    held = ops.hold(parts, DEVICE)
+    held = ops.pack_weights(parts, DEVICE)
     assert isinstance(held, Parts) and held.shape == (48, 256)
     x, bias = rand(2, 256).to(DEVICE, DTYPE), rand(48).to(DEVICE, DTYPE)
     dense = torch.cat([p.dense() for p in parts]).to(DEVICE)
@@ -184,17 +184,17 @@ def test_a_small_matrix_stays_dense_however_it_comes(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(base, "SMALL", 64 * 256)
     ops, dense = TritonOps(DEVICE, pdl=False), rand(64, 256, seed=3).to(DEVICE, DTYPE)
     assert ops.quantize(dense, "int4") is dense
-    assert ops.hold([Integer(4, 32).quantise(dense)], DEVICE) is None
+    assert ops.pack_weights([IntegerFormat(4, 32).quantise(dense)], DEVICE) is None
     assert isinstance(ops.quantize(rand(65, 256, seed=3).to(DEVICE, DTYPE), "int4"), QuantWeight)
 
 
-@pytest.mark.parametrize("lifted", [False, True])
-def test_five_bits_take_no_tile_of_8_tokens_and_fit(lifted: bool) -> None:
+@pytest.mark.parametrize("has_zero_point", [False, True])
+def test_five_bits_take_no_tile_of_8_tokens_and_fit(has_zero_point: bool) -> None:
     """On an H200 such a tile gave rows other bits than larger ones, and three stages of 128 tokens asked for too much shared memory."""
     for rows in (1, 8, 16, 32, 40, 64, 65, 2048):
-        bm, tile = fit(QuantTile(64, 1, 4), rows, 256, 32, 4, 226 << 10, lifted, True, above=True)
-        assert bm >= 16 and tile.more == 0 and tile.warps >= 4 and bm * 256 * 2 * tile.stages <= 160 << 10
-    assert fit(QuantTile(64, 1, 4), 8, 256, 32, 4, 226 << 10, lifted, True)[0] == 8
+        bm, tile = fit(QuantTile(64, 1, 4), rows, 256, 32, 4, 226 << 10, has_zero_point, True, above=True)
+        assert bm >= 16 and tile.bm2 == 0 and tile.warps >= 4 and bm * 256 * 2 * tile.stages <= 160 << 10
+    assert fit(QuantTile(64, 1, 4), 8, 256, 32, 4, 226 << 10, has_zero_point, True)[0] == 8
 
 
 @pytest.mark.skipif(not CUDA or torch.cuda.get_device_capability() != (9, 0), reason="a Hopper GPU is needed")
@@ -204,7 +204,7 @@ def test_five_bits_take_no_tile_of_8_tokens_and_fit(lifted: bool) -> None:
 )  # these it does not take
 def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> None:
     """Alone, in fours and in eights; one span, several, and a last one that is shorter."""
-    few = FewRows.of(torch.device("cuda", 0), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
+    few = WNA16Gemv.of(torch.device("cuda", 0), torch.zeros(4096, dtype=torch.int32, device=DEVICE))
     assert few is not None
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))
@@ -223,14 +223,14 @@ def test_few_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> N
 def test_more_tokens_in_cuda_have_the_bits_of_triton(name: str, gated: bool) -> None:
     """And a row of few tokens those of the same row among many; one span, several, and a last one that is shorter."""
     ops = QuantTritonOps(DEVICE)
-    assert ops.few is not None and ops.more is not None
+    assert ops.few is not None and ops.bm2 is not None
     for n, k in ((128, 512), (640, 4608), (5376, 6144)):
         held = repack(WEIGHTS[name](n, k).to(DEVICE))
         assert held is not None
         x, extras = rand(40, k).to(DEVICE, DTYPE), Extras(act="gelu_tanh" if n > 128 else "silu", gated=True) if gated else Extras()
-        want = quant_linear(x, held, ops.seen, extras, True)
+        want = quant_linear(x, held, ops.semaphores, extras, True)
         for rows in (9, 16, 17, 25, 40):
-            got = ops.more.product(x[:rows], held, extras, True)
+            got = ops.bm2.product(x[:rows], held, extras, True)
             assert got is not None and torch.equal(got, want[:rows]), (n, k, rows)
         few = ops.few.product(x[:8], held, extras, True)
-        assert few is not None and torch.equal(few, want[:8]) and not ops.seen.any()
+        assert few is not None and torch.equal(few, want[:8]) and not ops.semaphores.any()

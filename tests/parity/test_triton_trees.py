@@ -19,7 +19,7 @@ from tests.kv import build_kv  # noqa: E402
 from outrider.engine.tree import Tree  # noqa: E402
 from outrider.models.config import ModelConfig  # noqa: E402
 from outrider.ops.reference import ReferenceOps  # noqa: E402
-from outrider.ops.trees import WIDTH, Front, Nodes, Noise  # noqa: E402
+from outrider.ops.trees import WIDTH, Frontier, Nodes, Noise  # noqa: E402
 from outrider.ops.triton import TritonOps  # noqa: E402
 
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -31,28 +31,28 @@ def ops() -> TritonOps:
     return TritonOps(DEVICE, pdl=False)
 
 
-@pytest.mark.parametrize("hot,named", [(False, False), (True, True)])
-def test_grown_and_planted_alike(ops: TritonOps, hot: bool, named: bool) -> None:
+@pytest.mark.parametrize("sampled,named", [(False, False), (True, True)])
+def test_grown_and_planted_alike(ops: TritonOps, sampled: bool, named: bool) -> None:
     """Several chunks of scores, noise of each sequence's own, columns that are not token ids, scores that are -inf or NaN; trees of
     a few tokens and of more."""
     batch, depth, n, g = 2, 3, 2500, torch.Generator().manual_seed(5)
     ids = torch.stack([torch.randperm(9000, generator=g)[:n] for _ in range(batch * WIDTH)]).to(DEVICE) if named else None
     found = [Nodes.of(batch, depth, DEVICE) for _ in range(2)]
-    fronts = [Front.root(torch.tensor([7, 8], device=DEVICE)) for _ in range(2)]
+    fronts = [Frontier.root(torch.tensor([7, 8], device=DEVICE)) for _ in range(2)]
     for level in range(depth):
         logits = (3.0 * torch.randn((batch * WIDTH, n), generator=g)).to(DEVICE)
         logits[1, ::3] = float("-inf")
         if level == 1:
             logits[2] = float("nan")
         drawn = ([3, 4], [10 + level, 20 + level], [0.7, 1.0], [True, False])
-        noise = Noise(*(torch.tensor(t, device=DEVICE) for t in drawn)) if hot else None
+        noise = Noise(*(torch.tensor(t, device=DEVICE) for t in drawn)) if sampled else None
         fronts = [x.branch(logits, ids, noise, front, nodes, level) for x, front, nodes in zip((ops, REF), fronts, found)]
         for name in ("tokens", "before", "node", "line"):
             got, want = (getattr(f, name).view(batch, WIDTH)[fronts[1].chance > 0] for f in fronts)
             assert torch.equal(got, want), (level, name)
         assert torch.allclose(fronts[0].chance, fronts[1].chance, rtol=1e-4, atol=1e-9)
     for count in (4, 9):
-        got, want = ops.plant(found[1], count, depth), REF.plant(found[1], count, depth)
+        got, want = ops.build_fixed_tree(found[1], count, depth), REF.build_fixed_tree(found[1], count, depth)
         for name in ("tokens", "depth", "paths", "above"):
             assert torch.equal(getattr(got, name), getattr(want, name)), (count, name)
 
@@ -62,14 +62,14 @@ def test_combed_alike(ops: TritonOps) -> None:
     g = torch.Generator().manual_seed(2)
     scores, ids = torch.randn((2, 3, 40), generator=g).to(DEVICE), torch.randint(0, 999, (2, 3, 40), generator=g).to(DEVICE, torch.int32)
     scores[1, 1, 2:] = float("-inf")
-    got, want = (x.comb(scores[:, :, :37], ids[:, :, :37]) for x in (ops, REF))
+    got, want = (x.chain_with_runner_ups(scores[:, :, :37], ids[:, :, :37]) for x in (ops, REF))
     there = want.chance > 0
     assert int((~there).sum()) == 2 and torch.equal(got.chance > 0, there)
     for name in ("tokens", "parents", "line"):
         assert torch.equal(getattr(got, name)[there], getattr(want, name)[there]), name
     assert torch.allclose(got.chance, want.chance, rtol=1e-4)
-    planted = ops.plant(want, 6, 3)
-    assert torch.equal(planted.paths, REF.plant(want, 6, 3).paths) and int(planted.depth.max()) <= 3
+    planted = ops.build_fixed_tree(want, 6, 3)
+    assert torch.equal(planted.ancestors, REF.build_fixed_tree(want, 6, 3).paths) and int(planted.depth.max()) <= 3
 
 
 def test_walked_alike(ops: TritonOps) -> None:
@@ -82,7 +82,7 @@ def test_walked_alike(ops: TritonOps) -> None:
     for limit in (None, torch.tensor([3, 1, 2, 2], device=DEVICE)):
         for _ in range(12):
             chosen, ids = (torch.randint(0, 2, (len(seq),), generator=g).to(DEVICE) for _ in range(2))
-            got, want = (x.walk(chosen, ids, tree.above, seq, start, tree.deepest, limit) for x in (ops, REF))
+            got, want = (x.walk(chosen, ids, tree.parent_rows, seq, start, tree.deepest, limit) for x in (ops, REF))
             assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
@@ -98,6 +98,6 @@ def test_a_path_is_kept_alike(ops: TritonOps) -> None:
     rows = torch.tensor([[0, 2, 3, 5, 7], [0, 1, 2, 2, 2]], device=DEVICE)
     for x, cache in zip((ops, REF), caches):
         kv = cache.view([(9, 8), (3, 8)])
-        x.keep_path(rows, torch.tensor([4, 2], device=DEVICE), torch.tensor([9, 3], device=DEVICE), specs, kv)
+        x.compact_kv(rows, torch.tensor([4, 2], device=DEVICE), torch.tensor([9, 3], device=DEVICE), specs, kv)
     for mine, theirs in zip((*caches[0].keys, *caches[0].values), (*caches[1].keys, *caches[1].values)):
         assert mine is None or theirs is None or torch.equal(mine, theirs)

@@ -18,8 +18,8 @@ from tests.engines import VOCAB, mtp_drafter, request, tiny_engine, tiny_model
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from outrider.engine.answer import Answer
 from outrider.engine.engine import Engine
+from outrider.engine.output_processor import OutputProcessor
 from outrider.engine.step import Request
 from outrider.engine.text import Detokenizer, Tokenizer
 from outrider.ops import choose
@@ -126,7 +126,7 @@ def test_the_stop_that_comes_first_wins_however_many_tokens_come_at_once() -> No
     letters = {c: next(i for i in range(VOCAB) if TOKENIZER.token_bytes(i) == c.encode()) for c in "abcd"}
     ids = [letters[c] for c in "abcdabcd"]
     for widths in ([1] * 8, [8], [3, 5], [2, 6]):
-        answer = Answer(SamplingParams(stop=("abcd", "c")), (1,), Detokenizer(TOKENIZER), None)
+        answer = OutputProcessor(SamplingParams(stop=("abcd", "c")), (1,), Detokenizer(TOKENIZER), None)
         at, text, finish = 0, "", None
         for width in widths:
             taken = answer.take(ids[at : at + width], 100)
@@ -139,7 +139,7 @@ def test_the_stop_that_comes_first_wins_however_many_tokens_come_at_once() -> No
 def test_a_stop_id_before_min_tokens_stays_in_the_text() -> None:
     a, b = (next(i for i in range(VOCAB) if TOKENIZER.token_bytes(i) == c) for c in (b"a", b"b"))
     for widths in ([1] * 4, [4], [1, 3]):
-        answer = Answer(SamplingParams(stop_token_ids=(a,), min_tokens=3), (1,), Detokenizer(TOKENIZER), None)
+        answer = OutputProcessor(SamplingParams(stop_token_ids=(a,), min_tokens=3), (1,), Detokenizer(TOKENIZER), None)
         text, at = "", 0
         for width in widths:
             taken = answer.take([a, b, b, a][at : at + width], 100)
@@ -151,5 +151,5 @@ def test_a_stop_id_before_min_tokens_stays_in_the_text() -> None:
 def test_length_and_stop_on_one_token(room: int) -> None:
     a = next(i for i in range(VOCAB) if TOKENIZER.token_bytes(i) == b"a")
     params = SamplingParams(stop=("aaa",))
-    assert Answer(params, (1,), Detokenizer(TOKENIZER), None).take([a] * 5, room).finish == ("stop" if room == 3 else "length")
-    assert Answer(replace(params, stop=()), (1,), Detokenizer(TOKENIZER), None).take([a] * 5, room).texts == ["a"] * room
+    assert OutputProcessor(params, (1,), Detokenizer(TOKENIZER), None).take([a] * 5, room).finish == ("stop" if room == 3 else "length")
+    assert OutputProcessor(replace(params, stop=()), (1,), Detokenizer(TOKENIZER), None).take([a] * 5, room).texts == ["a"] * room

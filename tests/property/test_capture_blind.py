@@ -11,7 +11,7 @@ from tests.engines import VARIANTS, VOCAB, assistant
 from outrider.bench.gpu import Synthetic
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.engine.decode import Choosing, Inputs, Key, Output, State, decode_step
-from outrider.engine.history import NOTHING, Asks, History
+from outrider.engine.slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
@@ -46,16 +46,16 @@ def test_a_captured_step_never_looks_at_a_value(variant: str) -> None:
     store = KVStore(config, CacheSpec(4, 128, 4, 17, 256), torch.float32, "meta")
     state, inputs = State.of(torch.zeros(5, 32, device="meta")), Inputs.of(torch.device("meta"), 4, 2)
     assumed = Synthetic([0.5] * 2, 2, torch.device("meta"))
-    history = History(5, VOCAB, (1,), torch.device("meta"))
-    all_of_it = Asks(True, 4, 2, 4, 2, 3, True)
+    history = SlotSamplingState(5, VOCAB, (1,), torch.device("meta"))
+    all_of_it = SamplingFeatures(True, 4, 2, 4, 2, 3, True)
     history.grow(all_of_it)
     bits = torch.zeros((8, VOCAB // 32), dtype=torch.int32, device="meta")
     # How tokens are chosen does not hang on the kind of layers: one variant goes through every way, the others through all asks.
-    ways: list[Choosing] = list(get_args(Choosing)) if variant == "dense" else ["hot"]
+    ways: list[Choosing] = list(get_args(Choosing)) if variant == "dense" else ["sampled"]
     for choosing in ways:
         for k, source in ((0, None), (2, "drafter"), (2, "host"), (2, "both"), (2, "drafted")):
-            for asks, override in ((NOTHING, None), (all_of_it, None), (NOTHING, assumed))[: 3 if k else 2]:
+            for asks, override in ((NO_FEATURES, None), (all_of_it, None), (NO_FEATURES, assumed))[: 3 if k else 2]:
                 key = Key(2, k, 512, choosing, source, "cycle", asks)  # type: ignore[arg-type]
-                out, more = Output.of(key, torch.device("meta")), {"history": history, "bits": bits} if asks != NOTHING else {}
+                out, more = Output.of(key, torch.device("meta")), {"history": history, "bits": bits} if asks != NO_FEATURES else {}
                 logits = decode_step(model, store, guesser, state, inputs, key, out, override, **more)()
                 assert logits is not None and logits.shape == (2 * (k + 1), VOCAB)

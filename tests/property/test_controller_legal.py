@@ -6,7 +6,7 @@ from tests.traces import Fixed
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import SeqView
+from outrider.spec.plan import DraftContext
 from outrider.spec.simulate import Trace, replay
 
 NAMES = st.sampled_from(["a", "b", "c", "d"])
@@ -21,7 +21,7 @@ def test_choices_are_legal(machine, cycles):
     base, row, token = machine
     controller = Controller(CostTable.linear(base, row, {"mtp": token}), ("mtp", "ngram"))
     for raw, luck, seconds in cycles:
-        views = [SeqView(i, {"mtp": m, "ngram": n}, match, left, context) for i, m, n, match, left, context in raw]
+        views = [DraftContext(i, {"mtp": m, "ngram": n}, match, left, context) for i, m, n, match, left, context in raw]
         choices = controller.plan(views)
         assert len(choices) == len(views)
         for v, c in zip(views, choices):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.server.output import Chain, Parser, Part, Plain, join
+from outrider.server.output import OutputPart, Parser, ParserChain, PlainText, join
 from outrider.server.reasoning import GEMMA4_CHANNEL, THINK_TAGS, Thoughts
 from outrider.server.tools import GemmaCalls, JsonCalls
 
@@ -24,16 +24,16 @@ FRAGMENTS = [
 ]  # fmt: skip
 TEXTS = st.lists(st.one_of(st.sampled_from(FRAGMENTS), st.text(max_size=6)), max_size=24).map("".join)
 PARSERS = {
-    "gemma": lambda: Chain(Thoughts(GEMMA4_CHANNEL), GemmaCalls()),
-    "gemma inside thoughts": lambda: Chain(Thoughts(GEMMA4_CHANNEL, "<|channel>thought\n"), GemmaCalls()),
-    "json": lambda: Chain(Thoughts(THINK_TAGS), JsonCalls()),
-    "json inside thoughts": lambda: Chain(Thoughts(THINK_TAGS, "<think>\n"), JsonCalls()),
+    "gemma": lambda: ParserChain(Thoughts(GEMMA4_CHANNEL), GemmaCalls()),
+    "gemma inside thoughts": lambda: ParserChain(Thoughts(GEMMA4_CHANNEL, "<|channel>thought\n"), GemmaCalls()),
+    "json": lambda: ParserChain(Thoughts(THINK_TAGS), JsonCalls()),
+    "json inside thoughts": lambda: ParserChain(Thoughts(THINK_TAGS, "<think>\n"), JsonCalls()),
     "thoughts only": lambda: Thoughts(THINK_TAGS),
-    "plain": Plain,
+    "plain": PlainText,
 }
 
 
-def run(parser: Parser, pieces: list[str], complete: bool) -> list[Part]:
+def run(parser: Parser, pieces: list[str], complete: bool) -> list[OutputPart]:
     parts = [p for piece in pieces for p in parser.feed(piece)]
     return join([*parts, *parser.finish(complete)])
 

@@ -157,7 +157,7 @@ def test_the_vectorised_verifiers_draw_from_the_targets_law(kind, verify):
     seed, last = torch.arange(n), torch.full((n,), V)
     out, filled = torch.zeros(n, steps + 3, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
     batch = SamplingBatch.build([SamplingParams(temperature=1.0)], [[0]], [[]], V, "cpu")
-    batch.seed, batch.temperature, batch.hot = seed, torch.ones(n), torch.ones(n, dtype=torch.bool)
+    batch.seed, batch.temperature, batch.sampled = seed, torch.ones(n), torch.ones(n, dtype=torch.bool)
     for _ in range(steps):
         at, prev, tokens, q, p = filled, last, [], [], [P[last]]
         for j in range(2):

@@ -104,10 +104,10 @@ def test_a_long_prompt_that_was_set_back_half_way_comes_back() -> None:
     (victim,) = scheduler.running
     assert victim.computed < 399, "in the middle of its prompt"
     scheduler.running.pop()  # as `_reserve` sets back the youngest
-    victim.kept = engine.store.keep(victim.held, victim.computed)
-    assert victim.kept is not None
+    victim.swapped_kv = engine.store.keep(victim.held, victim.computed)
+    assert victim.swapped_kv is not None
     engine.store.close(victim.held)
-    victim.cache, victim.has_features, victim.ahead = None, False, 0
+    victim.cache, victim.has_features, victim.num_inflight_tokens = None, False, 0
     scheduler.waiting.appendleft(victim)
     engine.submit(other)
     got: dict[str, list[int]] = {"long": [], "other": []}

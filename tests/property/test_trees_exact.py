@@ -13,7 +13,7 @@ from tests.unit.engine.test_graphs import Thirds
 
 from outrider.engine.engine import Engine
 from outrider.engine.tree import Tree
-from outrider.ops.trees import Planted
+from outrider.ops.trees import FixedTree
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter
 from outrider.types import Draft
@@ -146,9 +146,9 @@ class Planter(MTPDrafter):
         super().__init__(of.model, of.target)
         self.truth, self.rng = truth, random.Random(3)
 
-    def plant(self, batch: DraftBatch, depth: int, nodes: int) -> Planted:
+    def plant(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
         rows, above = [], []
-        for at in batch.length.tolist():
+        for at in batch.position.tolist():
             tokens, parents, tips = [], [], [0]  # where the true path has got to
             for j in range(nodes):
                 deep = [0]
@@ -164,13 +164,13 @@ class Planter(MTPDrafter):
             rows.append(tokens)
             above.append(parents)
         tree = Tree.of(above, batch.last.device)
-        paths = torch.cat((tree.paths, tree.paths[:, -1:].expand(-1, depth + 1 - tree.paths.shape[1])), 1)
-        return Planted(torch.tensor(rows), tree.depth, paths, tree.above)
+        paths = torch.cat((tree.ancestors, tree.ancestors[:, -1:].expand(-1, depth + 1 - tree.ancestors.shape[1])), 1)
+        return FixedTree(torch.tensor(rows), tree.depth, paths, tree.parent_rows)
 
 
 @pytest.mark.parametrize("variant", ["dense", "edge", "moe"])
 def test_captured_branches_are_taken(variant: str) -> None:
-    """Branches are accepted, moved into place and read again, by the target and by what is decoded behind them."""
+    """VerifiedTree are accepted, moved into place and read again, by the target and by what is decoded behind them."""
     for params in (PARAMS["greedy"], PARAMS["T0.7"], {**PARAMS["T0.7"], "temperature": 1.3}):
         want = plain(variant, PROMPT, params)
         model = MODELS[variant]

@@ -33,26 +33,25 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from gpu_common import FAILED, say, verdict
 from tests.gpu.place import tiny
 from tests.kv import build_kv
+from torch import Tensor
 
 from outrider import llm as llm_module
 from outrider.bench.gpu import SIZES, shallow
 from outrider.config import EngineConfig, LoadSettings
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor
-from outrider.engine.score import Walk
+from outrider.engine.scoring import ScoringJob
 from outrider.engine.step import Request
 from outrider.llm import LLM
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.decoder import TextModel
-from outrider.models.known import KNOWN
 from outrider.ops.reference import ReferenceOps
-from outrider.parallel import Team, join
-from outrider.parallel import team as team_module
-from outrider.parallel.lead import Led
+from outrider.parallel import ProcessGroup, join
+from outrider.parallel import process_group as team_module
+from outrider.parallel.broadcast import BroadcastExecutor
 from outrider.types import SamplingParams
 from outrider.weights import load_target
 
@@ -63,7 +62,7 @@ K = 4
 @contextmanager
 def folder(size: str, layers: int | None, dry: bool) -> Iterator[tuple[str, str]]:
     """Where the configurations of a target and its drafter lie; weights are made up."""
-    target, drafter = dict(KNOWN[SIZES[size]]), dict(KNOWN[SIZES[size] + "-assistant"])
+    target, drafter = dict(BUILTIN_CONFIGS[SIZES[size]]), dict(BUILTIN_CONFIGS[SIZES[size] + "-assistant"])
     target = shallow(target, layers) if layers else target
     with tempfile.TemporaryDirectory() as root:
         for name, raw in (("target", target), ("drafter", drafter)):
@@ -95,17 +94,17 @@ def texts(llm: LLM, context: int, tokens: int, drafter: bool | str, k: int | Non
 
 def graphs_of(engine: Engine) -> GraphExecutor | None:
     for executor in engine.executors:
-        inner = executor.inner if isinstance(executor, Led) else executor
+        inner = executor.inner if isinstance(executor, BroadcastExecutor) else executor
         if isinstance(inner, GraphExecutor):
             return inner
     return None
 
 
 # ---- one rank ----------------------------------------------------------------------------------------------------------------
-class Copies(Team):
+class Copies(ProcessGroup):
     """The same team, whose exchanges move their part."""
 
-    def __init__(self, team: Team) -> None:
+    def __init__(self, team: ProcessGroup) -> None:
         self.__dict__.update(team.__dict__)
 
     def _every(self, mine: Tensor) -> Tensor:
@@ -218,7 +217,7 @@ def one(size: str, device: str, dry: bool) -> None:
 
 
 # ---- two ranks ---------------------------------------------------------------------------------------------------------------
-class Logits(Walk):
+class Logits(ScoringJob):
     logits = True
 
     def __init__(self, tokens: list[int]) -> None:
@@ -253,13 +252,13 @@ def by_host() -> None:
     start = dist.init_process_group
     team_module.dist.init_process_group = lambda backend, device_id=None, **rest: start("gloo", **rest)
 
-    def every(self: Team, mine: Tensor) -> Tensor:
+    def every(self: ProcessGroup, mine: Tensor) -> Tensor:
         here = mine.cpu()
         out = here.new_empty((self.share.world, *mine.shape))
         dist.all_gather(list(out.unbind(0)), here)
         return out.to(mine.device)
 
-    Team._every = every  # type: ignore[method-assign]
+    ProcessGroup._every = every  # type: ignore[method-assign]
 
 
 def rank(how: str, device: str, dry: bool, where: str) -> None:

@@ -17,7 +17,7 @@ ALLOWED = {
     "prompts": set(),
     "ops": set(),
     "models": {"ops"},
-    "weights": {"models.config", "models.known", "models.split", "ops"},
+    "weights": {"models.config", "models.builtin_configs", "models.split", "ops"},
     "cache": {"models.config", "ops.cpu.memory"},
     "spec": {"cache.store", "models", "weights", "ops"},
     "engine": {"spec", "cache", "models", "ops"},
@@ -33,7 +33,7 @@ ALLOWED = {
 }
 TORCH_FREE = [
     "types", "config", "prompts",
-    "models/config", "models/split", "models/pairing", "models/known", "models/inspect", "cache/pages", "cache/prefix",
+    "models/config", "models/split", "models/compat", "models/builtin_configs", "models/inspect", "cache/pages", "cache/prefix",
     "spec/controller", "spec/plan", "spec/acceptance", "spec/cost", "spec/simulate", "spec/ngram",
     "engine/scheduler", "engine/step", "engine/metrics",
     "bench/predict",

@@ -11,7 +11,7 @@ from tests.server_fakes import tokenizer
 
 from outrider import LLM, ops
 from outrider import llm as llm_module
-from outrider.models import known
+from outrider.models import builtin_configs
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights import hub
 
@@ -23,10 +23,10 @@ def test_a_known_gemma_on_dummy_weights_needs_no_network(monkeypatch: pytest.Mon
         raise AssertionError("the network was asked")
 
     monkeypatch.setattr(hub, "_snapshot", refuse)
-    raw = known.KNOWN["google/gemma-4-E2B-it"]
-    for name in (n for n in known.KNOWN if n.endswith("-it")):
-        assert hub.resolve(name, weights=False).config == known.KNOWN[name]
-        assert hub.resolve(f"{name}-assistant", kind="drafter", weights=False).config == known.KNOWN[f"{name}-assistant"]
+    raw = builtin_configs.BUILTIN_CONFIGS["google/gemma-4-E2B-it"]
+    for name in (n for n in builtin_configs.BUILTIN_CONFIGS if n.endswith("-it")):
+        assert hub.resolve(name, weights=False).config == builtin_configs.BUILTIN_CONFIGS[name]
+        assert hub.resolve(f"{name}-assistant", kind="drafter", weights=False).config == builtin_configs.BUILTIN_CONFIGS[f"{name}-assistant"]
     small = dict(raw["text_config"], hidden_size=64, num_hidden_layers=5, layer_types=raw["text_config"]["layer_types"][:5])
     small |= dict(
         num_kv_shared_layers=0, intermediate_size=64, vocab_size=128, vocab_size_per_layer_input=128, hidden_size_per_layer_input=32

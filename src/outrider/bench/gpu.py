@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 
 from ..cache.store import CacheSpec, KVStore, SeqCache, last_rows
-from ..engine.capture import Graph, Pool
+from ..engine.capture import Graph, GraphPool
 from ..engine.decode import Inputs, Key, Output, State, decode_step
 from ..engine.tree import Tree
+from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig, Foreign, ForeignDict, ModelConfig
 from ..models.decoder import TextModel
 from ..models.drafter import MTPNet
 from ..models.inspect import kv_bytes
-from ..models.known import KNOWN
 from ..ops.backend import Backend
-from ..ops.formats import Held
-from ..ops.trees import Planted
+from ..ops.formats import DeviceWeight
+from ..ops.trees import FixedTree
 from ..spec.mtp import MTPDrafter
 from ..types import Draft, OutriderError, Verdict
-from ..weights.load import dummy_weights, plain_all
+from ..weights.load import as_tensors, dummy_weights
 
 SIZES = {s: f"google/gemma-4-{s}-it" for s in ("31B", "12B", "26B-A4B", "E4B", "E2B")}
 H200_BYTES_PER_S = 4.39e12  # read-only reduction over 8 GiB, measured
@@ -39,7 +39,7 @@ PUBLISHED = {4: 0.72, 8: 0.58, 16: 0.41}  # share of drafted tokens accepted, Go
 
 
 @dataclass
-class Captured:
+class CapturedCycle:
     """One graph, and the tensors it reads and writes."""
 
     graph: Graph
@@ -67,7 +67,7 @@ class Captured:
     @property
     def length(self) -> Tensor:
         """int64 [B], a copy"""
-        return self.state.length.index_select(0, self.slots)
+        return self.state.position.index_select(0, self.slots)
 
     @property
     def logits(self) -> Tensor:
@@ -110,7 +110,7 @@ def shallow(raw: Foreign, layers: int) -> ForeignDict:
     return {**raw, "text_config": text}
 
 
-class Room(TypedDict, total=False):
+class GpuMemory(TypedDict, total=False):
     """What a rig of a known size may be told."""
 
     slots: int
@@ -126,7 +126,7 @@ class Rig:
     def __init__(
         self, raw: Foreign, drafter: Foreign | None, ops: Backend, device: torch.device | str = "cuda",
         dtype: torch.dtype = torch.bfloat16, slots: int = 16, context: int = 2048, tokens: int | None = None,
-        weights: dict[str, Held] | None = None, compiled: bool = False, kv: str = "auto",
+        weights: dict[str, DeviceWeight] | None = None, compiled: bool = False, kv: str = "auto",
     ):  # fmt: skip
         """raw, drafter: config.json contents; context, tokens: what the K/V cache holds per sequence and in all; weights: given
         ones instead of dummies; compiled: the drafter as `LLM` has it, whole rounds at once where the ops can; kv: what K/V is
@@ -141,13 +141,13 @@ class Rig:
         self.drafter_weights: dict[str, Tensor] = {}
         if drafter is not None:
             config = DrafterConfig.from_hf(drafter)
-            self.drafter_weights = plain_all(dummy_weights(config, self.device, dtype, ops, None, 1))
+            self.drafter_weights = as_tensors(dummy_weights(config, self.device, dtype, ops, None, 1))
             assistant = MTPNet(config, self.drafter_weights, ops, self.model)
             if compiled:
                 assistant = ops.compile_drafter(assistant)
                 self.draft_narrow = bool(vars(assistant).get("narrow"))
             self.drafter = MTPDrafter(assistant, self.model)
-        self.pool = Pool(self.device)
+        self.pool = GraphPool(self.device)
         self.store = self._cache(slots, context, tokens)
 
     def resize(self, slots: int, context: int, tokens: int | None = None) -> None:
@@ -174,14 +174,14 @@ class Rig:
         collect()
 
     @staticmethod
-    def of(size: str, layers: int | None = None, **rest: Unpack[Room]) -> Rig:
+    def of(size: str, layers: int | None = None, **rest: Unpack[GpuMemory]) -> Rig:
         """A Gemma 4 size by name, with its own drafter; layers: only so many of them."""
         if size not in SIZES:
             raise OutriderError(f"unknown size {size!r}; known: {', '.join(SIZES)}")
         from ..ops.triton import TritonOps  # here: not everybody who imports this module has a GPU
 
-        raw = dict(KNOWN[SIZES[size]])
-        return Rig(raw if layers is None else shallow(raw, layers), KNOWN[SIZES[size] + "-assistant"], TritonOps("cuda"), **rest)
+        raw = dict(BUILTIN_CONFIGS[SIZES[size]])
+        return Rig(raw if layers is None else shallow(raw, layers), BUILTIN_CONFIGS[SIZES[size] + "-assistant"], TritonOps("cuda"), **rest)
 
     # ---- what must be read ---------------------------------------------------------------------------------------------
     def weight_bytes(self, rows: int = 1) -> int:
@@ -251,9 +251,9 @@ class Rig:
     @torch.inference_mode()
     def graph(
         self, seqs: list[SeqCache], k: int, context: int, bound: int, *, advance: bool = False,
-        propose: Callable[[Tensor, Tensor], Draft | Planted] | None = None, assumed: Synthetic | None = None, eager: bool = False,
+        propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None, assumed: Synthetic | None = None, eager: bool = False,
         nodes: int = 0,
-    ) -> Captured:  # fmt: skip
+    ) -> CapturedCycle:  # fmt: skip
         """Capture the engine's own decode step. advance: the committed length and the newest token move with every replay;
         otherwise every replay does the same work at the same length. propose(last, length) replaces the MTP drafter; assumed:
         synthetic acceptance. bound: a context that no replay may pass. eager: not captured, a replay is a call. nodes: tokens of a tree,
@@ -264,7 +264,7 @@ class Rig:
         features = torch.randn((idle + 1, self.config.hidden), device=self.device, generator=rng).to(self.model.dtype)
         state, inputs = State.of(features), Inputs.of(self.device, idle, batch)
         state.last[slots] = (slots * 7919 + 11) % self.config.vocab_size  # a sequence starts alike in any batch
-        state.length[slots] = context
+        state.position[slots] = context
         inputs.slots[:batch] = slots
         inputs.limit.fill_(k)
         inputs.cap.fill_(bound - max(k, nodes) - 1)  # a sequence that is done waits there for the others
@@ -272,11 +272,11 @@ class Rig:
         out = Output.of(key, self.device)
         once = decode_step(self.model, self.store, self.drafter, state, inputs, key, out, assumed, propose, advance)
         began = time.perf_counter()
-        keep = [t.clone() for t in (state.last, state.length, state.features)]
+        keep = [t.clone() for t in (state.last, state.position, state.features)]
         graph = Graph(once, torch.device("cpu") if eager else self.device, self.pool)
-        for tensor, value in zip((state.last, state.length, state.features), keep):
+        for tensor, value in zip((state.last, state.position, state.features), keep):
             tensor.copy_(value)
-        return Captured(graph, state, slots, out.tokens, k, time.perf_counter() - began)
+        return CapturedCycle(graph, state, slots, out.tokens, k, time.perf_counter() - began)
 
 
 def collect() -> None:
@@ -358,22 +358,22 @@ def tree_run(rig: Rig, seqs: list[SeqCache], context: int, parents: list[int], t
     tree, nodes = Tree.of([parents] * batch, device), len(parents)
     k, depth = tree.deepest, tree.depth[1 : nodes + 1]
     leaf = int((tree.depth[: nodes + 1] == k).nonzero()[-1])
-    known = torch.isin(torch.arange(1, nodes + 1, device=device), tree.paths[leaf])
+    known = torch.isin(torch.arange(1, nodes + 1, device=device), tree.ancestors[leaf])
     padded = torch.cat((tokens, tokens.new_zeros((batch, k + 2))), 1)
     each = torch.arange(batch, device=device)[:, None]
     other = 1 + torch.arange(nodes, device=device)
 
-    def propose(last: Tensor, length: Tensor) -> Planted:
+    def propose(last: Tensor, length: Tensor) -> FixedTree:
         at = (length[:, None] - context + depth - 1).clamp(max=steps + k)  # a node of depth 1 guesses what the newest token's row chooses
         right = padded.gather(1, at)
         wrong = ~known | ((at * 2654435761 + each * 40503) % 4 == 0)
-        return Planted(torch.where(wrong, (right + other) % vocab, right), tree.depth, tree.paths, tree.above)
+        return FixedTree(torch.where(wrong, (right + other) % vocab, right), tree.depth, tree.ancestors, tree.parent_rows)
 
     run = rig.graph(seqs, k, context, context + steps + 64, advance=True, propose=propose, nodes=nodes)
     return compared(run, context, tokens, logits, run.rows)
 
 
-def compared(run: Captured, context: int, tokens: Tensor, logits: Tensor, rows: Tensor) -> Equality:
+def compared(run: CapturedCycle, context: int, tokens: Tensor, logits: Tensor, rows: Tensor) -> Equality:
     """Cycles until every sequence has its tokens [B, steps], each held against them and their logits [B, steps, V]. rows [B, K + 1]: which
     of a sequence's rows chose each token. Compared on the device: the host looks every 16 cycles whether all are done."""
     (batch, steps), device, k = tokens.shape, tokens.device, run.k

@@ -92,12 +92,12 @@ def of_engine(engine: Engine, size: str, batch: int, k: int, context: int) -> Fi
 def graph_ms(engine: Engine) -> float:
     """Milliseconds of the graph that runs just now, replayed by itself. Its sequences are further on afterwards than the engine knows: what
     they write lies on pages that are theirs or on the scratch page, and they must be aborted."""
-    flight = engine._flight
-    if flight is None or not isinstance(flight.payload, Copied):
+    pending = engine._pending
+    if pending is None or not isinstance(pending.payload, Copied):
         return 0.0
     captured = engine.executors[0]
     assert isinstance(captured, GraphExecutor)
-    return time_ms(captured._graphs[flight.payload.key].graph.replay, 20)
+    return time_ms(captured._graphs[pending.payload.key].graph.replay, 20)
 
 
 def table(found: Sequence[Figures]) -> list[list[str]]:

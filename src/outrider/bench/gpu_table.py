@@ -20,7 +20,7 @@ import torch
 
 from ..cache.store import SeqCache
 from ..engine.graphs import bound_of
-from ..models.known import KNOWN
+from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..ops.backend import Capabilities
 from ..types import MAX_DRAFT, OutriderError
 from . import gpu_peer
@@ -48,7 +48,7 @@ class Cycle(TypedDict):
     floor_ms: float
 
 
-class Beside(gpu_peer.Timed):
+class PeerRow(gpu_peer.Timed):
     """transformers at the same batch and context."""
 
     ar_ms: float | None
@@ -73,11 +73,11 @@ class Record(TypedDict):
     equal: NotRequired[dict[int, bool]]  # by K: bitwise, to plain decoding
     memory_beside_gib: NotRequired[float]
     prefill: NotRequired[dict[str, float]]
-    hf: NotRequired[Beside]
+    hf: NotRequired[PeerRow]
 
 
 @dataclass(frozen=True)
-class Settings:
+class GpuBenchSettings:
     sizes: tuple[str, ...] = ("E2B", "E4B", "12B", "26B-A4B", "31B")
     ks: tuple[int, ...] = (0, 1, 2, 4, 8, 16)
     batches: tuple[int, ...] = (1, 2, 4, 8, 16)
@@ -110,14 +110,14 @@ class Settings:
         return [chance(self.accept[0], k)] * k if len(self.accept) == 1 else [*self.accept, *[self.accept[-1]] * k][:k]
 
 
-def quick(against_hf: bool = True) -> Settings:
+def quick(against_hf: bool = True) -> GpuBenchSettings:
     """What issue and README quote: batch 1 at 1k for every size, and batches for the mixture of experts."""
-    return Settings(ks=(0, 4, 8, 16), batches=(1,), contexts=(1024,), against_hf=against_hf, prefill=True, quick=True, repeats=12)
+    return GpuBenchSettings(ks=(0, 4, 8, 16), batches=(1,), contexts=(1024,), against_hf=against_hf, prefill=True, quick=True, repeats=12)
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------------
 def run(
-    settings: Settings, say: Say, make: Callable[..., Rig] = Rig.of, save: Callable[[list[Record]], None] | None = None
+    settings: GpuBenchSettings, say: Say, make: Callable[..., Rig] = Rig.of, save: Callable[[list[Record]], None] | None = None
 ) -> list[Record]:
     """A record for each (size, batch, context), in order. `save` is called after every size with all so far."""
     records: list[Record] = []
@@ -132,7 +132,7 @@ def run(
         if settings.against_hf and found and "error" not in found[0]:
             batches = tuple(sorted({r["batch"] for r in found}))
             context = found[0]["context"]
-            peer = gpu_peer.measure(KNOWN[SIZES[size]], KNOWN[SIZES[size] + "-assistant"], context, batches)
+            peer = gpu_peer.measure(BUILTIN_CONFIGS[SIZES[size]], BUILTIN_CONFIGS[SIZES[size] + "-assistant"], context, batches)
             say(f"{size} transformers: {peer}")
             for record in found:
                 if record["context"] == context:
@@ -144,7 +144,7 @@ def run(
 
 
 @torch.inference_mode()
-def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Rig]) -> list[Record]:
+def measure_size(size: str, settings: GpuBenchSettings, say: Say, make: Callable[..., Rig]) -> list[Record]:
     began = time.perf_counter()
     batches = (1, 4, 8) if settings.quick and size == "26B-A4B" else settings.batches
     longest = max(settings.contexts)
@@ -172,7 +172,7 @@ def measure_size(size: str, settings: Settings, say: Say, make: Callable[..., Ri
     return records
 
 
-def measure_cell(rig: Rig, record: Record, settings: Settings, say: Say) -> None:
+def measure_cell(rig: Rig, record: Record, settings: GpuBenchSettings, say: Say) -> None:
     size, batch, context = record["size"], record["batch"], record["context"]
     ks = (0, 4) if settings.quick and batch > 1 else settings.ks
     beside = allocated()

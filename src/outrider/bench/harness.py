@@ -27,7 +27,7 @@ PLAIN = "plain"
 
 
 @dataclass
-class Answer:
+class TimedAnswer:
     """One answer. `decode_s` is the time for `decode_tokens` of its tokens (the first step, or first token, is left out)."""
 
     id: str
@@ -42,7 +42,7 @@ class Answer:
 class Contestant(Protocol):
     name: str
 
-    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
         """All answers, and the seconds of the whole batch without its prompts' processing."""
         ...
 
@@ -53,13 +53,13 @@ class Ours:
     def __init__(self, name: str, llm: LLM, draft_tokens: int | None, drafting: bool = True, tree: int | None = None) -> None:
         self.name, self.llm, self.draft_tokens, self.drafting, self.tree = name, llm, draft_tokens, drafting, tree
 
-    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
         llm = self.llm
         requests = []
         for prompt in prompts:
             params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
-            requests += llm.requests(llm.asked(prompt.text), params, self.draft_tokens, self.drafting, self.tree)
-        done = {r.id: Answer(p.id, "", [], 0.0, 0.0, 0) for r, p in zip(requests, prompts, strict=True)}
+            requests += llm.requests(llm.encode_chat(prompt.text), params, self.draft_tokens, self.drafting, self.tree)
+        done = {r.id: TimedAnswer(p.id, "", [], 0.0, 0.0, 0) for r, p in zip(requests, prompts, strict=True)}
         open_ids = set(done)
         prefill = llm.engine.metrics.prefill_seconds
         began = time.perf_counter()
@@ -82,7 +82,7 @@ class Ours:
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What a run is; kept beside its results, and a resumed run must be the same."""
 
     model: str
@@ -99,7 +99,7 @@ class Settings:
     loaded: Mapping[str, object] = field(default_factory=dict)  # load options that change texts or times
 
 
-class Counts(TypedDict):
+class BenchCounts(TypedDict):
     """Sums over the answers of a cell."""
 
     cycles: int
@@ -122,7 +122,7 @@ class Cell:
     tokens: int  # decoded in them
     ttft_s: float  # median over the group
     digest: str  # of all token ids: equal digests, equal answers
-    stats: Counts
+    stats: BenchCounts
     texts: Mapping[str, str]  # by prompt id; only of the first repeat
 
     @property
@@ -133,7 +133,7 @@ class Cell:
 class Store:
     """The folder of one run."""
 
-    def __init__(self, folder: Path, settings: Settings, resume: bool) -> None:
+    def __init__(self, folder: Path, settings: BenchSettings, resume: bool) -> None:
         self.path = folder / "cells.jsonl"
         wanted = json.loads(json.dumps(asdict(settings)))
         if (
@@ -197,7 +197,7 @@ def groups(prompts: Sequence[Prompt], batch: int) -> list[list[Prompt]]:
 
 
 def run(
-    contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: Settings, store: Store, tick: Callable[[Cell | None], None]
+    contestants: Sequence[Contestant], prompts: Sequence[Prompt], settings: BenchSettings, store: Store, tick: Callable[[Cell | None], None]
 ) -> None:
     """Everything that is missing. `tick` is called for every cell: with it when it was run, with None when it was there already."""
     warm: set[str] = set()
@@ -220,20 +220,20 @@ def run(
                         tick(cell)
 
 
-def total(settings: Settings, prompts: Sequence[Prompt]) -> int:
+def total(settings: BenchSettings, prompts: Sequence[Prompt]) -> int:
     per_batch = sum(len(groups(prompts, b)) for b in settings.batches)
     return per_batch * settings.repeats * len(settings.contestants) * len(settings.temperatures)
 
 
 def _cell(
-    contestant: str, temperature: float, batch: int, category: str, group: str, repeat: int, answers: Sequence[Answer], whole: float
+    contestant: str, temperature: float, batch: int, category: str, group: str, repeat: int, answers: Sequence[TimedAnswer], whole: float
 ) -> Cell:
     seconds, tokens = (answers[0].decode_s, answers[0].decode_tokens) if batch == 1 else (whole, sum(len(a.token_ids) for a in answers))
     first = sorted(a.ttft_s for a in answers)[len(answers) // 2]
     digest = hashlib.sha256(json.dumps([a.token_ids for a in answers]).encode()).hexdigest()[:16]
     texts = {a.id: a.text for a in answers} if repeat == 0 else {}
     found = [a.stats for a in answers]
-    stats: Counts = {
+    stats: BenchCounts = {
         "cycles": sum(s.cycles for s in found),
         "drafted": sum(s.drafted for s in found),
         "accepted": sum(s.accepted for s in found),

@@ -13,13 +13,13 @@ from collections.abc import Callable
 
 import torch
 
-from .predict import Machine
+from .predict import Hardware
 
 SIDE, MATRICES, ROWS = (2048, 4096), 12, 9  # 100 million weights
 REPEATS = 7
 
 
-def here(weight_bytes: float) -> Machine:
+def here(weight_bytes: float) -> Hardware:
     if torch.cuda.is_available():
         return _gpu()
     from ..ops import choose
@@ -46,24 +46,24 @@ def here(weight_bytes: float) -> Machine:
     return fitted(one, many, ROWS, MATRICES * SIDE[0] * SIDE[1], weight_bytes, memory)
 
 
-def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float, memory: float) -> Machine:
+def fitted(one: float, many: float, rows: int, weights: int, weight_bytes: float, memory: float) -> Hardware:
     """The machine on which a product with so many weights takes `one` seconds for one row and `many` for `rows`."""
     row = max((many - one) / (rows - 1), 0.01 * one)
     moving = max(one - row, 0.1 * one)
-    return Machine(
+    return Hardware(
         "this CPU (measured)", weights * weight_bytes / moving / 1e9, 2.0 * weights / row / 1e12, memory,
         kernel_us=2.0, reach=1.0, rate_reach=1.0, row_us=0.0, overlaps=False,
     )  # fmt: skip
 
 
-def _gpu() -> Machine:
+def _gpu() -> Hardware:
     big = torch.ones((2 << 30) // 4, dtype=torch.float32, device="cuda")
     side = 8192
     square = torch.ones((side, side), dtype=torch.bfloat16, device="cuda")
     bandwidth = big.numel() * 4 / _best(lambda: big.sum()) / 1e9
     rate = 2.0 * side**3 / _best(lambda: square @ square) / 1e12
     memory = torch.cuda.get_device_properties(0).total_memory / 1e9
-    return Machine(f"{torch.cuda.get_device_name()} (measured)", bandwidth, rate, memory, reach=0.94, rate_reach=0.9)
+    return Hardware(f"{torch.cuda.get_device_name()} (measured)", bandwidth, rate, memory, reach=0.94, rate_reach=0.9)
 
 
 def _best(run: Callable[[], object]) -> float:

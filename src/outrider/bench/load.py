@@ -22,7 +22,7 @@ class Percentiles(TypedDict):
     max: float
 
 
-class Counts(TypedDict):
+class LoadCounts(TypedDict):
     """What is read of the statistics that end a stream."""
 
     cycles: int
@@ -51,7 +51,7 @@ class Timing:
 
     began: float
     chunks: list[tuple[float, int]] = field(default_factory=list)
-    stats: Counts | None = None
+    stats: LoadCounts | None = None
     error: str | None = None
 
     @property

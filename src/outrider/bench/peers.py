@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ..prompts import Prompt
 from ..types import OutriderError
-from .harness import Answer, Contestant
+from .harness import Contestant, TimedAnswer
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,7 @@ class Transformers:
         self.model: Causal = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, **where).eval()
         self.model.to(device)
 
-    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
         import torch
         from transformers import StoppingCriteria
 
@@ -125,7 +125,7 @@ class Transformers:
         answers = []
         for prompt, row in zip(prompts, out.tolist(), strict=True):
             new = _until_eos(row[width:], self.eos, prompt.max_tokens)
-            answers.append(Answer(prompt.id, "", new, first - began, ended - first, max(0, len(new) - (first_width - width))))
+            answers.append(TimedAnswer(prompt.id, "", new, first - began, ended - first, max(0, len(new) - (first_width - width))))
         return answers, ended - first
 
 
@@ -148,7 +148,7 @@ class LlamaCpp:
             str(path), n_ctx=4096, n_threads=threads, n_threads_batch=threads, n_gpu_layers=layers, verbose=False, draft_model=draft_model
         )
 
-    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[Answer], float]:
+    def answer(self, prompts: Sequence[Prompt], temperature: float, seed: int) -> tuple[list[TimedAnswer], float]:
         answers = []
         for prompt in prompts:
             self.model.reset()
@@ -167,7 +167,7 @@ class LlamaCpp:
             stream.close()
             ended = time.perf_counter()
             text = self.model.detokenize([t for t in new if t not in self.eos]).decode("utf-8", "replace")
-            answers.append(Answer(prompt.id, text, new, first - began, ended - first, len(new) - 1))
+            answers.append(TimedAnswer(prompt.id, text, new, first - began, ended - first, len(new) - 1))
         return answers, sum(a.decode_s for a in answers)
 
 

@@ -24,7 +24,7 @@ from typing import TypedDict
 from ..models.config import DrafterConfig, Foreign, ModelConfig
 from ..models.inspect import drafter_size, flops, kv_bytes, model_size
 from ..types import MAX_DRAFT, OutriderError
-from .several import Layout, Link, Need, Several, cheapest
+from .several import Link, Need, Several, SplitLayout, cheapest
 
 KERNELS = 9  # launched a layer, counted: four products, attention and its combine, two norms with their residuals, rope and write
 PLE_KERNELS = 3  # more where a layer has its own embeddings, counted
@@ -36,7 +36,7 @@ JUDGED_CONTEXT = 4096  # longest context, of one sequence, that the constants ho
 
 
 @dataclass(frozen=True)
-class Machine:
+class Hardware:
     """Vendor figures: bandwidth in GB/s, dense matrix rate in TFLOP/s (bf16; CPUs: 8-bit integer), memory in GB."""
 
     label: str
@@ -51,39 +51,39 @@ class Machine:
 
 
 # rate_reach 0.15: what the decode kernels reach with 40 to 80 rows on a Hopper; elsewhere not measured
-MACHINES: Mapping[str, Machine] = {
-    "b200": Machine("NVIDIA B200", 8000, 2250, 180),
-    "h200": Machine("NVIDIA H200", 4800, 989, 141, rate_reach=0.15),
-    "h100": Machine("NVIDIA H100 SXM", 3350, 989, 80, rate_reach=0.15),
-    "h100-pcie": Machine("NVIDIA H100 PCIe", 2000, 756, 80, rate_reach=0.15),
-    "a100": Machine("NVIDIA A100 80GB SXM", 2039, 312, 80),
-    "a100-40": Machine("NVIDIA A100 40GB", 1555, 312, 40),
-    "l40s": Machine("NVIDIA L40S", 864, 362, 48),
-    "l4": Machine("NVIDIA L4", 300, 121, 24),
-    "rtx-pro-6000": Machine("NVIDIA RTX PRO 6000 Blackwell", 1792, 504, 96),
-    "rtx5090": Machine("NVIDIA RTX 5090", 1792, 210, 32),
-    "rtx4090": Machine("NVIDIA RTX 4090", 1008, 165, 24),
-    "rtx3090": Machine("NVIDIA RTX 3090", 936, 71, 24),
-    "rtx5070ti": Machine("NVIDIA RTX 5070 Ti", 896, 88, 16),
-    "dgx-spark": Machine("NVIDIA DGX Spark (GB10)", 273, 125, 128),
-    "m3-max": Machine("Apple M3 Max (40-core GPU)", 400, 28, 128, kernel_us=6.0),
-    "m3-ultra": Machine("Apple M3 Ultra (80-core GPU)", 819, 57, 512, kernel_us=6.0),
-    "m4-max": Machine("Apple M4 Max (40-core GPU)", 546, 34, 128, kernel_us=6.0),
-    "strix-halo": Machine("AMD Strix Halo", 256, 59, 128, kernel_us=6.0),
-    "mi300x": Machine("AMD MI300X", 5300, 1307, 192, reach=0.75),
-    "desktop-ddr5": Machine(
+MACHINES: Mapping[str, Hardware] = {
+    "b200": Hardware("NVIDIA B200", 8000, 2250, 180),
+    "h200": Hardware("NVIDIA H200", 4800, 989, 141, rate_reach=0.15),
+    "h100": Hardware("NVIDIA H100 SXM", 3350, 989, 80, rate_reach=0.15),
+    "h100-pcie": Hardware("NVIDIA H100 PCIe", 2000, 756, 80, rate_reach=0.15),
+    "a100": Hardware("NVIDIA A100 80GB SXM", 2039, 312, 80),
+    "a100-40": Hardware("NVIDIA A100 40GB", 1555, 312, 40),
+    "l40s": Hardware("NVIDIA L40S", 864, 362, 48),
+    "l4": Hardware("NVIDIA L4", 300, 121, 24),
+    "rtx-pro-6000": Hardware("NVIDIA RTX PRO 6000 Blackwell", 1792, 504, 96),
+    "rtx5090": Hardware("NVIDIA RTX 5090", 1792, 210, 32),
+    "rtx4090": Hardware("NVIDIA RTX 4090", 1008, 165, 24),
+    "rtx3090": Hardware("NVIDIA RTX 3090", 936, 71, 24),
+    "rtx5070ti": Hardware("NVIDIA RTX 5070 Ti", 896, 88, 16),
+    "dgx-spark": Hardware("NVIDIA DGX Spark (GB10)", 273, 125, 128),
+    "m3-max": Hardware("Apple M3 Max (40-core GPU)", 400, 28, 128, kernel_us=6.0),
+    "m3-ultra": Hardware("Apple M3 Ultra (80-core GPU)", 819, 57, 512, kernel_us=6.0),
+    "m4-max": Hardware("Apple M4 Max (40-core GPU)", 546, 34, 128, kernel_us=6.0),
+    "strix-halo": Hardware("AMD Strix Halo", 256, 59, 128, kernel_us=6.0),
+    "mi300x": Hardware("AMD MI300X", 5300, 1307, 192, reach=0.75),
+    "desktop-ddr5": Hardware(
         "Desktop CPU, 8 cores, dual-channel DDR5-5600", 90, 1.6, 64, kernel_us=2.0, reach=0.75, row_us=0.0, overlaps=False
     ),
-    "server-ddr5": Machine(
+    "server-ddr5": Hardware(
         "Server CPU, 32 cores, 8-channel DDR5-4800 with AMX", 307, 20, 512, kernel_us=3.0, reach=0.75, row_us=0.0, overlaps=False
     ),
-    "cpu-2-cores": Machine(
+    "cpu-2-cores": Hardware(
         "Two x86-64 cores with AVX2", 20.7, 0.28, 16, kernel_us=2.0, reach=0.95, rate_reach=1.0, row_us=0.0, overlaps=False
     ),  # measured
 }
 
 
-def machine(name: str) -> Machine:
+def machine(name: str) -> Hardware:
     plain = name.lower().replace(" ", "-").replace("_", "-")
     found = MACHINES.get(plain) or next((on for known, on in MACHINES.items() if known.replace("-", "") == plain.replace("-", "")), None)
     if found is None:
@@ -158,7 +158,7 @@ def chance(share: float, k: int) -> float:
 class Setup:
     target: ModelConfig
     drafter: DrafterConfig | None
-    on: Machine
+    on: Hardware
     batch: int = 1
     context: int = 1024
     weight_bytes: float = 2.0  # of a weight that a token reads, on average
@@ -196,7 +196,7 @@ def verify_seconds(setup: Setup, k: int) -> float:
     return _together(setup.on, moving, working) + own
 
 
-def _together(on: Machine, moving: float, working: float) -> float:
+def _together(on: Hardware, moving: float, working: float) -> float:
     return max(moving, working) if on.overlaps else moving + working
 
 
@@ -305,7 +305,7 @@ def divided(setup: Setup, gpus: int, by: Link) -> Setup | None:
     return made
 
 
-def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> Layout:
+def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> SplitLayout:
     """So many GPUs and users; `each`: a replica and its share of the users."""
     points = sweep(each, accept)
     best = max(points, key=lambda p: p.speedup)
@@ -315,12 +315,12 @@ def layout(each: Setup, accept: Acceptance, gpus: int, users: int) -> Layout:
     }  # fmt: skip
 
 
-def layouts(setup: Setup, accept: Acceptance, by: Link) -> list[Layout]:
+def layouts(setup: Setup, accept: Acceptance, by: Link) -> list[SplitLayout]:
     found = (divided(setup, gpus, by) for gpus in sorted({*COUNTS, setup.gpus}))
     return [layout(made, accept, made.gpus, made.batch) for made in found if made is not None]
 
 
-def replicas(setup: Setup, accept: Acceptance, gpus: int) -> Layout | None:
+def replicas(setup: Setup, accept: Acceptance, gpus: int) -> SplitLayout | None:
     """So many GPUs with a whole model each, the users divided among them; None: a model does not fit one."""
     alone = replace(setup, several=None, batch=-(-setup.batch // gpus))
     return layout(alone, accept, gpus, setup.batch) if fits(alone) else None

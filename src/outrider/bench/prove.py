@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..cache.store import KVStore, SeqCache
 from ..llm import LLM, Completion
-from ..spec.nets import Target
+from ..spec.protocols import Target
 from ..spec.rejection import verify_block, verify_rejection
 from ..types import MAX_DRAFT, Draft, SamplingParams, Verdict
 
@@ -26,7 +26,7 @@ BATCH = 8
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProofResult:
     check: str
     case: str
     passed: bool
@@ -35,7 +35,7 @@ class Finding:
 
 def prove(
     llm: LLM, prompts: Sequence[list[int]], ks: Sequence[int], max_tokens: int, seed: int, temperatures: Sequence[float]
-) -> Iterator[Finding]:
+) -> Iterator[ProofResult]:
     yield from row_invariance(llm, prompts[:4])
     for temperature in temperatures:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, ignore_eos=True)
@@ -55,7 +55,7 @@ def prove(
 
 
 # ---- 1 ----------------------------------------------------------------------------------------------------------------
-def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[Finding]:
+def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[ProofResult]:
     for i, prompt in enumerate(prompts):
         answer = llm.generate(prompt, SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids
         tokens = prompt + answer
@@ -67,7 +67,7 @@ def row_invariance(llm: LLM, prompts: Sequence[list[int]]) -> Iterator[Finding]:
             found.append(block_logits(llm, beside, starts, MAX_DRAFT + 1)[0])
         worst = max(_gap(alone, logits) for logits in found)
         detail = "bitwise equal" if worst == 0.0 else f"max |Δlogit| {worst:.3g}"
-        yield Finding("row invariance", f"prompt {i + 1}, {len(found)} layouts", worst == 0.0, detail)
+        yield ProofResult("row invariance", f"prompt {i + 1}, {len(found)} layouts", worst == 0.0, detail)
 
 
 def _gap(a: Tensor, b: Tensor) -> float:
@@ -115,7 +115,7 @@ def _rows(
 def identity(
     llm: LLM, prompts: Sequence[list[int]], plain: Sequence[list[int]], params: SamplingParams, drafter: str | None, k: int | None,
     tree: int = 0,
-) -> Finding:  # fmt: skip
+) -> ProofResult:  # fmt: skip
     """K and drafter as given; both None: as the controller chooses, all prompts in one batch."""
     if drafter is None:
         answers = [c.token_ids for c in llm.generate([list(p) for p in prompts], params)]
@@ -128,8 +128,8 @@ def identity(
             at = next((j for j, (a, b) in enumerate(zip(want, got)) if a != b), min(len(want), len(got)))
             gap = _logprob_gap(llm, prompts[i], want, got, at, params)
             texts = f"{want[at : at + 1]} against {got[at : at + 1]}"
-            return Finding("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {texts}, logprob gap {gap:.3g}")
-    return Finding("identity", case, True, f"{sum(map(len, answers))} tokens of {len(prompts)} prompts identical")
+            return ProofResult("identity", case, False, f"prompt {i + 1} differs first at token {at + 1}: {texts}, logprob gap {gap:.3g}")
+    return ProofResult("identity", case, True, f"{sum(map(len, answers))} tokens of {len(prompts)} prompts identical")
 
 
 def _logprob_gap(llm: LLM, prompt: list[int], want: list[int], got: list[int], at: int, params: SamplingParams) -> float:
@@ -142,7 +142,7 @@ def _logprob_gap(llm: LLM, prompt: list[int], want: list[int], got: list[int], a
 
 
 # ---- 3 ----------------------------------------------------------------------------------------------------------------
-def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ks: Sequence[int]) -> Iterator[Finding]:
+def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ks: Sequence[int]) -> Iterator[ProofResult]:
     """Everything an answer holds but statistics, with log-probabilities asked for and a stop string that is met on the way."""
     asked = []
     for prompt in prompts:
@@ -157,7 +157,7 @@ def answers(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, ks: 
             got = [_parts(llm.generate(p, a, draft_tokens=k, drafter=drafter)[0]) for p, a in zip(prompts, asked)]
             wrong = [(i, name) for i in range(len(prompts)) for name in plain[i] if plain[i][name] != got[i][name]]
             detail = f"prompt {wrong[0][0] + 1}: {wrong[0][1]} differ" if wrong else f"{len(prompts)} answers identical"
-            yield Finding("whole answers", case, not wrong, detail)
+            yield ProofResult("whole answers", case, not wrong, detail)
 
 
 def _parts(answer: Completion) -> dict[str, object]:
@@ -171,7 +171,7 @@ def _parts(answer: Completion) -> dict[str, object]:
 
 
 # ---- 4 ----------------------------------------------------------------------------------------------------------------
-def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 20_000) -> Iterator[Finding]:
+def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 20_000) -> Iterator[ProofResult]:
     """First emitted token of the rejection verifiers, K = 1, target p and a wrong but plausible q from real logits."""
     tokens = prompts[0] + llm.generate(prompts[0], SamplingParams(max_tokens=MAX_DRAFT + 1, ignore_eos=True), drafter=False)[0].token_ids
     logits = block_logits(llm, [tokens], [len(prompts[0])], MAX_DRAFT + 1)[0].double().cpu()  # [17, V]
@@ -191,7 +191,7 @@ def chi_square(llm: LLM, prompts: Sequence[list[int]], seed: int, draws: int = 2
             statistic, freedom = pearson(torch.bincount(verdict.tokens[:, 0], minlength=64).double(), p * draws)
             limit = freedom + 5.0 * (2 * freedom) ** 0.5  # five standard deviations of the chi-square law
             detail = f"chi-square {statistic:.1f}, {freedom} degrees of freedom, limit {limit:.1f}"
-            yield Finding("distribution", f"{name}, T = {temperature}, {draws} draws", statistic < limit, detail)
+            yield ProofResult("distribution", f"{name}, T = {temperature}, {draws} draws", statistic < limit, detail)
 
 
 def pearson(seen: Tensor, expected: Tensor) -> tuple[float, int]:

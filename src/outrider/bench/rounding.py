@@ -19,7 +19,7 @@ from ..engine.text import Tokenizer
 from ..models.config import ModelConfig
 from ..models.decoder import TextModel
 from ..ops.backend import Backend
-from ..ops.formats import MODES, Held, rounded_to
+from ..ops.formats import MODES, DeviceWeight, rounded_to
 from ..ops.reference import ReferenceOps
 from ..types import OutriderError
 from ..weights import load_target
@@ -74,7 +74,7 @@ class AsOnGpu(ReferenceOps):
 
     capabilities = replace(ReferenceOps.capabilities, quantizes=tuple(MODES))
 
-    def quantize(self, dense: Tensor, mode: str) -> Held:
+    def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
         format = rounded_to(mode, dense.shape)
         return dense if format is None else format.quantise(dense).dense()
 
@@ -110,7 +110,7 @@ def forced(model: str, ops: Backend, quantize: str | None, text: str, kv_dtype: 
     return predicted(config, weights, ops, ids, kv_dtype), ids
 
 
-def predicted(config: ModelConfig, weights: Mapping[str, Held], ops: Backend, ids: Tensor, kv_dtype: str = "auto") -> Tensor:
+def predicted(config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, ids: Tensor, kv_dtype: str = "auto") -> Tensor:
     """Logits [T - 1, V] of a text [T], in passes of 64 tokens."""
     runner = ops.compile(TextModel(config, weights, ops))
     rows = len(ids) - 1

@@ -6,7 +6,7 @@ experts), one for the embedding, the logits of everybody, and for each drafted t
 
     link latency + (N - 1) · bytes / link bandwidth + the kernels that add the parts up
 
-since everybody's part is gathered and added in the order of the ranks (`outrider.parallel.team`). Latencies of links are rounded from
+since everybody's part is gathered and added in the order of the ranks (`outrider.parallel.process_group`). Latencies of links are rounded from
 published steps of other engines (docs/tensor-parallel.md says which), bandwidths are the vendors', one way.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TypedDict
 
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.split import Share, split_target
+from ..models.split import TPRank, split_target
 from ..types import OutriderError
 
 
@@ -87,11 +87,11 @@ class Several:
 
     def part(self, config: ModelConfig) -> ModelConfig:
         """What the fullest GPU has of it."""
-        return split_target(config, Share(0, self.gpus), lambda name: 1)[0]
+        return split_target(config, TPRank(0, self.gpus), lambda name: 1)[0]
 
 
 # ---- layouts -----------------------------------------------------------------------------------------------------------------------
-class Layout(TypedDict):
+class SplitLayout(TypedDict):
     """`gpus` that share a model, for a number of users each."""
 
     gpus: int

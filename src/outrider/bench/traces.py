@@ -14,14 +14,14 @@ from unittest.mock import patch
 from ..llm import LLM
 from ..prompts import Prompt
 from ..spec.ngram import NgramIndex
-from ..spec.plan import Branches
+from ..spec.plan import VerifiedTree
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT, SamplingParams
 
 
 def record(llm: LLM, prompt: Prompt, temperature: float = 0.0, seed: int = 0) -> Trace | None:
     """None: the answer is too short to say anything. `llm` should have its prefix cache on, or this takes long."""
-    ids = llm.asked(prompt.text)
+    ids = llm.encode_chat(prompt.text)
     params = SamplingParams(temperature=temperature, max_tokens=prompt.max_tokens, seed=seed)
     answer = llm.generate(ids, params, drafter=False)[0].token_ids
     if len(answer) < 2:
@@ -53,7 +53,7 @@ def _first_cycle(
     tell = controller.observe
 
     def listen(
-        id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None, tree: Branches | None = None
+        id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None, tree: VerifiedTree | None = None
     ) -> None:
         heard.append((accepted, confidence))
         tell(id, drafter, drafted, accepted, confidence, tree)

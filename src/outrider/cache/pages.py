@@ -70,7 +70,7 @@ class SeqPages:
         return [p for p in self.pages[self.first :] if p]
 
 
-class Group:
+class PageGroup:
     """One cache group: a pool, a page size and (sliding) a window."""
 
     def __init__(self, count: int, page_size: int, window: int | None):

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..types import GroupName
-from .pages import Group, SeqPages
+from .pages import PageGroup, SeqPages
 
 ROOT = b""
 
@@ -26,7 +26,7 @@ def page_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 @dataclass
-class Entry:
+class PrefixEntry:
     parent: bytes
     pages: dict[GroupName, int]  # 0: dropped
     children: int = 0
@@ -35,15 +35,15 @@ class Entry:
 
 
 class PrefixCache:
-    def __init__(self, groups: dict[GroupName, Group], page_size: int):
+    def __init__(self, groups: dict[GroupName, PageGroup], page_size: int):
         self.groups, self.page_size, self.seconds = groups, page_size, time.monotonic
-        self.entries: dict[bytes, Entry] = {}
+        self.entries: dict[bytes, PrefixEntry] = {}
         self._clock = 0
 
     def match(self, tokens: Sequence[int], limit: int, granularity: int) -> tuple[int, dict[GroupName, list[int]]]:
         """The longest usable prefix of `tokens[:limit]`, a multiple of `granularity` long, and its pages per group."""
         self._clock += 1
-        chain: list[Entry] = []
+        chain: list[PrefixEntry] = []
         key, now = ROOT, self.seconds()
         for start in range(0, limit - self.page_size + 1, self.page_size):
             key = page_key(key, tokens[start : start + self.page_size])
@@ -60,7 +60,7 @@ class PrefixCache:
                 return count * self.page_size, pages
         return 0, {name: [] for name in self.groups}
 
-    def _usable(self, chain: list[Entry]) -> dict[GroupName, list[int]] | None:
+    def _usable(self, chain: list[PrefixEntry]) -> dict[GroupName, list[int]] | None:
         out: dict[GroupName, list[int]] = {}
         end = len(chain) * self.page_size
         for name, group in self.groups.items():
@@ -79,7 +79,7 @@ class PrefixCache:
             parent, key = key, page_key(key, tokens[i * self.page_size : (i + 1) * self.page_size])
             entry = self.entries.get(key)
             if entry is None:
-                entry = self.entries[key] = Entry(parent, dict.fromkeys(self.groups, 0))
+                entry = self.entries[key] = PrefixEntry(parent, dict.fromkeys(self.groups, 0))
                 if parent in self.entries:
                     self.entries[parent].children += 1
             entry.used, entry.when = self._clock, now

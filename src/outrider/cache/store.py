@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..models.config import ModelConfig
-from ..ops.cpu.memory import Ahead, Arena
-from ..types import GroupName, KVPages, KVView, Wanted
-from .pages import Group, SeqPages
+from ..ops.cpu.memory import Arena, HugePageWarmer
+from ..types import GroupName, KVPages, KVView, OutputRows
+from .pages import PageGroup, SeqPages
 from .prefix import PrefixCache
-from .swap import Kept, Swap
+from .swap import Swap, SwappedKV
 
 AT_ONCE = 32  # pages of shared prefixes that are given up together: finding the oldest takes a walk over all
 
@@ -43,15 +43,15 @@ def ragged(spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int], list
     return positions, owners, [0, *accumulate(count for _, count in spans)]
 
 
-def last_rows(kv: KVView, seqs: Sequence[int]) -> Wanted:
+def last_rows(kv: KVView, seqs: Sequence[int]) -> OutputRows:
     """Of a pass the last row of some of its sequences. For rows in lines."""
     device, count = kv.positions.device, len(seqs)
     if not count:
-        return Wanted(kv.positions[:0], kv)
+        return OutputRows(kv.positions[:0], kv)
     which, start = upload(seqs, torch.int64, device), torch.arange(count + 1, dtype=torch.int32, device=device)
     rows = kv.row_start.index_select(0, which + 1).long() - 1
     tables = {name: table.index_select(0, which) for name, table in kv.tables.items()}
-    return Wanted(rows, replace(kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long(), row_start=start, max_rows=1))
+    return OutputRows(rows, replace(kv, tables=tables, positions=kv.positions[rows], row_seq=start[:-1].long(), row_start=start, max_rows=1))
 
 
 @dataclass(frozen=True)
@@ -84,14 +84,14 @@ class KVStore:
         windows: dict[GroupName, int | None] = {}
         for i in config.kv_layers:
             windows[config.layers[i].attn.group] = config.layers[i].attn.window
-        self.groups: dict[GroupName, Group] = {}
+        self.groups: dict[GroupName, PageGroup] = {}
         for name, window in windows.items():
             pages = -(-spec.tokens // ps)
             if window is not None:
                 bound = self._bound(window)
                 most = spec.slots * bound * 2 if spec.window_tokens is None else max(bound, -(-spec.window_tokens // ps))
                 pages = min(pages + spec.slots, most)
-            self.groups[name] = Group(pages + 1, ps, window)
+            self.groups[name] = PageGroup(pages + 1, ps, window)
         arena = Arena() if self.device.type == "cpu" else None  # fresh pages are zero; huge ones spare a walk of the page table each 4 KiB
         zeros = lambda shape, dtype: arena.empty(shape, dtype) if arena else torch.zeros(shape, dtype=dtype, device=self.device)  # noqa: E731
         self.keys: list[Tensor | None] = [None] * len(config.layers)
@@ -102,7 +102,7 @@ class KVStore:
             self.keys[i], self.values[i] = zeros(shape, dtype), zeros(shape, dtype)
         self._bytes = self.bytes()
         self._group_of: dict[int, GroupName] = {i: config.layers[i].attn.group for i in config.kv_layers}
-        self._ahead: dict[GroupName, Ahead] = {}
+        self._ahead: dict[GroupName, HugePageWarmer] = {}
         width = -(-(spec.max_context + spec.chunk) // ps) + 1
         # One row more than slots: it stays on the scratch page, for rows that fill up a batch.
         self.tables: dict[GroupName, Tensor] = {
@@ -121,7 +121,7 @@ class KVStore:
         """From now on memory is taken before sequences need it: in a server everybody waits while the system hands out memory."""
         for name in self.groups if self.device.type == "cpu" else ():
             layers = [i for i, group in self._group_of.items() if group == name]
-            self._ahead[name] = Ahead([t for side in (self.keys, self.values) for i in layers if (t := side[i]) is not None])
+            self._ahead[name] = HugePageWarmer([t for side in (self.keys, self.values) for i in layers if (t := side[i]) is not None])
 
     def tidy(self, unused_s: float) -> int:
         """Where memory is taken ahead: prefixes that nobody has asked for in so long are dropped, and the memory of free pages goes back to
@@ -166,7 +166,7 @@ class KVStore:
                 row[: len(held)] = upload(held, torch.int32, self.device)
         self._live[seq.slot] = seq
 
-    def keep(self, seq: SeqCache, committed: int) -> Kept | None:
+    def keep(self, seq: SeqCache, committed: int) -> SwappedKV | None:
         """The K/V of its committed positions on the host, before it is closed. None: there is no room, nothing to keep, or others hold most
         of it too, so that only the rest is computed again."""
         if not self.spec.swap or not committed:
@@ -181,7 +181,7 @@ class KVStore:
             held[name] = (pages.first, pages.pages[pages.first : group.pages_for(committed)])
         return self.swap.out(self._layers, held)
 
-    def restore(self, kept: Kept, positions: int) -> SeqCache | None:
+    def restore(self, kept: SwappedKV, positions: int) -> SeqCache | None:
         """A slot with these pages again, where it could go on to `positions`. None: there is no room yet."""
         wanted: dict[GroupName, int] = {}
         for name, group in self.groups.items():
@@ -207,7 +207,7 @@ class KVStore:
             raise
         return seq
 
-    def forget(self, kept: Kept) -> None:
+    def forget(self, kept: SwappedKV) -> None:
         """The sequence will not come back: free the host memory that its K/V takes."""
         self.swap.drop(kept)
 
@@ -229,7 +229,7 @@ class KVStore:
                 return False
         return True
 
-    def _most(self, group: Group, pages: int) -> int:
+    def _most(self, group: PageGroup, pages: int) -> int:
         """So many pages, but no more than a sequence of a sliding group can hold at once."""
         return pages if group.window is None else min(pages, self._bound(group.window))
 

@@ -19,7 +19,7 @@ BLOCK = 16 << 20  # bytes; a power of two, as torch takes pinned memory in such 
 
 
 @dataclass(eq=False)
-class Kept:
+class SwappedKV:
     """The K/V of one sequence on the host."""
 
     pages: Mapping[GroupName, tuple[int, int]]  # the first page's number, and how many there are
@@ -55,14 +55,14 @@ class Swap:
         return [self._free.pop() for _ in range(count)]
 
     @torch.inference_mode()
-    def out(self, layers: Sequence[tuple[GroupName, Tensor]], held: Mapping[GroupName, tuple[int, list[int]]]) -> Kept | None:
+    def out(self, layers: Sequence[tuple[GroupName, Tensor]], held: Mapping[GroupName, tuple[int, list[int]]]) -> SwappedKV | None:
         """Copy pages out: `layers` are the K and V tensors as bytes, with their groups, `held` each group's first page and all its pages.
         None: there is no room for them."""
         size = sum(len(held[group][1]) * _bytes(tensor) for group, tensor in layers)
         blocks = self._take(size)
         if blocks is None:
             return None
-        kept = Kept({name: (first, len(pages)) for name, (first, pages) in held.items()}, blocks)
+        kept = SwappedKV({name: (first, len(pages)) for name, (first, pages) in held.items()}, blocks)
         where, at = self._indices({name: pages for name, (_, pages) in held.items()}), 0
         for group, tensor in layers:
             data = tensor.index_select(0, where[group]).view(-1)
@@ -73,7 +73,7 @@ class Swap:
         return kept
 
     @torch.inference_mode()
-    def back(self, layers: Sequence[tuple[GroupName, Tensor]], kept: Kept, pages: Mapping[GroupName, list[int]]) -> None:
+    def back(self, layers: Sequence[tuple[GroupName, Tensor]], kept: SwappedKV, pages: Mapping[GroupName, list[int]]) -> None:
         """Copy them into these pages, and give the blocks back."""
         where, at = self._indices(pages), 0
         for group, tensor in layers:
@@ -85,7 +85,7 @@ class Swap:
         self.ins += 1
         self.drop(kept)
 
-    def drop(self, kept: Kept) -> None:
+    def drop(self, kept: SwappedKV) -> None:
         """Give its blocks back without copying anything."""
         self._free += kept.blocks
         kept.blocks = []
@@ -93,7 +93,7 @@ class Swap:
     def _indices(self, pages: Mapping[GroupName, list[int]]) -> dict[GroupName, Tensor]:
         return {name: torch.tensor(where, dtype=torch.int64).to(self.device) for name, where in pages.items()}
 
-    def _pieces(self, kept: Kept, at: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pieces(self, kept: SwappedKV, at: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """(part of `data`, the bytes for it in the blocks), from the byte `at` of the sequence on."""
         begin, size = 0, data.numel()
         while begin < size:

@@ -17,7 +17,7 @@ from . import common
 from .common import err
 
 if TYPE_CHECKING:
-    from ..server.batch import Progress
+    from ..server.batch import BatchProgress
 
 
 @common.loading(*common.DRAFTING, *common.MACHINE, *common.ROOM, "swap", "load_format")
@@ -42,7 +42,7 @@ def batch(
     """
     with common.needs("batch jobs need", "serve"):
         from ..server.batch import BatchRunner, first_model
-        from ..server.prepare import Backend
+        from ..server.prepare import ServedModel
         from ..server.settings import ServerSettings, public_name
     chosen = model or first_model(requests)
     settings = ServerSettings(model_name=name or public_name(chosen), max_concurrent=max_concurrent)
@@ -55,7 +55,7 @@ def batch(
     with Bar(*columns, console=err) as bar:
         task = bar.add_task("", total=None, speed="")
 
-        def tell(p: Progress) -> None:
+        def tell(p: BatchProgress) -> None:
             speed = p.new_tokens / max(1e-9, time.monotonic() - began)
             failed = f", {p.failed} failed" if p.failed else ""
             bar.update(task, total=p.total, completed=p.done, speed=f"{speed:.0f} tokens/s{failed}")
@@ -66,7 +66,7 @@ def batch(
                 from ..cluster.batch import whole
             progress = whole(given, replicas, requests, out, seed, tell, common.note)
         else:
-            progress = BatchRunner(Backend.of(llm), settings, seed).run(requests, out, tell)
+            progress = BatchRunner(ServedModel.of(llm), settings, seed).run(requests, out, tell)
     took, answered = time.monotonic() - began, progress.done - progress.resumed - progress.failed
     kept = f" ({progress.resumed} lines had a result already)" if progress.resumed else ""
     err.print(f"{answered} answered, {progress.failed} failed, {progress.new_tokens} tokens in {took:.1f} s{kept}: {out}")

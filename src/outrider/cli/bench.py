@@ -18,7 +18,7 @@ from . import common
 from .common import err, out
 
 if TYPE_CHECKING:
-    from ..bench.harness import Cell, Contestant, Settings, Store
+    from ..bench.harness import BenchSettings, Cell, Contestant, Store
     from ..bench.report import Row
     from ..prompts import Prompt
 
@@ -97,7 +97,7 @@ def bench(
     from ..spec.cost import machine_name
 
     names = _names(guessers, ks, trees) + list(common.parts(against))
-    settings = harness.Settings(
+    settings = harness.BenchSettings(
         model, suite, tuple(names), temperatures, batches, repeats, len(prompts), machine_name(_accelerator(load.device), load.threads),
         __version__, seed, max_tokens, {name: load.options()[name] for name in LOADED},
     )  # fmt: skip
@@ -108,7 +108,7 @@ def bench(
     _report(output, settings, prompts, history, as_json, load.verify)
 
 
-def _report(output: Path, settings: Settings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str) -> None:
+def _report(output: Path, settings: BenchSettings, prompts: list[Prompt], history: Path | None, as_json: bool, verify: str) -> None:
     """What the cells of a run say, here and as a page."""
     from ..bench import harness, report
     from ..bench import quality as grading
@@ -147,7 +147,7 @@ def _bar() -> Progress:
     return Progress(*columns, console=err, transient=True)
 
 
-def _run(contestants: list[Contestant], prompts: list[Prompt], settings: Settings, store: Store) -> None:
+def _run(contestants: list[Contestant], prompts: list[Prompt], settings: BenchSettings, store: Store) -> None:
     from ..bench import harness
 
     with _bar() as progress:
@@ -182,7 +182,7 @@ def _contestants(
         path = Path(hub.resolve(model).path)
         where = str(llm.engine.device)
         kind = load.dtype or "bfloat16"
-        found += others.build(peers, path, lambda p: llm.asked(p.text), llm.engine.eos, load.threads, where, kind)
+        found += others.build(peers, path, lambda p: llm.encode_chat(p.text), llm.engine.eos, load.threads, where, kind)
     return found
 
 
@@ -247,7 +247,7 @@ def _simulate(model: str, path: Path, load: LoadSettings, as_json: bool) -> None
 
 
 def _card(model: str, drafter: str, path: Path) -> None:
-    from ..spec import card
+    from ..spec import acceptance_profile
     from ..spec.simulate import read_traces
     from ..weights import hub
     from ..weights.files import fingerprint
@@ -258,9 +258,9 @@ def _card(model: str, drafter: str, path: Path) -> None:
         if where is None:
             raise OutriderError(why)
     files = hub.resolve(str(where), kind="drafter")
-    before = card.read(Path(files.path), fingerprint(files))  # traces say nothing of second guesses
-    made = card.measure(read_traces(path), fingerprint(files), before.second if before is not None else None)
-    out.print(f"{card.write(Path(files.path), made)}: {made.judged} tokens judged")
+    before = acceptance_profile.read(Path(files.path), fingerprint(files))  # traces say nothing of second guesses
+    made = acceptance_profile.measure(read_traces(path), fingerprint(files), before.second if before is not None else None)
+    out.print(f"{acceptance_profile.write(Path(files.path), made)}: {made.judged} tokens judged")
 
 
 def _accelerator(device: str | None) -> str | None:

@@ -39,7 +39,7 @@ def bench_gpu(
 
     if not torch.cuda.is_available():
         raise OutriderError("bench-gpu needs a CUDA device")
-    settings = gpu_table.Settings(
+    settings = gpu_table.GpuBenchSettings(
         parts(sizes), numbers(k, int, "--k"), numbers(batch, int, "--batch"), numbers(context, int, "--context"),
         numbers(accept, float, "--accept") if accept else None, against_hf,
     )  # fmt: skip

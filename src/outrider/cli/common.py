@@ -17,7 +17,7 @@ from rich.console import Console
 
 from ..config import OPTIONS, LoadSettings, Option
 from ..prompts import read_prompts
-from ..types import COLD, OutriderError, RequestStats, SamplingParams
+from ..types import GREEDY_EPS, OutriderError, RequestStats, SamplingParams
 from .quick import quick_start
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def sampling(**given: object) -> SamplingParams:
     except OutriderError as error:
         raise OutriderError(as_options(str(error), given)) from None
     idle = [name for name in ("top_p", "top_k", "min_p") if getattr(params, name) != getattr(SamplingParams, name)]
-    if idle and params.temperature < COLD:
+    if idle and params.temperature < GREEDY_EPS:
         note(f"{as_options(', '.join(idle), idle)}: without effect at temperature 0 (--temperature 1 draws as the model has it)")
     return params
 

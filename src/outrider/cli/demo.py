@@ -39,14 +39,14 @@ def demo(
     params = common.sampling(max_tokens=max_tokens)
     llm = common.load_llm(model, load)
     llama_cpp = _llama_cpp(llm, model, load.threads) if peer else None
-    llm.generate(llm.asked("Hello"), SamplingParams(max_tokens=8))  # warm up
+    llm.generate(llm.encode_chat("Hello"), SamplingParams(max_tokens=8))  # warm up
     table = Table(title=f"{model}, tokens a second, greedy, at most {max_tokens} tokens")
     columns = ["prompt", "plain", "speculative", "speed-up", "tokens/cycle", "identical"]
     for name in columns + (["llama.cpp"] if llama_cpp is not None else []):
         table.add_column(name, justify="left" if name == "prompt" else "right", no_wrap=True)
     tokens, plain_s, fast_s = 0, 0.0, 0.0
     for prompt in PROMPTS:
-        ids = llm.asked(prompt)
+        ids = llm.encode_chat(prompt)
         plain = run_plain(llm, ids, params)
         llm.engine.store.prefix.clear()
         fast = llm.generate(ids, params)[0]
@@ -79,7 +79,7 @@ def _llama_cpp(llm: LLM, model: str, threads: int | None) -> Callable[[str, int]
     path = hub.resolve(model).path
     if importlib.util.find_spec("llama_cpp") is None or path.suffix != ".gguf":
         return None
-    (engine,) = peers.build(["llama-cpp"], path, lambda p: llm.asked(p.text), llm.engine.eos, threads, "cpu", "float32")
+    (engine,) = peers.build(["llama-cpp"], path, lambda p: llm.encode_chat(p.text), llm.engine.eos, threads, "cpu", "float32")
 
     def speed(text: str, count: int) -> float:
         answers, seconds = engine.answer([Prompt("demo", "demo", text, count)], 0.0, 0)

@@ -32,7 +32,7 @@ EXTRAS = {
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     state: State
     what: str
     found: str
@@ -59,55 +59,55 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _python() -> Iterator[Finding]:
-    yield Finding("ok", "outrider", f"{__version__} in {Path(__file__).resolve().parents[1]}")
-    yield Finding("ok", "python", f"{platform.python_version()} ({sys.platform}, {platform.machine()})")
+def _python() -> Iterator[Diagnosis]:
+    yield Diagnosis("ok", "outrider", f"{__version__} in {Path(__file__).resolve().parents[1]}")
+    yield Diagnosis("ok", "python", f"{platform.python_version()} ({sys.platform}, {platform.machine()})")
     torch = _version("torch")
     if torch is None:
-        yield Finding("bad", "torch", "missing", "pip install torch")
+        yield Diagnosis("bad", "torch", "missing", "pip install torch")
     else:
-        yield Finding("ok", "torch", torch)
+        yield Diagnosis("ok", "torch", torch)
 
 
-def _extras() -> Iterator[Finding]:
+def _extras() -> Iterator[Diagnosis]:
     for extra, modules in EXTRAS.items():
         missing = [m for m in modules if importlib.util.find_spec(m) is None]
         if missing:
-            yield Finding("note", f"extra {extra}", f"without {', '.join(missing)}", f"pip install 'outrider[{extra}]'")
+            yield Diagnosis("note", f"extra {extra}", f"without {', '.join(missing)}", f"pip install 'outrider[{extra}]'")
         else:
-            yield Finding("ok", f"extra {extra}", ", ".join(f"{m} {_version(m) or ''}".strip() for m in modules))
+            yield Diagnosis("ok", f"extra {extra}", ", ".join(f"{m} {_version(m) or ''}".strip() for m in modules))
 
 
-def _cpu(build: bool) -> Iterator[Finding]:
+def _cpu(build: bool) -> Iterator[Diagnosis]:
     from ..ops.cpu.build import BuildError, best_isa, compiler, found, processor, shared_object
 
     isa, cores = best_isa(), len(os.sched_getaffinity(0))
     slow = {"generic": "this processor has no AVX2: expect plain C speed", "avx2": "AVX-512 with VNNI would be faster"}
-    yield Finding(
+    yield Diagnosis(
         "note" if isa in slow else "ok", "processor", f"{processor()}, {cores} cores for this process, kernels: {isa}", slow.get(isa, "")
     )
     load = os.getloadavg()[0]
     if load > cores / 2:
-        yield Finding("note", "load", f"{load:.1f} on {cores} cores", "other processes will slow decoding and spoil measured costs")
+        yield Diagnosis("note", "load", f"{load:.1f} on {cores} cores", "other processes will slow decoding and spoil measured costs")
     ready = found(isa)
     if ready is not None:
-        yield Finding("ok", "CPU kernels", str(ready))
+        yield Diagnosis("ok", "CPU kernels", str(ready))
         return
     try:
         name = compiler()
     except BuildError as error:
-        yield Finding("bad", "CPU kernels", str(error), "apt-get install gcc, or set CC; without it: --ops reference, slowly")
+        yield Diagnosis("bad", "CPU kernels", str(error), "apt-get install gcc, or set CC; without it: --ops reference, slowly")
         return
     if not build:
-        yield Finding("ok", "CPU kernels", f"compiled by {name} when first needed")
+        yield Diagnosis("ok", "CPU kernels", f"compiled by {name} when first needed")
         return
     try:
-        yield Finding("ok", "CPU kernels", f"{shared_object()} (by {name})")
+        yield Diagnosis("ok", "CPU kernels", f"{shared_object()} (by {name})")
     except BuildError as error:
-        yield Finding("bad", "CPU kernels", str(error), "set CC to a compiler that works")
+        yield Diagnosis("bad", "CPU kernels", str(error), "set CC to a compiler that works")
 
 
-def _gpu() -> Iterator[Finding]:
+def _gpu() -> Iterator[Diagnosis]:
     if _version("torch") is None:
         return
     import torch
@@ -116,30 +116,30 @@ def _gpu() -> Iterator[Finding]:
         built = torch.version.cuda
         seen = shutil.which("nvidia-smi") is not None
         mend = "check the driver with nvidia-smi" if built else "an NVIDIA driver is here: install a CUDA build of torch"
-        yield Finding("note" if seen else "ok", "GPU", "none" if built else "none (torch is built without CUDA)", mend if seen else "")
+        yield Diagnosis("note" if seen else "ok", "GPU", "none" if built else "none (torch is built without CUDA)", mend if seen else "")
         return
     for i in range(torch.cuda.device_count()):
         p = torch.cuda.get_device_properties(i)
         free, total = torch.cuda.mem_get_info(i)
         old = p.major < 8
         text = f"cuda:{i} {p.name}, compute {p.major}.{p.minor}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free"
-        yield Finding("note" if old else "ok", "GPU", text, "bf16 needs compute capability 8.0 or later" if old else "")
+        yield Diagnosis("note" if old else "ok", "GPU", text, "bf16 needs compute capability 8.0 or later" if old else "")
     if importlib.util.find_spec("triton") is None:
-        yield Finding("bad", "GPU kernels", "triton is missing", "pip install 'outrider[gpu]'")
+        yield Diagnosis("bad", "GPU kernels", "triton is missing", "pip install 'outrider[gpu]'")
     else:
-        yield Finding("ok", "GPU kernels", f"triton {_version('triton')}, CUDA {torch.version.cuda}")
+        yield Diagnosis("ok", "GPU kernels", f"triton {_version('triton')}, CUDA {torch.version.cuda}")
 
 
-def _storage() -> Iterator[Finding]:
+def _storage() -> Iterator[Diagnosis]:
     from ..ops.cpu.build import cache_root, writable
 
     folder = cache_root()
     if not writable(folder):  # as whoever keeps something there finds it: a file in its place, a read-only mount, a full disk
-        yield Finding("bad", "cache", f"{folder} can't be written", "set OUTRIDER_CACHE to a folder that can")
+        yield Diagnosis("bad", "cache", f"{folder} can't be written", "set OUTRIDER_CACHE to a folder that can")
     else:
         free = shutil.disk_usage(folder).free / 2**30
         low = "models need room: set OUTRIDER_CACHE and HF_HOME to a larger disk" if free < 5 else ""
-        yield Finding("note" if low else "ok", "cache", f"{folder}, {free:.0f} GiB free", low)
+        yield Diagnosis("note" if low else "ok", "cache", f"{folder}, {free:.0f} GiB free", low)
 
 
 def _version(module: str) -> str | None:

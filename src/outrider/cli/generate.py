@@ -11,7 +11,7 @@ import typer
 
 from ..config import LoadSettings
 from ..prompts import Prompt, read_prompts
-from ..types import COLD, OutriderError, SamplingParams
+from ..types import GREEDY_EPS, OutriderError, SamplingParams
 from . import common
 from .common import err, out
 from .show import Painter
@@ -62,7 +62,7 @@ def generate(
         raise OutriderError("--logprobs are part of the JSON object: add --json")
     if n > 1 and prompts is not None:
         raise OutriderError("--n is for a single prompt: leave it out beside --prompts")
-    if n > 1 and params.temperature < COLD:
+    if n > 1 and params.temperature < GREEDY_EPS:
         common.note(f"at temperature 0 all {n} answers are the same: --temperature 1 draws them")
     if prompt == "-":
         prompt = common.standard_input()
@@ -76,7 +76,7 @@ def generate(
             print(json.dumps({**kept, **_one_row(llm, one, params, raw, compare)}), flush=True)
         return
     assert prompt is not None
-    ids = llm.asked(prompt, raw)
+    ids = llm.encode_chat(prompt, raw)
     if as_json:
         answers = [_answer(llm, ids, replace(params, n=1, seed=seed + i), compare) for i in range(n)]
         print(json.dumps(answers[0] if n == 1 else answers, ensure_ascii=False))
@@ -102,7 +102,7 @@ def _print_one(llm: LLM, ids: list[int], params: SamplingParams, compare: bool, 
         same = plain.token_ids == tokens
         speedup = fast.decode_tps / plain.stats.decode_tps if plain.stats.decode_tps else 0.0
         # Other verifiers than the coupled one promise the same distribution, where tokens are drawn: another text is no failure.
-        drawn = params.temperature >= COLD and llm.engine.spec.verify != "coupled"
+        drawn = params.temperature >= GREEDY_EPS and llm.engine.spec.verify != "coupled"
         common.note(f"plain: {common.stats_line(plain.stats, plain.finish_reason)}")
         said = "yes" if same else f"no (--verify {llm.engine.spec.verify} keeps the distribution only)" if drawn else "NO"
         err.print(f"{common.times(speedup)} · identical: {said}", style="bold")
@@ -131,6 +131,6 @@ def _one_row(llm: LLM, prompt: Prompt, params: SamplingParams, raw: bool, compar
     answers = []
     for turn in prompt.turns:
         messages.append({"role": "user", "content": turn})
-        answers.append(_answer(llm, llm.asked(messages, raw), params, compare))
+        answers.append(_answer(llm, llm.encode_chat(messages, raw), params, compare))
         messages.append({"role": "assistant", "content": str(answers[-1]["text"])})
     return answers[0] if "turns" not in prompt.row else {**answers[-1], "turns": answers}

@@ -15,7 +15,7 @@ from rich.text import Text
 from ..bench.predict import machine
 from ..config import LoadSettings
 from ..models.config import DrafterConfig, ForeignDict, ModelConfig
-from ..models.inspect import drafter_size, model_size, report, room
+from ..models.inspect import context_that_fits, drafter_size, model_size, report
 from ..types import OutriderError
 from . import common
 from .common import out
@@ -74,7 +74,7 @@ def inspect(
     --quality loads the model as the CPU kernels hold it (--quantize int8 | int4 for dense checkpoints) and again in float32, and
     prints both perplexities on a short text and how far the logits are apart. With --gpu and --quantize int8 | int4 | fp8 it is
     rounded as a GPU rounds it; the measuring is still done here, without one."""
-    from ..weights.recipe import rounded_activations
+    from ..weights.quant_scheme import rounded_activations
 
     kv_dtype = load.engine.kv_dtype
     if context < 1:
@@ -115,7 +115,7 @@ def inspect(
 def on_card(gpu: str, config: ModelConfig, weights: float, beside: float, kv_item: float) -> dict[str, object]:
     """Whether a GPU holds the weights and those beside them, and how much context then."""
     on = machine(gpu)
-    tokens = room(config, on.memory * 1e9, weights + beside, kv_item)
+    tokens = context_that_fits(config, on.memory * 1e9, weights + beside, kv_item)
     return {"name": on.label, "memory": round(on.memory * 1e9), "weights": round(weights), "fits": tokens > 0, "context": tokens}
 
 

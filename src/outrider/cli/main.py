@@ -67,13 +67,13 @@ def main() -> None:
 
 def left_a_team() -> bool:
     """Whether a model was divided over processes; the others are told that this is the end."""
-    if "outrider.parallel.team" not in sys.modules:
+    if "outrider.parallel.process_group" not in sys.modules:
         return False
-    from ..parallel.team import Team
+    from ..parallel.process_group import ProcessGroup
 
-    if Team.here is None:
+    if ProcessGroup.here is None:
         return False
-    Team.here.close()
+    ProcessGroup.here.close()
     return True
 
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
+from ..models.builtin_configs import BUILTIN_CONFIGS
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.known import KNOWN
 from ..types import OutriderError
 from .common import out
 
@@ -26,7 +26,7 @@ def make_dummy(
 
     if fmt not in FORMATS:
         raise OutriderError(f"--format {fmt}: known are {', '.join(FORMATS)}")
-    known = SHAPES.get(model) or KNOWN.get(model)
+    known = SHAPES.get(model) or BUILTIN_CONFIGS.get(model)
     raw = dict(known) if known is not None and not Path(model).exists() else hub.resolve(model, weights=False).config
     drafter = "assistant" in str(raw.get("model_type")) or "backbone_hidden_size" in raw
     gguf = to.suffix == ".gguf"

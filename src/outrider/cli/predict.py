@@ -16,8 +16,8 @@ from rich.text import Text
 from ..bench import predict as model_of
 from ..bench import predict_trees as trees
 from ..bench import several, svg
-from ..models.known import KNOWN
-from ..spec import card
+from ..models.builtin_configs import BUILTIN_CONFIGS
+from ..spec import acceptance_profile
 from ..types import OutriderError
 from . import common
 from .common import out
@@ -118,12 +118,12 @@ def predict(
         _show_several(more, tensor_parallel, by)
 
 
-def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: int, bits: float | None) -> model_of.Setup:
+def _setup(model: str, drafter: str, on: model_of.Hardware, batch: int, context: int, bits: float | None) -> model_of.Setup:
     from ..weights import hub
 
     _, config, kept = read(model)
     where = hub.auto_drafter(model)[0] if drafter == "auto" else None if drafter == "none" else drafter
-    if drafter == "auto" and where is not None and where not in KNOWN and not Path(where).exists():
+    if drafter == "auto" and where is not None and where not in BUILTIN_CONFIGS and not Path(where).exists():
         where = None  # nothing is fetched for a prediction
     helper = read_drafter(where)[0] if where is not None else None
     if bits is not None:
@@ -131,7 +131,7 @@ def _setup(model: str, drafter: str, on: model_of.Machine, batch: int, context: 
     return model_of.Setup(config, helper, on, batch, context, per_weight(config, kept), stored=kept.total)
 
 
-def _card(model: str, drafter: str) -> card.Card | None:
+def _card(model: str, drafter: str) -> acceptance_profile.AcceptanceProfile | None:
     """What the drafter's own folder says of its acceptance."""
     from ..weights import hub
     from ..weights.files import fingerprint
@@ -140,10 +140,10 @@ def _card(model: str, drafter: str) -> card.Card | None:
     if where is None or not Path(where).exists():
         return None
     files = hub.resolve(where, "drafter")
-    return card.read(Path(files.path), fingerprint(files))
+    return acceptance_profile.read(Path(files.path), fingerprint(files))
 
 
-def _accepted(accept: str | None, setup: model_of.Setup, known: card.Card | None) -> model_of.Acceptance:
+def _accepted(accept: str | None, setup: model_of.Setup, known: acceptance_profile.AcceptanceProfile | None) -> model_of.Acceptance:
     """What was asked for; else the drafter's card; else what drafters are usually worth, and nothing without one."""
     if accept is not None or (setup.drafter is not None and known is None):
         return model_of.Acceptance.parse("0.72" if accept is None else accept)
@@ -152,7 +152,7 @@ def _accepted(accept: str | None, setup: model_of.Setup, known: card.Card | None
     return model_of.Acceptance.by_position(list(accumulate(known.accepted, mul)), f"the drafter's card ({known.judged} tokens judged)")
 
 
-def _here(model: str, bits: float | None) -> model_of.Machine:
+def _here(model: str, bits: float | None) -> model_of.Hardware:
     from ..bench.here import here
 
     if bits is not None or not model:

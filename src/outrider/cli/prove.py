@@ -42,7 +42,7 @@ def prove(
         common.sampling(temperature=heat, max_tokens=max_tokens)  # refused before anything is loaded
     texts = common.prompt_texts(prompts)
     llm = common.load_llm(model, load, as_json)
-    ids = [llm.asked(text, raw) for text in texts[:count]]
+    ids = [llm.encode_chat(text, raw) for text in texts[:count]]
     findings = []
     for finding in run(llm, ids, lengths, max_tokens, seed, heats):
         findings.append(finding)

@@ -17,9 +17,9 @@ from . import common
 from .common import err
 
 if TYPE_CHECKING:
-    from ..server.catalogue import Listed
-    from ..server.prepare import Backend
-    from ..server.shelf import Shelf
+    from ..server.catalogue import CatalogueEntry
+    from ..server.model_pool import ModelPool
+    from ..server.prepare import ServedModel
 
 
 Models = Annotated[
@@ -56,11 +56,11 @@ def serve(
     """
     with common.needs("the server needs", "serve"):
         from ..server import catalogue
+        from ..server.loaded_model import LoadedModel
         from ..server.main import address, listen
         from ..server.main import serve as run
-        from ..server.model import Model
-        from ..server.prepare import Backend
-        from ..server.turns import SPARE
+        from ..server.prepare import ServedModel
+        from ..server.turn_queue import SPARE
     from ..ops import place
 
     listed = catalogue.read(models)
@@ -78,16 +78,16 @@ def serve(
     listener = listen(settings.host, settings.port)  # before the model is loaded: a port in use should not cost a minute
     if max_concurrent is not None:
         load = replace(load, engine=replace(load.engine, max_batch=max_concurrent + SPARE))
-    served: Backend | Shelf
+    served: ServedModel | ModelPool
     if len(listed) == 1:
         llm = common.load_llm(listed[0].model, load)
         settings = replace(settings, max_concurrent=llm.engine.max_batch - SPARE)
-        served = Backend.of(llm, err.print)
+        served = ServedModel.of(llm, err.print)
     else:
         limit = None if memory is None else int(memory * 2**30)
         cuda = place(load.device).type == "cuda"
-        served = catalogue.shelf(listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda)
-        served.first.take(Model(served.first.name, served.first.load(), settings))
+        served = catalogue.model_pool(listed, lambda model: common.load_llm(model, load), load.engine, limit, settings, cuda)
+        served.first.take(LoadedModel(served.first.name, served.first.load(), settings))
     if not settings.loopback and not settings.api_keys:
         err.print(f"warning: {settings.host} can be reached from other machines and no API key is set", style="yellow")
     names = Text(", ").join(Text(one, "bold") for one in (settings.model_name, *(other.name for other in listed[1:])))
@@ -96,7 +96,7 @@ def serve(
     run(served, settings, listener)
 
 
-def several(listed: Sequence[Listed], name: str | None, load: LoadSettings, memory: float | None) -> None:
+def several(listed: Sequence[CatalogueEntry], name: str | None, load: LoadSettings, memory: float | None) -> None:
     """What makes no sense with more than one model."""
     if name is not None:
         raise OutriderError(f"--name is for one model: write name=MODEL, as in {name}={listed[0].model}")

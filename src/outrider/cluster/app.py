@@ -1,7 +1,7 @@
 """The cluster as a Ray Serve application: engine replicas, and an ingress that relays to them.
 
 `build` is the builder for `serve run outrider.cluster.app:build model=smollm2 replicas=2..8` and for KubeRay. Client -> Serve's HTTP
-proxy -> Ingress -> Engine. The ingress is a deployment of ours because Serve's proxy answers 500 when a replica dies under a request.
+proxy -> Ingress -> EngineReplica. The ingress is a deployment of ours because Serve's proxy answers 500 when a replica dies under a request.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from .config import ClusterConfig
-from .ingress import Forward, Ingress, Nobody, Refused, ReplicaLost, Taken
+from .ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused, TakenReplica
 from .router import PrefixRouter
 from .totals import Snapshot
 
@@ -35,7 +35,7 @@ MOST_RELAYED = 4096  # requests that one ingress holds at a time
 QUIET = LoggingConfig(enable_access_log=False)  # a line a request and replica is more than metrics and our own log say
 
 
-class Engine:
+class EngineReplica:
     """One replica: a whole Outrider engine and its app."""
 
     async def __init__(self, fields: dict[str, object]) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -47,8 +47,8 @@ class Engine:
         self._replica = Replica(name, backend, config.back())
         await self._replica.start()
 
-    async def answer(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
-        yield Taken(self._replica.name)
+    async def answer(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
+        yield TakenReplica(self._replica.name)
         async for batch in self._replica.answer(request):
             yield batch
 
@@ -70,7 +70,7 @@ class RayReplicas:
         self._handle = handle
         self._answer = handle.options(method_name="answer", stream=True)
 
-    async def send(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
+    async def send(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
         response = self._answer.remote(request)
         try:
             async for item in response:
@@ -78,9 +78,9 @@ class RayReplicas:
         except LOST as e:
             raise ReplicaLost from e
         except BackPressureError as e:
-            raise Refused from e
+            raise ReplicaRefused from e
         except DeploymentUnavailableError as e:
-            raise Nobody from e
+            raise NoReplica from e
         except BaseException:  # closed or cancelled
             response.cancel()
             raise
@@ -109,7 +109,7 @@ class _Relayed(Response):
         await self._ingress(scope, receive, told)
 
 
-class Front:
+class IngressApp:
     """The ingress deployment."""
 
     def __init__(self, engines: DeploymentHandle, fields: dict[str, object], keys: tuple[str, ...]) -> None:
@@ -126,12 +126,12 @@ FRONT_FIELDS = (
 )  # fmt: skip
 
 
-class Group(TypedDict, total=False):
+class PlacementGroup(TypedDict, total=False):
     placement_group_bundles: list[dict[str, float]]
     placement_group_strategy: str
 
 
-def grouped(config: ClusterConfig) -> Group:
+def grouped(config: ClusterConfig) -> PlacementGroup:
     """A tensor-parallel replica is a placement group: what all its processes take, in one bundle and so on one machine. The replica is the
     first process and starts the others itself, as `outrider serve` does: so it must see all their GPUs."""
     if config.load.tensor_parallel == 1:
@@ -151,7 +151,7 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
     )}  # fmt: skip
     engine_fields = {k: v for k, v in fields.items() if k not in ("replicas", "target_queue", "upscale_delay", "downscale_delay")}
     engines = serve.deployment(
-        Engine,
+        EngineReplica,
         name="Engine",
         ray_actor_options={"num_cpus": config.cpus_per_replica, "num_gpus": config.gpus_per_replica or 0},
         max_constructor_retry_count=1,  # a model that does not load once will not load the next time
@@ -170,7 +170,7 @@ def application(config: ClusterConfig, keys: tuple[str, ...] = ()) -> Applicatio
         **grouped(config),
     ).bind(engine_fields)
     front = serve.deployment(
-        Front, name="Ingress", num_replicas=config.ingresses, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MOST_RELAYED,
+        IngressApp, name="Ingress", num_replicas=config.ingresses, ray_actor_options={"num_cpus": 0}, max_ongoing_requests=MOST_RELAYED,
         graceful_shutdown_timeout_s=config.drain, graceful_shutdown_wait_loop_s=0.5, logging_config=QUIET,
     )  # fmt: skip
     return front.bind(engines, {k: v for k, v in fields.items() if k in FRONT_FIELDS}, keys)

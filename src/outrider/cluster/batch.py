@@ -14,10 +14,10 @@ from pathlib import Path
 import ray
 from ray.exceptions import RayActorError
 
-from ..server.batch import BatchRunner, Json, Line, Progress, keep_books, salt_of
+from ..server.batch import BatchLine, BatchProgress, BatchRunner, Json, keep_books, salt_of
 from ..types import OutriderError
 from .config import ClusterConfig
-from .pool import Pool, Worker, WorkerLost
+from .pool import Worker, WorkerLost, WorkerPool
 from .run import connect
 
 SHARES = 8  # batches of an engine that a worker is given at a time
@@ -35,7 +35,7 @@ class BatchEngine:
     def ready(self) -> bool:
         return True
 
-    def answer(self, lines: Sequence[Line]) -> Iterator[list[Json]]:
+    def answer(self, lines: Sequence[BatchLine]) -> Iterator[list[Json]]:
         for rows in self._runner.rows(iter(lines), set()):
             if rows:
                 yield rows
@@ -53,7 +53,7 @@ class RayWorker:
                 raise OutriderError(told[-1]) from None
             raise WorkerLost from e
 
-    def answer(self, lines: Sequence[Line]) -> Iterator[list[Json]]:
+    def answer(self, lines: Sequence[BatchLine]) -> Iterator[list[Json]]:
         try:
             for ref in self._actor.answer.options(num_returns="streaming").remote(list(lines)):
                 yield ray.get(ref)
@@ -67,9 +67,9 @@ def whole(
     requests: Path,
     out: Path,
     seed: int,
-    tell: Callable[[Progress], None],
+    tell: Callable[[BatchProgress], None],
     say: Callable[[str], None],
-) -> Progress:
+) -> BatchProgress:
     """The whole job: join a Ray cluster or start one, answer, and leave it as it was."""
     connect("auto", say)
     try:
@@ -81,12 +81,12 @@ def whole(
         ray.shutdown()
 
 
-def run(config: ClusterConfig, requests: Path, out: Path, seed: int, tell: Callable[[Progress], None]) -> Progress:
+def run(config: ClusterConfig, requests: Path, out: Path, seed: int, tell: Callable[[BatchProgress], None]) -> BatchProgress:
     """On the Ray that this process has joined."""
     placed = config.placed(ray.cluster_resources().get("GPU", 0.0))
 
     def make() -> Worker:
         return RayWorker(placed, seed)
 
-    pool = Pool(make, placed.replicas.high, SHARES * (placed.max_concurrent or 8))
+    pool = WorkerPool(make, placed.replicas.high, SHARES * (placed.max_concurrent or 8))
     return keep_books(requests, out, salt_of(placed.served_name, seed), pool.rows, tell)

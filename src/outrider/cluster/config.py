@@ -24,14 +24,14 @@ AS_IT_COMES = LoadSettings()
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaCount:
     """How many engines: at least `low`, at most `high`. Equal: a fixed number."""
 
     low: int
     high: int
 
     @classmethod
-    def parse(cls, text: str) -> Replicas:
+    def parse(cls, text: str) -> ReplicaCount:
         low, dots, high = text.partition("..")
         if not low.strip().isdigit() or (dots and not high.strip().isdigit()):
             raise ValueError
@@ -53,7 +53,7 @@ class ClusterConfig:
     """Each field with the rule that it is read by."""
 
     model: Annotated[str, Rule(_text, "a model's name, folder, .gguf file or Hugging Face id")]
-    replicas: Annotated[Replicas, Rule(_replicas, "a number such as 2, or bounds such as 2..8")] = Replicas(1, 1)
+    replicas: Annotated[ReplicaCount, Rule(_replicas, "a number such as 2, or bounds such as 2..8")] = ReplicaCount(1, 1)
     name: Annotated[str | None, TEXT] = None  # what clients call the model; default: as `outrider serve` names it
     host: Annotated[str, TEXT] = "127.0.0.1"
     port: Annotated[int, _whole(0, 65535)] = 8000
@@ -83,7 +83,7 @@ class ClusterConfig:
     @classmethod
     def of(cls, fields: Mapping[str, object], where: str = "") -> ClusterConfig:
         """From a file's or a command's fields. `where` begins every complaint."""
-        known: dict[str, Value | Replicas] = {}
+        known: dict[str, Value | ReplicaCount] = {}
         for raw, value in fields.items():
             name = str(raw).replace("-", "_")
             if name not in RULES:
@@ -131,7 +131,7 @@ class ClusterConfig:
         for name in RULES:
             value = load[name] if name in load else getattr(self, name)
             if value != DEFAULTS.get(name, ...):
-                out[name] = str(value) if isinstance(value, Replicas) else value
+                out[name] = str(value) if isinstance(value, ReplicaCount) else value
         return out
 
     @property
@@ -182,7 +182,7 @@ DEFAULTS: dict[str, object] = {
 
 @dataclass(frozen=True)
 class Rule:
-    read: Callable[[object], Value | Replicas]
+    read: Callable[[object], Value | ReplicaCount]
     allowed: str
 
 
@@ -219,10 +219,10 @@ def _number(low: float, over: bool = False) -> Rule:
     return Rule(read, f"a number, more than {low:g}" if over else f"a number, {low:g} or more")
 
 
-def _replicas(value: object) -> Replicas:
+def _replicas(value: object) -> ReplicaCount:
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise ValueError
-    return Replicas.parse(str(value))
+    return ReplicaCount.parse(str(value))
 
 
 def _option(name: str, option: Option) -> Rule:

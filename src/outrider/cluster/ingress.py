@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 from ..server.anthropic import AnthropicWire
 from ..server.call import ClientGone, unless_gone
 from ..server.errors import ApiError
-from ..server.limits import SECURITY_HEADERS, Guard
+from ..server.limits import SECURITY_HEADERS, RequestGuard
 from ..server.names import route_of
 from ..server.ollama import OllamaWire
 from ..server.responses import ResponsesWire
@@ -55,7 +55,7 @@ class Forward:
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakenReplica:
     """The first thing a replica says of a request: it has it."""
 
     replica: str
@@ -65,19 +65,19 @@ class ReplicaLost(Exception):
     """The replica that had the request is gone, or leaving."""
 
 
-class Refused(Exception):
+class ReplicaRefused(Exception):
     """Every replica is full, and as many requests wait as may."""
 
 
-class Nobody(Exception):
+class NoReplica(Exception):
     """There is no replica, and none is on its way."""
 
 
-class Replicas(Protocol):
+class ReplicaSet(Protocol):
     """The replicas, as the ingress sees them."""
 
-    def send(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
-        """Sends it to one replica: Taken, then the messages of its answer. Closed early, the replica drops the request."""
+    def send(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
+        """Sends it to one replica: TakenReplica, then the messages of its answer. Closed early, the replica drops the request."""
         ...
 
     async def snapshots(self) -> list[Snapshot]: ...
@@ -108,7 +108,7 @@ class _Answer:
 
 
 class Ingress:
-    def __init__(self, replicas: Replicas, settings: ServerSettings, retries: int, wait: float) -> None:
+    def __init__(self, replicas: ReplicaSet, settings: ServerSettings, retries: int, wait: float) -> None:
         self._replicas, self._retries, self._wait = replicas, retries, wait
         self.registry = CollectorRegistry()
         r = self.registry
@@ -118,7 +118,7 @@ class Ingress:
         self._left = Counter("outrider_cluster_cancelled", "Clients that left before their answer's end.", registry=r)
         self._answers = Counter("outrider_cluster_answers", "Answers of the ingress, by route and status.", ["route", "status"], registry=r)
         self._totals = Totals()
-        self._guard = Guard(self._route, settings, self._count)
+        self._guard = RequestGuard(self._route, settings, self._count)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._guard(scope, receive, send)
@@ -156,9 +156,9 @@ class Ingress:
                 if attempt < self._retries:
                     self._retried.inc()
                     log.warning("a replica was lost before its answer began: the request goes to another")
-            except (TimeoutError, Nobody):
+            except (TimeoutError, NoReplica):
                 break
-            except Refused:
+            except ReplicaRefused:
                 raise ApiError(429, "Every replica is full.", retry_after=1, code="server_full") from None
         self._nobody.inc()
         raise ApiError(503, "No replica can take the request now.", retry_after=5, code="no_replica")
@@ -168,7 +168,7 @@ class Ingress:
         async with aclosing(self._replicas.send(forward)) as messages:  # type: ignore[type-var]  # an async generator
             async with asyncio.timeout(self._wait):
                 first = await anext(messages, None)
-            if not isinstance(first, Taken):
+            if not isinstance(first, TakenReplica):
                 raise ReplicaLost
             ended = False
             async for batch in messages:

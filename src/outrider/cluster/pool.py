@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from ..server.batch import BadLine, Json, Line, bad_row, claim, failed_row, todo
+from ..server.batch import BadLine, BatchLine, Json, bad_row, claim, failed_row, todo
 from ..types import OutriderError
 
 MOST_DEATHS = 3
@@ -24,23 +24,23 @@ class WorkerLost(Exception):
 
 
 class Worker(Protocol):
-    def answer(self, lines: Sequence[Line]) -> Iterator[list[Json]]:
+    def answer(self, lines: Sequence[BatchLine]) -> Iterator[list[Json]]:
         """Results as they come, in any order. WorkerLost: there will be no more."""
         ...
 
 
-class Pool:
+class WorkerPool:
     def __init__(self, make: Callable[[], Worker], workers: int, share: int) -> None:
         """`share`: lines that a worker is given at a time."""
         self._make, self._workers, self._share = make, workers, share
         self._lock = threading.Lock()
         self._results: queue.Queue[list[Json] | Exception | None] = queue.Queue()
-        self._back: deque[Line] = deque()  # lines of workers that died
+        self._back: deque[BatchLine] = deque()  # lines of workers that died
         self._deaths: Counter[str] = Counter()
         self._stopping = False
         self.lost = 0  # workers
 
-    def rows(self, lines: Iterator[Line], finished: set[str]) -> Iterator[list[Json]]:
+    def rows(self, lines: Iterator[BatchLine], finished: set[str]) -> Iterator[list[Json]]:
         names: set[str] = set()
         fresh = todo(lines, finished, names)
         threads = [threading.Thread(target=self._work, args=(fresh, names), daemon=True) for _ in range(self._workers)]
@@ -63,7 +63,7 @@ class Pool:
 
     # ---- on a worker's thread
 
-    def _work(self, fresh: Iterator[Line], names: set[str]) -> None:
+    def _work(self, fresh: Iterator[BatchLine], names: set[str]) -> None:
         worker: Worker | None = None
         unmade = 0  # in a row
         try:
@@ -94,9 +94,9 @@ class Pool:
         except Exception as e:
             self._results.put(e)
 
-    def _take(self, fresh: Iterator[Line], names: set[str]) -> list[Line]:
+    def _take(self, fresh: Iterator[BatchLine], names: set[str]) -> list[BatchLine]:
         """The next lines; what is no request is answered at once."""
-        taken: list[Line] = []
+        taken: list[BatchLine] = []
         with self._lock:
             while len(taken) < self._share and not self._stopping:
                 if self._back:
@@ -112,7 +112,7 @@ class Pool:
                     self._results.put([bad_row(line, e)])
         return taken
 
-    def _lost(self, lines: list[Line]) -> None:
+    def _lost(self, lines: list[BatchLine]) -> None:
         with self._lock:
             self.lost += 1
             self._deaths.update(line.id for line in lines)

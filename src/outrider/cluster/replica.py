@@ -16,25 +16,25 @@ from starlette.types import Message, Receive, Scope
 
 from ..llm import LLM
 from ..server.app import create_app
-from ..server.prepare import Backend
+from ..server.prepare import ServedModel
 from ..server.settings import ServerSettings
-from ..server.turns import SPARE
+from ..server.turn_queue import SPARE
 from .config import ClusterConfig
 from .ingress import Forward
 from .totals import Snapshot
 
 
-def load(config: ClusterConfig) -> Backend:
+def load(config: ClusterConfig) -> ServedModel:
     """What `outrider serve` would load."""
     assert config.max_concurrent is not None, "not placed"
     llm = LLM.load(config.model, config.load, engine=replace(config.load.engine, max_batch=config.max_concurrent + SPARE))
     if llm.team is not None:
         llm.team.watch.grace = 0.0  # the ingress sends what was running here to another replica: an error of ours would end it
-    return Backend.of(llm)
+    return ServedModel.of(llm)
 
 
 class Replica:
-    def __init__(self, name: str, backend: Backend, settings: ServerSettings) -> None:
+    def __init__(self, name: str, backend: ServedModel, settings: ServerSettings) -> None:
         self.name = name
         self._app: FastAPI = create_app(backend, settings)
         self._server = self._app.state.server

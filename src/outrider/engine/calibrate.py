@@ -13,7 +13,7 @@ from ..spec.cost import CostKey, CostTable, agrees, measure
 from ..spec.draft_model import DraftModel
 from ..spec.plan import branching
 from .engine import Engine
-from .stock import BATCHES
+from .graph_dispatch import BATCHES
 
 BUDGET_S = 3.0
 CAPTURING_S = 12.0  # where every cell is a graph to be captured first
@@ -24,14 +24,14 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
     the next start."""
     found = CostTable.load(path, key) if path is not None else None
     fastest = engine.executors[0]
-    if found is not None and fastest.behind:
+    if found is not None and fastest.async_results:
         return found  # nobody else uses the GPU, so it stays true; and checking it would mean capturing graphs
     name = engine.drafter.name if engine.drafter is not None else None
     contexts = [c for c in (256, 2048) if c + 32 < engine.max_context] or [max(1, engine.max_context // 2)]
-    whole = name is not None and fastest.name == "host" and fastest.times(name)  # the draft is timed within its cycle, as it runs
+    whole = name is not None and fastest.name == "host" and fastest.can_probe(name)  # the draft is timed within its cycle, as it runs
 
     def probe(part: str, batch: int, k: int, context: int) -> None:
-        next(e for e in engine.executors if e.times(part)).probe(part, batch, k, context)
+        next(e for e in engine.executors if e.can_probe(part)).probe(part, batch, k, context)
 
     try:
         if found is not None and agrees(found, probe, name, contexts[0], whole=whole):
@@ -41,15 +41,15 @@ def calibrate(engine: Engine, key: CostKey, path: Path | None) -> CostTable:
             drafters=(name,) if name is not None else (),
             batches=[b for b in BATCHES if b <= engine.max_batch],
             contexts=contexts,
-            budget_s=CAPTURING_S if fastest.behind else BUDGET_S,
+            budget_s=CAPTURING_S if fastest.async_results else BUDGET_S,
             key=key,
             whole=whole,
-            trees=(branching(name),) if name is not None and fastest.behind and fastest.trees else (),
+            trees=(branching(name),) if name is not None and fastest.async_results and fastest.trees else (),
             readers=(name,) if name is not None and isinstance(engine.drafter, DraftModel) else (),
-            alone=fastest.behind,
+            alone=fastest.async_results,
         )
     finally:
-        engine.machine.close_scratch()
+        engine.runner.close_scratch()
     if path is not None:
         with suppress(OSError):  # a cache that cannot be written is measured again next time
             table.save(path)

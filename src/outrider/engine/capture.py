@@ -1,4 +1,4 @@
-"""A function captured as a CUDA graph (`Graph`), and the memory that several graphs share (`Pool`).
+"""A function captured as a CUDA graph (`Graph`), and the memory that several graphs share (`GraphPool`).
 
 `Graph` runs its function once, captures it, and `replay` runs the captured kernels again on the same tensors. On a device without graphs
 `replay` calls the function itself, so code that uses it is tested on the CPU.
@@ -15,7 +15,7 @@ from torch import Tensor
 ONE = threading.Lock()  # torch captures one graph at a time in a process, and another model may be loading in another thread
 
 
-class Pool:
+class GraphPool:
     """Memory that graphs share. It keeps a graph of its own for as long as it lives, since a pool whose last graph is gone must not be
     captured into again."""
 
@@ -34,7 +34,7 @@ class Pool:
 class Graph:
     """A captured function of no arguments. `result` is what it returned: on a GPU the same tensor after every replay."""
 
-    def __init__(self, fn: Callable[[], Tensor | None], device: torch.device, pool: Pool | None = None):
+    def __init__(self, fn: Callable[[], Tensor | None], device: torch.device, pool: GraphPool | None = None):
         """Runs fn once (kernels are compiled, caches filled) before it is captured. pool: graphs that never run at the
         same time may share their memory."""
         self.fn = fn
@@ -44,7 +44,7 @@ class Graph:
             with ONE:
                 self._capture(device, pool)
 
-    def _capture(self, device: torch.device, pool: Pool | None) -> None:
+    def _capture(self, device: torch.device, pool: GraphPool | None) -> None:
         side = torch.cuda.Stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..ops.backend import Backend
 from ..spec.choose import SamplingBatch, accept
-from ..spec.nets import Target
+from ..spec.protocols import Target
 from ..spec.rejection import randomness
 from ..types import Draft, KVPages, Verdict
 from .tree import Tree
@@ -66,7 +66,7 @@ class CycleInput:
     rows: Rows
     slots: Tensor  # int64 [B] cache slots
     last: Tensor  # int64 [B]
-    length: Tensor  # int64 [B]
+    position: Tensor  # int64 [B]
     sampling: SamplingBatch
     ops: Backend
     max_context: int  # host bound of length + K + 1
@@ -76,7 +76,7 @@ class CycleInput:
     @property
     def positions(self) -> Tensor:
         """[R]: where each row's token stands in its text."""
-        return self.rows.positions(self.length) if self.tree is None else self.length[self.rows.seq] + self.tree.depth
+        return self.rows.positions(self.position) if self.tree is None else self.position[self.rows.seq] + self.tree.depth
 
 
 @dataclass
@@ -98,21 +98,21 @@ def cycle(
     """pages: of the B sequences. override: benchmarks replace the verdict by an assumed one; nobody else may."""
     rows = x.rows
     if draft is None:
-        draft = Draft(x.length.new_empty((x.length.shape[0], 0)), torch.zeros_like(x.length))
+        draft = Draft(x.position.new_empty((x.position.shape[0], 0)), torch.zeros_like(x.position))
     ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1)) if rows.k else x.last  # [R]
 
     kv = pages.view(x.positions, rows.seq, rows.start, rows.k + 1, x.max_context)
     if x.tree is not None:
-        kv.places, kv.paths = rows.positions(x.length), x.tree.paths
+        kv.kv_slots, kv.ancestors = rows.positions(x.position), x.tree.ancestors
     out = model.forward(ids, kv, taps)  # K/V written
     features, logits = out.features, model.logits(out.hidden)  # [R, H·(1 + taps)], [R, V]
 
     verdict = verify(logits, draft, x)
     if override is not None:
-        verdict = override(verdict, draft, x.length)
+        verdict = override(verdict, draft, x.position)
     if verdict.rows is not None:
         specs = [model.config.layers[layer].attn for layer in model.config.kv_layers]
-        model.ops.keep_path(verdict.rows, verdict.accepted, x.length, specs, kv)
+        model.ops.compact_kv(verdict.rows, verdict.accepted, x.position, specs, kv)
         features = features[rows.start[:-1] + verdict.rows[:, -1]]
     elif rows.k:
         features = features[rows.start[:-1] + verdict.accepted]  # [B] rows whose choice is the next newest token
@@ -128,19 +128,19 @@ def cut(draft: Draft, k: int) -> Draft:
 def verify_coupled(logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
     """The target chooses at every row with noise that depends on (seed, position) alone; a draft is right while it is equal."""
     rows, sampling, tree = x.rows, x.sampling, x.tree
-    position = x.positions + 1 if sampling.any_hot else x.length  # of the token being chosen; greedy: not read
+    position = x.positions + 1 if sampling.any_sampled else x.position  # of the token being chosen; greedy: not read
     mask = x.masks(draft.tokens) if x.masks is not None else None
     if tree is not None:
         ids = rows.flat(torch.cat((x.last[:, None], draft.tokens), dim=1))  # [R]
         lines = tree.lines(ids, rows.start, rows.seq) if sampling.looks_back else None
         z = sampling.process(logits, rows.seq, tree.depth, draft.tokens, mask, lines)
-        return tree.walk(sampling.choose(z, rows.seq, position, x.ops), ids, rows.start, rows.seq, x.ops)
+        return tree.accept_path(sampling.choose(z, rows.seq, position, x.ops), ids, rows.start, rows.seq, x.ops)
     z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
     chosen = sampling.choose(z, rows.seq, position, x.ops)  # [R]
     if not rows.k:
-        none = torch.zeros_like(x.length)
+        none = torch.zeros_like(x.position)
         return Verdict(none, chosen[:, None], none + 1)
-    return accept(spread(chosen, rows, x.length.shape[0]), draft)
+    return accept(spread(chosen, rows, x.position.shape[0]), draft)
 
 
 def verify_drawn(rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], logits: Tensor, draft: Draft, x: CycleInput) -> Verdict:
@@ -148,8 +148,8 @@ def verify_drawn(rule: Callable[[Tensor, Draft, Tensor, Tensor], Verdict], logit
     rows, sampling = x.rows, x.sampling
     mask = x.masks(draft.tokens) if x.masks is not None else None
     z = sampling.process(logits, rows.seq, rows.offset, draft.tokens, mask)
-    p = spread(sampling.probs(z, rows.seq), rows, x.length.shape[0])  # [B, K + 1, V]
-    u, noise = randomness(sampling.seed, x.length + 1, rows.k, p.shape[-1])
+    p = spread(sampling.probs(z, rows.seq), rows, x.position.shape[0])  # [B, K + 1, V]
+    u, noise = randomness(sampling.seed, x.position + 1, rows.k, p.shape[-1])
     return rule(p, draft, u, noise)
 
 

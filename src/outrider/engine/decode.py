@@ -14,19 +14,19 @@ import torch
 from torch import Tensor
 
 from ..cache.store import KVStore
-from ..ops.trees import Planted
+from ..ops.trees import FixedTree
 from ..spec.choose import OFF, SamplingBatch
 from ..spec.drafter import DraftBatch
 from ..spec.mtp import MTPDrafter
-from ..spec.nets import Target
+from ..spec.protocols import Target
 from ..types import MAX_DRAFT, Draft, KVPages, Verdict
 from .cycle import CycleInput, Rows, cycle, verify_coupled
-from .history import NOTHING, Asks, History
+from .slot_sampling import NO_FEATURES, SamplingFeatures, SlotSamplingState
 from .tree import Tree
 
 KNOWN = 2 * MAX_DRAFT + 1  # guesses of the host for one sequence: a draft, and before it as many tokens as the step in flight may add
-Choosing = Literal["greedy", "hot", "head 64", "head 1024", "sort"]  # how candidates are found: the cheapest that serves all rows
-Source = Literal["drafter", "host", "both", "drafted"]  # drafted: by another graph just before, as masks depend on the drafts
+Choosing = Literal["greedy", "sampled", "head 64", "head 1024", "sort"]  # how candidates are found: the cheapest that serves all rows
+DraftSource = Literal["drafter", "host", "both", "drafted"]  # drafted: by another graph just before, as masks depend on the drafts
 Override = Callable[[Verdict, Draft, Tensor], Verdict]  # (verdict, draft, length): only benchmarks have one
 
 
@@ -38,9 +38,9 @@ class Key:
     k: int
     context: int  # no position of a replay may reach it
     choosing: Choosing
-    source: Source | None  # where drafts come from; None: K = 0
+    source: DraftSource | None  # where drafts come from; None: K = 0
     part: Literal["cycle", "draft"] = "cycle"  # draft: only the guess, which is left in Inputs.drafted
-    asks: Asks = NOTHING
+    asks: SamplingFeatures = NO_FEATURES
     nodes: int = 0  # tokens of a tree of drafts, k deep; 0: a line of k
 
     @property
@@ -54,7 +54,7 @@ class State:
     """Where each slot's sequence stands, on the device. The last row is that of the rows that fill up a batch."""
 
     last: Tensor  # int64 [S + 1] the newest token
-    length: Tensor  # int64 [S + 1] its position
+    position: Tensor  # int64 [S + 1] its position
     features: Tensor  # [S + 1, H·(1 + taps)]
 
     @staticmethod
@@ -75,7 +75,7 @@ class Inputs:
     guesses: Tensor  # int64 [N, KNOWN] what it expects behind that position
     drafted: Tensor  # int64 [N, MAX_DRAFT] left here by a graph of part "draft"
     temperature: Tensor  # float32 [N], and so on as in SamplingBatch
-    hot: Tensor
+    sampled: Tensor
     seed: Tensor
     top_k: Tensor
     top_p: Tensor
@@ -93,12 +93,12 @@ class Inputs:
 
     def sampling(self, batch: int, choosing: Choosing) -> SamplingBatch:
         """The rows' parameters as views: what is uploaded later is seen. A filter that a row does not ask for is off in its values."""
-        filters = choosing not in ("greedy", "hot")
+        filters = choosing not in ("greedy", "sampled")
         heads = {"head 64": 64, "head 1024": 1024, "sort": None}
         return SamplingBatch(
-            temperature=self.temperature[:batch], hot=self.hot[:batch], seed=self.seed[:batch], out_len=torch.zeros_like(self.seed[:batch]),
+            temperature=self.temperature[:batch], sampled=self.sampled[:batch], seed=self.seed[:batch], out_len=torch.zeros_like(self.seed[:batch]),
             top_k=self.top_k[:batch], top_p=self.top_p[:batch], min_logp=self.min_logp[:batch],
-            any_hot=choosing != "greedy", any_filter=filters, any_top_k=filters, any_top_p=filters,
+            any_sampled=choosing != "greedy", any_filter=filters, any_top_k=filters, any_top_p=filters,
             head=heads.get(choosing, 1), penalties=None, bias=None, bad_words=None, stops=None, min_tokens=None,
         )  # fmt: skip
 
@@ -134,8 +134,8 @@ def allowed(bits: Tensor, vocab: int) -> Tensor:
 
 def decode_step(
     model: Target, store: KVStore, drafter: MTPDrafter | None, state: State, inputs: Inputs, key: Key, out: Output,
-    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | Planted] | None = None, advance: bool = True,
-    history: History | None = None, bits: Tensor | None = None,
+    override: Override | None = None, propose: Callable[[Tensor, Tensor], Draft | FixedTree] | None = None, advance: bool = True,
+    history: SlotSamplingState | None = None, bits: Tensor | None = None,
 ) -> Callable[[], Tensor | None]:  # fmt: skip
     """The function that is captured. Leaves what was emitted in `out` and the next inputs in `state` (advance=False: the state stays,
     every run does the same work); returns the logits [R, V]. propose: a stand-in drafter. history, bits [R, V / 32]: what some requests
@@ -147,7 +147,7 @@ def decode_step(
     taps = drafter.taps if drafter is not None else ()
     ids, nothing = [""] * b, [[]] * b  # type: ignore[var-annotated]
 
-    def guess(last: Tensor, length: Tensor, pages: KVPages) -> Draft | Planted:
+    def guess(last: Tensor, length: Tensor, pages: KVPages) -> Draft | FixedTree:
         if propose is not None:
             return propose(last, length)
         if key.source == "drafted":
@@ -158,14 +158,14 @@ def decode_step(
         kv = pages.view(length - 1, each, each_start, 1, key.context)
         batch = DraftBatch(ids, nothing, last, length, state.features.index_select(0, slots), kv, bare, False, model.ops, vocab)
         if key.nodes:
-            return drafter.plant(batch, k, key.nodes)
+            return drafter.build_fixed_tree(batch, k, key.nodes)
         tokens = drafter.propose(batch, k).tokens
         if key.source == "both":
             tokens = torch.where(inputs.by_host[:b, None], inputs.known(b, k, length), tokens)
         return Draft(tokens, limit)
 
     def once() -> Tensor | None:
-        last, length = state.last.index_select(0, slots), state.length.index_select(0, slots)
+        last, length = state.last.index_select(0, slots), state.position.index_select(0, slots)
         pages = store.pages_of(slots, key.context)  # gathered once: drafter and target look through them at different positions
         if key.part == "draft":
             inputs.drafted[:b, : key.drafted].copy_(guess(last, length, pages).tokens)
@@ -176,19 +176,19 @@ def decode_step(
         if bits is not None:
             x.masks = lambda drafts: allowed(bits[: b * (k + 1)], vocab)
         draft = guess(last, length, pages) if k else None
-        if isinstance(draft, Planted):
-            x.tree, draft = Tree(draft.depth, draft.paths, draft.above, limit), Draft(draft.tokens, limit)
+        if isinstance(draft, FixedTree):
+            x.tree, draft = Tree(draft.depth, draft.ancestors, draft.parent_rows, limit), Draft(draft.tokens, limit)
         done = cycle(model, pages, draft, verify_coupled, taps, x, override)
         verdict, told = done.verdict, [done.verdict.tokens]
         if x.tree is not None and verdict.rows is not None:
-            told += [verdict.rows, x.tree.above.view(b, -1)]
+            told += [verdict.rows, x.tree.parent_rows.view(b, -1)]
         torch.cat((*told, verdict.counts[:, None]), 1, out=out.tokens)
         if out.logprobs is not None:
             out.logprobs.copy_(model.ops.logprob_rows(done.logits, rows.flat(verdict.tokens), key.asks.logprobs))
         if advance:
             newest = verdict.tokens.gather(1, verdict.accepted[:, None])[:, 0] if k else verdict.tokens[:, 0]
             state.last.index_copy_(0, slots, newest)
-            state.length.index_copy_(0, slots, torch.minimum(length + verdict.counts, cap))
+            state.position.index_copy_(0, slots, torch.minimum(length + verdict.counts, cap))
             if drafter is not None:
                 state.features.index_copy_(0, slots, done.features)
             if history is not None:

@@ -18,13 +18,13 @@ from ..config import Verify
 from ..spec.choose import SamplingBatch
 from ..spec.draft_model import DraftModel
 from ..spec.drafter import DraftBatch
-from ..spec.plan import READING, Branches, reading
+from ..spec.plan import READING, VerifiedTree, reading
 from ..spec.rejection import verify_block, verify_rejection
 from ..types import Draft, SamplingParams, Verdict
 from .cycle import CycleInput, Rows, cut, cycle, logprobs, verify_coupled, verify_drawn
-from .machine import Machine
 from .metrics import Metrics
-from .step import Emitted, Executor, Flight, Lane, Seq, StepBatch
+from .model_runner import ModelRunner
+from .step import Emitted, Executor, PendingStep, ScheduledSeq, Seq, StepBatch
 from .tree import Tree, grammar_masks
 
 log = logging.getLogger("outrider")
@@ -40,12 +40,12 @@ def confidences(row: list[float]) -> list[float]:
     return row[:-1] if row and row[-1] == 0.0 else row
 
 
-def switch_off(drafter: str, lanes: Sequence[Lane], error: Exception, metrics: Metrics) -> None:
+def switch_off(drafter: str, scheduled: Sequence[ScheduledSeq], error: Exception, metrics: Metrics) -> None:
     """The drafter failed on these: they go on plainly."""
     reason = f"{type(error).__name__}: {error}".splitlines()[0]
-    log.warning("drafter %s switched off for %d request(s): %s", drafter, len(lanes), reason)
-    for lane in lanes:
-        lane.seq.stats.drafter_off = reason
+    log.warning("drafter %s switched off for %d request(s): %s", drafter, len(scheduled), reason)
+    for item in scheduled:
+        item.seq.stats.drafter_off = reason
     metrics.drafter_failures += 1
 
 
@@ -54,63 +54,63 @@ class EagerExecutor(Executor):
 
     name = "eager"
 
-    def __init__(self, machine: Machine, verify: Verify, metrics: Metrics):
-        self.machine, self.verify, self.sampled, self.metrics = machine, VERIFY[verify], verify != "coupled", metrics
+    def __init__(self, runner: ModelRunner, verify: Verify, metrics: Metrics):
+        self.runner, self.verify, self.own_noise, self.metrics = runner, VERIFY[verify], verify != "coupled", metrics
 
     def takes(self, batch: StepBatch) -> bool:
         return True
 
-    def launch(self, batch: StepBatch) -> Flight:
+    def launch(self, batch: StepBatch) -> PendingStep:
         if batch.prompts:
-            self.machine.prompts(batch.prompts)
-        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], self.machine.clock())
+            self.runner.prompts(batch.prompts)
+        pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], self.runner.clock())
         if batch.decode:
-            flight.payload = self._run(batch)
-            lanes = batch.decode
-            flight.width, flight.context = sum(lane.k for lane in lanes) / len(lanes), sum(len(x.seq.tokens) for x in lanes) // len(lanes)
-        return flight
+            pending.payload = self._run(batch)
+            scheduled = batch.decode
+            pending.width, pending.context = sum(item.k for item in scheduled) / len(scheduled), sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
+        return pending
 
-    def read(self, flight: Flight) -> list[Emitted]:
-        return flight.payload or []  # type: ignore[return-value]
+    def read(self, pending: PendingStep) -> list[Emitted]:
+        return pending.payload or []  # type: ignore[return-value]
 
     @torch.inference_mode()
     def _run(self, batch: StepBatch) -> list[Emitted]:
-        machine, lanes = self.machine, batch.decode
-        seqs = [lane.seq for lane in lanes]
-        x = self._input(lanes, machine.sampling(seqs))
+        runner, scheduled = self.runner, batch.decode
+        seqs = [item.seq for item in scheduled]
+        x = self._input(scheduled, runner.sampling(seqs))
         draft: Draft | None = None
         if x.rows.k:
-            draft = self.propose(lanes, x, batch.trust)
+            draft = self.propose(scheduled, x, batch.trust)
             # on a CPU reading the lengths is free, and a tree is built by the host anyway: verify no more rows than were drafted
-            if machine.device.type == "cpu" or draft.parents is not None or any(lane.nodes for lane in lanes):
-                for lane, k in zip(lanes, draft.lengths.tolist()):
-                    lane.k = k
-                x.rows = Rows.of(tuple(lane.k for lane in lanes), machine.device)
+            if runner.device.type == "cpu" or draft.parents is not None or any(item.nodes for item in scheduled):
+                for item, k in zip(scheduled, draft.lengths.tolist()):
+                    item.k = k
+                x.rows = Rows.of(tuple(item.k for item in scheduled), runner.device)
                 draft = cut(draft, x.rows.k)
-        parents = [list(range(lane.k)) for lane in lanes]  # of lines
+        parents = [list(range(item.k)) for item in scheduled]  # of lines
         if draft is not None and draft.parents is not None:
-            parents = [line[: lane.k] for line, lane in zip(draft.parents.tolist(), lanes)]
-            x.tree = Tree.of(parents, machine.device)
+            parents = [line[: item.k] for line, item in zip(draft.parents.tolist(), scheduled)]
+            x.tree = Tree.of(parents, runner.device)
         if any(s.answer.matcher for s in seqs):
             matchers = [s.answer.matcher for s in seqs]
-            x.masks = lambda drafts: grammar_masks(matchers, parents, drafts.tolist(), machine.vocab).to(machine.device)
-        machine.store.flush()
-        pages = machine.store.pages_of(x.slots, x.max_context)
-        out = cycle(machine.model, pages, draft if x.rows.k else None, self.verify, machine.taps, x)
-        machine.features.index_copy_(0, x.slots, out.features)
+            x.masks = lambda drafts: grammar_masks(matchers, parents, drafts.tolist(), runner.vocab).to(runner.device)
+        runner.store.flush()
+        pages = runner.store.pages_of(x.slots, x.max_context)
+        out = cycle(runner.model, pages, draft if x.rows.k else None, self.verify, runner.taps, x)
+        runner.features.index_copy_(0, x.slots, out.features)
         x.sampling.commit(out.verdict.tokens, out.verdict.counts)
         tokens, counts = out.verdict.tokens.tolist(), out.verdict.counts.tolist()  # the only wait of a cycle
         emitted = [line[:n] for line, n in zip(tokens, counts)]
         top = self._logprobs(seqs, x.rows, out.logits, out.verdict, emitted)
         sure = draft.confidence.tolist() if draft is not None and draft.confidence is not None else None
         confidence = [  # a copy of earlier text has none
-            None if sure is None or lane.drafter in (None, "ngram") else confidences(sure[i][: lane.k + 1]) for i, lane in enumerate(lanes)
+            None if sure is None or item.drafter in (None, "ngram") else confidences(sure[i][: item.k + 1]) for i, item in enumerate(scheduled)
         ]
-        trees: list[Branches | None] = [None] * len(lanes)
+        trees: list[VerifiedTree | None] = [None] * len(scheduled)
         if out.verdict.rows is not None and draft is not None:
             drafted = draft.tokens.tolist()
             paths = out.verdict.rows.tolist()
-            trees = [Branches.of(parents[i], path[1 : counts[i]], None, drafted[i][: lanes[i].k]) for i, path in enumerate(paths)]
+            trees = [VerifiedTree.of(parents[i], path[1 : counts[i]], None, drafted[i][: scheduled[i].k]) for i, path in enumerate(paths)]
         return [Emitted(*each) for each in zip(emitted, top, confidence, trees, strict=True)]
 
     def _logprobs(
@@ -121,7 +121,7 @@ class EagerExecutor(Executor):
         if most is None:
             return [None] * len(seqs)
         start: Sequence[int]
-        logprob_rows = self.machine.model.ops.logprob_rows
+        logprob_rows = self.runner.model.ops.logprob_rows
         if verdict.rows is not None:  # of a tree, the rows of the path
             width = verdict.rows.shape[1]
             which = (rows.start[:-1, None] + verdict.rows).reshape(-1)
@@ -130,119 +130,119 @@ class EagerExecutor(Executor):
             table, start = logprob_rows(logits, rows.flat(verdict.tokens), most).tolist(), rows.start.tolist()
         return [None if n is None else logprobs(table[start[i] :], emitted[i], n) for i, n in enumerate(asked)]
 
-    def _input(self, lanes: Sequence[Lane], sampling: SamplingBatch) -> CycleInput:
-        device = self.machine.device
+    def _input(self, scheduled: Sequence[ScheduledSeq], sampling: SamplingBatch) -> CycleInput:
+        device = self.runner.device
         as_long = lambda values: torch.tensor(values, dtype=torch.int64, device=device)  # noqa: E731
         return CycleInput(
-            rows=Rows.of(tuple(lane.most for lane in lanes), device),
-            slots=as_long([lane.slot for lane in lanes]),
-            last=as_long([lane.seq.tokens[-1] for lane in lanes]),
-            length=as_long([lane.start for lane in lanes]),
+            rows=Rows.of(tuple(item.most for item in scheduled), device),
+            slots=as_long([item.slot for item in scheduled]),
+            last=as_long([item.seq.tokens[-1] for item in scheduled]),
+            position=as_long([item.start for item in scheduled]),
             sampling=sampling,
-            ops=self.machine.model.ops,
-            max_context=max(lane.start + 1 + lane.most for lane in lanes),
+            ops=self.runner.model.ops,
+            max_context=max(item.start + 1 + item.most for item in scheduled),
         )
 
     # ---- drafting: every sequence's draft from the drafter chosen for it, as one batch of tensors -----------------------------
-    def propose(self, lanes: Sequence[Lane], x: CycleInput, trust: Sequence[float] | None) -> Draft:
-        """`trust`: acceptance by confidence, where drafts may end themselves (spec.plan.Choice)."""
-        k, device = x.rows.k, self.machine.device
-        rest = [i for i, lane in enumerate(lanes) if lane.k and lane.guess is None]
+    def propose(self, scheduled: Sequence[ScheduledSeq], x: CycleInput, trust: Sequence[float] | None) -> Draft:
+        """`trust`: acceptance by confidence, where drafts may end themselves (spec.plan.DraftPlan)."""
+        k, device = x.rows.k, self.runner.device
+        rest = [i for i, item in enumerate(scheduled) if item.k and item.guess is None]
         draft: Draft | None = None
         if rest:
             try:
-                draft = self._checked(self._neural(lanes, rest, x, trust), [lanes[i] for i in rest])
+                draft = self._checked(self._neural(scheduled, rest, x, trust), [scheduled[i] for i in rest])
             except Exception as error:
-                assert self.machine.drafter is not None
-                switch_off(self.machine.drafter.name, [lanes[i] for i in rest], error, self.metrics)
+                assert self.runner.drafter is not None
+                switch_off(self.runner.drafter.name, [scheduled[i] for i in rest], error, self.metrics)
             else:
-                if len(rest) == len(lanes):
+                if len(rest) == len(scheduled):
                     return replace(draft, lengths=torch.minimum(draft.lengths, x.rows.limit).clamp(min=0))
-        tokens = torch.zeros((len(lanes), k), dtype=torch.int64, device=device)
-        lengths = torch.zeros(len(lanes), dtype=torch.int64, device=device)
+        tokens = torch.zeros((len(scheduled), k), dtype=torch.int64, device=device)
+        lengths = torch.zeros(len(scheduled), dtype=torch.int64, device=device)
         q: Tensor | None = None
         confidence: Tensor | None = None
         parents: Tensor | None = None
-        for i, lane in enumerate(lanes):
-            if lane.k and lane.guess is not None:
-                tokens[i, : lane.k] = torch.tensor(lane.guess[: lane.k], dtype=torch.int64, device=device)
-                lengths[i] = lane.k
+        for i, item in enumerate(scheduled):
+            if item.k and item.guess is not None:
+                tokens[i, : item.k] = torch.tensor(item.guess[: item.k], dtype=torch.int64, device=device)
+                lengths[i] = item.k
         if draft is not None:
             at = torch.tensor(rest, device=device)
             width = draft.tokens.shape[1]
             tokens[at, :width] = draft.tokens
             lengths[at] = torch.minimum(draft.lengths, x.rows.limit[at]).clamp(min=0)
             if draft.q is not None:
-                q = torch.zeros((len(lanes), k, draft.q.shape[-1]), dtype=draft.q.dtype, device=device)
+                q = torch.zeros((len(scheduled), k, draft.q.shape[-1]), dtype=draft.q.dtype, device=device)
                 q.scatter_(2, tokens[:, :, None], 1.0)  # the others are point masses
                 q[at, :width] = draft.q
             if draft.confidence is not None:
-                confidence = torch.zeros((len(lanes), k), device=device)
+                confidence = torch.zeros((len(scheduled), k), device=device)
                 confidence[at, :width] = draft.confidence
             if draft.parents is not None:
-                parents = torch.arange(k, device=device).repeat(len(lanes), 1)
+                parents = torch.arange(k, device=device).repeat(len(scheduled), 1)
                 parents[at, :width] = draft.parents
         return Draft(tokens, lengths, q, confidence, parents)
 
-    def _checked(self, draft: Draft, lanes: Sequence[Lane]) -> Draft:
-        size, k = len(lanes), max(lane.k for lane in lanes)
+    def _checked(self, draft: Draft, scheduled: Sequence[ScheduledSeq]) -> Draft:
+        size, k = len(scheduled), max(item.k for item in scheduled)
         if draft.parents is not None:
             before = torch.arange(draft.parents.shape[1], device=draft.parents.device)
             if draft.parents.shape != draft.tokens.shape or not bool(((draft.parents >= 0) & (draft.parents <= before)).all()):
                 raise ValueError("a tree whose tokens do not follow one another")
-            k = min(draft.tokens.shape[1], max(lane.most for lane in lanes))
+            k = min(draft.tokens.shape[1], max(item.most for item in scheduled))
         if draft.tokens.shape != (size, k):
             raise ValueError(f"draft of shape {tuple(draft.tokens.shape)}")
         if draft.q is not None and not bool(torch.isfinite(draft.q).all()):
             raise ValueError("probabilities are not finite")
-        if not bool(((draft.tokens >= 0) & (draft.tokens < self.machine.vocab)).all()):
+        if not bool(((draft.tokens >= 0) & (draft.tokens < self.runner.vocab)).all()):
             raise ValueError("token ids outside the vocabulary")
         return draft
 
-    def _neural(self, lanes: Sequence[Lane], which: list[int], x: CycleInput, trust: Sequence[float] | None) -> Draft:
-        machine = self.machine
-        assert machine.drafter is not None
-        pick = None if len(which) == len(lanes) else torch.tensor(which, device=machine.device)
+    def _neural(self, scheduled: Sequence[ScheduledSeq], which: list[int], x: CycleInput, trust: Sequence[float] | None) -> Draft:
+        runner = self.runner
+        assert runner.drafter is not None
+        pick = None if len(which) == len(scheduled) else torch.tensor(which, device=runner.device)
         take = lambda t: t if pick is None else t[pick]  # noqa: E731
         batch = self._draft_batch(
-            [lanes[i].seq.id for i in which], [lanes[i].seq.tokens for i in which], take(x.slots), take(x.last), take(x.length),
+            [scheduled[i].seq.id for i in which], [scheduled[i].seq.tokens for i in which], take(x.slots), take(x.last), take(x.position),
             x.sampling if pick is None else x.sampling.select(pick), x.max_context,
         )  # fmt: skip
-        if trust is not None and not self.sampled:
-            batch.stop, batch.drop, batch.trust = [lanes[i].stop for i in which], [lanes[i].drop for i in which], trust
-        if any(lanes[i].nodes for i in which) and not self.sampled:
-            batch.nodes, batch.prices = [lanes[i].most for i in which], [lanes[i].prices for i in which]
-        return machine.drafter.propose(batch, max(lanes[i].k for i in which))
+        if trust is not None and not self.own_noise:
+            batch.stop, batch.drop, batch.trust = [scheduled[i].stop for i in which], [scheduled[i].drop for i in which], trust
+        if any(scheduled[i].nodes for i in which) and not self.own_noise:
+            batch.nodes, batch.prices = [scheduled[i].most for i in which], [scheduled[i].prices for i in which]
+        return runner.drafter.propose(batch, max(scheduled[i].k for i in which))
 
     def _draft_batch(
         self, ids: Sequence[str], tokens: Sequence[Sequence[int]], slots: Tensor, last: Tensor, length: Tensor, sampling: SamplingBatch,
         max_context: int,
     ) -> DraftBatch:  # fmt: skip
-        machine, count = self.machine, len(ids)
-        each = torch.arange(count, device=machine.device)
-        start = torch.arange(count + 1, dtype=torch.int32, device=machine.device)
-        kv = machine.store.view(slots, length - 1, each, start, 1, max_context)
-        features = machine.features[slots]
-        return DraftBatch(ids, tokens, last, length, features, kv, sampling, self.sampled, machine.model.ops, machine.vocab)
+        runner, count = self.runner, len(ids)
+        each = torch.arange(count, device=runner.device)
+        start = torch.arange(count + 1, dtype=torch.int32, device=runner.device)
+        kv = runner.store.view(slots, length - 1, each, start, 1, max_context)
+        features = runner.features[slots]
+        return DraftBatch(ids, tokens, last, length, features, kv, sampling, self.own_noise, runner.model.ops, runner.vocab)
 
     # ---- timing ---------------------------------------------------------------------------------------------------------------
     @torch.inference_mode()
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
-        machine = self.machine
-        slots = torch.tensor(machine.scratch_slots(batch, context + k + 1), device=machine.device)
-        length = torch.full((batch,), context, dtype=torch.int64, device=machine.device)
+        runner = self.runner
+        slots = torch.tensor(runner.scratch_slots(batch, context + k + 1), device=runner.device)
+        length = torch.full((batch,), context, dtype=torch.int64, device=runner.device)
         params = [SamplingParams()] * batch
-        sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, machine.vocab, machine.device)
+        sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, runner.vocab, runner.device)
         last = torch.zeros_like(length)
         if part == "verify":
-            rows = Rows.of((k,) * batch, machine.device)
-            x = CycleInput(rows, slots, last, length, sampling, machine.model.ops, context + k + 1)
-            draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=machine.device), torch.full_like(length, k))
-            machine.store.flush()
-            out = cycle(machine.model, machine.store.pages_of(slots, x.max_context), draft if k else None, verify_coupled, machine.taps, x)
+            rows = Rows.of((k,) * batch, runner.device)
+            x = CycleInput(rows, slots, last, length, sampling, runner.model.ops, context + k + 1)
+            draft = Draft(torch.zeros((batch, k), dtype=torch.int64, device=runner.device), torch.full_like(length, k))
+            runner.store.flush()
+            out = cycle(runner.model, runner.store.pages_of(slots, x.max_context), draft if k else None, verify_coupled, runner.taps, x)
             out.verdict.tokens.tolist()  # waits for the device
             return
-        drafter, ids = machine.drafter, [f"scratch {i}" for i in range(batch)]
+        drafter, ids = runner.drafter, [f"scratch {i}" for i in range(batch)]
         assert drafter is not None
         if isinstance(drafter, DraftModel):  # it keeps K/V of its own: time its steps, not the prompt it never runs again
             unread = READING if part == reading(drafter.name) else 0

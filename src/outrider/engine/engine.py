@@ -19,21 +19,31 @@ from ..spec.controller import Controller
 from ..spec.draft_model import DraftModel
 from ..spec.drafter import Drafter
 from ..spec.mtp import MTPDrafter
-from ..spec.nets import Target
 from ..spec.ngram import NgramIndex
-from ..spec.plan import AUTO_NODES, PLAIN, Branches, Choice, SeqView, branching
-from ..types import COLD, MAX_DRAFT, OutriderError, RequestStats
-from .answer import Answer
+from ..spec.plan import AUTO_NODES, NO_DRAFT, DraftContext, DraftPlan, VerifiedTree, branching
+from ..spec.protocols import Target
+from ..types import GREEDY_EPS, MAX_DRAFT, OutriderError, RequestStats
 from .eager import EagerExecutor
 from .graphs import GraphExecutor
 from .host import HostExecutor
-from .machine import Machine
+from .memory import (
+    KVBudget,
+    free_bytes,
+    gpu_budget,
+    max_batched_prefill,
+    plan_kv_memory,
+    prefill_idle,
+    prefill_with_decodes,
+    spare_bytes,
+    swap_bytes,
+)
 from .metrics import Metrics
-from .pace import Pace
-from .passes import LIKELY, ROWS, most_rows
-from .room import Room, free_bytes, gpu_budget, prompt_rows, room, rows_alone, rows_beside, spare_bytes, swap_bytes
+from .model_runner import ModelRunner
+from .output_processor import OutputProcessor
+from .prefill_budget import PrefillBudget
+from .prefill_graphs import LIKELY, ROWS, max_prefill_rows
 from .scheduler import Scheduler
-from .step import Emitted, Executor, Flight, Lane, Request, Seq, pick
+from .step import Emitted, Executor, PendingStep, Request, ScheduledSeq, Seq, pick
 from .text import Detokenizer, Tokenizer
 
 log = logging.getLogger("outrider")
@@ -52,7 +62,7 @@ class Event:
     finish_reason: str | None = None  # stop | length | abort | error
     stats: RequestStats | None = None  # with the last event
     error: str | None = None
-    tree: Branches | None = None  # the draft, where it branched
+    tree: VerifiedTree | None = None  # the draft, where it branched
     stopped_by: str | None = None  # the stop string that ended it
 
     @property
@@ -70,7 +80,7 @@ class Engine:
         drafter: Drafter | None,
         controller: Controller,
         kv_dtype: torch.dtype | None = None,
-        agree: Callable[[Room], Room] = lambda room: room,
+        agree: Callable[[KVBudget], KVBudget] = lambda budget: budget,
     ):
         """agree: several processes that share a model must have the same room."""
         self.model, self.tokenizer, self.config, self.spec = model, tokenizer, config, spec
@@ -79,37 +89,37 @@ class Engine:
         self.max_batch = config.max_batch or self.can.sequences
         self.chunk = config.prefill_chunk or self.can.prompt_chunk
         dtype = kv_dtype or model.dtype
-        budget, passes = None, most_rows(model.config, self.can)
+        budget, passes = None, max_prefill_rows(model.config, self.can)
         if self.device.type == "cuda":
             rows = min(self.can.graph_rows, self.max_batch * (MAX_DRAFT + 1))
             budget = gpu_budget(config, model.config, self.device, rows, passes)
-        found = room(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget)
-        self.room = agree(replace(found, pass_rows=passes))
+        found = plan_kv_memory(config, model.config, dtype, free_bytes(self.device), self.max_batch, budget)
+        self.kv_budget = agree(replace(found, pass_rows=passes))
         ahead = max(self.chunk, MAX_DRAFT + 1)
         layout = CacheSpec(
-            self.max_batch, self.room.max_context, config.page_size, ahead, self.room.tokens, self.room.window_tokens, swap_bytes(config)
+            self.max_batch, self.kv_budget.max_context, config.page_size, ahead, self.kv_budget.tokens, self.kv_budget.window_tokens, swap_bytes(config)
         )  # fmt: skip
         self.store = KVStore(model.config, layout, dtype, self.device)
-        self.max_context = min(self.room.max_context, self.room.tokens - config.page_size)  # one sequence must be able to finish alone
+        self.max_context = min(self.kv_budget.max_context, self.kv_budget.tokens - config.page_size)  # one sequence must be able to finish alone
         exact = self.can.prompts_independent
         self.granularity = config.page_size if exact else self.chunk  # prefixes are shared in multiples of it
         self.share_answers = exact
-        pack = prompt_rows(model.config, self.can.packed_rows)
+        pack = max_batched_prefill(model.config, self.can.packed_rows)
         self.scheduler = Scheduler(
             self.store, self.max_batch, self.chunk, self.granularity, self.can.replay_rows, config.prefix_cache,
-            self.max_context, pack, rows_beside(model.config, self.can.rows_beside, self.can.work_beside, self.chunk),
-            rows_alone(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
+            self.max_context, pack, prefill_with_decodes(model.config, self.can.prefill_with_decodes, self.can.prefill_flops_with_decodes, self.chunk),
+            prefill_idle(model.config, pack, self.can.packed_rows, spare_bytes(config, self.device)),
         )  # fmt: skip
-        self.pace = Pace(self.scheduler.beside, LIKELY)
+        self.prefill_budget = PrefillBudget(self.scheduler.prefill_with_decodes, LIKELY)
         self.metrics = Metrics()
         self.eos = frozenset(tokenizer.eos_ids if tokenizer is not None else model.config.eos_ids)
         width = model.config.hidden * (1 + len(drafter.taps if drafter is not None else ()))
         features = torch.zeros((self.max_batch + 1, width), dtype=model.dtype, device=self.device)
-        self.machine = Machine(model, self.store, drafter, features, tuple(sorted(self.eos)), self.clock)
+        self.runner = ModelRunner(model, self.store, drafter, features, tuple(sorted(self.eos)), self.clock)
         self.graphs = self.can.graphs if config.graphs is None else config.graphs
         self.executors = self._executors()
-        self._flight: Flight | None = None  # the step that was launched and not yet read
-        self._landed = 0.0  # when the last step was read
+        self._pending: PendingStep | None = None  # the step that was launched and not yet read
+        self._last_read_at = 0.0  # when the last step was read
         self._timed: list[Seq] = []  # the batch whose last step was timed
         self.host_times = dict.fromkeys(("plan", "launch", "wait", "commit"), 0.0)  # seconds of the host by part; only `wait` is idle
         self.meanwhile: Callable[[], None] = lambda: None  # called when the host has nothing to do until the device is done with a step
@@ -121,16 +131,16 @@ class Engine:
 
     def _executors(self) -> list[Executor]:
         """Fastest first; the last one takes everything."""
-        machine, made = self.machine, list[Executor]()
+        runner, made = self.runner, list[Executor]()
         mtp = self.drafter.model if isinstance(self.drafter, MTPDrafter) else None
         if self.spec.verify == "coupled":
             if self.graphs and (self.drafter is None or mtp is not None):
                 widths = (0, USUAL if self.spec.draft_tokens is None else self.spec.draft_tokens)
-                made.append(GraphExecutor(machine, self.can, self.room.pass_rows, widths))
-            cycle = self.model.ops.host_cycle(self.model, mtp, self.store.pages(), machine.features, machine.taps)
+                made.append(GraphExecutor(runner, self.can, self.kv_budget.pass_rows, widths))
+            cycle = self.model.ops.host_cycle(self.model, mtp, self.store.pages(), runner.features, runner.taps)
             if cycle is not None and not made:
-                made.append(HostExecutor(machine, cycle, self.metrics))
-        return [*made, EagerExecutor(machine, self.spec.verify, self.metrics)]
+                made.append(HostExecutor(runner, cycle, self.metrics))
+        return [*made, EagerExecutor(runner, self.spec.verify, self.metrics)]
 
     def serve(self) -> str:
         """From now on anybody may come at any moment, and one sequence's step is everybody's: memory is taken before it is needed, and
@@ -138,8 +148,8 @@ class Engine:
         Returns a line about what was made."""
         self.store.take_ahead()
         made = self.executors[0].prepare() if self.device.type == "cuda" else ""
-        if self.can.rows_alone and self.can.prompts_independent:
-            self.scheduler.chunk = min(self.scheduler.chunk, self.can.rows_alone)
+        if self.can.prefill_idle and self.can.prompts_independent:
+            self.scheduler.chunk = min(self.scheduler.chunk, self.can.prefill_idle)
         return made
 
     # ---- requests -----------------------------------------------------------------------------------------------
@@ -166,9 +176,9 @@ class Engine:
         self.validate(request)
         params = request.params
         seq = Seq(request, self.clock(), list(request.prompt))
-        seq.fed = self._fed(seq)
+        seq.drafts_from_hidden = self._drafts_from_hidden(seq)
         detok = Detokenizer(self.tokenizer, request.prompt, params.keep_special) if self.tokenizer is not None else None
-        seq.answer = Answer(params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None)
+        seq.answer = OutputProcessor(params, self.eos, detok, params.grammar.matcher() if params.grammar is not None else None)
         if "ngram" in self.controller.drafters and self._copies(request):
             seq.ngram = NgramIndex([*request.hint, *request.prompt])
         seq.stats.prompt_tokens = seq.prompt_len
@@ -197,7 +207,7 @@ class Engine:
         if self._events or not self._seqs:
             return bool(self._events)
         room = len(self.scheduler.running) < self.max_batch and self.store.free_slots > 0  # else those who wait, wait for a command
-        return self._flight is not None or any(not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values())
+        return self._pending is not None or any(not seq.paused and (room or seq.cache is not None) for seq in self._seqs.values())
 
     # ---- one step -----------------------------------------------------------------------------------------------
     def step(self) -> list[Event]:
@@ -205,79 +215,79 @@ class Engine:
         began, clock, spent = self.clock(), self.clock, self.host_times
         if self.device.index is not None:
             torch.cuda.set_device(self.device)  # a thread's own setting, and any thread may drive the engine
-        if self._flight is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
-            self._land()  # a grammar's next masks hang on what was emitted
+        if self._pending is not None and any(seq.answer.matcher is not None for seq in self.scheduler.running):
+            self._complete()  # a grammar's next masks hang on what was emitted
         batch = self.scheduler.plan(self._choose_drafts)
-        if self.drafter is not None and batch.decode and any([lane.stop or lane.drop for lane in batch.decode]):
+        if self.drafter is not None and batch.decode and any([item.stop or item.drop for item in batch.decode]):
             batch.trust = self.controller.trust(self.drafter.name)
         planned = clock()
         spent["plan"] += planned - began
         executor = pick(self.executors, batch)
-        if executor.behind or self._flight is None:
-            flight = executor.launch(batch) if batch else None
-            if flight is not None and (batch.prompts or flight.ahead):
-                self._launched(flight)
+        if executor.async_results or self._pending is None:
+            pending = executor.launch(batch) if batch else None
+            if pending is not None and (batch.prompts or pending.inflight_tokens):
+                self._launched(pending)
             spent["launch"] += clock() - planned
-            if self._flight is not None:
+            if self._pending is not None:
                 self.meanwhile()
-                self._land()
-            self._flight = flight if batch.decode else None
-            if not executor.behind:
-                self._land()
+                self._complete()
+            self._pending = pending if batch.decode else None
+            if not executor.async_results:
+                self._complete()
         else:
-            self._land()  # it was planned without knowing what the step in flight brings: plan anew
+            self._complete()  # it was planned without knowing what the step in flight brings: plan anew
         events, self._events = self._events, []
         self._measure(began)
         return events
 
-    def _launched(self, flight: Flight) -> None:
+    def _launched(self, pending: PendingStep) -> None:
         """Prompt chunks are as good as done: what comes later on the device comes after them."""
-        for lane in flight.batch.prompts:
-            seq, end = lane.seq, lane.start + lane.count
+        for item in pending.batch.prompts:
+            seq, end = item.seq, item.start + item.count
             seq.computed = end
             seq.has_features = end == len(seq.tokens) - 1
             self.store.commit(seq.held, end)
             if self.config.prefix_cache and (self.share_answers or end <= seq.prompt_len - 1):
                 self.store.share(seq.held, seq.tokens, end - end % self.granularity)
-        for lane, ahead in zip(flight.batch.decode, flight.ahead):
-            lane.seq.ahead += ahead
+        for item, ahead in zip(pending.batch.decode, pending.inflight_tokens):
+            item.seq.num_inflight_tokens += ahead
 
-    def _land(self) -> None:
+    def _complete(self) -> None:
         """Read the step in flight and commit it. Sequences that have ended or were pre-empted since get nothing."""
-        flight, self._flight = self._flight, None
-        if flight is None:
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         waited = self.clock()
-        emitted, now = flight.executor.read(flight), self.clock()
+        emitted, now = pending.executor.read(pending), self.clock()
         self.host_times["wait"] += now - waited
-        for i, (lane, brought) in enumerate(zip(flight.batch.decode, emitted)):
-            if lane.seq.cache is flight.holders[i]:
-                if flight.ahead:
-                    lane.seq.ahead -= flight.ahead[i]
-                self._commit(lane, brought, now)
-        self._observe(flight, now)
+        for i, (item, brought) in enumerate(zip(pending.batch.decode, emitted)):
+            if item.seq.cache is pending.holders[i]:
+                if pending.inflight_tokens:
+                    item.seq.num_inflight_tokens -= pending.inflight_tokens[i]
+                self._commit(item, brought, now)
+        self._observe(pending, now)
         self.host_times["commit"] += self.clock() - now
 
-    def _observe(self, flight: Flight, now: float) -> None:
+    def _observe(self, pending: PendingStep, now: float) -> None:
         """Tell the controller what the step took, and the pace of prompts. The controller not of a step that prompts ran in; and, where
         steps do not overlap, not of the first of a batch, which finds caches cold and buffers untouched."""
-        lanes = flight.batch.decode
-        if not lanes:
+        scheduled = pending.batch.decode
+        if not scheduled:
             return
-        if flight.executor.behind:
-            seconds, known = now - max(flight.began, self._landed), not flight.batch.prompts
-            self._landed = now
-            if self.scheduler.beside and flight.rows <= ROWS[-1]:
-                self.pace.observe(flight.rows, seconds)
-                self.scheduler.beside = self.pace.rows
+        if pending.executor.async_results:
+            seconds, known = now - max(pending.began, self._last_read_at), not pending.batch.prompts
+            self._last_read_at = now
+            if self.scheduler.prefill_with_decodes and pending.rows <= ROWS[-1]:
+                self.prefill_budget.observe(pending.rows, seconds)
+                self.scheduler.prefill_with_decodes = self.prefill_budget.rows
         else:
-            before, self._timed = self._timed, [lane.seq for lane in lanes]
+            before, self._timed = self._timed, [item.seq for item in scheduled]
             done, known = self.clock(), before == self._timed
-            seconds = done - flight.began  # with reading and committing
-        if known and not (flight.tree and len(lanes) > 1):  # trees are timed for one sequence: the table has no price for several
-            drafter = next((lane.drafter for lane in lanes if lane.drafter), None)
-            drafter = branching(drafter) if flight.tree and drafter is not None else drafter
-            self.controller.observe_step(len(lanes), flight.width, flight.context, seconds, drafter)
+            seconds = done - pending.began  # with reading and committing
+        if known and not (pending.tree and len(scheduled) > 1):  # trees are timed for one sequence: the table has no price for several
+            drafter = next((item.drafter for item in scheduled if item.drafter), None)
+            drafter = branching(drafter) if pending.tree and drafter is not None else drafter
+            self.controller.observe_step(len(scheduled), pending.width, pending.context, seconds, drafter)
 
     def _measure(self, began: float) -> None:
         if len(self.controller.warnings) > self._warned:
@@ -287,7 +297,7 @@ class Engine:
         m = self.metrics
         m.steps += 1
         m.step_seconds += self.clock() - began
-        m.prefill_seconds = self.machine.prompt_seconds
+        m.prefill_seconds = self.runner.prompt_seconds
         m.preemptions, swap = self.scheduler.preemptions, self.store.swap
         m.swapped_out, m.swapped_in, m.swap_bytes = swap.outs, swap.ins, swap.used
         m.running, m.waiting = len(self.scheduler.running), len(self.scheduler.waiting)
@@ -298,21 +308,21 @@ class Engine:
         self.metrics.kv_bytes = self.store.taken()
 
     # ---- how far to draft ---------------------------------------------------------------------------------------
-    def _choose_drafts(self, ready: list[Seq]) -> list[Choice]:
+    def _choose_drafts(self, ready: list[Seq]) -> list[DraftPlan]:
         """Drafter and K of each decoding sequence: the K that was asked for, else the controller's."""
         widest = self.can.widest(len(ready), self.graphs)
         asked = [self._asked(seq) for seq in ready]
         if None not in asked:
             return [self._fixed(seq, k or 0, widest) for seq, k in zip(ready, asked)]
-        planned = self.controller.again([seq.id for seq in ready])
+        planned = self.controller.reuse_plan([seq.id for seq in ready])
         if planned is not None:
-            planned = [c if c.k <= self._room(s, widest) else PLAIN for c, s in zip(planned, ready)]
+            planned = [c if c.k <= self._room(s, widest) else NO_DRAFT for c, s in zip(planned, ready)]
         else:
             views = []
             for s, k in zip(ready, asked):
                 offers = self._offers(s, widest) if k is None else ({}, 0)
                 nodes, unread = (self._nodes(s, widest), self._unread(s)) if k is None else (0, 0)
-                views.append(SeqView(s.id, *offers, s.remaining, len(s.tokens), k is not None, nodes, unread))
+                views.append(DraftContext(s.id, *offers, s.remaining, len(s.tokens), k is not None, nodes, unread))
             planned = self.controller.plan(views)
         return [choice if k is None else self._fixed(seq, k, widest) for seq, k, choice in zip(ready, asked, planned)]
 
@@ -325,23 +335,23 @@ class Engine:
             return 0
         return seq.request.draft_tokens if seq.request.draft_tokens is not None else self.spec.draft_tokens
 
-    def _fed(self, seq: Seq) -> bool:
+    def _drafts_from_hidden(self, seq: Seq) -> bool:
         """May a draft of this request start from the target's hidden states? A draft model starts from tokens."""
         if self.drafter is None or isinstance(self.drafter, DraftModel):
             return False
         return seq.request.drafter in (True, self.drafter.name) and self._asked(seq) != 0
 
-    def _fixed(self, seq: Seq, k: int, widest: int) -> Choice:
+    def _fixed(self, seq: Seq, k: int, widest: int) -> DraftPlan:
         if k == 0:
-            return PLAIN
+            return NO_DRAFT
         offers, _ = self._offers(seq, widest)
         name = next((n for n in self.controller.drafters if offers.get(n)), None)
         if name is None:
-            return PLAIN
+            return NO_DRAFT
         if name == "ngram":
-            return Choice(name, min(k, offers[name]))
+            return DraftPlan(name, min(k, offers[name]))
         nodes = self._nodes(seq, widest) if self._tree(seq) is not None else 0
-        return Choice(name, min(k, offers[name]), nodes=nodes if nodes > 1 else 0)
+        return DraftPlan(name, min(k, offers[name]), nodes=nodes if nodes > 1 else 0)
 
     def _tree(self, seq: Seq) -> int | None:
         """Most tokens of a tree of drafts that was asked for; None: whatever is fastest."""
@@ -355,9 +365,9 @@ class Engine:
         if not self.can.trees or self.spec.verify != "coupled" or seq.request.drafter == "ngram":
             return 0
         if asked is None:
-            pays = not params.processed if self.graphs else seq.tempered and params.temperature >= COLD
+            pays = not params.processed if self.graphs else seq.temperature_only and params.temperature >= GREEDY_EPS
             asked = AUTO_NODES if self.executors[0].trees and pays else 0
-        return max(0, min(asked, self.max_context - len(seq.tokens) - seq.ahead - 1, widest))
+        return max(0, min(asked, self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest))
 
     def _offers(self, seq: Seq, widest: int) -> tuple[dict[str, int], int]:
         """How many tokens each drafter could guess for this sequence now, and how long a suffix the n-gram index found again."""
@@ -379,19 +389,19 @@ class Engine:
 
     def _room(self, seq: Seq, widest: int) -> int:
         """Most tokens a draft may have: what may be emitted, what the context holds, and what keeps rows independent."""
-        return min(seq.remaining - 1 - (seq.ahead > 0), self.max_context - len(seq.tokens) - seq.ahead - 1, widest, MAX_DRAFT)
+        return min(seq.remaining - 1 - (seq.num_inflight_tokens > 0), self.max_context - len(seq.tokens) - seq.num_inflight_tokens - 1, widest, MAX_DRAFT)
 
     # ---- commit ---------------------------------------------------------------------------------------------------
-    def _commit(self, lane: Lane, brought: Emitted, now: float) -> None:
+    def _commit(self, item: ScheduledSeq, brought: Emitted, now: float) -> None:
         """Take the verdict into the sequence, cut at the end of the answer, and say what happened."""
-        seq, accepted = lane.seq, len(brought.tokens) - 1
+        seq, accepted = item.seq, len(brought.tokens) - 1
         tree = brought.branches
-        whole = accepted == lane.k if tree is None else not tree.path or tree.path[-1] not in tree.parents
-        kinds = ["accepted"] * accepted + ["plain" if not lane.k else ("bonus" if accepted and whole else "corrected")]
+        whole = accepted == item.k if tree is None else not tree.path or tree.path[-1] not in tree.parents
+        kinds = ["accepted"] * accepted + ["plain" if not item.k else ("bonus" if accepted and whole else "corrected")]
         taken = seq.answer.take(brought.tokens, min(seq.remaining, self.max_context - len(seq.tokens)))
         n = len(taken.texts)
         tokens = brought.tokens[:n]
-        self._count(lane, accepted, n, now, brought)
+        self._count(item, accepted, n, now, brought)
         seq.tokens.extend(tokens)
         seq.computed = len(seq.tokens) - 1
         seq.has_features = True
@@ -405,8 +415,8 @@ class Engine:
             self.store.commit(seq.held, seq.computed)
             self._events.append(event)
 
-    def _count(self, lane: Lane, accepted: int, emitted: int, now: float, brought: Emitted) -> None:
-        seq, s, m = lane.seq, lane.seq.stats, self.metrics
+    def _count(self, item: ScheduledSeq, accepted: int, emitted: int, now: float, brought: Emitted) -> None:
+        seq, s, m = item.seq, item.seq.stats, self.metrics
         if seq.first_token_at is None:
             seq.first_token_at = now
             s.ttft_s = now - seq.arrived
@@ -415,12 +425,12 @@ class Engine:
         s.first_emitted = s.first_emitted or emitted
         m.new_tokens += emitted
         tree = brought.branches
-        line, branched = (lane.k, 0) if tree is None else (tree.deepest, accepted - tree.ahead)  # by position: how deep it went
+        line, branched = (item.k, 0) if tree is None else (tree.deepest, accepted - tree.chain_accepted)  # by position: how deep it went
         for c in (s, m):
             c.cycles += 1
-            if not lane.k:
+            if not item.k:
                 continue
-            c.drafted += lane.k
+            c.drafted += item.k
             c.accepted += accepted
             if tree is not None:
                 c.trees += 1
@@ -430,7 +440,7 @@ class Engine:
                 drafted[j] += 1
             for j in range(accepted):
                 right[j] += 1
-        self.controller.observe(seq.id, lane.drafter, lane.k, accepted, brought.confidence, brought.branches)
+        self.controller.observe(seq.id, item.drafter, item.k, accepted, brought.confidence, brought.branches)
 
     def _finish(self, seq: Seq, event: Event, reason: str) -> Event:
         event.finish_reason, event.stats = reason, seq.stats
@@ -455,6 +465,6 @@ class Engine:
         """Audit: no page leaks, every running sequence has its slot."""
         self.store.check()
         for seq in self.scheduler.running:
-            assert seq.cache is not None and seq.kept is None, f"{seq.id} runs without a slot"
-        kept = sum(len(seq.kept.blocks) for seq in self.scheduler.waiting if seq.kept is not None)
+            assert seq.cache is not None and seq.swapped_kv is None, f"{seq.id} runs without a slot"
+        kept = sum(len(seq.swapped_kv.blocks) for seq in self.scheduler.waiting if seq.swapped_kv is not None)
         assert kept * self.store.swap.block == self.store.swap.used, "blocks of host memory leak"

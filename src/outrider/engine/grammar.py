@@ -1,6 +1,6 @@
 """Structured output: a grammar turned into token masks that advance along a draft.
 
-A `Grammar` is compiled once and shared; each request makes its own `Matcher` from it. Before a verify pass the engine
+A `CompiledGrammar` is compiled once and shared; each request makes its own `GrammarMatcher` from it. Before a verify pass the engine
 asks `bits(drafts)`: a row for each position of the draft and one for the token after it, with a bit for every token. The target's
 logits are masked row by row, so a draft that leaves the grammar is cut where it leaves, and what is emitted is what masked plain
 decoding would have emitted. `advance(tokens)` then commits.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 WHITESPACE = r"[ ]?|\n[ ]{0,16}"
 
 
-class Matcher:
+class GrammarMatcher:
     """Where one request stands in its grammar.
 
     A grammar that turns out too complex on the way must not take the batch down: `failed` says why, masks then allow end
@@ -99,7 +99,7 @@ class Matcher:
                 row[token >> 5] |= np.uint32(1 << (token & 31)).astype(np.int32)
 
 
-class Grammar:
+class CompiledGrammar:
     """A compiled grammar. Cheap to share: `matcher()` copies the start state."""
 
     def __init__(self, start: LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -107,8 +107,8 @@ class Grammar:
         self._vocab = vocab_size
         self._eos = tuple(eos_ids)
 
-    def matcher(self) -> Matcher:
-        return Matcher(self._start, self._vocab, self._eos)
+    def matcher(self) -> GrammarMatcher:
+        return GrammarMatcher(self._start, self._vocab, self._eos)
 
 
 class GrammarCompiler:
@@ -123,7 +123,7 @@ class GrammarCompiler:
         self._tokenizer = llguidance.LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_ids))
         self._vocab, self._eos = vocab_size, tuple(eos_ids)
 
-    def compile(self, grammar: str) -> Grammar:
+    def compile(self, grammar: str) -> CompiledGrammar:
         """A grammar in llguidance's own form. May take as long and as much memory as the grammar makes it: bound it from outside."""
         error = self._ll.LLMatcher.validate_grammar(grammar, self._tokenizer)
         if error and not error.startswith("WARNING"):
@@ -131,7 +131,7 @@ class GrammarCompiler:
         start = self._ll.LLMatcher(self._tokenizer, grammar, log_level=0)
         if start.is_error():
             raise OutriderError(f"the grammar can't be compiled: {first_line(start.get_error())}")
-        made = Grammar(start, self._vocab, self._eos)
+        made = CompiledGrammar(start, self._vocab, self._eos)
         first = made.matcher()
         some = unpacked(first.bits([]), self._vocab).any()  # some grammars compile but allow nothing, or are too complex at the first step
         if first.failed is not None or not some:

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 import torch
 
-from ..ops.backend import Asked, HostCycle
+from ..ops.backend import CycleRequest, HostCycle
 from ..spec.choose import SamplingBatch
 from ..spec.draft_model import DraftModel
-from ..spec.plan import READING, Branches, reading
+from ..spec.plan import READING, VerifiedTree, reading
 from ..types import SamplingParams
 from .cycle import logprobs
 from .eager import switch_off
-from .machine import Machine
 from .metrics import Metrics
-from .step import Emitted, Executor, Flight, StepBatch
+from .model_runner import ModelRunner
+from .step import Emitted, Executor, PendingStep, StepBatch
 
 
 class HostExecutor(Executor):
     name = "host"
 
-    def __init__(self, machine: Machine, cycle: HostCycle, metrics: Metrics):
-        self.machine, self.cycle, self.metrics = machine, cycle, metrics
-        drafter = machine.drafter
+    def __init__(self, runner: ModelRunner, cycle: HostCycle, metrics: Metrics):
+        self.runner, self.cycle, self.metrics = runner, cycle, metrics
+        drafter = runner.drafter
         self.draft_model = drafter if isinstance(drafter, DraftModel) and drafter.chain is not None else None  # drafts ahead of the call
         own = (drafter.name,) if drafter is not None and (cycle.drafts or self.draft_model is not None) else ()
         self.trees = cycle.drafts
@@ -35,60 +35,60 @@ class HostExecutor(Executor):
         self._probes: dict[int, SamplingBatch] = {}
 
     def takes(self, batch: StepBatch) -> bool:
-        return all([lane.seq.tempered and lane.drafter in self.drafters for lane in batch.decode])
+        return all([item.seq.temperature_only and item.drafter in self.drafters for item in batch.decode])
 
-    def launch(self, batch: StepBatch) -> Flight:
-        machine = self.machine
+    def launch(self, batch: StepBatch) -> PendingStep:
+        runner = self.runner
         if batch.prompts:
-            machine.prompts(batch.prompts)
-        flight = Flight(self, batch, [lane.seq.held for lane in batch.decode], machine.clock())
+            runner.prompts(batch.prompts)
+        pending = PendingStep(self, batch, [item.seq.held for item in batch.decode], runner.clock())
         if batch.decode:
-            machine.store.flush()
-            sampling = machine.sampling([lane.seq for lane in batch.decode])
+            runner.store.flush()
+            sampling = runner.sampling([item.seq for item in batch.decode])
             sure = self._guess(batch, sampling) if self.draft_model is not None else {}
             asked = []
             for x in batch.decode:
                 guess = x.guess if x.k else None
                 likely = x.seq.request.params.logprobs
-                asked.append(Asked(x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices, likely))
+                asked.append(CycleRequest(x.slot, x.seq.tokens[-1], x.start, x.k, guess, x.stop, x.drop, x.nodes, x.prices, likely))
             told = self.cycle.run(asked, sampling, batch.trust)
-            flight.payload = [line._replace(confidence=sure[i]) if i in sure else line for i, line in enumerate(told)] if sure else told
-        return flight
+            pending.payload = [line._replace(confidence=sure[i]) if i in sure else line for i, line in enumerate(told)] if sure else told
+        return pending
 
     def _guess(self, batch: StepBatch, sampling: SamplingBatch) -> dict[int, list[float]]:
-        """Let the draft model guess for its lanes: the guesses are put into the lanes, their confidences are returned by lane."""
+        """Let the draft model guess for its scheduled: the guesses are put into the scheduled, their confidences are returned by item."""
         assert self.draft_model is not None
-        which = [i for i, lane in enumerate(batch.decode) if lane.k and lane.guess is None]
+        which = [i for i, item in enumerate(batch.decode) if item.k and item.guess is None]
         if not which:
             return {}
-        lanes = [batch.decode[i] for i in which]
+        scheduled = [batch.decode[i] for i in which]
         some = sampling if len(which) == len(batch.decode) else sampling.select(torch.tensor(which))
         try:
             made = self.draft_model.guess(
-                [x.seq.id for x in lanes], [x.seq.tokens for x in lanes], max(x.k for x in lanes), some, batch.trust,
-                [x.stop for x in lanes], [x.drop for x in lanes], len(batch.decode) == 1,
+                [x.seq.id for x in scheduled], [x.seq.tokens for x in scheduled], max(x.k for x in scheduled), some, batch.trust,
+                [x.stop for x in scheduled], [x.drop for x in scheduled], len(batch.decode) == 1,
             )  # fmt: skip
         except Exception as error:
-            switch_off(self.draft_model.name, lanes, error, self.metrics)
-            for lane in lanes:
-                lane.k = 0
+            switch_off(self.draft_model.name, scheduled, error, self.metrics)
+            for item in scheduled:
+                item.k = 0
             return {}
-        for lane, brought in zip(lanes, made):
-            lane.k = min(lane.k, brought.length)
-            lane.guess = brought.tokens[: lane.k]
+        for item, brought in zip(scheduled, made):
+            item.k = min(item.k, brought.length)
+            item.guess = brought.tokens[: item.k]
         return {i: brought.confidence[: batch.decode[i].k + 1] for i, brought in zip(which, made) if brought.confidence}
 
-    def read(self, flight: Flight) -> list[Emitted]:
-        lanes, out = flight.batch.decode, []
-        for lane, (k, tokens, confidence, tree, rows) in zip(lanes, flight.payload or ()):  # type: ignore[call-overload]
-            lane.k = k
-            top = logprobs(rows, tokens, lane.seq.request.params.logprobs or 0) if rows is not None else None
-            out.append(Emitted(tokens, top, confidence, Branches.of(*tree) if tree is not None else None))
-        if lanes:
-            flight.width, flight.context = sum(lane.k for lane in lanes) / len(lanes), sum(len(x.seq.tokens) for x in lanes) // len(lanes)
+    def read(self, pending: PendingStep) -> list[Emitted]:
+        scheduled, out = pending.batch.decode, []
+        for item, (k, tokens, confidence, tree, rows) in zip(scheduled, pending.payload or ()):  # type: ignore[call-overload]
+            item.k = k
+            top = logprobs(rows, tokens, item.seq.request.params.logprobs or 0) if rows is not None else None
+            out.append(Emitted(tokens, top, confidence, VerifiedTree.of(*tree) if tree is not None else None))
+        if scheduled:
+            pending.width, pending.context = sum(item.k for item in scheduled) / len(scheduled), sum(len(x.seq.tokens) for x in scheduled) // len(scheduled)
         return out
 
-    def times(self, part: str) -> bool:
+    def can_probe(self, part: str) -> bool:
         return part == "verify" or part in self.drafters or (self.draft_model is not None and part == reading(self.draft_model.name))
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
@@ -96,12 +96,12 @@ class HostExecutor(Executor):
         sampling = self._probes.get(batch)  # built once for a batch, not once a cycle, as in earnest
         if sampling is None:
             params = [SamplingParams()] * batch
-            sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, self.machine.vocab, self.machine.device)
+            sampling = SamplingBatch.build(params, [[0]] * batch, [[]] * batch, self.runner.vocab, self.runner.device)
             self._probes[batch] = sampling
         guess = [0] * k if part == "verify" else None
-        slots = self.machine.scratch_slots(batch, context + k + 1)
-        self.machine.store.flush()
+        slots = self.runner.scratch_slots(batch, context + k + 1)
+        self.runner.store.flush()
         if self.draft_model is not None and part != "verify":
             self.draft_model.rehearse(batch, k, context, sampling, 0 if part == self.draft_model.name else READING)
             guess = [0] * k
-        self.cycle.run([Asked(slot, 0, context, k, guess) for slot in slots], sampling, None)
+        self.cycle.run([CycleRequest(slot, 0, context, k, guess) for slot in slots], sampling, None)

@@ -16,8 +16,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ..spec.plan import Choice
-from .step import Lane, Seq, StepBatch
+from ..spec.plan import DraftPlan
+from .step import ScheduledSeq, Seq, StepBatch
 
 if TYPE_CHECKING:
     from ..cache.store import KVStore
@@ -28,16 +28,16 @@ WHOLE = 256  # prompt tokens of a step in which many wait are a multiple of it: 
 class Scheduler:
     def __init__(
         self, cache: KVStore, max_batch: int, chunk: int, granularity: int, replay_rows: int, prefix_cache: bool,
-        max_context: int = 1 << 30, pack: int = 0, beside: int = 0, alone: int = 0,
+        max_context: int = 1 << 30, max_batched_prefill: int = 0, prefill_with_decodes: int = 0, prefill_idle: int = 0,
     ):  # fmt: skip
         """`granularity`: prefix hits are multiples of it. `replay_rows`: answers of pre-empted sequences are recomputed in
-        pieces of at most so many rows, so that the same kernels run as the first time. `pack`: prompt tokens that a step may have where
-        many sequences wait for their prompt (0: never more than a chunk and a quarter), `alone`: where nobody decodes.
-        `beside`: prompt tokens that a step may have beside sequences that decode, for backends that may cut a prompt anywhere (0: a
+        pieces of at most so many rows, so that the same kernels run as the first time. `max_batched_prefill`: prompt tokens that a step may have where
+        many sequences wait for their prompt (0: never more than a chunk and a quarter), `prefill_idle`: where nobody decodes.
+        `prefill_with_decodes`: prompt tokens that a step may have beside sequences that decode, for backends that may cut a prompt anywhere (0: a
         chunk), until prompts may be packed."""
         self.cache, self.max_batch, self.chunk, self.granularity = cache, max_batch, chunk, granularity
-        self.replay_rows, self.prefix_cache, self.max_context, self.pack = replay_rows, prefix_cache, max_context, pack
-        self.beside, self.alone = beside, max(alone, pack)
+        self.replay_rows, self.prefix_cache, self.max_context, self.max_batched_prefill = replay_rows, prefix_cache, max_context, max_batched_prefill
+        self.prefill_with_decodes, self.prefill_idle = prefill_with_decodes, max(prefill_idle, max_batched_prefill)
         self.waiting: deque[Seq] = deque()
         self.running: list[Seq] = []  # oldest first
         self.preemptions = 0
@@ -54,15 +54,15 @@ class Scheduler:
         if seq.cache is not None:
             self.cache.close(seq.cache)
             seq.cache = None
-        if seq.kept is not None:
-            self.cache.forget(seq.kept)
-            seq.kept = None
+        if seq.swapped_kv is not None:
+            self.cache.forget(seq.swapped_kv)
+            seq.swapped_kv = None
 
-    def plan(self, choose: Callable[[list[Seq]], list[Choice]]) -> StepBatch:
+    def plan(self, choose: Callable[[list[Seq]], list[DraftPlan]]) -> StepBatch:
         """`choose` gives drafter and K for each decoding sequence."""
         batch, before = StepBatch(), self.preemptions
         self._admit()
-        ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.paused and not (s.ahead and self._may_be_over(s))]
+        ready = [s for s in self.running if s.computed == len(s.tokens) - 1 and not s.paused and not (s.num_inflight_tokens and self._may_be_over(s))]
         for seq, choice in zip(ready, choose(ready) if ready else []):
             if seq.cache is not None:  # else an older one has pre-empted it in this very step
                 self._decode(batch, seq, choice)
@@ -70,40 +70,40 @@ class Scheduler:
             self._prompts(batch, len(ready))
         if self.preemptions != before:
             live = {id(s) for s in self.running}
-            batch.prompts = [lane for lane in batch.prompts if id(lane.seq) in live]
-            batch.decode = [lane for lane in batch.decode if id(lane.seq) in live]
+            batch.prompts = [item for item in batch.prompts if id(item.seq) in live]
+            batch.decode = [item for item in batch.decode if id(item.seq) in live]
         return batch
 
-    def _decode(self, batch: StepBatch, seq: Seq, choice: Choice) -> None:
-        """The sequence's decoding lane, if there is room for it. The choice may come from a plan that was made some steps ago."""
+    def _decode(self, batch: StepBatch, seq: Seq, choice: DraftPlan) -> None:
+        """The sequence's decoding item, if there is room for it. The choice may come from a plan that was made some steps ago."""
         drafter, k, stop, drop, nodes, prices = choice
         nodes = nodes if len(seq.tokens) + nodes <= self.max_context else 0
-        if not self._reserve(seq, len(seq.tokens) + seq.ahead + max(k, nodes)):
+        if not self._reserve(seq, len(seq.tokens) + seq.num_inflight_tokens + max(k, nodes)):
             return
-        guess = seq.ngram.propose(k + seq.ahead)[0] if drafter == "ngram" and seq.ngram is not None else None
+        guess = seq.ngram.propose(k + seq.num_inflight_tokens)[0] if drafter == "ngram" and seq.ngram is not None else None
         k = k if guess is None or guess else 0  # the match has ended since
         nodes = nodes if guess is None and k else 0
-        lane = Lane(
+        item = ScheduledSeq(
             seq, seq.held.slot, len(seq.tokens) - 1, k=k, drafter=drafter if k else None, guess=guess, stop=stop, drop=drop,
             nodes=nodes, prices=prices,
         )  # fmt: skip
-        batch.decode.append(lane)
+        batch.decode.append(item)
 
     def _prompts(self, batch: StepBatch, decoding: int) -> None:
         """Prompt chunks, up to the step's budget beside so many decoding sequences."""
-        beside = bool(decoding and self.beside) and self._crowd(decoding) <= self.beside
-        waiting, budget = (self._by_turn(), self.beside) if beside else (list(self.running), self._budget(decoding))
+        beside = bool(decoding and self.prefill_with_decodes) and self._crowd(decoding) <= self.prefill_with_decodes
+        waiting, budget = (self._by_turn(), self.prefill_with_decodes) if beside else (list(self.running), self._budget(decoding))
         for seq in waiting:
             if seq.cache is None:
                 continue
             start, count = self._next_chunk(seq)
             if beside:
-                count = min(count, self.beside // 2 if len(waiting) > 1 and not batch.prompts else budget)
+                count = min(count, self.prefill_with_decodes // 2 if len(waiting) > 1 and not batch.prompts else budget)
             if count <= 0 or (count > budget and batch.prompts):
                 continue
             if self._reserve(seq, start + count):
                 ends = start + count == len(seq.tokens) - 1
-                batch.prompts.append(Lane(seq, seq.held.slot, start, count, wanted=ends and seq.fed))
+                batch.prompts.append(ScheduledSeq(seq, seq.held.slot, start, count, wanted=ends and seq.drafts_from_hidden))
                 budget -= count
             if budget <= 0:
                 break
@@ -121,25 +121,25 @@ class Scheduler:
         return max(self.chunk + self.chunk // 4, self._crowd(decoding))
 
     def _crowd(self, decoding: int) -> int:
-        """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to `pack` where it is a fifth, and to
-        `alone` where nobody decodes, so that nobody waits for the pass but those in it."""
+        """Prompt tokens for those who wait for theirs: the larger their share of all, the more, up to `max_batched_prefill` where it is a fifth, and to
+        `prefill_idle` where nobody decodes, so that nobody waits for the pass but those in it."""
         waiting = sum(s.computed < len(s.tokens) - 1 for s in self.running)
         if waiting and not decoding:
-            return self.alone
-        return min(self.pack, self.pack * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
+            return self.prefill_idle
+        return min(self.max_batched_prefill, self.max_batched_prefill * (5 * waiting) ** 2 // max(1, decoding) ** 2 // WHOLE * WHOLE)
 
     def _may_be_over(self, seq: Seq) -> bool:
         """The step in flight may bring the last token of this answer, or fill its context: only when that is known is it planned again."""
-        return seq.remaining <= 1 or len(seq.tokens) + seq.ahead >= self.max_context
+        return seq.remaining <= 1 or len(seq.tokens) + seq.num_inflight_tokens >= self.max_context
 
     def _admit(self) -> None:
         while self.waiting and len(self.running) < self.max_batch and self.cache.free_slots:
             seq = self.waiting[0]
-            if seq.kept is not None:
-                seq.cache = self.cache.restore(seq.kept, len(seq.tokens))
+            if seq.swapped_kv is not None:
+                seq.cache = self.cache.restore(seq.swapped_kv, len(seq.tokens))
                 if seq.cache is None:
                     return
-                seq.kept = None
+                seq.swapped_kv = None
                 self.running.append(self.waiting.popleft())
                 continue
             seq.cache, hit = self.cache.open(seq.tokens[:-1], self.granularity, self.prefix_cache)
@@ -168,10 +168,10 @@ class Scheduler:
             victim = self.running[-1]
             self.preemptions += 1
             self.running.pop()
-            victim.kept = self.cache.keep(victim.held, victim.computed)
+            victim.swapped_kv = self.cache.keep(victim.held, victim.computed)
             self.cache.close(victim.held)
-            victim.cache, victim.has_features, victim.ahead = None, False, 0
-            victim.computed = victim.computed if victim.kept is not None else 0
+            victim.cache, victim.has_features, victim.num_inflight_tokens = None, False, 0
+            victim.computed = victim.computed if victim.swapped_kv is not None else 0
             self.waiting.appendleft(victim)
             if victim is seq:
                 return False

@@ -1,8 +1,8 @@
 """One step as plain data, and who runs it. Torch-free.
 
-The scheduler decides a `StepBatch`: for every sequence that takes part a `Lane`, which is a chunk of its prompt, or its newest token
-with K drafted ones behind it. An `Executor` runs it: `launch` starts the step and returns a `Flight`, `read` waits for the flight and
-says what each decoding lane emitted. Three executors run the same step: `eager` is the definition and takes everything, `host` runs a
+The scheduler decides a `StepBatch`: for every sequence that takes part a `ScheduledSeq`, which is a chunk of its prompt, or its newest token
+with K drafted ones behind it. An `Executor` runs it: `launch` starts the step and returns a `PendingStep`, `read` waits for the pending and
+says what each decoding item emitted. Three executors run the same step: `eager` is the definition and takes everything, `host` runs a
 cycle in one call of a C library, `graphs` replays a CUDA graph. `pick` says which, once a step, and is the only place that does.
 """
 
@@ -12,14 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ..spec.plan import Branches
+from ..spec.plan import VerifiedTree
 from ..types import RequestStats, SamplingParams
 
 if TYPE_CHECKING:
     from ..cache.store import SeqCache
-    from ..cache.swap import Kept
+    from ..cache.swap import SwappedKV
     from ..spec.ngram import NgramIndex
-    from .answer import Answer
+    from .output_processor import OutputProcessor
 
 
 @dataclass
@@ -42,22 +42,22 @@ class Seq:
     tokens: list[int]
     computed: int = 0
     cache: SeqCache | None = None  # its slot and pages, while it runs
-    kept: Kept | None = None  # what the host keeps of its K/V, while it waits to run again
-    has_features: bool = False  # a draft may start: where it starts from hidden states (`fed`), the one at tokens[-2] is there
-    fed: bool = False  # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
+    swapped_kv: SwappedKV | None = None  # what the host keeps of its K/V, while it waits to run again
+    has_features: bool = False  # a draft may start: where it starts from hidden states (`drafts_from_hidden`), the one at tokens[-2] is there
+    drafts_from_hidden: bool = False  # its drafts start from the target's hidden state, so the last row of its prompt runs through all layers
     stats: RequestStats = field(default_factory=RequestStats)
     first_token_at: float | None = None
     paused: bool = False  # nobody reads its answer just now
-    ahead: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
-    answer: Answer = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
+    num_inflight_tokens: int = 0  # most tokens that a step in flight may add (the host reads one step behind)
+    answer: OutputProcessor = field(init=False)  # what the engine keeps beside it: the text so far and where it ends,
     ngram: NgramIndex | None = field(init=False, default=None)  # and what of it can be copied
-    tempered: bool = field(init=False)  # its tokens are chosen by temperature and seed alone: no filter, history or mask
+    temperature_only: bool = field(init=False)  # its tokens are chosen by temperature and seed alone: no filter, history or mask
     prompt_len: int = field(init=False)
-    longest: int = field(init=False)  # tokens of prompt and answer by max_tokens
+    max_total_tokens: int = field(init=False)  # tokens of prompt and answer by max_tokens
 
     def __post_init__(self) -> None:
-        self.tempered, self.prompt_len = self.request.params.tempered, len(self.request.prompt)
-        self.longest = self.prompt_len + self.request.params.max_tokens
+        self.temperature_only, self.prompt_len = self.request.params.temperature_only, len(self.request.prompt)
+        self.max_total_tokens = self.prompt_len + self.request.params.max_tokens
 
     @property
     def id(self) -> str:
@@ -72,28 +72,28 @@ class Seq:
     @property
     def remaining(self) -> int:
         """Tokens that the answer may still have by max_tokens."""
-        return self.longest - len(self.tokens)
+        return self.max_total_tokens - len(self.tokens)
 
 
 @dataclass(slots=True, eq=False)
-class Lane:
+class ScheduledSeq:
     """One sequence's rows in a step. A chunk of the prompt has `count` rows from position `start` on, which write K/V. A decoding
-    lane has the newest token at `start` (one later for every token that a step in flight may add), then k drafted ones."""
+    item has the newest token at `start` (one later for every token that a step in flight may add), then k drafted ones."""
 
     seq: Seq
     slot: int
     start: int
     count: int = 1
-    # Somebody reads what comes out: of every row of a decoding lane, and of the last row of a chunk that a draft starts from. Rows that
-    # nobody reads go no further than their K/V (types.Wanted).
+    # Somebody reads what comes out: of every row of a decoding item, and of the last row of a chunk that a draft starts from. Rows that
+    # nobody reads go no further than their K/V (types.OutputRows).
     wanted: bool = True
     k: int = 0  # tokens to draft, one after another; once the step was read: how many were verified
     drafter: str | None = None  # who drafts them
     guess: Sequence[int] | None = None  # drafts that the host knows: k of them, and as many more as a step in flight may add
-    stop: float = 0.0  # where the draft may end itself: see spec.plan.Choice
+    stop: float = 0.0  # where the draft may end itself: see spec.plan.DraftPlan
     drop: float = 0.0
     nodes: int = 0  # most tokens of a tree of drafts k deep; 0: a line
-    prices: Sequence[float] | None = None  # what the tree's rows cost: see spec.plan.Choice
+    prices: Sequence[float] | None = None  # what the tree's rows cost: see spec.plan.DraftPlan
 
     @property
     def most(self) -> int:
@@ -103,8 +103,8 @@ class Lane:
 
 @dataclass(slots=True)
 class StepBatch:
-    prompts: list[Lane] = field(default_factory=list)
-    decode: list[Lane] = field(default_factory=list)
+    prompts: list[ScheduledSeq] = field(default_factory=list)
+    decode: list[ScheduledSeq] = field(default_factory=list)
     trust: Sequence[float] | None = None  # acceptance by the drafter's confidence, where a draft may end itself
 
     def __bool__(self) -> bool:
@@ -112,16 +112,16 @@ class StepBatch:
 
 
 class Emitted(NamedTuple):
-    """What a decoding lane brought: accepted drafts and the target's next token."""
+    """What a decoding item brought: accepted drafts and the target's next token."""
 
     tokens: list[int]
     logprobs: list[dict[int, float]] | None = None  # per token {id: logprob}, the chosen one first
     confidence: list[float] | None = None  # of the drafter's tokens, where it knows
-    branches: Branches | None = None  # of a tree
+    branches: VerifiedTree | None = None  # of a tree
 
 
 @dataclass(slots=True)
-class Flight:
+class PendingStep:
     """A step that was launched and not yet read. Who held the slots is kept: a sequence that has left since is not the one this was
     run for. What it drafted is counted as `ahead` of the host until then."""
 
@@ -133,23 +133,23 @@ class Flight:
     width: float = 0.0  # drafted tokens a sequence, as the cost table counts them
     context: int = 0  # positions, likewise
     tree: bool = False  # its drafts are trees of a fixed size, `width` deep
-    ahead: list[int] = field(default_factory=list)
+    inflight_tokens: list[int] = field(default_factory=list)
     payload: object = None  # the executor's own
 
 
 class Executor(Protocol):
     name: str
-    behind: bool = False  # its steps are read after the next one was launched; otherwise at once
+    async_results: bool = False  # its steps are read after the next one was launched; otherwise at once
     trees: bool = False  # drafts that branch cost no more here than their rows: so the controller may ask for them
 
     def takes(self, batch: StepBatch) -> bool:
         """Can this step be run here?"""
         ...
 
-    def launch(self, batch: StepBatch) -> Flight: ...
+    def launch(self, batch: StepBatch) -> PendingStep: ...
 
-    def read(self, flight: Flight) -> list[Emitted]:
-        """One entry a decoding lane, in order. Waits for this step, not for later ones."""
+    def read(self, pending: PendingStep) -> list[Emitted]:
+        """One entry a decoding item, in order. Waits for this step, not for later ones."""
         ...
 
     def probe(self, part: str, batch: int, k: int, context: int) -> None:
@@ -161,7 +161,7 @@ class Executor(Protocol):
         no request waits for it. Returns a line that says what was made and how long it took."""
         return ""
 
-    def times(self, part: str) -> bool:
+    def can_probe(self, part: str) -> bool:
         """Does this executor run that part of a step in earnest? Then its `probe` is the one to time."""
         return True
 

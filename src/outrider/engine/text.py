@@ -20,7 +20,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..types import Json, OutriderError, TextFiles
-from .control import ChatPrompt, ControlText
+from .special_tokens import ChatPrompt, SpecialTokenGuard
 
 if TYPE_CHECKING:
     import tokenizers
@@ -119,7 +119,7 @@ class Tokenizer:
             return bytes([int(match[1], 16)])
         return bytes(token.replace("▁", " "), "utf-8")
 
-    def everyday(self) -> set[int]:
+    def common_token_ids(self) -> set[int]:
         """Tokens that any text may hold and that need not stand at the front of a vocabulary: single characters of Latin script, which
         SentencePiece puts behind all merged ones, and control tokens, among them those that end an answer (of thousands, kept for later
         use, only these)."""
@@ -145,8 +145,8 @@ class Tokenizer:
         return self._control.prompt(messages, tools, lambda m, t: self.render(m, t, add_generation_prompt, **variables))
 
     @cached_property
-    def _control(self) -> ControlText:
-        return ControlText(self.backend, lambda text: self.ids(text, special=False), self.files.chat_template or "")
+    def _control(self) -> SpecialTokenGuard:
+        return SpecialTokenGuard(self.backend, lambda text: self.ids(text, special=False), self.files.chat_template or "")
 
     def render(self, messages: Messages, tools: Json = None, add_generation_prompt: bool = True, **variables: Json) -> str:
         if self.files.chat_template is None:

@@ -26,42 +26,42 @@ class Tree:
     """The rows of all sequences of a pass, one sequence after the other."""
 
     depth: Tensor  # int64 [R] 0: the newest token
-    paths: Tensor  # int32 [R, D + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
-    above: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
+    ancestors: Tensor  # int32 [R, D + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
+    parent_rows: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
     limit: Tensor | None = None  # int64 [B] most drafted tokens that a sequence may take; None: as many as there are
 
     @staticmethod
     def of(parents: Sequence[Sequence[int]], device: torch.device) -> Tree:
         """`parents[b][j - 1]`: the row that row j of sequence b follows."""
-        paths: list[list[int]] = []
-        above: list[int] = []
+        ancestors: list[list[int]] = []
+        parent_rows: list[int] = []
         for line in parents:
-            first = len(paths)
-            paths.append([0])
-            above.append(-1)
+            first = len(ancestors)
+            ancestors.append([0])
+            parent_rows.append(-1)
             for j, parent in enumerate(line, 1):
-                paths.append([*paths[first + parent], j])
-                above.append(first + parent)
-        depth = [len(path) - 1 for path in paths]
+                ancestors.append([*ancestors[first + parent], j])
+                parent_rows.append(first + parent)
+        depth = [len(path) - 1 for path in ancestors]
         wide = max(depth) + 1
-        filled = [path + [path[-1]] * (wide - len(path)) for path in paths]
+        filled = [path + [path[-1]] * (wide - len(path)) for path in ancestors]
         return Tree(
             torch.tensor(depth, dtype=torch.int64, device=device),
             torch.tensor(filled, dtype=torch.int32, device=device),
-            torch.tensor(above, dtype=torch.int64, device=device),
+            torch.tensor(parent_rows, dtype=torch.int64, device=device),
         )
 
     @property
     def deepest(self) -> int:
-        return self.paths.shape[1] - 1
+        return self.ancestors.shape[1] - 1
 
     def lines(self, ids: Tensor, start: Tensor, seq: Tensor) -> Tensor:
         """[R, D]: the drafted tokens up to and including each row's own; `ids` [R] are the rows' tokens."""
-        return ids[start[:-1][seq][:, None] + self.paths[:, 1:]]
+        return ids[start[:-1][seq][:, None] + self.ancestors[:, 1:]]
 
-    def walk(self, chosen: Tensor, ids: Tensor, start: Tensor, seq: Tensor, ops: Backend) -> Verdict:
+    def accept_path(self, chosen: Tensor, ids: Tensor, start: Tensor, seq: Tensor, ops: Backend) -> Verdict:
         """Where the target's choices [R] lead among the rows' tokens [R]."""
-        accepted, tokens, rows = ops.walk(chosen, ids, self.above, seq, start, self.deepest, self.limit)
+        accepted, tokens, rows = ops.accept_path(chosen, ids, self.parent_rows, seq, start, self.deepest, self.limit)
         return Verdict(accepted, tokens, accepted + 1, rows)
 
 
@@ -70,14 +70,14 @@ def grammar_masks(
 ) -> Tensor:
     """bool [R, V]: what each row's grammar (None: anything) allows after the drafted tokens on its path."""
     parts = []
-    for matcher, above, tokens in zip(matchers, parents, drafts):
-        mask = torch.ones((len(above) + 1, vocab), dtype=torch.bool)
+    for matcher, parent_rows, tokens in zip(matchers, parents, drafts):
+        mask = torch.ones((len(parent_rows) + 1, vocab), dtype=torch.bool)
         if matcher is not None:
-            leaves = set(range(1, len(above) + 1)) - set(above) or {0}
+            leaves = set(range(1, len(parent_rows) + 1)) - set(parent_rows) or {0}
             for leaf in leaves:
                 path = [leaf]
                 while path[-1]:
-                    path.append(above[path[-1] - 1])
+                    path.append(parent_rows[path[-1] - 1])
                 path.reverse()
                 masks = unpacked(matcher.bits([tokens[row - 1] for row in path[1:]]), vocab)
                 for row, allowed in zip(path, torch.from_numpy(masks)):  # none for rows behind a draft that left the grammar: never reached

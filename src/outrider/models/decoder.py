@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import Backend, Pass
-from ..ops.formats import Held
-from ..ops.reference import plain
-from ..types import KVView, Wanted
+from ..ops.formats import DeviceWeight
+from ..ops.reference import as_tensor
+from ..types import KVView, OutputRows
 from .config import ModelConfig
 from .layers import Block, gather_blocks, rope_variants
-from .split import SOLO, Together, piece
+from .split import SOLO, Collectives, piece
 
 End = tuple[Tensor | None, Tensor | None, Tensor | None]  # a residual step behind a sublayer: its norm, the layer's scalar, the next norm
 
@@ -31,8 +31,8 @@ End = tuple[Tensor | None, Tensor | None, Tensor | None]  # a residual step behi
 class PerLayerBlock:
     """How one layer takes in its per-layer embedding."""
 
-    gate: Held  # [ple, H]
-    out: Held  # [H, ple]
+    gate: DeviceWeight  # [ple, H]
+    out: DeviceWeight  # [H, ple]
     post_norm: Tensor
 
 
@@ -40,8 +40,8 @@ class PerLayerBlock:
 class PerLayerInput:
     """Where the per-layer embeddings of all layers come from."""
 
-    table: Held  # [V, L·ple]
-    proj: Held  # [L·ple, H]
+    table: DeviceWeight  # [V, L·ple]
+    proj: DeviceWeight  # [L·ple, H]
     norm: Tensor  # [ple]
 
 
@@ -49,11 +49,11 @@ class PerLayerInput:
 class Experts:
     """One layer's routed experts, beside its dense MLP, and their router."""
 
-    router: Held  # [E, H]
+    router: DeviceWeight  # [E, H]
     router_norm: Tensor  # [H] float32: the router's own scale times hidden^-0.5
     expert_scale: Tensor  # [E] float32
-    gate_up: Held  # [E, 2·I, H]
-    down: Held  # [E, H, I]
+    gate_up: DeviceWeight  # [E, 2·I, H]
+    down: DeviceWeight  # [E, H, I]
     norm: Tensor  # before the experts
     post_norm: Tensor  # after the experts
     post_dense_norm: Tensor  # after the dense MLP
@@ -63,31 +63,31 @@ class TextModel:
     """Embedding in, head out. One of several processes (`together`, models.split) has its part of the layers, and of embedding and head
     the rows of its tokens."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, Held], ops: Backend, together: Together = SOLO):
+    def __init__(self, config: ModelConfig, weights: Mapping[str, DeviceWeight], ops: Backend, together: Collectives = SOLO):
         self.config, self.ops, self.together = config, ops, together
-        share = together.share
-        self.tokens = [piece(config.vocab_size, rank, share.world) for rank in range(share.world)]  # of each process
-        self.total = together.total
+        tp = together.tp
+        self.tokens = [piece(config.vocab_size, rank, tp.world) for rank in range(tp.world)]  # of each process
+        self.all_reduce = together.all_reduce
         self.last_write = config.kv_layers[-1]  # rows that nobody wants go as far as this layer's K/V
-        self.table: Held = weights["embed"]  # [V, H]
-        self.head: Held = self.table if config.tied else weights["head"]
-        norm = plain(weights["norm"])
+        self.table: DeviceWeight = weights["embed"]  # [V, H]
+        self.head: DeviceWeight = self.table if config.tied else weights["head"]
+        norm = as_tensor(weights["norm"])
         self.device = norm.device
         # A packed table has no dtype of its own: ask the op what it hands out.
         self.dtype: torch.dtype = ops.embed(torch.zeros(1, dtype=torch.int64, device=self.device), self.table, 1.0).dtype
         rope_of, self.inv_freqs = rope_variants(config.layers, self.device)
-        self.blocks = gather_blocks(weights, config.layers, rope_of, first=share.rank == 0)
+        self.blocks = gather_blocks(weights, config.layers, rope_of, first=tp.rank == 0)
         self.experts = [self.routed(weights, f"layers.{i}.") for i in range(len(config.layers))] if config.moe else None
         self.ple_input: PerLayerInput | None = None
         self.ple_blocks: list[PerLayerBlock] = []
         if config.ple_dim:
-            self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], plain(weights["ple_norm"]))
+            self.ple_input = PerLayerInput(weights["ple_embed"], weights["ple_proj"], as_tensor(weights["ple_norm"]))
             self.ple_blocks = [
-                PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], plain(weights[f"layers.{i}.ple_post_norm"]))
+                PerLayerBlock(weights[f"layers.{i}.ple_gate"], weights[f"layers.{i}.ple_out"], as_tensor(weights[f"layers.{i}.ple_post_norm"]))
                 for i in range(len(config.layers))
             ]
 
-    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None) -> Pass:
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted (None: all)."""
         ops, first = self.ops, self.blocks[0]
         angles = self.angles(kv.positions)
@@ -113,7 +113,7 @@ class TextModel:
         """The rest of layer i: residual stream x [R, H] and attention output [R, heads·D] -> the stream after the layer, and the next
         layer's q, k and v, or after the last layer the final norm. ple: per-layer embeddings [L, R, ple]."""
         ops, block, eps, act = self.ops, self.blocks[i], self.config.norm_eps, self.config.activation
-        y = self.total(ops.linear(attended, block.out, block.out_bias))
+        y = self.all_reduce(ops.linear(attended, block.out, block.out_bias))
         end: End = (block.post_mlp_norm, block.scalar, block.next_norm) if ple is None else (block.post_mlp_norm, None, None)
         if self.experts is None:
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
@@ -136,9 +136,9 @@ class TextModel:
     def mlp(self, h: Tensor, block: Block) -> Tensor:
         ops, act = self.ops, self.config.activation
         if block.gate_up_bias is None:
-            return self.total(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
+            return self.all_reduce(ops.linear(ops.gated_linear(h, block.gate_up, act), block.down))
         gate, up = ops.linear(h, block.gate_up, block.gate_up_bias).chunk(2, dim=-1)
-        return self.total(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
+        return self.all_reduce(ops.linear(ops.act_mul(gate, up, act), block.down, block.down_bias))
 
     def mixed(
         self, experts: Experts, block: Block, h: Tensor, router_in: Tensor, expert_in: Tensor, x: Tensor,
@@ -149,36 +149,36 @@ class TextModel:
         ops, moe, eps, act = self.ops, self.config.moe, self.config.norm_eps, self.config.activation
         assert moe is not None
         routing = (router_in, expert_in, experts.router, experts.expert_scale, experts.gate_up, experts.down, moe.top_k, act)
-        if self.together.share.world == 1:
-            return ops.moe_beside(*routing, h, block.gate_up, block.down, experts.post_dense_norm, experts.post_norm, x, *end, eps)
+        if self.together.tp.world == 1:
+            return ops.moe_with_shared_mlp(*routing, h, block.gate_up, block.down, experts.post_dense_norm, experts.post_norm, x, *end, eps)
         # Each process has a piece of every expert: the sum comes before the norm.
-        dense, routed = self.mlp(h, block), self.total(ops.moe(*routing))
+        dense, routed = self.mlp(h, block), self.all_reduce(ops.moe(*routing))
         y = ops.residual_norm(ops.rms_norm(dense, experts.post_dense_norm, eps), routed, experts.post_norm, None, None, eps)[0]
         return ops.residual_norm(x, y, *end, eps)
 
-    def routed(self, weights: Mapping[str, Held], here: str) -> Experts:
+    def routed(self, weights: Mapping[str, DeviceWeight], here: str) -> Experts:
         return Experts(
             router=weights[here + "router"],
-            router_norm=plain(weights[here + "router_scale"]) * self.config.hidden**-0.5,
-            expert_scale=plain(weights[here + "expert_scale"]),
+            router_norm=as_tensor(weights[here + "router_scale"]) * self.config.hidden**-0.5,
+            expert_scale=as_tensor(weights[here + "expert_scale"]),
             gate_up=weights[here + "experts_gate_up"],
             down=weights[here + "experts_down"],
-            norm=plain(weights[here + "mlp_norm_2"]),
-            post_norm=plain(weights[here + "post_mlp_norm_2"]),
-            post_dense_norm=plain(weights[here + "post_mlp_norm_1"]),
+            norm=as_tensor(weights[here + "mlp_norm_2"]),
+            post_norm=as_tensor(weights[here + "post_mlp_norm_2"]),
+            post_dense_norm=as_tensor(weights[here + "post_mlp_norm_1"]),
         )
 
     def embed(self, ids: Tensor) -> Tensor:
         """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
         return self.rows(ids, self.table, self.config.embed_scale)
 
-    def rows(self, ids: Tensor, table: Held, scale: float) -> Tensor:
+    def rows(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         """[R] -> [R, width]: rows of a table that is divided by tokens. Everybody looks up its own; nought is added to the rest."""
         if len(self.tokens) == 1:
             return self.ops.embed(ids, table, scale)
-        lo, hi = self.tokens[self.together.share.rank]
+        lo, hi = self.tokens[self.together.tp.rank]
         found = self.ops.embed((ids - lo).clamp(0, hi - lo - 1), table, scale)
-        return self.total(found.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
+        return self.all_reduce(found.masked_fill(((ids < lo) | (ids >= hi))[:, None], 0.0))
 
     def per_layer_inputs(self, source: PerLayerInput, ids: Tensor, x: Tensor) -> Tensor:
         """[L, R, ple]: the token's own part and a projection of its embedding, computed once a pass."""

@@ -24,33 +24,33 @@ import torch
 from torch import Tensor
 
 from ..ops.backend import Backend
-from ..ops.formats import Held
-from ..ops.reference import plain
+from ..ops.formats import DeviceWeight
+from ..ops.reference import as_tensor
 from ..types import DraftRound, KVView
+from .compat import bind
 from .config import DrafterConfig
 from .decoder import TextModel
 from .layers import gather_blocks, rope_variants
-from .pairing import bind
 
 
 class MTPNet:
     most = 0  # sequences that a whole round takes in one call: a backend's stand-in may have them
-    combs = False
+    has_runner_ups = False
 
-    def __init__(self, config: DrafterConfig, weights: Mapping[str, Held], ops: Backend, target: TextModel):
+    def __init__(self, config: DrafterConfig, weights: Mapping[str, DeviceWeight], ops: Backend, target: TextModel):
         layers = bind(config, target.config)
         self.config, self.ops, self.target = config, ops, target
-        self.device, self.dtype = plain(weights["norm"]).device, target.dtype
-        self.pre: Held = weights["pre"]  # [h, (2 + taps)·Hb]
-        self.post: Held | None = weights["post"] if config.has_post else None  # [Hb, h]
+        self.device, self.dtype = as_tensor(weights["norm"]).device, target.dtype
+        self.pre: DeviceWeight = weights["pre"]  # [h, (2 + taps)·Hb]
+        self.post: DeviceWeight | None = weights["post"] if config.has_post else None  # [Hb, h]
         rope_of, self.inv_freqs = rope_variants(layers, self.device)
         self.blocks = gather_blocks(weights, layers, rope_of)
-        self.head: Held = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
-        self.centroids: Held | None = None  # [C, Hb or h]
+        self.head: DeviceWeight = target.head if config.tied_to_target else weights["embed"]  # [V, Hb or h], or by cluster [C, S, …]
+        self.centroids: DeviceWeight | None = None  # [C, Hb or h]
         self.cluster_ids: Tensor | None = None  # [C, S] token ids, with centroids
         # Over a head that is divided over processes, by tokens, all tokens are scored.
-        if config.clusters and not (config.tied_to_target and target.together.share.world > 1):
-            order = plain(weights["token_ordering"]).long()
+        if config.clusters and not (config.tied_to_target and target.together.tp.world > 1):
+            order = as_tensor(weights["token_ordering"]).long()
             self.centroids, self.cluster_ids = weights["centroids"], order.view(config.clusters, -1)
             # The head's rows in cluster order, once: scoring a cluster then reads one contiguous piece.
             self.head = ops.take_rows(self.head, order).view(config.clusters, -1, config.head_hidden)
@@ -83,26 +83,26 @@ class MTPNet:
         for block in self.blocks:
             q = ops.rope_write(ops.linear(h, block.qkv), *state.angles[block.rope], block.q_norm, None, block.spec, kv)
             attended = ops.attend(q, block.spec, kv)
-            y = self.target.total(ops.linear(attended, block.out))
+            y = self.target.all_reduce(ops.linear(attended, block.out))
             x, h = ops.residual_norm(x, y, block.post_attn_norm, None, block.mlp_norm, eps)
             y = ops.linear(ops.gated_linear(h, block.gate_up, act), block.down)
             x, h = ops.residual_norm(x, y, block.post_mlp_norm, block.scalar, block.next_norm, eps)
         nxt = h if self.post is None else ops.linear(h, self.post)
         return (nxt if self.config.tied_to_target else h), nxt
 
-    def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+    def candidates(self, g: Tensor, cluster_bonus: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """The tokens worth scoring and their float32 logits: ids [B, N] (None: the whole vocabulary), logits [B, N].
-        lean [B, C]: added to the clusters' scores where the tokens will be chosen with noise (ops.cluster_lean)."""
+        cluster_bonus [B, C]: added to the clusters' scores where the tokens will be chosen with noise (ops.cluster_bonus)."""
         if self.centroids is None or self.cluster_ids is None:
             return None, self.target.scores(g, None) if self.config.tied_to_target else self.ops.logits(g, self.head, None)
-        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, lean)  # [B, top], [B, top, S]
+        best, z = self.ops.clustered_logits(g, self.centroids, self.head, self.config.cluster_top, cluster_bonus)  # [B, top], [B, top, S]
         return self.cluster_ids[best].flatten(1), z.flatten(1)
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
         raise NotImplementedError("this drafter goes step by step")
 
-    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
+    def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError("this drafter goes step by step")

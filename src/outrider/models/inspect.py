@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..types import MAX_DRAFT
+from .compat import fits, reads
 from .config import DrafterConfig, ForeignDict, LayerSpec, ModelConfig
-from .pairing import fits, reads
 
 DECODE_ROWS = (1, 5, 9)
 WORK = 1 << 30  # bytes of a GPU beside weights, K/V and logits: the driver's context, activations of a prompt chunk, tables, graphs
@@ -90,7 +90,7 @@ class ModelSize:
 
 
 def kv_bytes(config: ModelConfig | DrafterConfig, context: int, item: float = 2.0, read: bool = False) -> int:
-    """Held for a sequence of that length: sliding layers keep their window only. `read`: what a pass over it reads, where
+    """DeviceWeight for a sequence of that length: sliding layers keep their window only. `read`: what a pass over it reads, where
     layers that share K/V count again."""
     total = 0
     for layer in config.layers:
@@ -157,7 +157,7 @@ def work_bytes(vocab: int, rows: int) -> int:
     return WORK + 2 * 4 * vocab * rows
 
 
-def room(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
+def context_that_fits(config: ModelConfig, memory: float, weights: float, item: float = 2.0) -> int:
     """Tokens of one sequence whose K/V, `item` bytes a number, fits beside the weights; 0: not even the weights fit. What the engine leaves
     for work is left."""
     free = memory - weights - work_bytes(config.vocab_size, MAX_DRAFT + 1)

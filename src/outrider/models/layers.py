@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.formats import Held
-from ..ops.reference import plain
+from ..ops.formats import DeviceWeight
+from ..ops.reference import as_tensor
 from ..types import AttnSpec
 from .config import LayerSpec, RopeSpec
 
@@ -49,24 +49,24 @@ class Block:
     spec: AttnSpec
     rope: int  # index into the pass's angles
     attn_norm: Tensor
-    qkv: Held  # [spec.qkv_rows, H]
+    qkv: DeviceWeight  # [spec.qkv_rows, H]
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    out: Held  # [H, heads·D]
+    out: DeviceWeight  # [H, heads·D]
     out_bias: Tensor | None
     post_attn_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Held  # [2·I, H]
+    gate_up: DeviceWeight  # [2·I, H]
     gate_up_bias: Tensor | None
-    down: Held  # [H, I]
+    down: DeviceWeight  # [H, I]
     down_bias: Tensor | None
     post_mlp_norm: Tensor | None
     scalar: Tensor | None  # [1], multiplies the whole residual stream
     next_norm: Tensor  # the norm that reads what this layer leaves: the next layer's, or the final one
 
 
-def gather_blocks(weights: Mapping[str, Held], layers: Sequence[LayerSpec], rope_of: Sequence[int], first: bool = True) -> list[Block]:
+def gather_blocks(weights: Mapping[str, DeviceWeight], layers: Sequence[LayerSpec], rope_of: Sequence[int], first: bool = True) -> list[Block]:
     """first: the process that adds what is added once to a sum of all processes."""
     blocks = []
     for i, (layer, rope) in enumerate(zip(layers, rope_of, strict=True)):
@@ -76,16 +76,16 @@ def gather_blocks(weights: Mapping[str, Held], layers: Sequence[LayerSpec], rope
         blocks.append(
             Block(
                 spec=layer.attn, rope=rope,
-                attn_norm=plain(own["attn_norm"]), qkv=own["qkv"], qkv_bias=vector(own, "qkv_bias"),
+                attn_norm=as_tensor(own["attn_norm"]), qkv=own["qkv"], qkv_bias=vector(own, "qkv_bias"),
                 q_norm=vector(own, "q_norm"), k_norm=vector(own, "k_norm"),
                 out=own["out"], out_bias=vector(own, "out_bias") if first else None, post_attn_norm=vector(own, "post_attn_norm"),
-                mlp_norm=plain(own["mlp_norm"]), gate_up=own["gate_up"], gate_up_bias=vector(own, "gate_up_bias"),
+                mlp_norm=as_tensor(own["mlp_norm"]), gate_up=own["gate_up"], gate_up_bias=vector(own, "gate_up_bias"),
                 down=own["down"], down_bias=vector(own, "down_bias") if first else None, post_mlp_norm=vector(own, "post_mlp_norm"),
-                scalar=vector(own, "scalar"), next_norm=plain(weights["norm" if last else f"layers.{i + 1}.attn_norm"]),
+                scalar=vector(own, "scalar"), next_norm=as_tensor(weights["norm" if last else f"layers.{i + 1}.attn_norm"]),
             )
         )  # fmt: skip
     return blocks
 
 
-def vector(weights: Mapping[str, Held], name: str) -> Tensor | None:
-    return plain(weights[name]) if name in weights else None
+def vector(weights: Mapping[str, DeviceWeight], name: str) -> Tensor | None:
+    return as_tensor(weights[name]) if name in weights else None

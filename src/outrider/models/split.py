@@ -3,7 +3,7 @@
 Every process runs the same passes on its own part of the weights. Attention heads go with the K/V heads they read; where there are
 fewer K/V heads than processes, several processes keep the same one and divide its query heads. MLP and experts are divided along their
 inner width, embedding and head by tokens. The answers of a process to a projection back into the residual stream are partial sums:
-`Together.total` adds them up, always in the order of the ranks, so that a row's sum does not depend on the rows beside it.
+`Collectives.all_reduce` adds them up, always in the order of the ranks, so that a row's sum does not depend on the rows beside it.
 
 What is small is kept whole everywhere: norms, the router, the projections of per-layer embeddings, and all of a drafter but its
 attention, which must run where its K/V heads are.
@@ -25,35 +25,35 @@ Span = tuple[int, int]  # [lo, hi)
 
 
 @dataclass(frozen=True)
-class Share:
+class TPRank:
     """Which of how many."""
 
     rank: int = 0
     world: int = 1
 
-    def of(self, size: int, grain: int = 1) -> Span:
-        """This process's piece of `size`, cut at multiples of `grain`; pieces differ by at most one grain."""
-        return piece(size, self.rank, self.world, grain)
+    def of(self, size: int, alignment: int = 1) -> Span:
+        """This process's piece of `size`, cut at multiples of `alignment`; pieces differ by at most one alignment."""
+        return piece(size, self.rank, self.world, alignment)
 
 
 @dataclass(frozen=True)
-class Cut:
+class Shard:
     """What is kept of a source tensor: spans of its rows (dimension -2; of a vector its elements), or of its columns."""
 
     spans: tuple[Span, ...]
     columns: bool = False
 
 
-Cuts = dict[str, tuple[Cut, ...]]  # by canonical name, one for each source of its plan; names that are not there are kept whole
+Shards = dict[str, tuple[Shard, ...]]  # by canonical name, one for each source of its plan; names that are not there are kept whole
 
 
-class Together(Protocol):
+class Collectives(Protocol):
     """What the processes that share a model do with one another's numbers."""
 
     @property
-    def share(self) -> Share: ...
+    def tp(self) -> TPRank: ...
 
-    def total(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         """The sum of everybody's tensor, in the order of the ranks; the same bits everywhere."""
         ...
 
@@ -65,9 +65,9 @@ class Together(Protocol):
 class Solo:
     """One process: everything is its own."""
 
-    share = Share()
+    tp = TPRank()
 
-    def total(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         return partial
 
     def gather(self, mine: Tensor, widths: Sequence[int]) -> Tensor:
@@ -77,32 +77,32 @@ class Solo:
 SOLO = Solo()
 
 
-def piece(size: int, index: int, parts: int, grain: int = 1) -> Span:
-    """The index-th of `parts` pieces of `size`, cut at multiples of `grain`."""
-    each, more = divmod(-(-size // grain), parts)
+def piece(size: int, index: int, parts: int, alignment: int = 1) -> Span:
+    """The index-th of `parts` pieces of `size`, cut at multiples of `alignment`."""
+    each, more = divmod(-(-size // alignment), parts)
     lo = index * each + min(index, more)
-    return min(size, lo * grain), min(size, (lo + each + (index < more)) * grain)
+    return min(size, lo * alignment), min(size, (lo + each + (index < more)) * alignment)
 
 
-def heads_of(heads: int, kv_heads: int, share: Share) -> tuple[Span, Span]:
+def heads_of(heads: int, kv_heads: int, tp: TPRank) -> tuple[Span, Span]:
     """The query heads and the K/V heads of a process."""
     group = heads // kv_heads  # query heads that read one K/V head
-    if kv_heads >= share.world:
-        lo, hi = share.of(kv_heads)
+    if kv_heads >= tp.world:
+        lo, hi = tp.of(kv_heads)
         return (lo * group, hi * group), (lo, hi)
     for kv in range(kv_heads):
-        first, end = piece(share.world, kv, kv_heads)  # the processes that keep this K/V head
-        if first <= share.rank < end:
-            lo, hi = piece(group, share.rank - first, end - first)
+        first, end = piece(tp.world, kv, kv_heads)  # the processes that keep this K/V head
+        if first <= tp.rank < end:
+            lo, hi = piece(group, tp.rank - first, end - first)
             return (kv * group + lo, kv * group + hi), (kv, kv + 1)
     raise AssertionError("every process is somebody's")
 
 
-def split_target(config: ModelConfig, share: Share, border: Callable[[str], int]) -> tuple[ModelConfig, Cuts]:
+def split_target(config: ModelConfig, tp: TPRank, alignment: Callable[[str], int]) -> tuple[ModelConfig, Shards]:
     """The model as this process sees it (its heads, its inner widths; the vocabulary stays whole), and what it keeps of each weight.
-    border(name): where the columns of a weight may be cut (a multiple of it)."""
-    tokens = (Cut((share.of(config.vocab_size),)),)
-    cuts: Cuts = {"embed": tokens}
+    alignment(name): where the columns of a weight may be cut (a multiple of it)."""
+    tokens = (Shard((tp.of(config.vocab_size),)),)
+    cuts: Shards = {"embed": tokens}
     if not config.tied:
         cuts["head"] = tokens
     if config.ple_dim:
@@ -110,46 +110,46 @@ def split_target(config: ModelConfig, share: Share, border: Callable[[str], int]
     layers, moe = [], config.moe
     for i, layer in enumerate(config.layers):
         here = f"layers.{i}."
-        own = _attention(cuts, here, layer, share, f"layer {i}")
-        inner = _inner(layer.intermediate, share, border(here + "down"), f"the MLP of layer {i}")
-        cuts[here + "gate_up"] = cuts[here + "gate_up_bias"] = (Cut((inner,)), Cut((inner,)))
-        cuts[here + "down"] = (Cut((inner,), columns=True),)
+        own = _attention(cuts, here, layer, tp, f"layer {i}")
+        inner = _inner(layer.intermediate, tp, alignment(here + "down"), f"the MLP of layer {i}")
+        cuts[here + "gate_up"] = cuts[here + "gate_up_bias"] = (Shard((inner,)), Shard((inner,)))
+        cuts[here + "down"] = (Shard((inner,), columns=True),)
         if config.moe is not None:
             wide = config.moe.intermediate
-            lo, hi = _inner(wide, share, border(here + "experts_down"), f"the experts of layer {i}")
-            cuts[here + "experts_gate_up"] = (Cut(((lo, hi), (wide + lo, wide + hi))),)
-            cuts[here + "experts_down"] = (Cut(((lo, hi),), columns=True),)
+            lo, hi = _inner(wide, tp, alignment(here + "experts_down"), f"the experts of layer {i}")
+            cuts[here + "experts_gate_up"] = (Shard(((lo, hi), (wide + lo, wide + hi))),)
+            cuts[here + "experts_down"] = (Shard(((lo, hi),), columns=True),)
             moe = replace(config.moe, intermediate=hi - lo)
         layers.append(replace(own, intermediate=inner[1] - inner[0]))
     return replace(config, layers=tuple(layers), moe=moe), cuts
 
 
-def split_drafter(config: DrafterConfig, share: Share) -> tuple[DrafterConfig, Cuts]:
+def split_drafter(config: DrafterConfig, tp: TPRank) -> tuple[DrafterConfig, Shards]:
     """An MTP drafter attends to the target's K/V, so its heads stay with theirs; everything else is kept whole."""
-    cuts: Cuts = {}
-    layers = [_attention(cuts, f"layers.{i}.", layer, share, f"the drafter's layer {i}") for i, layer in enumerate(config.layers)]
+    cuts: Shards = {}
+    layers = [_attention(cuts, f"layers.{i}.", layer, tp, f"the drafter's layer {i}") for i, layer in enumerate(config.layers)]
     return replace(config, layers=tuple(layers)), cuts
 
 
-def _attention(cuts: Cuts, here: str, layer: LayerSpec, share: Share, what: str) -> LayerSpec:
+def _attention(cuts: Shards, here: str, layer: LayerSpec, tp: TPRank, what: str) -> LayerSpec:
     attn = layer.attn
-    (q, q_end), (kv, kv_end) = heads_of(attn.heads, attn.kv_heads, share)
-    if attn.heads < share.world or q == q_end:
+    (q, q_end), (kv, kv_end) = heads_of(attn.heads, attn.kv_heads, tp)
+    if attn.heads < tp.world or q == q_end:
         raise OutriderError(
-            f"{what} has {attn.heads} heads over {attn.kv_heads} K/V heads, too few for --tensor-parallel {share.world}: take fewer"
+            f"{what} has {attn.heads} heads over {attn.kv_heads} K/V heads, too few for --tensor-parallel {tp.world}: take fewer"
         )
-    mine, keys = Cut(((q * attn.head_dim, q_end * attn.head_dim),)), Cut(((kv * attn.head_dim, kv_end * attn.head_dim),))
+    mine, keys = Shard(((q * attn.head_dim, q_end * attn.head_dim),)), Shard(((kv * attn.head_dim, kv_end * attn.head_dim),))
     extra = 0 if not attn.writes else (1 if attn.k_eq_v else 2)
     cuts[here + "qkv"] = cuts[here + "qkv_bias"] = (mine, *[keys] * extra)
     cuts[here + "out"] = (replace(mine, columns=True),)
     return replace(layer, attn=replace(attn, heads=q_end - q, kv_heads=kv_end - kv))
 
 
-def _inner(size: int, share: Share, border: int, what: str) -> Span:
-    if border == 0:
+def _inner(size: int, tp: TPRank, alignment: int, what: str) -> Span:
+    if alignment == 0:
         raise OutriderError(f"{what} is stored with its columns in an order of its own and cannot be divided: leave out --tensor-parallel")
-    if -(-size // border) < share.world:
+    if -(-size // alignment) < tp.world:
         raise OutriderError(
-            f"{what} is {size} wide and may be cut at multiples of {border} only: too few pieces for --tensor-parallel {share.world}"
+            f"{what} is {size} wide and may be cut at multiples of {alignment} only: too few pieces for --tensor-parallel {tp.world}"
         )
-    return share.of(size, border)
+    return tp.of(size, alignment)

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ..types import AttnSpec, KVPages, KVView
-from .formats import Held, Weight
-from .trees import Front, Nodes, Noise, Planted
+from .formats import DeviceWeight, Weight
+from .trees import FixedTree, Frontier, Nodes, Noise
 
 M = TypeVar("M")
 Norms = tuple[Tensor, Tensor, Tensor]  # weights of three norms of the same rows
@@ -61,11 +61,11 @@ class Capabilities:
     prompt_chunk: int = 512
     packed_rows: int = 0
     # Prompt tokens in a step beside sequences that decode, which wait for them, while few wait for their prompt. 0: a chunk and a quarter.
-    rows_beside: int = 0
+    prefill_with_decodes: int = 0
     # The same for small models: twice as many, and again, as long as their operations stay below this.
-    work_beside: float = 0.0
+    prefill_flops_with_decodes: float = 0.0
     # Prompt tokens of one sequence in a step of a server where nobody decodes: somebody may come, and would wait for them. 0: a chunk.
-    rows_alone: int = 0
+    prefill_idle: int = 0
     quantizes: tuple[str, ...] = ()  # what `quantize` can make of dense weights
     # Dense matrices in float16 or bfloat16 are multiplied as they are stored, with the bits that the same values in float32 would give.
     holds_halves: bool = False
@@ -88,22 +88,22 @@ class Capabilities:
         return max((k for k in self.graph_widths if k <= most), default=0)
 
 
-class Asked(NamedTuple):
+class CycleRequest(NamedTuple):
     """One sequence of a host cycle."""
 
     slot: int
     last: int  # the newest token
-    length: int  # its position
+    position: int  # its position
     k: int  # most tokens to draft
     guess: Sequence[int] | None  # k tokens that were guessed elsewhere; None: the drafter's
-    stop: float = 0.0  # where the draft may end itself: spec.plan.Choice
+    stop: float = 0.0  # where the draft may end itself: spec.plan.DraftPlan
     drop: float = 0.0
     nodes: int = 0  # most tokens of a tree k deep; 0: a line
     prices: Sequence[float] | None = None  # [17] of a tree's rows, in tokens
     likely: int | None = None  # logprobs: of the chosen tokens and of so many likeliest ones; None: none are wanted
 
 
-class Told(NamedTuple):
+class CycleResult(NamedTuple):
     """What became of it."""
 
     k: int  # tokens drafted and verified
@@ -113,11 +113,11 @@ class Told(NamedTuple):
     logprobs: list[list[float]] | None = None  # a row of `Backend.logprob_rows` for each emitted token
 
 
-class Tempered(Protocol):
+class TemperatureSampling(Protocol):
     """As much of spec.choose.SamplingBatch as a host cycle reads."""
 
     temperature: Tensor  # float32 [B]
-    hot: Tensor  # bool [B]
+    sampled: Tensor  # bool [B]
     seed: Tensor  # int64 [B]
 
 
@@ -126,23 +126,23 @@ class HostCycle(Protocol):
 
     drafts: bool  # whether the drafter's rounds are part of the call; otherwise only guesses from outside are
 
-    def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None) -> list[Told]:
+    def run(self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None) -> list[CycleResult]:
         """`trust`: acceptance by confidence, where drafts may end themselves; a list that does not change."""
         ...
 
 
-class Behind(NamedTuple):
+class DraftRequest(NamedTuple):
     """A sequence that a draft model is to guess for: what it has not read of its text, at least the newest token."""
 
     tokens: Sequence[int]
     start: int  # the position of the first of them
     pages: Sequence[int]  # of the draft model's own cache, for the whole text and the guesses
     seen: Sequence[int]  # tokens of the text that are not listed, and so are scored for this sequence alone
-    stop: float = 0.0  # as in spec.plan.Choice
+    stop: float = 0.0  # as in spec.plan.DraftPlan
     drop: float = 0.0
 
 
-class Guessed(NamedTuple):
+class DraftResult(NamedTuple):
     tokens: list[int]  # every guess that was made,
     confidence: list[float]  # its probability,
     length: int  # and how many of them count: fewer where the draft has ended itself
@@ -152,8 +152,8 @@ class DraftChain(Protocol):
     """A draft model's rounds in one call each, for requests whose tokens are chosen greedily or by a temperature alone."""
 
     def run(
-        self, behind: Sequence[Behind], cache: KVPages, k: int, sampling: Tempered, trust: Sequence[float] | None
-    ) -> list[Guessed]:  # fmt: skip
+        self, behind: Sequence[DraftRequest], cache: KVPages, k: int, sampling: TemperatureSampling, trust: Sequence[float] | None
+    ) -> list[DraftResult]:  # fmt: skip
         """Up to k guesses for each. cache: the draft model's own; its tables are not read. `sampling`, `trust`: as of HostCycle."""
         ...
 
@@ -169,12 +169,12 @@ class Backend(Protocol):
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype: ...  # asked: EngineConfig.kv_dtype
 
     # ---- weights
-    def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None: ...
-    def look_up(self, table: Weight, device: torch.device | str) -> Held | None: ...  # a table of which only rows are ever read
-    def prepare(self, dense: Tensor) -> Held: ...
-    def quantize(self, dense: Tensor, mode: str) -> Held: ...
-    def take_rows(self, weight: Held, order: Tensor) -> Held: ...
-    def coarse(self, weight: Held) -> Held: ...  # about four bits, for a draft model; the weight itself where that is no quicker
+    def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None: ...
+    def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None: ...  # a table of which only rows are ever read
+    def prepare(self, dense: Tensor) -> DeviceWeight: ...
+    def quantize(self, dense: Tensor, mode: str) -> DeviceWeight: ...
+    def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight: ...
+    def coarse(self, weight: DeviceWeight) -> DeviceWeight: ...  # about four bits, for a draft model; the weight itself where that is no quicker
 
     # ---- whole models: stand-ins with the same methods and the same bits, or the thing itself
     def compile(self, model: M) -> M: ...
@@ -182,23 +182,23 @@ class Backend(Protocol):
     def host_cycle(
         self, model: object, drafter: object | None, cache: KVPages, features: Tensor, taps: tuple[int, ...]
     ) -> HostCycle | None: ...
-    def draft_chain(self, model: object, head: Held, listed: Tensor | None) -> DraftChain | None: ...
+    def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None: ...
 
     # ---- dense pieces
-    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor: ...
-    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor: ...
+    def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor: ...
+    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor: ...
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor: ...
-    def per_layer_inputs(self, ids: Tensor, table: Held, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor: ...
+    def per_layer_inputs(self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor: ...
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
     ) -> tuple[Tensor, Tensor]: ...
     def residual_norms(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, w: Norms, eps: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...  # fmt: skip
-    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor: ...
+    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor: ...
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor: ...
-    def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor: ...
-    def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor: ...
+    def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor: ...
+    def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor: ...
 
     # ---- attention
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]: ...
@@ -208,27 +208,27 @@ class Backend(Protocol):
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor: ...
 
     # ---- trees of drafts
-    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front: ...
-    def comb(self, scores: Tensor, ids: Tensor) -> Nodes: ...
-    def plant(self, nodes: Nodes, count: int, depth: int) -> Planted: ...
-    def walk(
-        self, chosen: Tensor, ids: Tensor, above: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
+    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int) -> Frontier: ...
+    def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes: ...
+    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree: ...
+    def accept_path(
+        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-    def keep_path(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None: ...
+    def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None: ...
 
     # ---- mixture of experts
     def moe(
-        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str
     ) -> Tensor: ...
-    def moe_beside(
-        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor,
+    def moe_with_shared_mlp(
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str,
+        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
     # ---- drafting and choosing
-    def clustered_logits(self, g: Tensor, centroids: Held, rows: Held, top: int, lean: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
-    def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor: ...
+    def clustered_logits(self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None) -> tuple[Tensor, Tensor]: ...
+    def cluster_bonus(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor) -> Tensor: ...
     def argmax(self, z: Tensor) -> Tensor: ...
-    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor: ...
+    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor) -> Tensor: ...
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor: ...

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..types import AttnSpec, KVPages, KVView, OutriderError
 from .backend import Capabilities, DraftChain, HostCycle, M, Norms
-from .formats import Held, Weight
+from .formats import DeviceWeight, Weight
 from .noise import gumbel
 from .trees import TreeOps
 
@@ -42,7 +42,7 @@ def stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     return x.clamp(-FP8_MOST, FP8_MOST).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
 
 
-def plain(weight: Held) -> Tensor:
+def as_tensor(weight: DeviceWeight) -> Tensor:
     """A weight that these ops hold is a dense tensor; anything else was made by other ops."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{type(weight).__name__} is not a dense tensor: it belongs to the ops object that made it")
@@ -61,27 +61,27 @@ class ReferenceOps(TreeOps):
         return torch.float8_e4m3fn if asked == "fp8" else dtype
 
     # ---- weights ------------------------------------------------------------------------------------------------
-    def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
+    def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None:
         """The rows of all parts, one below the other, as the kernels read them; None: they should come as a dense tensor."""
         return None
 
-    def look_up(self, table: Weight, device: torch.device | str) -> Held | None:
+    def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None:
         """A table of which only rows are ever read, left where it is; None: hold it like any other."""
         return None
 
-    def prepare(self, dense: Tensor) -> Held:
+    def prepare(self, dense: Tensor) -> DeviceWeight:
         """A dense matrix as the kernels read it."""
         return dense
 
-    def quantize(self, dense: Tensor, mode: str) -> Held:
+    def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
         """A dense matrix rounded to int4, int8 or fp8, whichever of them the kernels multiply."""
         raise OutriderError(f"the {self.name} ops cannot hold {mode} weights: choose others with --ops, or leave out --quantize")
 
-    def take_rows(self, weight: Held, order: Tensor) -> Held:
+    def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
         """Rows of a matrix in another order, held as they were: a head by clusters."""
-        return plain(weight)[order]
+        return as_tensor(weight)[order]
 
-    def coarse(self, weight: Held) -> Held:
+    def coarse(self, weight: DeviceWeight) -> DeviceWeight:
         """A draft model's weight in about four bits, where reading it takes the time; here it stays as it is."""
         return weight
 
@@ -100,19 +100,19 @@ class ReferenceOps(TreeOps):
         """Whole decode cycles in one call; `features` [slots, H·(1 + taps)] are kept up to date. None: there are none of this model."""
         return None
 
-    def draft_chain(self, model: object, head: Held, listed: Tensor | None) -> DraftChain | None:
+    def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
         """A draft model's rounds in one call each, scoring the rows `head` of the tokens `listed` (None: all). None: step by step."""
         return None
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
-    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
+    def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         """[R] -> [R, H]. The factor is rounded to the table's dtype first, as the checkpoints were trained."""
-        rows = F.embedding(ids, plain(table))
+        rows = F.embedding(ids, as_tensor(table))
         return rows if scale == 1.0 else rows * torch.tensor(scale, dtype=rows.dtype, device=rows.device)
 
-    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         """x [R, in] · w [out, in] -> [R, out]."""
-        return F.linear(x, plain(w), bias)
+        return F.linear(x, as_tensor(w), bias)
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         """Float32 inside, cast back after scaling; w None: scale-free."""
@@ -120,7 +120,7 @@ class ReferenceOps(TreeOps):
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
         return (h if w is None else h * w).to(x.dtype)
 
-    def per_layer_inputs(self, ids: Tensor, table: Held, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
+    def per_layer_inputs(self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
         """ids [R]; projected [R, L·ple] of the embeddings, times `scale`; w [ple] -> [L, R, ple], the tokens' own part added."""
         shape = (ids.shape[0], -1, w.shape[0])
         token = self.embed(ids, table, w.shape[0] ** 0.5).view(shape)
@@ -143,7 +143,7 @@ class ReferenceOps(TreeOps):
         x, h = self.residual_norm(x, y, post_w, None, w[0], eps)
         return x, h, self.rms_norm(x, w[1], eps), self.rms_norm(x, w[2], eps)
 
-    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
+    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         """w [2·I, H]: gate rows, then up rows -> act(gate) * up, [R, I]."""
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate) * up
@@ -151,11 +151,11 @@ class ReferenceOps(TreeOps):
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return activation(act, x) * y
 
-    def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor:
+    def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
         """act(x · wᵀ) * y, [R, out]."""
         return self.act_mul(self.linear(x, w), y, act)
 
-    def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
+    def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         """Float32 logits [R, V], soft-capped where the model asks for it."""
         z = self.linear(h, w).float()
         return z if softcap is None else torch.tanh(z / softcap) * softcap
@@ -192,7 +192,7 @@ class ReferenceOps(TreeOps):
         """k, v [R, kv_heads, D] into the pages."""
         keys, values = kv.keys[spec.kv_layer], kv.values[spec.kv_layer]
         assert keys is not None and values is not None
-        places = kv.positions if kv.places is None else kv.places
+        places = kv.positions if kv.kv_slots is None else kv.kv_slots
         page = kv.tables[spec.group][kv.row_seq, places // kv.page_size].long()  # [R]
         slot = places % kv.page_size
         keys[page, :, slot] = stored(k, keys.dtype)
@@ -215,7 +215,7 @@ class ReferenceOps(TreeOps):
             lo, hi = starts[b], starts[b + 1]
             if lo == hi:
                 continue
-            if kv.paths is not None:
+            if kv.ancestors is not None:
                 self._attend_tree(q, spec, kv, b, lo, hi, out)
                 continue
             at = kv.positions[lo:hi]
@@ -234,8 +234,8 @@ class ReferenceOps(TreeOps):
 
     def _attend_tree(self, q: Tensor, spec: AttnSpec, kv: KVView, b: int, lo: int, hi: int, out: Tensor) -> None:
         """Each row by itself over the keys of its own path in the order of positions, as if it were decoded plainly."""
-        assert kv.paths is not None
-        base, paths, positions = int(kv.positions[lo]), kv.paths[lo:hi].tolist(), kv.positions[lo:hi].tolist()
+        assert kv.ancestors is not None
+        base, paths, positions = int(kv.positions[lo]), kv.ancestors[lo:hi].tolist(), kv.positions[lo:hi].tolist()
         k, v = self.gather_kv(b, base + hi - lo, spec, kv)
         for i, (path, position) in enumerate(zip(paths, positions)):
             first = 0 if spec.window is None else max(0, position - spec.window + 1)
@@ -249,10 +249,10 @@ class ReferenceOps(TreeOps):
         self,
         router_in: Tensor,  # [R, H] already normed and scaled
         x: Tensor,  # [R, H] what the experts read
-        router: Held,  # [E, H]
+        router: DeviceWeight,  # [E, H]
         expert_scale: Tensor,  # [E] float32
-        gate_up: Held,  # [E, 2·I, H]
-        down: Held,  # [E, H, I]
+        gate_up: DeviceWeight,  # [E, 2·I, H]
+        down: DeviceWeight,  # [E, H, I]
         top_k: int,
         act: str,
     ) -> Tensor:
@@ -263,13 +263,13 @@ class ReferenceOps(TreeOps):
         out = torch.zeros_like(x)
         for e in chosen.unique().tolist():
             row, slot = (chosen == e).nonzero(as_tuple=True)
-            h = self.linear(self.gated_linear(x[row], plain(gate_up)[e], act), plain(down)[e])
+            h = self.linear(self.gated_linear(x[row], as_tensor(gate_up)[e], act), as_tensor(down)[e])
             out.index_add_(0, row, h * weight[row, slot, None].to(h.dtype))
         return out
 
-    def moe_beside(
-        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor,
+    def moe_with_shared_mlp(
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str,
+        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """What `residual_norm` makes of stream [R, H] and y = norm(mlp(h)) + norm(moe): the routed experts beside the dense MLP of the same
@@ -281,33 +281,33 @@ class ReferenceOps(TreeOps):
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(
-        self, g: Tensor, centroids: Held, rows: Held, top: int, lean: Tensor | None = None
+        self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Score only the tokens of the best clusters. g [R, h]; centroids [C, h]; rows [C, S, h] (the head's rows in
-        cluster order); lean [R, C] float32, added to the clusters' scores -> cluster ids [R, top], logits [R, top, S] float32."""
+        cluster order); cluster_bonus [R, C] float32, added to the clusters' scores -> cluster ids [R, top], logits [R, top, S] float32."""
         score = self.linear(g, centroids).float()
-        best = (score if lean is None else score + lean).topk(top, dim=-1).indices
-        return best, torch.einsum("rtsh,rh->rts", plain(rows)[best].float(), g.float())
+        best = (score if cluster_bonus is None else score + cluster_bonus).topk(top, dim=-1).indices
+        return best, torch.einsum("rtsh,rh->rts", as_tensor(rows)[best].float(), g.float())
 
-    def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
+    def cluster_bonus(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor) -> Tensor:
         """How far sampling leans towards each cluster: temperature times the largest noise of its tokens, 0 where cold.
 
         The noise of a draft is known before anything is scored, so the clusters that hold a lucky token can be told at once.
-        tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; hot bool [R] -> float32 [R, C]."""
+        tokens int64 [C, S], the ids by cluster; seed, position int64 [R]; temperature float32 [R]; sampled bool [R] -> float32 [R, C]."""
         luck = gumbel(seed[:, None, None], position[:, None, None], tokens).amax(-1)
-        return torch.where(hot[:, None], temperature[:, None] * luck, 0.0)
+        return torch.where(sampled[:, None], temperature[:, None] * luck, 0.0)
 
     def argmax(self, z: Tensor) -> Tensor:
         """z [R, N] -> [R]; the lowest index on ties."""
         return z.argmax(-1)
 
-    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
-        """argmax over the last axis of z + gumbel(seed, position, token) where `hot`, else of z.
+    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor) -> Tensor:
+        """argmax over the last axis of z + gumbel(seed, position, token) where `sampled`, else of z.
 
-        z [R, N] float32, already divided by the temperature; seed, position int64 [R]; hot bool [R]; tokens [R, N]
+        z [R, N] float32, already divided by the temperature; seed, position int64 [R]; sampled bool [R]; tokens [R, N]
         are the token ids of the columns (None: 0..N-1)."""
         noise = gumbel(seed[:, None], position[:, None], torch.arange(z.shape[-1], device=z.device) if tokens is None else tokens)
-        return torch.where(hot[:, None], z + noise, z).argmax(-1)
+        return torch.where(sampled[:, None], z + noise, z).argmax(-1)
 
     def logprob_rows(self, logits: Tensor, tokens: Tensor, top: int) -> Tensor:
         """float32 [R, 1 + 2·top] of the model's own distribution: the logprob of `tokens` [R], then the likeliest ones' logprobs and ids

@@ -1,7 +1,7 @@
-"""Trees of drafts without a look at the host: how one is grown, cut to size, walked and put in line, as ops on tensors of fixed shapes.
+"""Trees of drafts without a look at the host: how one is grown, cut to size, walked and put in chain, as ops on tensors of fixed shapes.
 
 What a captured step needs (engine.decode). Here every op is defined in plain torch; a backend may run each as one kernel. A draft cannot
-change an answer, so `branch` and `plant` need not agree between backends to the bit; `walk` and `keep_path` must.
+change an answer, so `branch` and `build_fixed_tree` need not agree between backends to the bit; `accept_path` and `compact_kv` must.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WIDTH = 4  # nodes of a level that are scored further
 BRANCH = 4  # tokens behind each
 
 
-def most_nodes(depth: int) -> int:
+def max_nodes(depth: int) -> int:
     """Nodes that growing so deep finds: BRANCH behind the newest token, then behind each of the WIDTH likeliest."""
     found, front = 0, 1
     for _ in range(depth):
@@ -34,7 +34,7 @@ class Noise:
     seed: Tensor  # int64 [B]
     position: Tensor  # int64 [B]
     temperature: Tensor  # float32 [B]
-    hot: Tensor  # bool [B]
+    sampled: Tensor  # bool [B]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Nodes:
     tokens: Tensor  # int64 [B, M]
     parents: Tensor  # int64 [B, M] the node each follows; -1: the newest token
     chance: Tensor  # float32 [B, M] that all of its path is right; 0: it is not there
-    line: Tensor  # int32 [B, M] 1: the best guess behind the best guess ... behind the newest token
+    chain: Tensor  # int32 [B, M] 1: the best guess behind the best guess ... behind the newest token
 
     @staticmethod
     def of(batch: int, depth: int, device: torch.device, width: int = WIDTH) -> Nodes:
@@ -54,64 +54,64 @@ class Nodes:
 
 
 @dataclass(frozen=True)
-class Front:
+class Frontier:
     """The nodes that are scored next: WIDTH of each sequence, likeliest first; those with no chance fill up."""
 
     tokens: Tensor  # int64 [B·WIDTH]
     before: Tensor  # int64 [B·WIDTH] which row of the level before each follows
     node: Tensor  # int64 [B, WIDTH]
     chance: Tensor  # float32 [B, WIDTH]
-    line: Tensor  # int32 [B, WIDTH]
+    chain: Tensor  # int32 [B, WIDTH]
 
     @staticmethod
-    def root(last: Tensor) -> Front:
+    def root(last: Tensor) -> Frontier:
         """The newest tokens [B] alone."""
         first = (torch.arange(WIDTH, device=last.device) == 0).expand(last.shape[0], WIDTH)
         rows = torch.arange(first.numel(), device=last.device)
         nowhere = torch.full(first.shape, -1, dtype=torch.int64, device=last.device)
-        return Front(last.repeat_interleave(WIDTH), rows, nowhere, first.to(torch.float32), first.to(torch.int32))
+        return Frontier(last.repeat_interleave(WIDTH), rows, nowhere, first.to(torch.float32), first.to(torch.int32))
 
 
 @dataclass(frozen=True)
-class Planted:
-    """The nodes that stand in the tree, N of each sequence, the main line first, parents before children. Rows of a sequence: its newest
+class FixedTree:
+    """The nodes that stand in the tree, N of each sequence, the main chain first, parents before children. Rows of a sequence: its newest
     token, then its nodes."""
 
     tokens: Tensor  # int64 [B, N]
     depth: Tensor  # int64 [R] 0: the newest token
-    paths: Tensor  # int32 [R, depth + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
-    above: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
+    ancestors: Tensor  # int32 [R, depth + 1] the row (counted within the sequence) at each depth up to its own; behind that, itself
+    parent_rows: Tensor  # int64 [R] the parent (counted over all rows); -1 at a root
 
 
 class TreeOps:
     """The definitions."""
 
-    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front:
+    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int) -> Frontier:
         """The BRANCH best tokens behind each row of the front, by logits [B·WIDTH, N] of the tokens `ids` (None: 0..N-1), into `nodes`; the
         likeliest of them are the next front. A child's chance is its parent's times its own probability under the (noisy) logits."""
         batch, wide, first = front.node.shape[0], WIDTH * BRANCH, level * WIDTH * BRANCH
         z = logits.float()
         if noise is not None:
-            seed, position, heat, hot = (
-                t.repeat_interleave(WIDTH)[:, None] for t in (noise.seed, noise.position, noise.temperature, noise.hot)
+            seed, position, heat, sampled = (
+                t.repeat_interleave(WIDTH)[:, None] for t in (noise.seed, noise.position, noise.temperature, noise.sampled)
             )
             tokens = torch.arange(z.shape[1], device=z.device) if ids is None else ids
-            z = torch.where(hot, z / heat + gumbel(seed, position, tokens), z)
+            z = torch.where(sampled, z / heat + gumbel(seed, position, tokens), z)
         best = z.topk(BRANCH, dim=-1).indices  # [B·W, BRANCH]
         sure = z.softmax(-1).gather(1, best).nan_to_num(0.0).view(batch, WIDTH, BRANCH)
         tokens = (best if ids is None else ids.gather(1, best)).view(batch, wide)
         chance = (front.chance[:, :, None] * sure).view(batch, wide)
-        line = (front.line[:, :, None] * (torch.arange(BRANCH, device=z.device) == 0)).view(batch, wide)
+        chain = (front.chain[:, :, None] * (torch.arange(BRANCH, device=z.device) == 0)).view(batch, wide)
         here = slice(first, first + wide)
-        nodes.tokens[:, here], nodes.chance[:, here], nodes.line[:, here] = tokens, chance, line
+        nodes.tokens[:, here], nodes.chance[:, here], nodes.chain[:, here] = tokens, chance, chain
         nodes.parents[:, here] = front.node.repeat_interleave(BRANCH, 1)
         pick = chance.sort(dim=1, descending=True, stable=True).indices[:, :WIDTH]
         rows = torch.arange(batch, device=z.device)[:, None] * WIDTH + pick // BRANCH
-        return Front(tokens.gather(1, pick).flatten(), rows.flatten(), first + pick, chance.gather(1, pick), line.gather(1, pick))
+        return Frontier(tokens.gather(1, pick).flatten(), rows.flatten(), first + pick, chance.gather(1, pick), chain.gather(1, pick))
 
-    def comb(self, scores: Tensor, ids: Tensor) -> Nodes:
-        """The nodes of a line that was drafted in one call, and the rivals of each of its tokens, which nothing follows. scores, ids
-        [B, depth, P]: the best that each part of the head found at each step, and which token it is. The line is the best of all."""
+    def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
+        """The nodes of a chain that was drafted in one call, and the rivals of each of its tokens, which nothing follows. scores, ids
+        [B, depth, P]: the best that each part of the head found at each step, and which token it is. The chain is the best of all."""
         (batch, depth, _), device = scores.shape, scores.device
         best = scores.topk(BRANCH, dim=-1).indices  # [B, D, BRANCH]
         sure = scores.softmax(-1).gather(2, best).nan_to_num(0.0)
@@ -123,30 +123,30 @@ class TreeOps:
         tokens, chance = ids.gather(2, best).to(torch.int64).flatten(1), (given[:, :, None] * sure).flatten(1)
         return Nodes(tokens, parents.expand(batch, -1).contiguous(), chance, first.expand(batch, -1).contiguous())
 
-    def plant(self, nodes: Nodes, count: int, depth: int) -> Planted:
+    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree:
         """The `count` likeliest nodes: a parent is never less likely than its child, and stands before it, so it is among them."""
         batch, found = nodes.tokens.shape
         device, rows = nodes.tokens.device, count + 1
         kept = nodes.chance.sort(dim=1, descending=True, stable=True).indices[:, :count]
-        order = torch.where(nodes.line.gather(1, kept) > 0, kept, kept + found)
+        order = torch.where(nodes.chain.gather(1, kept) > 0, kept, kept + found)
         kept = kept.gather(1, order.sort(1).indices)  # [B, N]
         follows = nodes.parents.gather(1, kept)
         number = (follows[:, :, None] == kept[:, None, :]).to(torch.int64).argmax(-1) + 1
-        above = torch.cat((torch.zeros_like(kept[:, :1]), torch.where(follows < 0, 0, number)), 1)  # [B, N + 1] within the sequence
+        parent_rows = torch.cat((torch.zeros_like(kept[:, :1]), torch.where(follows < 0, 0, number)), 1)  # [B, N + 1] within the sequence
         deep = torch.cat((torch.zeros_like(kept[:, :1]), kept // (found // depth) + 1), 1)
         up = [torch.arange(rows, device=device).expand(batch, rows)]
         for _ in range(depth):
-            up.append(above.gather(1, up[-1]))
+            up.append(parent_rows.gather(1, up[-1]))
         at = (deep[:, :, None] - torch.arange(depth + 1, device=device)).clamp(min=0)
-        paths = torch.stack(up, 2).gather(2, at).to(torch.int32)  # [B, N + 1, D + 1]
+        ancestors = torch.stack(up, 2).gather(2, at).to(torch.int32)  # [B, N + 1, D + 1]
         first = torch.arange(batch, device=device)[:, None] * rows
-        over = torch.where(torch.arange(rows, device=device) == 0, -1, above + first)
-        return Planted(nodes.tokens.gather(1, kept), deep.flatten(), paths.flatten(0, 1), over.flatten())
+        over = torch.where(torch.arange(rows, device=device) == 0, -1, parent_rows + first)
+        return FixedTree(nodes.tokens.gather(1, kept), deep.flatten(), ancestors.flatten(0, 1), over.flatten())
 
-    def walk(
-        self, chosen: Tensor, ids: Tensor, above: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
+    def accept_path(
+        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """From each root to the child that holds the target's choice, while there is one, at most `limit` [B] steps. chosen, ids, above
+        """From each root to the child that holds the target's choice, while there is one, at most `limit` [B] steps. chosen, ids, parent_rows
         [R]. How many steps [B]; the tokens chosen on the way [B, deepest + 1] and their rows, counted within the sequence; behind the
         end, the last one's again."""
         first = start[:-1].long()
@@ -155,7 +155,7 @@ class TreeOps:
         path = [at]
         accepted, going = torch.zeros_like(first), torch.ones_like(first, dtype=torch.bool)
         for depth in range(deepest):
-            right = (above == at[seq]) & (ids == chosen[at][seq])  # [R]
+            right = (parent_rows == at[seq]) & (ids == chosen[at][seq])  # [R]
             child = first.new_full((batch,), rows).scatter_reduce(0, seq, torch.where(right, number, rows), "amin")
             going = going & (child < rows)
             if limit is not None:
@@ -166,7 +166,7 @@ class TreeOps:
         rows_of = torch.stack(path, 1)  # [B, D + 1] over all rows
         return accepted, chosen[rows_of], rows_of - first[:, None]
 
-    def keep_path(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
+    def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
         """The keys and values of the accepted path, which lie in the order of rows [B, D + 1] behind `length` [B], to the positions of
         its tokens; in every layer of `specs`."""
         depth = torch.arange(rows.shape[1], device=length.device)

@@ -18,15 +18,15 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from ..models.split import Share
+from ..models.split import TPRank
 
 LOOK, SIGN, SILENCE = 0.25, 1.0, 30.0  # seconds
 GRACE = 2.0  # seconds for the requests that were running to be told; 0: they are not to hear of it
 
 
 class Watch:
-    def __init__(self, share: Share, host: str, port: int, children: Sequence[subprocess.Popen[bytes]]):
-        self.share, self.children = share, children
+    def __init__(self, tp: TPRank, host: str, port: int, children: Sequence[subprocess.Popen[bytes]]):
+        self.tp, self.children = tp, children
         self.ending = False  # everybody leaves: that is no accident
         self.gone: str | None = None  # who died, once it is known
         self.grace = GRACE
@@ -47,7 +47,7 @@ class Watch:
             while self.gone is None and time.monotonic() < until:
                 self.gone = self.gone or self._ended()
                 time.sleep(LOOK / 10)
-            self.gone = self.gone or f"the processes of --tensor-parallel {self.share.world} lost one another ({why.splitlines()[0][:120]})"
+            self.gone = self.gone or f"the processes of --tensor-parallel {self.tp.world} lost one another ({why.splitlines()[0][:120]})"
         if threading.current_thread() is threading.main_thread() or not (self.grace or self.ending):
             time.sleep(3600)  # the thread ends the process; nobody else shall speak
 
@@ -56,15 +56,15 @@ class Watch:
         store: dist.Store | None = None
         at = 0.0
         while not self._stopped.wait(LOOK):
-            if self.share.rank == 0:
+            if self.tp.rank == 0:
                 self.gone = self.gone or self._ended()
             if self.gone is None and time.monotonic() - at >= SIGN:
                 at = time.monotonic()
                 try:
                     if store is None:
                         store = dist.TCPStore(*self._where, is_master=False, timeout=timedelta(seconds=20), wait_for_workers=False)
-                    store.add(f"alive/{self.share.rank}", 1)
-                    if self.share.rank == 0:
+                    store.add(f"alive/{self.tp.rank}", 1)
+                    if self.tp.rank == 0:
                         self.gone = self._silent(store, signs)
                 except Exception as error:  # the store went with its keeper
                     self.gone = f"the first process is gone ({type(error).__name__})"
@@ -76,22 +76,22 @@ class Watch:
             code = child.poll()
             if code is not None and not self.ending:
                 how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-                return f"process {rank} of --tensor-parallel {self.share.world} (pid {child.pid}) {how}: the run cannot go on without it"
+                return f"process {rank} of --tensor-parallel {self.tp.world} (pid {child.pid}) {how}: the run cannot go on without it"
         return None
 
     def _silent(self, store: dist.Store, signs: dict[int, tuple[int, float]]) -> str | None:
         """Those who gave a first sign must give another from time to time."""
         now = time.monotonic()
-        for rank in range(1, self.share.world):
+        for rank in range(1, self.tp.world):
             count = int(store.add(f"alive/{rank}", 0))
             before, since = signs.get(rank, (0, now))
             signs[rank] = (count, now if count != before else since)
             if count and now - signs[rank][1] > SILENCE:
-                return f"process {rank} of --tensor-parallel {self.share.world} gave no sign of life for {SILENCE:.0f} s"
+                return f"process {rank} of --tensor-parallel {self.tp.world} gave no sign of life for {SILENCE:.0f} s"
         return None
 
     def _end(self, why: str) -> None:
-        if self.share.rank == 0:
+        if self.tp.rank == 0:
             time.sleep(self.grace)
             for child in self.children:
                 if child.poll() is None:

@@ -13,25 +13,25 @@ from pydantic import Field
 from .errors import ApiError, bad
 from .prepare import Preparer
 from .schema import ChatRequest, Lenient, Strict
-from .wire import Json, Said, arguments_of, said, sse
+from .wire import AnswerText, Json, answer_texts, arguments_of, sse
 
 REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class Block(Lenient):
+class ContentBlock(Lenient):
     type: str
     text: str | None = None
     id: str | None = None
     name: str | None = None
     input: dict[str, object] | None = None
     tool_use_id: str | None = None
-    content: str | list[Block] | None = None
+    content: str | list[ContentBlock] | None = None
     is_error: bool | None = None
 
 
 class AnthropicMessage(Lenient):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Block]
+    content: str | list[ContentBlock]
 
 
 class AnthropicTool(Lenient):
@@ -61,7 +61,7 @@ class MessagesRequest(Strict):
     model: str | None = None
     messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=4096)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
-    system: str | list[Block] | None = None
+    system: str | list[ContentBlock] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -145,7 +145,7 @@ def _messages(message: AnthropicMessage) -> list[Json]:
     return results + ([{"role": message.role, "content": text}] if text or not results else [])
 
 
-def _text(content: str | list[Block]) -> str:
+def _text(content: str | list[ContentBlock]) -> str:
     """Of a tool's result or the system's text. A picture that a tool took is named: the conversation must be able to go on."""
     if isinstance(content, str):
         return content
@@ -163,7 +163,7 @@ class AnthropicWire:
         self._began = False
 
     def whole(self, answer: Json) -> Json:
-        one = said(answer)[0]
+        one = answer_texts(answer)[0]
         blocks: list[Json] = []
         if one.thoughts:
             blocks.append({"type": "thinking", "thinking": one.thoughts, "signature": ""})
@@ -178,7 +178,7 @@ class AnthropicWire:
             self._began = True
             start = {**self._message(chunk), "content": [], "stop_reason": None, "stop_sequence": None, "usage": _usage(chunk)}
             out += self._event("message_start", message=start)
-        for one in said(chunk):
+        for one in answer_texts(chunk):
             if one.thoughts:
                 out += self._block("thinking", {"type": "thinking", "thinking": "", "signature": ""})
                 out += self._delta({"type": "thinking_delta", "thinking": one.thoughts})
@@ -230,7 +230,7 @@ class AnthropicWire:
         return self._event("content_block_stop", index=self._index)
 
 
-def _ended(one: Said) -> Json:
+def _ended(one: AnswerText) -> Json:
     reason = REASONS.get(one.finish or "", "end_turn") if one.stopped_by is None else "stop_sequence"
     return {"stop_reason": reason, "stop_sequence": one.stopped_by}
 

@@ -22,24 +22,24 @@ from starlette.requests import ClientDisconnect
 from .. import __version__
 from ..engine.text import LONG
 from ..types import OutriderError
-from .call import Call, EventStream, Feeder, late, unless_gone
+from .call import Call, EventStream, Feeder, timed_out, unless_gone
 from .errors import ApiError, read, shutting_down
-from .fair import Desk, FairGate
+from .fair import FairExecutor, FairGate
 from .keys import Keys
-from .limits import Admission, Guard
+from .limits import Admission, RequestGuard
+from .loaded_model import LoadedModel
 from .metrics import ServerMetrics
-from .model import Model
+from .model_pool import ModelPool
 from .names import route_of
-from .prepare import Backend, Job, Preparer
+from .prepare import Job, Preparer, ServedModel
 from .routes import add_routes
 from .runner import EngineError, where
 from .schema import ChatRequest, Common, CompletionRequest, Named
+from .scoring import score
 from .settings import ServerSettings
-from .shelf import Shelf
 from .stream import Writer
 from .tracing import Tracing
 from .trim import trim
-from .walks import score
 from .wire import Json, Wire
 
 log = logging.getLogger("outrider.server")
@@ -53,11 +53,11 @@ Body = TypeVar("Body", bound=Common)
 class Server:
     """The models of a shelf behind the routes of one app."""
 
-    def __init__(self, shelf: Shelf, settings: ServerSettings) -> None:
-        self.shelf, self.settings = shelf, settings
+    def __init__(self, shelf: ModelPool, settings: ServerSettings) -> None:
+        self.pool, self.settings = shelf, settings
         self.admission = Admission(settings)
         self.keys = Keys(settings)
-        self.desk = Desk(DESK_THREADS, max(DESK_WAITING, settings.max_concurrent))  # one client may fill all places at once
+        self.executor = FairExecutor(DESK_THREADS, max(DESK_WAITING, settings.max_concurrent))  # one client may fill all places at once
         self.big_bodies = FairGate(BIG_BODIES, DESK_WAITING, "being read")
         self.metrics = ServerMetrics(shelf, lambda: self.admission.in_flight)
         self.tracing = None if settings.otel_endpoint is None else Tracing.to(settings.otel_endpoint)
@@ -85,19 +85,19 @@ class Server:
             async with asyncio.timeout(self.settings.timeout):
                 with await self.room(request), ExitStack() as stack:
                     raw = await request.body()
-                    long, several = len(raw) > LONG, len(self.shelf.slots) > 1 and bool(raw)
-                    named = await self.desk.run(client, lambda: read(raw, Named.model_validate_json), long) if several else Named()
-                    model = await unless_gone(request, self.borrow(named.model, client, stack))
-                    return JSONResponse(await self.desk.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long))
+                    long, several = len(raw) > LONG, len(self.pool.slots) > 1 and bool(raw)
+                    named = await self.executor.run(client, lambda: read(raw, Named.model_validate_json), long) if several else Named()
+                    model = await unless_gone(request, self.acquire(named.model, client, stack))
+                    return JSONResponse(await self.executor.run(client, lambda: read(raw, lambda data: work(data, model.prepare)), long))
         except TimeoutError:
-            raise late(self.settings.timeout) from None
+            raise timed_out(self.settings.timeout) from None
 
-    async def borrow(self, name: str | None, client: str, stack: ExitStack) -> Model:
+    async def acquire(self, name: str | None, client: str, stack: ExitStack) -> LoadedModel:
         """The model that a call names, until `stack` is closed. One that must be loaded first is waited for in a place of its own."""
-        slot = self.shelf.find(name)
-        with nullcontext() if self.shelf.ready(slot) else self.admission.enter(1, client):
-            model = await self.shelf.borrow(slot)
-        stack.callback(self.shelf.give_back, slot)
+        slot = self.pool.find(name)
+        with nullcontext() if self.pool.ready(slot) else self.admission.enter(1, client):
+            model = await self.pool.acquire(slot)
+        stack.callback(self.pool.release, slot)
         return model
 
     async def _answer(self, request: Request, parse: Callable[[bytes], Body], wire: Wire) -> Response:
@@ -118,7 +118,7 @@ class Server:
                     call = await unless_gone(request, self._begin(request, raw, parse, wire, stack, room, began))
         except TimeoutError:
             stack.close()
-            raise late(self.settings.timeout) from None
+            raise timed_out(self.settings.timeout) from None
         except BaseException:
             stack.close()
             raise
@@ -139,15 +139,15 @@ class Server:
     ) -> Call:
         """Read, admit, prepare, compile, and submit if it is our turn. What was taken on the way is given back by `stack`."""
         client, long = request.state.client, len(raw) > LONG
-        body = await self.desk.run(client, lambda: read(raw, parse), long)
-        if not self.shelf.ready(self.shelf.find(body.model)):
+        body = await self.executor.run(client, lambda: read(raw, parse), long)
+        if not self.pool.ready(self.pool.find(body.model)):
             room.close()  # a load may take longer than other bodies of this client may take to arrive
-        model = await self.borrow(body.model, client, stack)
+        model = await self.acquire(body.model, client, stack)
         answers = model.prepare.answers(body)
         for name in body.ignored:
             self.metrics.ignored.labels(name).inc()
         stack.enter_context(self.admission.enter(answers, client))
-        job = await self.desk.run(client, lambda: prepare(body, request, model.prepare), long)
+        job = await self.executor.run(client, lambda: prepare(body, request, model.prepare), long)
         room.close()
         if job.grammar is not None:
             job = job.under(await model.grammars.get(job.grammar, client))
@@ -184,8 +184,8 @@ class Server:
         asyncio.get_running_loop().run_in_executor(None, trim)
 
     async def close(self) -> None:
-        await self.shelf.stop()
-        self.desk.close()
+        await self.pool.stop()
+        self.executor.close()
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
@@ -198,12 +198,12 @@ def prepare(body: Common, request: Request, preparer: Preparer) -> Job:
     return preparer.completion(body, stats)
 
 
-def create_app(models: Backend | Shelf, settings: ServerSettings) -> FastAPI:
-    server = Server(Shelf.of(models, settings) if isinstance(models, Backend) else models, settings)
+def create_app(models: ServedModel | ModelPool, settings: ServerSettings) -> FastAPI:
+    server = Server(ModelPool.of(models, settings) if isinstance(models, ServedModel) else models, settings)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        server.shelf.start()
+        server.pool.start()
         yield
         server.admission.closing = True
         await server.close()
@@ -229,5 +229,5 @@ def create_app(models: Backend | Shelf, settings: ServerSettings) -> FastAPI:
         response.headers.update(error.headers or {})
         return response
 
-    app.add_middleware(Guard, settings=settings, keys=server.keys, count=server.metrics.count)
+    app.add_middleware(RequestGuard, settings=settings, keys=server.keys, count=server.metrics.count)
     return app

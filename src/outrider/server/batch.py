@@ -27,7 +27,7 @@ from .. import __version__
 from ..engine.engine import Event
 from ..types import OutriderError
 from .errors import ApiError, bad, from_validation
-from .prepare import Backend, Job, Preparer
+from .prepare import Job, Preparer, ServedModel
 from .runner import MAX_FAILURES
 from .schema import ChatRequest, CompletionRequest
 from .settings import ServerSettings
@@ -38,14 +38,14 @@ Json = dict[str, object]
 
 
 @dataclass(frozen=True)
-class Line:
+class BatchLine:
     number: int  # from 1
     id: str
     text: bytes
 
 
 @dataclass
-class Progress:
+class BatchProgress:
     total: int
     done: int = 0  # lines with a result, those of earlier runs included
     failed: int = 0  # of this run's results, those that are not a 200
@@ -61,7 +61,7 @@ class BadLine(Exception):
         self.code, self.custom_id = code, custom_id
 
 
-def read_lines(source: Path, salt: str) -> Iterator[Line]:
+def read_lines(source: Path, salt: str) -> Iterator[BatchLine]:
     """The requests of a file; blank lines are none. `salt` is what an answer depends on besides its line."""
     try:
         with source.open("rb") as file:
@@ -69,7 +69,7 @@ def read_lines(source: Path, salt: str) -> Iterator[Line]:
                 text = raw.strip()
                 if text:
                     digest = hashlib.sha256(salt.encode() + b"\n" + text).hexdigest()[:12]
-                    yield Line(number, f"batch_req_{number}_{digest}", text)
+                    yield BatchLine(number, f"batch_req_{number}_{digest}", text)
     except OSError as e:
         raise OutriderError(f"cannot read {source}: {e.strerror}") from None
 
@@ -155,9 +155,9 @@ def keep_books(
     source: Path,
     out: Path,
     salt: str,
-    rows: Callable[[Iterator[Line], set[str]], Iterator[list[Json]]],
-    tell: Callable[[Progress], None],
-) -> Progress:
+    rows: Callable[[Iterator[BatchLine], set[str]], Iterator[list[Json]]],
+    tell: Callable[[BatchProgress], None],
+) -> BatchProgress:
     """A run, whoever answers: `rows` gives the results of those lines that are not among the finished."""
     known = [line.id for line in read_lines(source, salt)]
     if not known:
@@ -169,7 +169,7 @@ def keep_books(
             raise OutriderError(
                 f"{out} holds results of other requests, of another model or of another --seed ({min(strange)}): choose another --out"
             )
-        progress = Progress(len(known), done=len(finished), resumed=len(finished))
+        progress = BatchProgress(len(known), done=len(finished), resumed=len(finished))
         tell(progress)
         for some in rows(read_lines(source, salt), finished):
             results.append(some)
@@ -180,7 +180,7 @@ def keep_books(
     return progress
 
 
-def todo(lines: Iterator[Line], finished: set[str], names: set[str]) -> Iterator[Line]:
+def todo(lines: Iterator[BatchLine], finished: set[str], names: set[str]) -> Iterator[BatchLine]:
     """The lines without a result. `names` gets the custom_ids of the others, as in the run that answered them."""
     for line in lines:
         if line.id not in finished:
@@ -192,7 +192,7 @@ def todo(lines: Iterator[Line], finished: set[str], names: set[str]) -> Iterator
             continue
 
 
-def claim(line: Line, names: set[str]) -> tuple[str, bool, Json]:
+def claim(line: BatchLine, names: set[str]) -> tuple[str, bool, Json]:
     """`parse`, and the custom_id taken."""
     custom_id, chat, body = parse(line)
     if custom_id in names:
@@ -201,10 +201,10 @@ def claim(line: Line, names: set[str]) -> tuple[str, bool, Json]:
     return custom_id, chat, body
 
 
-class Call:
+class BatchCall:
     """One line under way."""
 
-    def __init__(self, line: Line, custom_id: str, job: Job, writer: Writer) -> None:
+    def __init__(self, line: BatchLine, custom_id: str, job: Job, writer: Writer) -> None:
         self.line, self.custom_id, self.writer = line, custom_id, writer
         self.open = {r.id for r in job.requests}
 
@@ -226,17 +226,17 @@ class Call:
 
 
 class BatchRunner:
-    def __init__(self, backend: Backend, settings: ServerSettings, seed: int = 0) -> None:
+    def __init__(self, backend: ServedModel, settings: ServerSettings, seed: int = 0) -> None:
         self._backend, self._settings, self._seed = backend, settings, seed
         self._prepare = Preparer(backend, settings)
-        self._calls: dict[str, Call] = {}  # by engine request
+        self._calls: dict[str, BatchCall] = {}  # by engine request
         self._failures = 0
 
-    def run(self, source: Path, out: Path, tell: Callable[[Progress], None] = lambda _: None) -> Progress:
+    def run(self, source: Path, out: Path, tell: Callable[[BatchProgress], None] = lambda _: None) -> BatchProgress:
         """Answer what has no result yet. `tell` hears of every change."""
         return keep_books(source, out, salt_of(self._settings.model_name, self._seed), self.rows, tell)
 
-    def rows(self, lines: Iterator[Line], finished: set[str]) -> Iterator[list[Json]]:
+    def rows(self, lines: Iterator[BatchLine], finished: set[str]) -> Iterator[list[Json]]:
         """Results as they come, those of one engine step together. The engine always has a second batch waiting."""
         names: set[str] = set()
         fresh = todo(lines, finished, names)
@@ -256,7 +256,7 @@ class BatchRunner:
             elif exhausted:
                 return
 
-    def _begin(self, line: Line, names: set[str]) -> list[Json]:
+    def _begin(self, line: BatchLine, names: set[str]) -> list[Json]:
         """Hand a line to the engine; or its result at once, when it can't run."""
         try:
             custom_id, chat, body = claim(line, names)
@@ -267,7 +267,7 @@ class BatchRunner:
         except ApiError as e:
             return [_row(line, custom_id, e.status, e.body())]
         writer = Writer(job, self._backend.tokenizer, self._settings.model_name, chat, f"outrider-{__version__}")
-        call = Call(line, custom_id, job, writer)
+        call = BatchCall(line, custom_id, job, writer)
         for request in job.requests:
             try:
                 self._backend.engine.submit(request)
@@ -323,7 +323,7 @@ class BatchRunner:
         self._backend.engine.check()
         return [call.refused(ApiError(500, "The engine failed while this request was running.", code="engine_error")) for call in calls]
 
-    def _drop(self, call: Call) -> None:
+    def _drop(self, call: BatchCall) -> None:
         """Abort what of a call still runs: its result is known."""
         for request in call.open:
             if self._calls.pop(request, None) is not None:
@@ -331,7 +331,7 @@ class BatchRunner:
         call.open = set()
 
 
-def parse(line: Line) -> tuple[str, bool, Json]:
+def parse(line: BatchLine) -> tuple[str, bool, Json]:
     """(custom_id, chat?, body) of a line."""
     try:
         row = json.loads(line.text)
@@ -353,21 +353,21 @@ def parse(line: Line) -> tuple[str, bool, Json]:
     return custom_id, ROUTES[url], body
 
 
-def bad_row(line: Line, error: BadLine) -> Json:
+def bad_row(line: BatchLine, error: BadLine) -> Json:
     told = {"code": error.code, "message": f"Line {line.number}: {error}"}
     return {"id": line.id, "custom_id": error.custom_id, "response": None, "error": told}
 
 
-def failed_row(line: Line, message: str) -> Json:
+def failed_row(line: BatchLine, message: str) -> Json:
     return _row(line, parse(line)[0], 500, ApiError(500, message, code="engine_error").body())
 
 
-def _row(line: Line, custom_id: str, status: int, body: Json) -> Json:
+def _row(line: BatchLine, custom_id: str, status: int, body: Json) -> Json:
     response = {"status_code": status, "request_id": line.id, "body": body}
     return {"id": line.id, "custom_id": custom_id, "response": response, "error": None}
 
 
-def _count(progress: Progress, row: Json) -> None:
+def _count(progress: BatchProgress, row: Json) -> None:
     response = row["response"]
     if not isinstance(response, dict) or response["status_code"] != 200:
         progress.failed += 1

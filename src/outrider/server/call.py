@@ -25,7 +25,7 @@ from .metrics import ServerMetrics
 from .prepare import Job
 from .runner import EngineError, Runner
 from .stream import Json, Writer, single_tokens
-from .turns import Turns
+from .turn_queue import TurnQueue
 from .wire import Wire
 
 log = logging.getLogger("outrider.server")
@@ -36,7 +36,7 @@ T = TypeVar("T")
 class Feeder:
     """Hands a job's sequences to the engine, each in its turn: the first is waited for, the others follow while it runs."""
 
-    def __init__(self, runner: Runner, turns: Turns, client: str, job: Job) -> None:
+    def __init__(self, runner: Runner, turns: TurnQueue, client: str, job: Job) -> None:
         self._runner, self._turns, self._client, self._job = runner, turns, client, job
         self._holding: set[str] = set()
         self._others: asyncio.Task[None] | None = None
@@ -123,7 +123,7 @@ class Call:
             for chunk in self._writer.opening():
                 yield wire.chunk(chunk)
             try:
-                async for event in smooth(self._events()) if self._job.options.stream_smoothing else self._events():
+                async for event in paced(self._events()) if self._job.options.stream_smoothing else self._events():
                     if event is None:
                         yield wire.still_working
                         continue
@@ -164,7 +164,7 @@ class Call:
     def _left(self) -> float:
         left = self.deadline - time.monotonic()
         if left <= 0:
-            raise late(self._timeout)
+            raise timed_out(self._timeout)
         return left
 
     def close(self) -> None:
@@ -209,7 +209,7 @@ class EventStream(StreamingResponse):
             self._call.close()
 
 
-def late(timeout: float) -> ApiError:
+def timed_out(timeout: float) -> ApiError:
     return ApiError(408, f"The request took longer than {timeout:g} seconds.", code="timeout")
 
 
@@ -237,7 +237,7 @@ async def unless_gone(request: Request, work: Coroutine[object, object, T]) -> T
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def smooth(events: AsyncIterator[Event | None]) -> AsyncIterator[Event | None]:
+async def paced(events: AsyncIterator[Event | None]) -> AsyncIterator[Event | None]:
     """Spread the tokens of a cycle over the time until the next one is due. Same text, same parts; only the pace changes."""
     last, gap = time.monotonic(), 0.0
     async for event in events:

@@ -10,32 +10,32 @@ from pathlib import Path
 import torch
 
 from ..config import EngineConfig
-from ..engine.room import free_bytes, room
+from ..engine.memory import free_bytes, plan_kv_memory
 from ..llm import LLM
 from ..models.config import ModelConfig
 from ..types import OutriderError
 from ..weights import hub
 from ..weights.sizes import stored_size
-from .prepare import Backend
+from .model_pool import ModelPool, PoolSlot
+from .prepare import ServedModel
 from .settings import ServerSettings, public_name
-from .shelf import Shelf, Slot
-from .turns import SPARE
+from .turn_queue import SPARE
 
 ALIAS = re.compile(r"([A-Za-z0-9][\w.:-]*)=(.+)")
 SHARE = 0.8  # of the memory that is free at the start, where nobody says
 
 
 @dataclass(frozen=True)
-class Listed:
+class CatalogueEntry:
     name: str
     model: str  # what is loaded
 
 
-def read(given: Sequence[str]) -> list[Listed]:
-    out: list[Listed] = []
+def read(given: Sequence[str]) -> list[CatalogueEntry]:
+    out: list[CatalogueEntry] = []
     for text in given:
         alias = None if Path(text).exists() else ALIAS.fullmatch(text)
-        out.append(Listed(alias[1], alias[2]) if alias else Listed(public_name(text), text))
+        out.append(CatalogueEntry(alias[1], alias[2]) if alias else CatalogueEntry(public_name(text), text))
     names = [listed.name for listed in out]
     for name in names:
         if names.count(name) > 1:
@@ -48,23 +48,23 @@ def estimate(model: str, engine: EngineConfig) -> tuple[int, int]:
     files = hub.resolve(model, weights=False)
     config = ModelConfig.from_hf(files.config)
     dtype = torch.float16  # of K/V, on nearly every machine
-    rooms = room(engine, config, dtype, free_bytes(torch.device("cpu")))
+    budget = plan_kv_memory(engine, config, dtype, free_bytes(torch.device("cpu")))
     position = sum(2 * config.layers[i].attn.kv_heads * config.layers[i].attn.head_dim * 2 for i in config.kv_layers)
-    return int(stored_size(files, config).total) + position * rooms.tokens, rooms.max_context
+    return int(stored_size(files, config).total) + position * budget.tokens, budget.max_context
 
 
-def shelf(
-    listed: Sequence[Listed], load: Callable[[str], LLM], engine: EngineConfig, limit: int | None, settings: ServerSettings, cuda: bool
-) -> Shelf:
+def model_pool(
+    listed: Sequence[CatalogueEntry], load: Callable[[str], LLM], engine: EngineConfig, limit: int | None, settings: ServerSettings, cuda: bool
+) -> ModelPool:
     """Nothing is loaded yet. limit: bytes; without one, a share of what is free; on a GPU, whose memory K/V fills, one model at a time."""
 
-    def slot(one: Listed) -> Slot:
-        def loaded() -> Backend:
+    def slot(one: CatalogueEntry) -> PoolSlot:
+        def loaded() -> ServedModel:
             llm = load(one.model)
-            return replace(Backend.of(llm), places=max(1, llm.engine.max_batch - SPARE))
+            return replace(ServedModel.of(llm), places=max(1, llm.engine.max_batch - SPARE))
 
         size, context = estimate(one.model, engine)
-        return Slot(one.name, loaded, size, context)
+        return PoolSlot(one.name, loaded, size, context)
 
     most = limit if limit is not None else 0 if cuda else int(SHARE * free_bytes(torch.device("cpu")))
-    return Shelf([slot(one) for one in listed], most, settings)
+    return ModelPool([slot(one) for one in listed], most, settings)

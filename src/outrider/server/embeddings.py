@@ -17,15 +17,15 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import Field
 
-from ..engine.score import Embedder
+from ..engine.scoring import Embedder
 from ..engine.text import LONG
-from .call import late, unless_gone
+from .call import timed_out, unless_gone
 from .errors import bad, read
-from .model import Model
+from .loaded_model import LoadedModel
 from .ollama import untagged
 from .prepare import Preparer
 from .schema import Lenient, Strict
-from .walks import walk
+from .scoring import run_scoring
 
 if TYPE_CHECKING:
     from .app import Server
@@ -103,25 +103,25 @@ async def embed(server: Server, request: Request, parse: Callable[[bytes], B]) -
                 room = stack.enter_context(await server.room(request))
                 raw = await request.body()
                 long = len(raw) > LONG
-                body = await server.desk.run(client, lambda: read(raw, parse), long)
+                body = await server.executor.run(client, lambda: read(raw, parse), long)
                 name = untagged(body.model)
-                if not server.shelf.ready(server.shelf.find(name)):
+                if not server.pool.ready(server.pool.find(name)):
                     room.close()  # as in app.py
-                model = await unless_gone(request, server.borrow(name, client, stack))
+                model = await unless_gone(request, server.acquire(name, client, stack))
                 stack.enter_context(server.admission.enter(1, client))
-                ids = await server.desk.run(client, lambda: [tokens(model.prepare, one) for one in split(body.input)], long)
+                ids = await server.executor.run(client, lambda: [tokens(model.prepare, one) for one in split(body.input)], long)
                 room.close()
                 vectors = await unless_gone(request, _vectors(model, ids, client, body.dimensions))
     except TimeoutError:
-        raise late(server.settings.timeout) from None
+        raise timed_out(server.settings.timeout) from None
     return body, vectors, sum(map(len, ids)), model.name
 
 
-async def _vectors(model: Model, ids: list[list[int]], client: str, dimensions: int | None) -> list[list[float]]:
+async def _vectors(model: LoadedModel, ids: list[list[int]], client: str, dimensions: int | None) -> list[list[float]]:
     out: list[list[float]] = []
     for one in ids:
         work = Embedder(one)
-        await walk(model, work, client)
+        await run_scoring(model, work, client)
         vector = work.vector(dimensions)
         if dimensions is not None and len(vector) < dimensions:
             raise bad(f"dimensions: this model's vectors have {len(vector)}.", "dimensions")

@@ -26,7 +26,7 @@ LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 
 
 @dataclass(frozen=True)
-class Source:
+class GrammarSource:
     """`payload`: JSON text for schemas and calls, else the text itself. `field`: what of the request it is, for refusals."""
 
     kind: Kind
@@ -43,7 +43,7 @@ class Source:
         return len(self.payload) > MAX_CHARS
 
 
-def build(source: Source) -> str:
+def build(source: GrammarSource) -> str:
     """The grammar in the compiler's own language. OutriderError when it can't be one."""
     import llguidance
 
@@ -75,7 +75,7 @@ def build(source: Source) -> str:
         raise OutriderError(f"it can't be turned into a grammar: {' '.join(str(e).split())[:200] or type(e).__name__}") from e
 
 
-def parts(source: Source) -> Iterator[tuple[str, Source]]:
+def parts(source: GrammarSource) -> Iterator[tuple[str, GrammarSource]]:
     """The schemas within it as (where, source of its own), inner ones first: the first that fails alone is the one at fault."""
     try:
         if source.kind == "json_schema":
@@ -88,7 +88,7 @@ def parts(source: Source) -> Iterator[tuple[str, Source]]:
             if isinstance(root, dict):
                 shared = {key: root[key] for key in ("$defs", "definitions") if key in root}
                 for where, part in itertools.islice(_parts(root, name), MAX_PARTS):
-                    yield where, Source("json_schema", json.dumps({**shared, **part}), source.field)
+                    yield where, GrammarSource("json_schema", json.dumps({**shared, **part}), source.field)
     except (ValueError, RecursionError):
         return
 

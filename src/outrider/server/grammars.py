@@ -20,12 +20,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..engine.grammar import Grammar, GrammarCompiler
+from ..engine.grammar import CompiledGrammar, GrammarCompiler
 from ..engine.text import Tokenizer
 from ..types import OutriderError
 from .errors import ApiError, bad
 from .fair import FairGate
-from .grammar_source import MAX_CHARS, Source
+from .grammar_source import MAX_CHARS, GrammarSource
 
 log = logging.getLogger("outrider.server")
 SECONDS, MEMORY, PATIENCE = 1.0, 192 << 20, 4.0  # of one trial: processor time, bytes, and seconds by the clock
@@ -35,7 +35,7 @@ AT_ONCE, WAITING = 2, 8  # trials; and of one client behind them
 
 @dataclass(frozen=True)
 class _Kept:
-    grammar: Grammar
+    grammar: CompiledGrammar
     bytes: int
     client: str  # who brought it
 
@@ -52,13 +52,13 @@ class Grammars:
         self._gate = FairGate(AT_ONCE, WAITING, "a grammar")
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()  # by the source's digest, the latest asked for last
         self._refused: OrderedDict[bytes, str] = OrderedDict()  # why
-        self._nursery: _Nursery | None = None
+        self._nursery: _SandboxProcess | None = None
         self._compiler: GrammarCompiler | None = None
         # The compiler lets go of the interpreter while it works, and leaves most of the processor to those who decode.
         self._thread = ThreadPoolExecutor(1, "outrider-grammar", initializer=stand_back)
         self._starting = asyncio.Lock()
 
-    async def get(self, source: Source, client: str) -> Grammar:
+    async def get(self, source: GrammarSource, client: str) -> CompiledGrammar:
         """The grammar, or an ApiError. Cancel it, and what it has set going ends."""
         if source.too_large:
             raise bad(f"{source.field}: at most {MAX_CHARS} characters can be turned into a grammar.", source.field, "grammar_too_complex")
@@ -85,7 +85,7 @@ class Grammars:
             await self._nursery.close()
         self._thread.shutdown(wait=False)
 
-    def _known(self, source: Source) -> Grammar | None:
+    def _known(self, source: GrammarSource) -> CompiledGrammar | None:
         if source.digest in self._refused:
             raise _refusal(source, self._refused[source.digest])
         if source.digest not in self._kept:
@@ -93,10 +93,10 @@ class Grammars:
         self._kept.move_to_end(source.digest)
         return self._kept[source.digest].grammar
 
-    async def _compile(self, source: Source, said: dict[str, object], client: str) -> Grammar:
+    async def _compile(self, source: GrammarSource, said: dict[str, object], client: str) -> CompiledGrammar:
         text = str(said["text"])
 
-        def compile_here() -> Grammar:
+        def compile_here() -> CompiledGrammar:
             if self._compiler is None:
                 self._compiler = GrammarCompiler(self._tokenizer.json, self._vocab, sorted(self._tokenizer.eos_ids))
             return self._compiler.compile(text)
@@ -120,17 +120,17 @@ class Grammars:
             most = of.most_common(1)[0][0]
             del self._kept[next(digest for digest, kept in self._kept.items() if kept.client == most)]
 
-    async def _start(self) -> _Nursery:
+    async def _start(self) -> _SandboxProcess:
         async with self._starting:
             if self._nursery is not None and not self._nursery.alive:
                 log.warning("the process that tries grammars has ended; another is started")
                 self._nursery = None
             if self._nursery is None:
-                self._nursery = await _Nursery.start(self._tokenizer, self._vocab)
+                self._nursery = await _SandboxProcess.start(self._tokenizer, self._vocab)
             return self._nursery
 
 
-class _Nursery:
+class _SandboxProcess:
     """The other process, as seen from here."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
@@ -139,11 +139,11 @@ class _Nursery:
         self._reader = asyncio.create_task(self._read())
 
     @classmethod
-    async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> _Nursery:
+    async def start(cls, tokenizer: Tokenizer, vocab_size: int) -> _SandboxProcess:
         root = str(Path(__file__).parents[2])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "outrider.server.nursery", env=environment, limit=64 << 20,
+            sys.executable, "-m", "outrider.server.grammar_sandbox", env=environment, limit=64 << 20,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
         )  # fmt: skip
         made = cls(process)
@@ -155,7 +155,7 @@ class _Nursery:
     def alive(self) -> bool:
         return self._process.returncode is None and not self._reader.done()
 
-    async def trial(self, source: Source) -> dict[str, object]:
+    async def trial(self, source: GrammarSource) -> dict[str, object]:
         id = uuid.uuid4().hex
         answer: asyncio.Future[dict[str, object]] = asyncio.get_running_loop().create_future()
         self._waiting[id] = answer
@@ -193,5 +193,5 @@ class _Nursery:
                     answer.set_exception(ApiError(503, "The process that tries grammars has ended; try again.", retry_after=1))
 
 
-def _refusal(source: Source, why: str) -> ApiError:
+def _refusal(source: GrammarSource, why: str) -> ApiError:
     return bad(f"{source.field}: {why}.", source.field, "invalid_grammar")

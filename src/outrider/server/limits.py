@@ -68,7 +68,7 @@ class Admission:
                 del self._of[client]
 
 
-class Guard:
+class RequestGuard:
     """Middleware: host, origin, key and body size, in that order. Counts and logs what is refused, here or behind it."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings, count: Callable[[str, str, int], None], keys: Keys | None = None) -> None:

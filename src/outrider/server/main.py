@@ -20,16 +20,16 @@ import uvicorn
 
 from ..types import OutriderError
 from .app import create_app
-from .prepare import Backend
-from .protocol import BACKLOG, BoundedProtocol, Connections, Quiet
+from .model_pool import ModelPool
+from .prepare import ServedModel
+from .protocol import BACKLOG, BoundedProtocol, Connections, QuietLogger
 from .settings import ServerSettings
-from .shelf import Shelf
 
 
 class HttpServer(uvicorn.Server):
     """On SIGTERM or Ctrl-C: new requests get 503; running ones get the grace time, then they are aborted and told so."""
 
-    def __init__(self, models: Backend | Shelf, settings: ServerSettings) -> None:
+    def __init__(self, models: ServedModel | ModelPool, settings: ServerSettings) -> None:
         self.app = create_app(models, settings)
         self._settings = settings
         self.connections = Connections(settings)
@@ -54,7 +54,7 @@ class HttpServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         loop = asyncio.get_running_loop()
-        loop.set_exception_handler(Quiet())
+        loop.set_exception_handler(QuietLogger())
         # In a terminal and without a file to read again, SIGHUP is the terminal being closed: that ends us, as it ends others.
         reloads = self._settings.api_key_file is not None or not sys.stderr.isatty()
         if reloads and threading.current_thread() is threading.main_thread():  # nowhere else do signals arrive
@@ -125,7 +125,7 @@ def set_up_logs(level: str, as_json: bool) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler])
 
 
-def serve(models: Backend | Shelf, settings: ServerSettings, listener: socket.socket) -> None:
+def serve(models: ServedModel | ModelPool, settings: ServerSettings, listener: socket.socket) -> None:
     set_up_logs(settings.log_level, settings.log_json)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time gains nothing by threads
     # A step lets go of the interpreter with every operation, and has to wait this long for it where another thread computes.
@@ -136,6 +136,6 @@ def serve(models: Backend | Shelf, settings: ServerSettings, listener: socket.so
     gc.set_threshold(700, 10, 3)
     gc.collect()
     gc.freeze()  # what is here by now stays: going through all of it now and then would stop everybody for a tenth of a second
-    for model in server.app.state.server.shelf.loaded:
+    for model in server.app.state.server.pool.loaded:
         model.clerk.start()
     server.run(sockets=[listener])

@@ -14,8 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from .. import __version__
 from ..types import RequestStats
+from .model_pool import ModelPool
 from .names import route_of
-from .shelf import Shelf
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 1)
@@ -24,7 +24,7 @@ CYCLE_TOKENS = (1, 1.25, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 12, 17)
 
 
 class ServerMetrics:
-    def __init__(self, shelf: Shelf, in_flight: Callable[[], int]) -> None:
+    def __init__(self, shelf: ModelPool, in_flight: Callable[[], int]) -> None:
         self.registry = CollectorRegistry()
         r = self.registry
         self.requests = Counter("outrider_http_requests", "Answers, by route and status.", ["route", "status"], registry=r)
@@ -63,7 +63,7 @@ class ServerMetrics:
 class _EngineCollector:
     """Reads the engines' own counters when asked, those of all models together."""
 
-    def __init__(self, shelf: Shelf) -> None:
+    def __init__(self, shelf: ModelPool) -> None:
         self._shelf = shelf
 
     def collect(self) -> Iterator[Metric]:

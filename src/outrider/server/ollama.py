@@ -13,7 +13,7 @@ from pydantic import JsonValue
 
 from .errors import ApiError, bad
 from .schema import ChatRequest, CompletionRequest, Lenient
-from .wire import Json, arguments_of, said
+from .wire import Json, answer_texts, arguments_of
 
 VERSION = "0.14.2"  # of Ollama's, whose routes are spoken here: clients ask for it and refuse one that is too old
 SMALL = 1024  # bytes; a body without a prompt is no larger
@@ -26,19 +26,19 @@ OPTIONS = {
 }  # fmt: skip
 
 
-class Call(Lenient):
+class OllamaToolCall(Lenient):
     function: dict[str, JsonValue]
 
 
 class OllamaMessage(Lenient):
     role: str
     content: str | None = None
-    tool_calls: list[Call] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     images: list[str] | None = None
 
 
-class Common(Lenient):
+class OllamaRequest(Lenient):
     model: str | None = None
     stream: bool | None = None
     format: str | dict[str, object] | None = None
@@ -49,12 +49,12 @@ class Common(Lenient):
     top_logprobs: int | None = None
 
 
-class ChatBody(Common):
+class ChatBody(OllamaRequest):
     messages: list[OllamaMessage]
     tools: list[dict[str, JsonValue]] | None = None
 
 
-class GenerateBody(Common):
+class GenerateBody(OllamaRequest):
     prompt: str = ""
     system: str | None = None
     raw: bool | None = None
@@ -69,7 +69,7 @@ class ShowBody(Lenient):
     name: str | None = None  # its older spelling
 
 
-class LoadBody(Common):
+class LoadBody(OllamaRequest):
     """Either of the two, with nothing to answer."""
 
     prompt: str = ""
@@ -122,7 +122,7 @@ def parse_generate(raw: bytes) -> ChatRequest | CompletionRequest:
     return ChatRequest.model_validate({**_common(body), "messages": [*system, {"role": "user", "content": body.prompt}]})
 
 
-def _common(body: Common) -> Json:
+def _common(body: OllamaRequest) -> Json:
     out: Json = {"model": untagged(body.model), "stream": body.stream is not False}
     for name, value in (body.options or {}).items():
         if name in OPTIONS and value is not None:
@@ -156,7 +156,7 @@ class OllamaWire:
         self._logprobs: list[Json] = []  # of tokens whose line is still to come
 
     def whole(self, answer: Json) -> Json:
-        one = said(answer)[0]
+        one = answer_texts(answer)[0]
         self._reason, self._stats = one.finish, cast(Json, answer.get("outrider") or {})
         self._logprobs = one.logprobs
         told = self.told(one.text, one.thoughts, [_call(call.name, call.arguments) for call in one.calls])
@@ -164,7 +164,7 @@ class OllamaWire:
 
     def chunk(self, chunk: Json) -> str:
         out = ""
-        for one in said(chunk):
+        for one in answer_texts(chunk):
             for call in one.calls:
                 name, arguments = self._calls.get(call.which, ("", ""))
                 self._calls[call.which] = (name + call.name, arguments + call.arguments)

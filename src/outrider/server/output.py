@@ -15,7 +15,7 @@ Kind = Literal["reasoning", "content", "call", "args"]
 
 
 @dataclass(frozen=True)
-class Part:
+class OutputPart:
     kind: Kind
     text: str  # call: the function's name; args: a piece of its JSON arguments
     index: int = 0  # which call
@@ -25,23 +25,23 @@ class Parser(Protocol):
     @property
     def calls(self) -> int: ...  # tool calls seen so far
 
-    def feed(self, text: str) -> list[Part]: ...
-    def finish(self, complete: bool) -> list[Part]: ...
+    def feed(self, text: str) -> list[OutputPart]: ...
+    def finish(self, complete: bool) -> list[OutputPart]: ...
 
 
-class Plain:
+class PlainText:
     """Everything is content."""
 
     calls = 0
 
-    def feed(self, text: str) -> list[Part]:
-        return [Part("content", text)] if text else []
+    def feed(self, text: str) -> list[OutputPart]:
+        return [OutputPart("content", text)] if text else []
 
-    def finish(self, complete: bool) -> list[Part]:
+    def finish(self, complete: bool) -> list[OutputPart]:
         return []
 
 
-class Chain:
+class ParserChain:
     """Thoughts first, then tool calls in what is left."""
 
     def __init__(self, thoughts: Parser, tools: Parser) -> None:
@@ -51,20 +51,20 @@ class Chain:
     def calls(self) -> int:
         return self._tools.calls
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[OutputPart]:
         return join(self._pass(self._thoughts.feed(text)))
 
-    def finish(self, complete: bool) -> list[Part]:
+    def finish(self, complete: bool) -> list[OutputPart]:
         return join([*self._pass(self._thoughts.finish(complete)), *self._tools.finish(complete)])
 
-    def _pass(self, parts: Iterable[Part]) -> list[Part]:
-        out: list[Part] = []
+    def _pass(self, parts: Iterable[OutputPart]) -> list[OutputPart]:
+        out: list[OutputPart] = []
         for part in parts:
             out += self._tools.feed(part.text) if part.kind == "content" else [part]
         return out
 
 
-class Tags:
+class TagParser:
     """Finds tags in a stream of characters, holding back only a possible beginning of one. No tag may be a prefix of another."""
 
     def __init__(self, *tags: str) -> None:
@@ -87,14 +87,14 @@ class Tags:
         return held
 
 
-def join(parts: Iterable[Part]) -> list[Part]:
+def join(parts: Iterable[OutputPart]) -> list[OutputPart]:
     """Merge neighbours of one part; drop empty pieces."""
-    out: list[Part] = []
+    out: list[OutputPart] = []
     for part in parts:
         if not part.text and part.kind != "call":
             continue
         if out and part.kind != "call" and (out[-1].kind, out[-1].index) == (part.kind, part.index):
-            out[-1] = Part(part.kind, out[-1].text + part.text, part.index)
+            out[-1] = OutputPart(part.kind, out[-1].text + part.text, part.index)
         else:
             out.append(part)
     return out

@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import JsonValue
 
-from ..engine.control import ChatPrompt
-from ..engine.grammar import AllowedTokens, Grammar, GrammarCompiler
+from ..engine.grammar import AllowedTokens, CompiledGrammar, GrammarCompiler
+from ..engine.special_tokens import ChatPrompt
 from ..engine.step import Request
 from ..engine.text import LONG, Tokenizer
 from ..types import Json, OutriderError, SamplingParams
 from .errors import ApiError, bad
-from .grammar_source import Source, build
-from .output import Chain, Parser, Plain
+from .grammar_source import GrammarSource, build
+from .output import Parser, ParserChain, PlainText
 from .reasoning import GEMMA4_CHANNEL, THINK_TAGS, ThoughtFormat, Thoughts
 from .runner import EngineLike
-from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions, Prediction, StreamOptions
+from .schema import ChatRequest, Common, CompletionRequest, Message, NamedTool, OutriderOptions, PredictedOutput, StreamOptions
 from .settings import ServerSettings, without_paths
 from .tool_grammar import MAX_CALLS
 from .tools import GEMMA_CLOSE, GEMMA_OPEN, GEMMA_QUOTE, GEMMA_RESPONSE, JSON_CLOSE, JSON_OPEN, GemmaCalls, JsonCalls
@@ -43,7 +43,7 @@ If no function is needed, answer the user directly."""
 
 
 @dataclass(frozen=True)
-class Backend:
+class ServedModel:
     """What the server needs of a loaded model."""
 
     engine: EngineLike
@@ -55,7 +55,7 @@ class Backend:
     places: int = 0  # sequences at once; 0: as many as the settings say
 
     @classmethod
-    def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> Backend:
+    def of(cls, llm: LLM, say: Callable[[str], None] = lambda _: None) -> ServedModel:
         """say: is told, in a line, what the engine made ready and how long that took, where it took time."""
         if llm.tokenizer is None:
             raise OutriderError(f"{llm.name} has no tokenizer, so it can't be served")
@@ -107,19 +107,19 @@ class Job:
     max_zero: bool = False  # max_tokens: 0: nothing is wanted but the prompt
     prompt_logprobs: int | None = None  # score the prompt, with so many alternatives
     echo_logprobs: bool = False  # and tell it with the answer's
-    grammar: Source | None = None  # what the answers must match, to be compiled before the job can run
+    grammar: GrammarSource | None = None  # what the answers must match, to be compiled before the job can run
 
     @property
     def prompt_tokens(self) -> int:
         """Each prompt once, however many answers it has."""
         return sum(len(p) for p in {id(r.prompt): r.prompt for r in self.requests}.values())
 
-    def under(self, grammar: Grammar) -> Job:
+    def under(self, grammar: CompiledGrammar) -> Job:
         return replace(self, requests=[replace(r, params=replace(r.params, grammar=grammar)) for r in self.requests], grammar=None)
 
 
 class Preparer:
-    def __init__(self, backend: Backend, settings: ServerSettings) -> None:
+    def __init__(self, backend: ServedModel, settings: ServerSettings) -> None:
         self._backend, self._settings = backend, settings
         self.tokenizer = backend.tokenizer
         self.dialect = Dialect.of(backend.tokenizer)
@@ -145,8 +145,8 @@ class Preparer:
         def parser() -> Parser:
             thoughts = Thoughts(self.dialect.thoughts, tail)
             if not use_tools:
-                return thoughts if format_ is None else Plain()
-            return Chain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
+                return thoughts if format_ is None else PlainText()
+            return ParserChain(thoughts, GemmaCalls() if self.dialect.tools == "gemma4" else JsonCalls())
 
         job = self._job(body, [ids], params, parser, stats, one_call=body.parallel_tool_calls is False or body.functions is not None)
         hint = self._hint(body.prediction)
@@ -167,7 +167,7 @@ class Preparer:
         keep = body.n or 1
         asked = 0 if body.logprobs is None and best_of > keep else body.logprobs  # to know which are the best
         params = self._params(body, longest, limit, asked)
-        job = self._job(body, encoded, params, Plain, stats, many=best_of)
+        job = self._job(body, encoded, params, PlainText, stats, many=best_of)
         scored = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
         job = replace(
             job, grammar=self._format(body), best=(keep, best_of), hide_logprobs=body.logprobs is None, prompt_logprobs=scored,
@@ -269,7 +269,7 @@ class Preparer:
         """The beginning of an answer, as text: what it spells of control tokens is left out."""
         return [t for t in self.tokenizer.encode(text) if t not in self.tokenizer.special_ids]
 
-    def _hint(self, prediction: Prediction | None) -> tuple[int, ...]:
+    def _hint(self, prediction: PredictedOutput | None) -> tuple[int, ...]:
         if prediction is None:
             return ()
         text = prediction.content if isinstance(prediction.content, str) else "".join(p.text for p in prediction.content)
@@ -394,7 +394,7 @@ class Preparer:
 
     # ---- grammars
 
-    def _format(self, body: Common) -> Source | None:
+    def _format(self, body: Common) -> GrammarSource | None:
         """What the answer must match, by whichever of the fields it was said."""
         formats = body.formats
         if not formats:
@@ -404,9 +404,9 @@ class Preparer:
             raise bad(f"{field} and {formats[1][0]} both say what the answer must be; send one.", formats[1][0])
         if body.allowed_token_ids is not None:
             raise bad(f"allowed_token_ids can't be combined with {field}.", "allowed_token_ids")
-        return Source(kind, what if isinstance(what, str) else _dumps(what, field), field)
+        return GrammarSource(kind, what if isinstance(what, str) else _dumps(what, field), field)
 
-    def _tool_grammar(self, body: ChatRequest, format_: Source | None = None) -> Source:
+    def _tool_grammar(self, body: ChatRequest, format_: GrammarSource | None = None) -> GrammarSource:
         """Calls of these functions; with a format, those or an answer of that form."""
         functions = [(t.function.name, t.function.parameters or {"type": "object"}) for t in body.tools or []]
         most = 1 if body.parallel_tool_calls is False else MAX_CALLS
@@ -419,9 +419,9 @@ class Preparer:
         if format_ is not None:
             payload["format"] = json.loads(format_.payload)
         if self.dialect.tools == "json":
-            return Source("json_calls", _dumps(payload, "tools"), "tools")
+            return GrammarSource("json_calls", _dumps(payload, "tools"), "tools")
         payload["ids"] = {tag: self._token_id(tag) for tag in (GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE)}
-        return Source("gemma_calls", _dumps(payload, "tools"), "tools")
+        return GrammarSource("gemma_calls", _dumps(payload, "tools"), "tools")
 
     @cached_property
     def _compiler(self) -> GrammarCompiler:

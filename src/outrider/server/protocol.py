@@ -168,7 +168,7 @@ class BoundedProtocol(H11Protocol):
             self._stall = None
 
 
-class Quiet:
+class QuietLogger:
     """Hears the event loop's complaints. Running out of file descriptors comes thousands of times a second: once a minute is enough."""
 
     def __init__(self) -> None:

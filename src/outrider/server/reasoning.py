@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .output import Part, Tags, join
+from .output import OutputPart, TagParser, join
 from .tools import GEMMA_OPEN
 
 MAX_HEADER = 24  # characters of a channel's name
@@ -35,31 +35,31 @@ class Thoughts:
     def __init__(self, form: ThoughtFormat, prompt_tail: str = "") -> None:
         self._form = form
         self._state = "reasoning" if opened_by(form, prompt_tail) else "content"
-        self._open = Tags(form.open)
-        self._close = Tags(form.close, *form.ended_by)
+        self._open = TagParser(form.open)
+        self._close = TagParser(form.close, *form.ended_by)
         self._blank = ""  # white space held back: it is dropped at the edges of thoughts
         self._fresh = True  # nothing but white space since the last edge
         self._began = self._state != "content"  # a thought or content has begun
         self._header = ""
 
-    def feed(self, text: str) -> list[Part]:
-        out: list[Part] = []
+    def feed(self, text: str) -> list[OutputPart]:
+        out: list[OutputPart] = []
         for char in text:
             self._char(char, out)
         return join(out)
 
-    def finish(self, complete: bool) -> list[Part]:
-        out: list[Part] = []
+    def finish(self, complete: bool) -> list[OutputPart]:
+        out: list[OutputPart] = []
         if self._state == "reasoning":
             self._text("reasoning", self._close.flush(), out)
         elif self._state == "content":
             self._text("content", self._open.flush(), out)
             if not self._began:
-                out.append(Part("content", self._blank))
+                out.append(OutputPart("content", self._blank))
         self._blank = ""
         return join(out)
 
-    def _char(self, char: str, out: list[Part]) -> None:
+    def _char(self, char: str, out: list[OutputPart]) -> None:
         if self._state == "content":
             if self._form.only_first and self._began:
                 self._text("content", char, out)
@@ -84,14 +84,14 @@ class Thoughts:
                 self._edge("content")
                 if tag in self._form.ended_by:
                     self._fresh = False
-                    out.append(Part("content", tag))
+                    out.append(OutputPart("content", tag))
 
     def _edge(self, state: str) -> None:
         self._state, self._blank, self._fresh = state, "", True
         if state == "header":
             self._header = ""
 
-    def _text(self, kind: str, text: str, out: list[Part]) -> None:
+    def _text(self, kind: str, text: str, out: list[OutputPart]) -> None:
         for char in text:
             if char.isspace() and (kind == "reasoning" or self._fresh):
                 self._blank += char
@@ -102,7 +102,7 @@ class Thoughts:
             elif not self._fresh:
                 char = self._blank + char
             self._blank, self._fresh = "", False
-            out.append(Part("reasoning" if kind == "reasoning" else "content", char))
+            out.append(OutputPart("reasoning" if kind == "reasoning" else "content", char))
 
 
 def opened_by(form: ThoughtFormat, prompt_tail: str) -> bool:

@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter
 from .errors import ApiError, bad
 from .prepare import Preparer
 from .schema import INERT, ChatRequest, Lenient, Strict
-from .wire import Json, said, sse
+from .wire import Json, answer_texts, sse
 
 BODY = TypeAdapter(dict[str, object])
 # beside those of schema.py
@@ -25,21 +25,21 @@ BETWEEN = "__"  # a namespace and a name
 LOGPROBS = "message.output_text.logprobs"  # of `include`
 
 
-class Part(Lenient):
+class ResponsesPart(Lenient):
     type: str = "input_text"
     text: str | None = None
     refusal: str | None = None
 
 
-class Item(Lenient):
+class ResponsesItem(Lenient):
     type: str = "message"
     role: str | None = None
-    content: str | list[Part] | None = None
+    content: str | list[ResponsesPart] | None = None
     call_id: str | None = None
     name: str | None = None
     namespace: str | None = None
     arguments: str | None = None
-    output: str | list[Part] | None = None
+    output: str | list[ResponsesPart] | None = None
 
 
 class ResponsesTool(Lenient):
@@ -68,7 +68,7 @@ class Reasoning(Lenient):
 
 class ResponsesRequest(Strict):
     model: str | None = None
-    input: str | Annotated[list[Item], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[list[ResponsesItem], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: float | None = None
@@ -96,7 +96,7 @@ def parse(raw: bytes) -> tuple[ChatRequest, Json]:
     kept = {k: v for k, v in given.items() if v is not None and k not in (*INERT, *UNHEEDED)}
     body = ResponsesRequest.model_validate(kept)
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    for item in [Item(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
+    for item in [ResponsesItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input:
         _add(messages, item)
     functions = offered(body.tools or [])
     out: Json = {
@@ -157,7 +157,7 @@ def own_name(tools: list[Json], called: str) -> Json:
     return {"name": called}
 
 
-def _add(messages: list[Json], item: Item) -> None:
+def _add(messages: list[Json], item: ResponsesItem) -> None:
     text = item.content if isinstance(item.content, str) else "".join(p.text or p.refusal or "" for p in item.content or [])
     last = messages[-1] if messages else {}
     if item.type == "message":
@@ -207,7 +207,7 @@ class ResponsesWire:
         return request
 
     def whole(self, answer: Json) -> Json:
-        one = said(answer)[0]
+        one = answer_texts(answer)[0]
         items = [_reasoning(one.thoughts)] if one.thoughts else []
         if one.text:
             items.append(_message(one.text, one.logprobs))
@@ -219,7 +219,7 @@ class ResponsesWire:
         if not self._response:
             self._response = {**self._head(chunk), "status": "in_progress", "output": [], "usage": None}
             out += self._event("response.created", response=self._response) + self._event("response.in_progress", response=self._response)
-        for one in said(chunk):
+        for one in answer_texts(chunk):
             self._logprobs += one.logprobs
             if one.thoughts:
                 out += self._begin("reasoning", _reasoning(""))
@@ -266,8 +266,8 @@ class ResponsesWire:
 
     def _head(self, answer: Json) -> Json:
         id = str(answer["id"]).replace("chatcmpl-", "resp_")
-        said: Json = {"object": "response", "created_at": answer["created"], "model": answer["model"], "error": None}
-        return {"id": id, **said, "incomplete_details": None, **self._asked}
+        answer_texts: Json = {"object": "response", "created_at": answer["created"], "model": answer["model"], "error": None}
+        return {"id": id, **answer_texts, "incomplete_details": None, **self._asked}
 
     def _function(self, call: str, name: str, arguments: str) -> Json:
         named = own_name(cast(list[Json], self._asked.get("tools") or []), name)

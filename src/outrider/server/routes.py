@@ -16,10 +16,10 @@ from pydantic import BaseModel, ValidationError
 
 from .. import __version__
 from . import anthropic, embeddings, ollama, responses, text_routes
-from .call import late, unless_gone
+from .call import timed_out, unless_gone
 from .errors import ApiError, read, shutting_down
+from .model_pool import PoolSlot
 from .schema import ChatRequest, Common, CompletionRequest
-from .shelf import Slot
 from .wire import Json, OpenAIWire, Wire
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
             if server.admission.closing:
                 raise shutting_down()
             with ExitStack() as stack:
-                model = await unless_gone(request, server.borrow(ollama.untagged(name), request.state.client, stack))
+                model = await unless_gone(request, server.acquire(ollama.untagged(name), request.state.client, stack))
                 return JSONResponse(ollama.loaded(model.name, chat))
 
         async def answer(request: Request) -> Response:
@@ -63,7 +63,7 @@ def add_routes(app: FastAPI, server: Server) -> None:
                         if asked is not None:
                             return await load(request, asked.model)
                 except TimeoutError:
-                    raise late(server.settings.timeout) from None
+                    raise timed_out(server.settings.timeout) from None
             return await server.answer(request, parse, ollama.OllamaWire(chat))
 
         post(path, shape, answer)
@@ -98,7 +98,7 @@ def _load(raw: bytes) -> ollama.LoadBody | None:
 
 
 def _information(app: FastAPI, server: Server) -> None:
-    def card(slot: Slot) -> Json:
+    def card(slot: PoolSlot) -> Json:
         return {
             "id": slot.name, "object": "model", "created": server.started, "owned_by": "outrider",
             "outrider": {"max_context": slot.max_context or None, "drafter": slot.note, "state": slot.state, "bytes": slot.size},
@@ -107,12 +107,12 @@ def _information(app: FastAPI, server: Server) -> None:
     @app.get("/models", response_model=None, include_in_schema=False)
     @app.get("/v1/models", response_model=None)
     async def models() -> Json:
-        return {"object": "list", "data": [card(slot) for slot in server.shelf.slots.values()]}
+        return {"object": "list", "data": [card(slot) for slot in server.pool.slots.values()]}
 
     @app.get("/models/{name:path}", response_model=None, include_in_schema=False)
     @app.get("/v1/models/{name:path}", responses={404: ERRORS[404]}, response_model=None)
     async def model(name: str) -> Json:
-        return card(server.shelf.find(name))
+        return card(server.pool.find(name))
 
     @app.get("/tokenizer_info", response_model=None, include_in_schema=False)
     async def tokenizer_info(request: Request) -> Response:
@@ -121,7 +121,7 @@ def _information(app: FastAPI, server: Server) -> None:
     @app.get("/health", responses={503: {"description": "The engine has stopped"}}, response_model=None)
     @app.get("/readyz", responses={503: {"description": "Not for new requests"}}, response_model=None)
     async def health() -> Response:
-        ok = server.shelf.healthy and not server.admission.closing
+        ok = server.pool.healthy and not server.admission.closing
         state = "ok" if ok else ("shutting down" if server.admission.closing else "engine stopped")
         return JSONResponse({"status": state, "in_flight": server.admission.in_flight}, status_code=200 if ok else 503)
 
@@ -142,7 +142,7 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
     """What Ollama's clients ask before they chat."""
     details = {"format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
 
-    def told(slot: Slot) -> Json:
+    def told(slot: PoolSlot) -> Json:
         when = datetime.fromtimestamp(server.started, UTC).isoformat()
         return {"name": slot.name, "model": slot.name, "modified_at": when, "size": slot.size, "digest": "", "details": details}
 
@@ -152,16 +152,16 @@ def _ollama_information(app: FastAPI, server: Server) -> None:
 
     @app.get("/api/tags", response_model=None, include_in_schema=False)
     async def tags() -> Json:
-        return {"models": [told(slot) for slot in server.shelf.slots.values()]}
+        return {"models": [told(slot) for slot in server.pool.slots.values()]}
 
     @app.get("/api/ps", response_model=None, include_in_schema=False)
     async def loaded() -> Json:
-        return {"models": [told(slot) for slot in server.shelf.slots.values() if slot.model is not None]}
+        return {"models": [told(slot) for slot in server.pool.slots.values() if slot.model is not None]}
 
     @app.post("/api/show", response_model=None, include_in_schema=False)
     async def show(request: Request) -> Json:
         asked = read(await request.body(), ollama.ShowBody.model_validate_json)
-        slot = server.shelf.find(ollama.untagged(asked.model or asked.name))
+        slot = server.pool.find(ollama.untagged(asked.model or asked.name))
         info = {"general.architecture": "outrider", "outrider.context_length": slot.max_context}
         empty = {"modelfile": "", "parameters": "", "template": ""}
         return {**empty, "details": details, "model_info": info, "capabilities": ["completion", "tools"]}

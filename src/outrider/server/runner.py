@@ -56,7 +56,7 @@ class EngineError(Exception):
     """The engine failed under this request. The message is safe to show; the traceback is in the log."""
 
 
-class Stream:
+class RequestStream:
     """The events of a group of requests (the choices of one call), merged. Close it, and what still runs is aborted.
 
     Who does not read is waited for: at `UNREAD` events the sequence that brings more pauses, and goes on when they are read."""
@@ -139,7 +139,7 @@ class Runner:
         self._engine, self._unused_s = engine, unused_s
         self._tidy_at = 0.0  # when memory is next looked for
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._streams: dict[str, Stream] = {}  # touched by the engine thread only
+        self._streams: dict[str, RequestStream] = {}  # touched by the engine thread only
         self._outbox = Outbox(self._call_soon)
         self._written = False  # the step that runs gave time to write
         engine.meanwhile = self._meanwhile
@@ -162,11 +162,11 @@ class Runner:
             self._commands.put(None)
             await asyncio.to_thread(self._thread.join, 30.0)
 
-    def stream(self, ids: Iterable[str]) -> Stream:
+    def stream(self, ids: Iterable[str]) -> RequestStream:
         """What will be said of these requests, once they are submitted."""
-        return Stream(self, ids)
+        return RequestStream(self, ids)
 
-    async def submit(self, requests: Sequence[Request], stream: Stream) -> None:
+    async def submit(self, requests: Sequence[Request], stream: RequestStream) -> None:
         """All or none: returns once the engine has taken them. OutriderError if it refuses one."""
         if self._stopping:
             raise EngineError("the server is shutting down")
@@ -291,7 +291,7 @@ class Runner:
         self._deliver([(id, EngineError("the engine failed while this request was running")) for id in ids])
         self._outbox.flush()
 
-    def _submit(self, requests: Sequence[Request], stream: Stream, taken: asyncio.Future[None]) -> None:
+    def _submit(self, requests: Sequence[Request], stream: RequestStream, taken: asyncio.Future[None]) -> None:
         for request in requests:
             try:
                 self._engine.submit(request)
@@ -317,7 +317,7 @@ class Runner:
             log.error("abort failed: %s", where(e))
 
     def _deliver(self, items: Sequence[tuple[str, Item]]) -> None:
-        out: list[tuple[Stream, str, Item]] = []
+        out: list[tuple[RequestStream, str, Item]] = []
         for id, item in items:
             stream = self._streams.get(id)
             if stream is None:

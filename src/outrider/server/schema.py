@@ -70,7 +70,7 @@ class FunctionCall(Lenient):
     arguments: str | dict[str, object] | None = Field(default=None, description="JSON text")
 
 
-class ToolCall(Lenient):
+class ToolCallIn(Lenient):
     id: str | None = None
     type: Literal["function"] | None = None
     function: FunctionCall
@@ -80,7 +80,7 @@ class Message(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[ToolCallIn] | None = None
     tool_call_id: str | None = None
     function_call: FunctionCall | None = None  # as it was before there were tools
     prefix: bool | None = None  # Mistral's and DeepSeek's continue_final_message
@@ -100,8 +100,8 @@ class Message(Lenient):
         return self.content if isinstance(self.content, str) else "".join(p.text for p in self.content)
 
     @property
-    def calls(self) -> list[ToolCall]:
-        old = [ToolCall(id="call_0", function=self.function_call)] if self.function_call is not None else []
+    def calls(self) -> list[ToolCallIn]:
+        old = [ToolCallIn(id="call_0", function=self.function_call)] if self.function_call is not None else []
         return list(self.tool_calls or old)
 
 
@@ -165,7 +165,7 @@ class StructuredOutputs(Strict):
     json_object: bool | None = None
 
 
-class Prediction(Strict):
+class PredictedOutput(Strict):
     """OpenAI's predicted outputs: here a source of drafts, so it changes nothing but the speed."""
 
     type: Literal["content"]
@@ -300,7 +300,7 @@ class ChatRequest(Common):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None  # the last message is the assistant's and goes on
     prompt_logprobs: Annotated[Integer, Field(ge=0, le=20)] | None = None
-    prediction: Prediction | None = None
+    prediction: PredictedOutput | None = None
 
     @model_validator(mode="before")
     @classmethod

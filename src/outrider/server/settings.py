@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ..types import OutriderError, need
+from ..types import OutriderError, require
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -45,25 +45,25 @@ class ServerSettings:
     keep_prefixes: Annotated[float, "Minutes that a text's beginning stays in memory after its last use (CPU)."] = 5.0
 
     def __post_init__(self) -> None:
-        need(bool(self.model_name), "the served model needs a name")
-        need(0 <= self.port <= 65535, f"--port must be in 0..65535, got {self.port}")
-        need(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
-        need(self.max_queued >= 0, f"--max-queued must be 0 or more, got {self.max_queued}")
-        need(self.timeout > 0, f"--timeout must be more than 0 seconds, got {self.timeout}")
-        need(self.max_body >= 1024, f"--max-body must be at least 1024 bytes, got {self.max_body}")
-        need(self.max_prompt >= 0, f"--max-prompt must be 0 (the model's context) or more tokens, got {self.max_prompt}")
-        need(self.shutdown_grace >= 0, f"--shutdown-grace must be 0 or more seconds, got {self.shutdown_grace}")
+        require(bool(self.model_name), "the served model needs a name")
+        require(0 <= self.port <= 65535, f"--port must be in 0..65535, got {self.port}")
+        require(self.max_concurrent >= 1, f"--max-concurrent must be at least 1, got {self.max_concurrent}")
+        require(self.max_queued >= 0, f"--max-queued must be 0 or more, got {self.max_queued}")
+        require(self.timeout > 0, f"--timeout must be more than 0 seconds, got {self.timeout}")
+        require(self.max_body >= 1024, f"--max-body must be at least 1024 bytes, got {self.max_body}")
+        require(self.max_prompt >= 0, f"--max-prompt must be 0 (the model's context) or more tokens, got {self.max_prompt}")
+        require(self.shutdown_grace >= 0, f"--shutdown-grace must be 0 or more seconds, got {self.shutdown_grace}")
         levels = ("debug", "info", "warning", "error")
-        need(self.log_level in levels, f"--log-level must be one of {', '.join(levels)}, got {self.log_level!r}")
-        need(self.root_path == "" or self.root_path.startswith("/"), f"--root-path must begin with /, got {self.root_path!r}")
-        need(self.max_connections >= 1, f"--max-connections must be at least 1, got {self.max_connections}")
+        require(self.log_level in levels, f"--log-level must be one of {', '.join(levels)}, got {self.log_level!r}")
+        require(self.root_path == "" or self.root_path.startswith("/"), f"--root-path must begin with /, got {self.root_path!r}")
+        require(self.max_connections >= 1, f"--max-connections must be at least 1, got {self.max_connections}")
         for name in ("request_timeout", "idle_timeout", "stall_timeout"):
             value = getattr(self, name)
-            need(value > 0, f"--{name.replace('_', '-')} must be more than 0 seconds, got {value}")
-        need(self.keep_prefixes > 0, f"--keep-prefixes must be more than 0 minutes, got {self.keep_prefixes}")
+            require(value > 0, f"--{name.replace('_', '-')} must be more than 0 seconds, got {value}")
+        require(self.keep_prefixes > 0, f"--keep-prefixes must be more than 0 minutes, got {self.keep_prefixes}")
         fine = all(k.isascii() and k.isprintable() and " " not in k for k in self.api_keys)
-        need(fine, "API keys must be printable ASCII without spaces")
-        need(self.ssl_keyfile is None or self.ssl_certfile is not None, "--ssl-keyfile needs --ssl-certfile")
+        require(fine, "API keys must be printable ASCII without spaces")
+        require(self.ssl_keyfile is None or self.ssl_certfile is not None, "--ssl-keyfile needs --ssl-certfile")
         if self.ssl_certfile is not None:
             check_certificate(self.ssl_certfile, self.ssl_keyfile)
 

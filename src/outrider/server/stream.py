@@ -12,7 +12,7 @@ from ..engine.engine import Event
 from ..engine.step import Request
 from ..engine.text import Detokenizer, Tokenizer
 from ..types import RequestStats
-from .output import Parser, Part, join
+from .output import OutputPart, Parser, join
 from .prepare import Job
 from .wire import Json
 
@@ -55,7 +55,7 @@ class TokenEntry(TypedDict):
 class Update:
     """What one event adds to an answer."""
 
-    parts: list[Part] = field(default_factory=list)
+    parts: list[OutputPart] = field(default_factory=list)
     deltas: list[Json] = field(default_factory=list)
     logprobs: list[tuple[int, dict[int, float]]] = field(default_factory=list)
     tokens: list[list[str]] = field(default_factory=list)  # [text, kind]
@@ -63,7 +63,7 @@ class Update:
     ids: list[int] = field(default_factory=list)
 
 
-class Choice:
+class ChoiceWriter:
     """One answer on its way: takes events, remembers the whole, gives out what is new."""
 
     def __init__(self, index: int, request: Request, parser: Parser, tokenizer: Tokenizer, job: Job, echo: str = "") -> None:
@@ -112,7 +112,7 @@ class Choice:
             tokens = [[self._piece(t), kind] for t, kind in zip(event.tokens, event.kinds)]
             self.tokens += tokens
             update.tokens += tokens
-            if event.tree is not None and event.tree.line < len(event.tree.parents):  # a tree may be a line after all
+            if event.tree is not None and event.tree.chain < len(event.tree.parents):  # a tree may be a line after all
                 said = [self._tokenizer.token_bytes(t).decode("utf-8", "replace") for t in event.tree.tokens]
                 update.tree = {"tokens": said, "parents": event.tree.parents, "path": event.tree.path}
 
@@ -124,13 +124,13 @@ class Choice:
         assert self._pieces is not None
         return "" if token in self._tokenizer.eos_ids else self._pieces.push([token])
 
-    def _first_call_only(self, parts: list[Part]) -> list[Part]:
+    def _first_call_only(self, parts: list[OutputPart]) -> list[OutputPart]:
         kept = [p for p in parts if p.kind not in ("call", "args") or p.index == 0]
         if len(kept) < len(parts) and self.finish is None:
             self.finish = "tool_calls"  # the second call began: enough
         return kept
 
-    def _remember(self, part: Part) -> Json:
+    def _remember(self, part: OutputPart) -> Json:
         if part.kind == "content":
             self.content += part.text
             return {"content": part.text}
@@ -155,11 +155,11 @@ class Writer:
         self._head = {"id": prefix + secrets.token_hex(12), "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self._object, self._chunk_object = kind, kind + ".chunk" if chat else kind
         echoes = job.echoes or ("",) * len(job.requests)
-        self.choices = [Choice(i, r, job.parser(), tokenizer, job, e) for i, (r, e) in enumerate(zip(job.requests, echoes))]
+        self.choices = [ChoiceWriter(i, r, job.parser(), tokenizer, job, e) for i, (r, e) in enumerate(zip(job.requests, echoes))]
         self._by_id = {r.id: c for r, c in zip(job.requests, self.choices)}
         self.scores: dict[int, list[Table]] = {}  # by the prompt's identity: what the model thought of its tokens
 
-    def choice(self, id: str) -> Choice:
+    def choice(self, id: str) -> ChoiceWriter:
         return self._by_id[id]
 
     # ---- whole
@@ -175,7 +175,7 @@ class Writer:
             out["outrider"] = statistics([c.stats for c in self.choices], self._job.seed)
         return out
 
-    def _kept(self) -> list[Choice]:
+    def _kept(self) -> list[ChoiceWriter]:
         """Of each prompt's answers the likeliest, by the mean of their tokens' log-probabilities."""
         keep, of = self._job.best
         if keep == of:
@@ -183,7 +183,7 @@ class Writer:
         groups = [self.choices[i : i + of] for i in range(0, len(self.choices), of)]
         return [c for group in groups for c in sorted(group, key=lambda c: -c.mean_logprob)[:keep]]
 
-    def _choice(self, index: int, c: Choice) -> Json:
+    def _choice(self, index: int, c: ChoiceWriter) -> Json:
         out: Json = {"index": index, "finish_reason": c.finish, "logprobs": self._logprobs(c, [*self._scored(c), *c.logprobs])}
         if self._chat:
             message: Json = {"role": "assistant", "content": c.content or (None if c.calls else ""), "refusal": None}
@@ -259,7 +259,7 @@ class Writer:
 
     def _chunk(
         self,
-        choice: Choice,
+        choice: ChoiceWriter,
         delta: Json,
         logprobs: Sequence[tuple[int, Table]] | None = None,
         finish: str | None = None,
@@ -285,12 +285,12 @@ class Writer:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
-    def _scored(self, choice: Choice) -> list[tuple[int, Table]]:
+    def _scored(self, choice: ChoiceWriter) -> list[tuple[int, Table]]:
         """The prompt's own tokens, where they are told with the answer's."""
         scores = self.scores.get(id(choice.prompt)) if self._job.echo_logprobs else None
         return list(zip(choice.prompt, scores)) if scores is not None else []
 
-    def _prompt_logprobs(self, choice: Choice) -> list[Json | None]:
+    def _prompt_logprobs(self, choice: ChoiceWriter) -> list[Json | None]:
         """vLLM's shape: per token {id: {logprob, rank, decoded_token}}."""
         out: list[Json | None] = []
         for table in self.scores.get(id(choice.prompt), []):
@@ -300,7 +300,7 @@ class Writer:
             out.append(entry if table is not None else None)
         return out
 
-    def _logprobs(self, choice: Choice, entries: Sequence[tuple[int, Table]]) -> Json | None:
+    def _logprobs(self, choice: ChoiceWriter, entries: Sequence[tuple[int, Table]]) -> Json | None:
         wanted = self._job.requests[0].params.logprobs
         if self._job.max_zero and not self._job.echo_logprobs:
             return None

@@ -13,7 +13,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 
-from .output import Part, Tags, join
+from .output import OutputPart, TagParser, join
 
 GEMMA_OPEN, GEMMA_CLOSE, GEMMA_QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 GEMMA_RESPONSE = "<|tool_response>"
@@ -55,16 +55,16 @@ class _Nesting:
 class _Calls(ABC):
     """What both parsers share: content outside of calls, white space around calls dropped, the numbering."""
 
-    _close: Tags  # of the block that is open
+    _close: TagParser  # of the block that is open
 
     def __init__(self, open_tag: str) -> None:
         self.calls = 0
-        self._open = Tags(open_tag)
+        self._open = TagParser(open_tag)
         self._blank = ""
         self._inside = False
-        self._out: list[Part] = []
+        self._out: list[OutputPart] = []
 
-    def feed(self, text: str) -> list[Part]:
+    def feed(self, text: str) -> list[OutputPart]:
         for char in text:
             if self._inside:
                 self._call_char(char)
@@ -76,14 +76,14 @@ class _Calls(ABC):
                     self._begin()
         return self._take()
 
-    def finish(self, complete: bool) -> list[Part]:
+    def finish(self, complete: bool) -> list[OutputPart]:
         """`complete`: the model stopped by itself, so an open call is closed; otherwise its arguments stay cut off."""
         if self._inside:
             self._end(complete)
         else:
             self._content(self._open.flush())
             if not self.calls:
-                self._out.append(Part("content", self._blank))
+                self._out.append(OutputPart("content", self._blank))
         return self._take()
 
     def _content(self, text: str) -> None:
@@ -91,7 +91,7 @@ class _Calls(ABC):
             if char.isspace():
                 self._blank += char
             else:
-                self._out.append(Part("content", self._blank + char))
+                self._out.append(OutputPart("content", self._blank + char))
                 self._blank = ""
 
     def _give_back(self, raw: str) -> None:
@@ -100,17 +100,17 @@ class _Calls(ABC):
         self._content(raw)
 
     def _call(self, name: str) -> None:
-        self._out.append(Part("call", name, self.calls))
+        self._out.append(OutputPart("call", name, self.calls))
         self.calls += 1
 
     def _args(self, text: str) -> None:
-        self._out.append(Part("args", text, self.calls - 1))
+        self._out.append(OutputPart("args", text, self.calls - 1))
 
     def _tail_char(self, char: str) -> None:
         if self._close.feed(char)[1]:
             self._inside = False
 
-    def _take(self) -> list[Part]:
+    def _take(self) -> list[OutputPart]:
         out, self._out = self._out, []
         return join(out)
 
@@ -136,8 +136,8 @@ class GemmaCalls(_Calls):
         self._text = ""  # the head, key or bare value being read
         self._stack: list[str] = []  # the brackets that are open
         self._first = True  # no member yet in the innermost bracket
-        self._quote = Tags(GEMMA_QUOTE)
-        self._close = Tags(GEMMA_CLOSE)
+        self._quote = TagParser(GEMMA_QUOTE)
+        self._close = TagParser(GEMMA_CLOSE)
         self._escaped = False
 
     def _call_char(self, char: str) -> None:
@@ -289,7 +289,7 @@ class JsonCalls(_Calls):
     def _begin(self) -> None:
         self._raw = ""  # the block so far, to be given back if it is no call
         self._before = self.calls  # calls of earlier blocks
-        self._close = Tags(JSON_CLOSE)
+        self._close = TagParser(JSON_CLOSE)
         self._state = "outer"
 
     def _object(self) -> None:

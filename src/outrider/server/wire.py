@@ -27,7 +27,7 @@ def arguments_of(text: str) -> object:
         return {}
 
 
-class Called(NamedTuple):
+class AnswerToolCall(NamedTuple):
     """A function call; in a chunk, what is new of it."""
 
     which: int  # of its calls
@@ -36,29 +36,29 @@ class Called(NamedTuple):
     arguments: str
 
 
-class Said(NamedTuple):
+class AnswerText(NamedTuple):
     """What one choice of an answer says; of a chunk, what is new."""
 
     thoughts: str
     text: str
-    calls: list[Called]
+    calls: list[AnswerToolCall]
     logprobs: list[Json]
     finish: str | None
     stopped_by: str | None  # the stop string that ended it
 
 
-def said(answer: Json) -> list[Said]:
+def answer_texts(answer: Json) -> list[AnswerText]:
     """Choice by choice, of an answer in OpenAI's shape or a chunk of one."""
     out = []
     for choice in cast(list[dict[str, Any]], answer["choices"]):
         told = choice.get("message") or choice.get("delta") or {"content": choice.get("text")}
         calls = [
-            Called(call.get("index", i), call.get("id") or "", call["function"].get("name", ""), call["function"].get("arguments", ""))
+            AnswerToolCall(call.get("index", i), call.get("id") or "", call["function"].get("name", ""), call["function"].get("arguments", ""))
             for i, call in enumerate(told.get("tool_calls") or ())
         ]
         logprobs = (choice.get("logprobs") or {}).get("content") or []
         thoughts, text = told.get("reasoning_content") or "", told.get("content") or ""
-        out.append(Said(thoughts, text, calls, logprobs, choice["finish_reason"], choice.get("stop_reason")))
+        out.append(AnswerText(thoughts, text, calls, logprobs, choice["finish_reason"], choice.get("stop_reason")))
     return out
 
 

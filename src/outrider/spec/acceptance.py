@@ -20,7 +20,7 @@ LIFT, LIFT_WEIGHT = 1.2, 16.0  # what trees bring before any was seen, and how m
 KEEP_CYCLES = 0.995  # forgetting, per cycle that drafted
 
 
-class Yield:
+class CycleStats:
     """What drafts that end themselves bring: means over cycles of tokens emitted, tokens verified and tokens drafted,
     exponentially weighted. Lengths and not seconds are kept: what they cost is the table's to say, and it may change its mind."""
 
@@ -35,7 +35,7 @@ class Yield:
         self.drafted = self.drafted * keep + drafted
         self.cycles = self.cycles * keep + 1.0
 
-    def beside(self, prior: Yield, weight: float) -> tuple[float, float, float]:
+    def beside(self, prior: CycleStats, weight: float) -> tuple[float, float, float]:
         """The means, the prior counted like `weight` cycles."""
         share, cycles = weight / prior.cycles, self.cycles + weight
         return (
@@ -45,7 +45,7 @@ class Yield:
         )
 
 
-class Arm:
+class PositionStats:
     """Acceptance by position: weighted successes and trials."""
 
     __slots__ = ("good", "seen")
@@ -82,17 +82,17 @@ class Arm:
         return out
 
 
-class Source:
+class DrafterStats:
     """What all requests taught about one source of drafts: a drafter, or the n-gram drafter at one range of match lengths."""
 
     __slots__ = (
-        "a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "in_lines", "in_trees", "judged", "prior", "stale", "sure", "trust",
+        "a", "accepted", "arm", "bins", "calibrated", "carded", "fill", "in_chains", "in_trees", "judged", "prior", "stale", "sure", "trust",
         "worth",
     )  # fmt: skip
 
     def __init__(self, prior: Sequence[float], trust: Sequence[float] | None = None) -> None:
         """`trust`: the card's acceptance by confidence, in 16 equal bins."""
-        self.arm = Arm()
+        self.arm = PositionStats()
         self.prior = [min(MOST, max(0.005, prior[min(j, len(prior) - 1)])) for j in range(MAX_DRAFT)]
         self.a = list(self.prior)
         self.judged = 0  # drafts whose first position was judged
@@ -106,9 +106,9 @@ class Source:
             self.bins = [[CARD_WEIGHT * t, CARD_WEIGHT] for t in trust]
         self.sure = 0  # judged tokens that came with a confidence
         self.fill = 1.0  # share of the tokens asked for that are verified: less where drafts end themselves
-        # Drafted tokens that trees of a fixed size brought, and that their main lines alone would have: at first a guess.
-        self.in_trees, self.in_lines = LIFT * LIFT_WEIGHT, LIFT_WEIGHT
-        self.worth: Yield | None = None  # what drafts that end themselves bring; None until the first is considered
+        # Drafted tokens that trees of a fixed size brought, and that their main chains alone would have: at first a guess.
+        self.in_trees, self.in_chains = LIFT * LIFT_WEIGHT, LIFT_WEIGHT
+        self.worth: CycleStats | None = None  # what drafts that end themselves bring; None until the first is considered
 
     def add(self, planned: int, drafted: int, accepted: int, confidence: Sequence[float] | None) -> None:
         self.arm.add(drafted if accepted < drafted or confidence is None else planned, accepted, GLOBAL_KEEP)
@@ -133,12 +133,12 @@ class Source:
     @property
     def lift(self) -> float:
         """How many drafted tokens a tree of a fixed size brings for one that a line as deep would bring."""
-        return self.in_trees / self.in_lines
+        return self.in_trees / self.in_chains
 
     def branched(self, accepted: int, ahead: int) -> None:
-        """Such a tree brought so many tokens, and its main line so many of them."""
+        """Such a tree brought so many tokens, and its main chain so many of them."""
         self.in_trees = self.in_trees * KEEP_CYCLES + accepted
-        self.in_lines = self.in_lines * KEEP_CYCLES + ahead
+        self.in_chains = self.in_chains * KEEP_CYCLES + ahead
 
     def refresh(self) -> None:
         self.stale = 0

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..ops.backend import Backend
 from ..ops.noise import gumbel
-from ..types import COLD, Draft, SamplingParams, Verdict
+from ..types import GREEDY_EPS, Draft, SamplingParams, Verdict
 
 OFF = 1 << 40  # a top-k that keeps everything
 ANY = -2  # in a bad word's prefix: matches whatever stands there
@@ -71,13 +71,13 @@ class SamplingBatch:
     rebuilds `commit` keeps the history up to date on the device."""
 
     temperature: Tensor  # float32 [B]; 1 where greedy
-    hot: Tensor  # bool [B] sampled, not greedy
+    sampled: Tensor  # bool [B] sampled, not greedy
     seed: Tensor  # int64 [B]
     out_len: Tensor  # int64 [B] tokens generated so far
     top_k: Tensor  # int64 [B] OFF: all
     top_p: Tensor  # float64 [B]
     min_logp: Tensor  # float32 [B] log(min_p)
-    any_hot: bool
+    any_sampled: bool
     any_filter: bool
     any_top_k: bool
     any_top_p: bool
@@ -99,24 +99,24 @@ class SamplingBatch:
         device: torch.device | str,
         eos_ids: Sequence[int] = (),
     ) -> SamplingBatch:
-        hot = [p.temperature >= COLD for p in params]
-        top_k = [p.top_k if h and 0 < p.top_k < vocab else OFF for p, h in zip(params, hot)]
-        top_p = [p.top_p if h else 1.0 for p, h in zip(params, hot)]
-        min_p = [p.min_p if h else 0.0 for p, h in zip(params, hot)]
+        sampled = [p.temperature >= GREEDY_EPS for p in params]
+        top_k = [p.top_k if h and 0 < p.top_k < vocab else OFF for p, h in zip(params, sampled)]
+        top_p = [p.top_p if h else 1.0 for p, h in zip(params, sampled)]
+        min_p = [p.min_p if h else 0.0 for p, h in zip(params, sampled)]
         both = [k for k, p in zip(top_k, top_p) if k != OFF or p < 1.0]
         penalties = _penalties(params, prompts, outputs, vocab, device)
         bias = _sparse([dict(p.logit_bias) for p in params], device)
         bad_words = _bad_words(params, prompts, outputs, device)
-        stops = _sparse([early_stops(p, eos_ids) if p.min_tokens > len(o) else {} for p, o in zip(params, outputs)], device)
+        stops = _sparse([min_tokens_mask(p, eos_ids) if p.min_tokens > len(o) else {} for p, o in zip(params, outputs)], device)
         return cls(
-            temperature=torch.tensor([p.temperature if h else 1.0 for p, h in zip(params, hot)], dtype=torch.float32, device=device),
-            hot=torch.tensor(hot, device=device),
+            temperature=torch.tensor([p.temperature if h else 1.0 for p, h in zip(params, sampled)], dtype=torch.float32, device=device),
+            sampled=torch.tensor(sampled, device=device),
             seed=torch.tensor([_int64(p.seed) for p in params], dtype=torch.int64, device=device),
             out_len=torch.tensor([len(o) for o in outputs], dtype=torch.int64, device=device),
             top_k=torch.tensor(top_k, dtype=torch.int64, device=device),
             top_p=torch.tensor(top_p, dtype=torch.float64, device=device),
             min_logp=torch.tensor([math.log(m) if m > 0 else -math.inf for m in min_p], dtype=torch.float32, device=device),
-            any_hot=any(hot),
+            any_sampled=any(sampled),
             any_filter=bool(both) or any(m > 0 for m in min_p),
             any_top_k=any(k != OFF for k in top_k),
             any_top_p=any(p < 1.0 for p in top_p),
@@ -158,15 +158,15 @@ class SamplingBatch:
             kept = z.scatter_add(1, self.stops.ids[row_seq], torch.where(early[:, None], self.stops.values[row_seq], 0.0))
             # where only a stop token is left (a finished grammar), min_tokens gives way
             z = kept if grammar is None else torch.where((kept.amax(-1) > -math.inf)[:, None], kept, z)
-        if self.any_hot:
+        if self.any_sampled:
             z = z / self.temperature[row_seq][:, None]
         return self._filter(z, row_seq, exact=True) if self.any_filter else z
 
     def choose(self, z: Tensor, row_seq: Tensor, position: Tensor, ops: Backend) -> Tensor:
         """Tokens [R]; `position` [R] is where the chosen token will stand in its sequence."""
-        if not self.any_hot:
+        if not self.any_sampled:
             return ops.argmax(z)
-        return ops.gumbel_argmax(z, self.seed[row_seq], position, None, self.hot[row_seq])
+        return ops.gumbel_argmax(z, self.seed[row_seq], position, None, self.sampled[row_seq])
 
     def commit(self, tokens: Tensor, counts: Tensor) -> None:
         """The first `counts[b]` of `tokens` [B, K+1] were emitted. In place, so that a captured graph sees it."""
@@ -183,52 +183,52 @@ class SamplingBatch:
     def select(self, which: Tensor) -> SamplingBatch:
         """Some of the sequences, as far as a drafter needs them: no history, no masks."""
         return replace(
-            self, temperature=self.temperature[which], hot=self.hot[which], seed=self.seed[which], out_len=self.out_len[which],
+            self, temperature=self.temperature[which], sampled=self.sampled[which], seed=self.seed[which], out_len=self.out_len[which],
             top_k=self.top_k[which], top_p=self.top_p[which], min_logp=self.min_logp[which],
             penalties=None, bias=None, bad_words=None, stops=None, min_tokens=None,
         )  # fmt: skip
 
     # ---- drafting -------------------------------------------------------------------------------------------------
-    def lean(self, clusters: Tensor | None, position: Tensor, ops: Backend) -> Tensor | None:
-        """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_lean`), or None. clusters [C, S].
+    def cluster_bonus(self, clusters: Tensor | None, position: Tensor, ops: Backend) -> Tensor | None:
+        """What `guess` wants added to the scores of a clustered head [B, C] (`ops.cluster_bonus`), or None. clusters [C, S].
         Nothing where a filter cuts unlikely tokens off, however lucky: measured, leaning then finds the choice less often."""
-        if clusters is None or not self.any_hot:
+        if clusters is None or not self.any_sampled:
             return None
-        free = self.hot
+        free = self.sampled
         if self.any_filter:
             free = free & (self.top_k == OFF) & (self.top_p >= 1.0) & (self.min_logp == -math.inf)
-        return ops.cluster_lean(clusters, self.seed, position, self.temperature, free)
+        return ops.cluster_bonus(clusters, self.seed, position, self.temperature, free)
 
     def guess(self, logits: Tensor, position: Tensor, ops: Backend, token_ids: Tensor | None = None) -> Tensor:
         """What the drafter thinks the target will choose, with the target's own noise: tokens [B] from its logits [B, N]
         (of the ids `token_ids` [B, N]; None: 0..N-1). Filters are applied, history and masks are not: only the
         acceptance could suffer."""
-        if not self.any_hot:
+        if not self.any_sampled:
             best = ops.argmax(logits)
         else:
-            best = ops.gumbel_argmax(self.tempered(logits), self.seed, position, token_ids, self.hot)
+            best = ops.gumbel_argmax(self.apply_temperature(logits), self.seed, position, token_ids, self.sampled)
         return best if token_ids is None else token_ids.gather(1, best[:, None])[:, 0]
 
     def likely(self, logits: Tensor, places: Tensor) -> Tensor:
         """float32 [B]: how likely the drafter found what it guessed, at these places [B] of its logits [B, N]."""
-        z = logits / self.temperature[:, None] if self.any_hot else logits
+        z = logits / self.temperature[:, None] if self.any_sampled else logits
         return (z.gather(1, places[:, None])[:, 0] - z.logsumexp(1)).exp()
 
     def scores(self, logits: Tensor, position: Tensor, token_ids: Tensor | None = None) -> Tensor:
         """What `guess` takes the best of: float32 [B, N], the logits with filters and, where sampled, the target's own noise."""
-        if not self.any_hot:
+        if not self.any_sampled:
             return logits
         tokens = torch.arange(logits.shape[1], device=logits.device) if token_ids is None else token_ids
-        return torch.where(self.hot[:, None], self.tempered(logits) + gumbel(self.seed[:, None], position[:, None], tokens), logits)
+        return torch.where(self.sampled[:, None], self.apply_temperature(logits) + gumbel(self.seed[:, None], position[:, None], tokens), logits)
 
     def draw(
         self, logits: Tensor, position: Tensor, start: Tensor, ops: Backend, vocab: int, token_ids: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """For rejection: tokens [B] drawn from q, and q [B, V] itself (a point mass where greedy). `start` [B] is the first
         position of the block: see `stream`."""
-        z = self.tempered(logits.float())
-        best = ops.gumbel_argmax(z, stream(self.seed, start, DRAFT_SALT), position, token_ids, self.hot)
-        mass = torch.where(self.hot[:, None], z.softmax(-1), torch.zeros_like(z).scatter(1, best[:, None], 1.0))
+        z = self.apply_temperature(logits.float())
+        best = ops.gumbel_argmax(z, stream(self.seed, start, DRAFT_SALT), position, token_ids, self.sampled)
+        mass = torch.where(self.sampled[:, None], z.softmax(-1), torch.zeros_like(z).scatter(1, best[:, None], 1.0))
         if token_ids is None:
             return best, mass
         q = torch.zeros(z.shape[0], vocab, dtype=mass.dtype, device=z.device).scatter_add(1, token_ids, mass)
@@ -237,7 +237,7 @@ class SamplingBatch:
     def probs(self, z: Tensor, row_seq: Tensor) -> Tensor:
         """p [R, V]: what a token of the row is drawn from; a point mass where greedy."""
         point = torch.zeros_like(z).scatter_(1, z.argmax(-1, keepdim=True), 1.0)
-        return torch.where(self.hot[row_seq][:, None], z.softmax(-1), point) if self.any_hot else point
+        return torch.where(self.sampled[row_seq][:, None], z.softmax(-1), point) if self.any_sampled else point
 
     # ---- the pieces of process ------------------------------------------------------------------------------------
     @staticmethod
@@ -260,7 +260,7 @@ class SamplingBatch:
         hit = ((prefix == window[:, None, :]) | (prefix == ANY)).all(-1) & bad.real[row_seq]  # [R, M]
         return z.scatter_add(1, bad.last[row_seq], torch.where(hit, -math.inf, 0.0))
 
-    def tempered(self, logits: Tensor) -> Tensor:
+    def apply_temperature(self, logits: Tensor) -> Tensor:
         """A drafter's logits [B, N], divided by the temperatures and filtered."""
         z = logits / self.temperature[:, None]
         return self._filter(z, torch.arange(z.shape[0], device=z.device), exact=False) if self.any_filter else z
@@ -318,7 +318,7 @@ def _int64(seed: int) -> int:
     return seed - (1 << 64) if seed >> 63 else seed
 
 
-def early_stops(p: SamplingParams, eos_ids: Sequence[int]) -> dict[int, float]:
+def min_tokens_mask(p: SamplingParams, eos_ids: Sequence[int]) -> dict[int, float]:
     """What is added to the logits of tokens that would end an answer before it has `min_tokens`."""
     return dict.fromkeys(sorted({*p.stop_token_ids, *(() if p.ignore_eos else eos_ids)}), -math.inf)
 

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from ..cache.store import last_rows, ragged
 from ..models.config import ModelConfig
-from ..ops.backend import Behind, Guessed
+from ..ops.backend import DraftRequest, DraftResult
 from ..types import Draft, KVPages, KVView
 from .choose import SamplingBatch
 from .drafter import DraftBatch, Drafter, Score, draft_round
-from .nets import Target
+from .protocols import Target
 
 PAGE = 32
 CHUNK = 512  # most tokens of one sequence in a pass while catching up
@@ -32,7 +32,7 @@ READ, READ_BESIDE = 256, 64  # tokens read in a pass before a round in one call:
 NEAR = 16  # tokens that such a round reads itself
 LISTED = 49_152  # tokens that are scored for every text, or a quarter of a vocabulary where that is more (counted: docs/drafting.md)
 BESIDE = 512  # and of a text's own, beside those
-NOTHING = Guessed([], [], 0)
+NO_RESULT = DraftResult([], [], 0)
 # What the controller takes for granted of a draft model before it has seen any: acceptance by position, and by confidence in 16 bins, as
 # counted on 1,340 greedy and 640 drawn tokens of Qwen2.5-Coder-0.5B beside a stand-in for the 1.5B (benchmarks/cpu_standin.py).
 ACCEPTED = (0.72, 0.76, 0.78, 0.81, 0.83)
@@ -67,7 +67,7 @@ class Track:
         return list(self.unlisted)
 
 
-class Pages:
+class DraftPages:
     """K/V of every layer over one pool of pages. Page 0 stays unused, as in the target's cache."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device):
@@ -129,22 +129,22 @@ class DraftModel(Drafter):
         for token in listed.tolist() if listed is not None else ():
             self.known[token] = 1
         self.chain = ops.draft_chain(model, self.head, listed)
-        self.pages = Pages(model.config, ops.kv_dtype(model.dtype), model.device)
+        self.pages = DraftPages(model.config, ops.kv_dtype(model.dtype), model.device)
         self.tracks: dict[str, Track] = {}
         self._last: tuple[list[Track], Tensor] | None = None  # what the last proposal ran: [B, K - 1]
 
     def propose(self, batch: DraftBatch, k: int) -> Draft:
-        if self.chain is not None and not batch.sampled and not batch.sampling.any_filter:
+        if self.chain is not None and not batch.own_noise and not batch.sampling.any_filter:
             return self._told(batch, k)
         self._remember()
         fit = [i for i, tokens in enumerate(batch.tokens) if self._fits(tokens, k)]
         tokens = batch.last.new_zeros((len(batch.ids), k))
         if not fit:
-            return Draft(tokens, torch.zeros_like(batch.length))
+            return Draft(tokens, torch.zeros_like(batch.position))
         at = torch.tensor(fit, device=batch.last.device)
         drafted = self._steps(batch, fit, at, k)
         spread = lambda t: None if t is None else t.new_zeros((len(batch.ids), *t.shape[1:])).index_copy_(0, at, t)  # noqa: E731
-        lengths = torch.zeros_like(batch.length).index_copy_(0, at, drafted.lengths)
+        lengths = torch.zeros_like(batch.position).index_copy_(0, at, drafted.lengths)
         return Draft(tokens.index_copy_(0, at, drafted.tokens), lengths, spread(drafted.q), spread(drafted.confidence))
 
     def _fits(self, tokens: Sequence[int], k: int) -> bool:
@@ -154,7 +154,7 @@ class DraftModel(Drafter):
     def guess(
         self, ids: Sequence[str], texts: Sequence[Sequence[int]], k: int, sampling: SamplingBatch, trust: Sequence[float] | None = None,
         stop: Sequence[float] | None = None, drop: Sequence[float] | None = None, alone: bool = False,
-    ) -> list[Guessed]:  # fmt: skip
+    ) -> list[DraftResult]:  # fmt: skip
         """Up to k guesses for each sequence, as the target will choose by temperature and seed alone. A sequence whose text is being read
         still has none: few tokens are read at a time, so that nobody waits long for somebody's prompt. alone: it is the step's only one."""
         assert self.chain is not None
@@ -163,14 +163,14 @@ class DraftModel(Drafter):
         tracks = [self.tracks.setdefault(ids[i], Track()) for i in fit]
         self._read(tracks, [texts[i] for i in fit], k, READ if alone else READ_BESIDE)
         ready = [(i, t) for i, t in zip(fit, tracks) if len(texts[i]) - t.agree(texts[i]) <= NEAR]
-        out = [NOTHING] * len(ids)
+        out = [NO_RESULT] * len(ids)
         if not ready:
             return out
         behind = []
         for i, track in ready:
             start = min(track.sure, len(texts[i]) - 1)
             ends = (stop[i], drop[i]) if stop is not None and drop is not None else (0.0, 0.0)
-            behind.append(Behind(texts[i][start:], start, track.pages, track.beside(texts[i], self.known), *ends))
+            behind.append(DraftRequest(texts[i][start:], start, track.pages, track.beside(texts[i], self.known), *ends))
         some = sampling if len(ready) == len(ids) else sampling.select(torch.tensor([i for i, _ in ready]))
         made = self.chain.run(behind, self.pages.all, k, some, trust)
         for (i, track), was, brought in zip(ready, behind, made):
@@ -216,18 +216,18 @@ class DraftModel(Drafter):
         tracks = [self.tracks.setdefault(batch.ids[i], Track()) for i in fit]
         texts = [batch.tokens[i] for i in fit]
         sampling = batch.sampling if len(fit) == len(batch.ids) else batch.sampling.select(at)
-        own = replace(batch, last=batch.last[at], length=batch.length[at], sampling=sampling)
+        own = replace(batch, last=batch.last[at], position=batch.position[at], sampling=sampling)
         hidden = self._catch_up(tracks, texts, k)  # [F, H] of the newest token
         scores, names = self._scores([t.beside(text, self.known) for t, text in zip(tracks, texts)])
         ids = None if names is None else names.expand(len(fit), -1)
 
-        def score(j: int, token: Tensor, lean: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        def score(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
             if not j:
                 return ids, scores(hidden)
             view = self.pages.view(tracks, [len(t) + j - 1 for t in texts], [1] * len(fit))
             return ids, scores(self.model.forward(token, view).hidden)
 
-        if batch.sampled:
+        if batch.own_noise:
             drafted, steps = draft_round(own, k, score), k
         else:
             drafted, steps = self._sure(own, k, score, fit, names)
@@ -248,7 +248,7 @@ class DraftModel(Drafter):
         return scored, torch.cat((listed, torch.tensor(more)))
 
     def _sure(self, batch: DraftBatch, k: int, score: Score, fit: list[int], names: Tensor | None) -> tuple[Draft, int]:
-        """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step (plan.Choice); and the
+        """A round of guesses with their probabilities, which ends where nobody's guesses are worth another step (plan.DraftPlan); and the
         steps it took. A step costs as much as a token of a small model: far too much for a guess that will hardly be read."""
         size, device = len(fit), batch.last.device
         confidence = torch.zeros((size, k), device=device)

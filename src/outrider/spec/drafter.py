@@ -22,8 +22,8 @@ from ..ops.backend import Backend
 from ..types import Draft, KVView
 from .choose import SamplingBatch
 
-# (j, the token before, lean) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary) and float32 logits [B, N].
-# lean [B, C]: what sampling adds to the scores of a clustered head's clusters.
+# (j, the token before, cluster_bonus) -> candidates for the j-th guess: their ids [B, N] (None: the whole vocabulary) and float32 logits [B, N].
+# cluster_bonus [B, C]: what sampling adds to the scores of a clustered head's clusters.
 Score = Callable[[int, Tensor, Tensor | None], tuple[Tensor | None, Tensor]]
 
 
@@ -34,19 +34,19 @@ class DraftBatch:
     ids: Sequence[str]  # the requests' ids, for drafters that keep something per sequence
     tokens: Sequence[Sequence[int]]  # all L tokens of each sequence, on the host
     last: Tensor  # int64 [B] the newest token
-    length: Tensor  # int64 [B] its position: L - 1, which is also how many positions of K/V are committed
+    position: Tensor  # int64 [B] its position: L - 1, which is also how many positions of K/V are committed
     features: Tensor  # [B, H·(1 + taps)] the target's hidden state at position L - 2, then the tapped streams
     kv: KVView  # one row a sequence at position L - 2, the last one the target has seen
     sampling: SamplingBatch  # temperature and noise, to guess as the target will choose
-    sampled: bool  # True: draw from q with own noise and return q (rejection verifiers); False: guess with the target's noise
+    own_noise: bool  # True: draw from q with own noise and return q (rejection verifiers); False: guess with the target's noise
     ops: Backend
     vocab: int
-    # where a draft may end itself (plan.Choice); a drafter that does not know its confidence ignores them
+    # where a draft may end itself (plan.DraftPlan); a drafter that does not know its confidence ignores them
     stop: Sequence[float] | None = None  # [B]
     drop: Sequence[float] | None = None  # [B]
     trust: Sequence[float] | None = None  # [16] acceptance by confidence; None: drafts go on to the end
     nodes: Sequence[int] | None = None  # [B] most tokens of a tree; None: a line. A drafter that knows no trees ignores it
-    prices: Sequence[Sequence[float] | None] | None = None  # [B] of the tree's rows (plan.Choice)
+    prices: Sequence[Sequence[float] | None] | None = None  # [B] of the tree's rows (plan.DraftPlan)
 
 
 class Drafter(Protocol):
@@ -67,8 +67,8 @@ def guess_next(
     clusters: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One draft step: the tokens [B] that the target will choose at positions `at` [B] if these scores are right, with its own noise; and
-    the logits they were chosen from. score(lean): as `Score`, at this step. clusters [C, S]: ids of a clustered head."""
-    ids, logits = score(sampling.lean(clusters, at, ops))
+    the logits they were chosen from. score(cluster_bonus): as `Score`, at this step. clusters [C, S]: ids of a clustered head."""
+    ids, logits = score(sampling.cluster_bonus(clusters, at, ops))
     return sampling.guess(logits, at, ops, ids), logits
 
 
@@ -76,20 +76,20 @@ def draft_round(
     batch: DraftBatch, k: int, score: Score, clusters: Tensor | None = None, enough: Callable[[int, Tensor, Tensor], bool] | None = None
 ) -> Draft:
     """k guesses, one after another. Each is chosen as the target will choose (the same noise at the same position), or drawn from its
-    own law where `batch.sampled`, and is the token before the next one. clusters [C, S]: ids of a clustered head.
+    own law where `batch.own_noise`, and is the token before the next one. clusters [C, S]: ids of a clustered head.
     enough(j, guesses, logits): asked after every step; where it says so, the round ends early and fewer tokens are returned."""
     sampling, token = batch.sampling, batch.last
     guesses: list[Tensor] = []
     laws: list[Tensor] = []
     for j in range(k):
-        at = batch.length + 1 + j  # the position the guessed token will have
-        if batch.sampled:  # drawn from q: candidates may not depend on the noise that draws among them
+        at = batch.position + 1 + j  # the position the guessed token will have
+        if batch.own_noise:  # drawn from q: candidates may not depend on the noise that draws among them
             ids, logits = score(j, token, None)
-            token, law = sampling.draw(logits, at, batch.length + 1, batch.ops, batch.vocab, ids)
+            token, law = sampling.draw(logits, at, batch.position + 1, batch.ops, batch.vocab, ids)
             laws.append(law)
         else:
             token, logits = guess_next(sampling, at, partial(score, j, token), batch.ops, clusters)
         guesses.append(token)
         if enough is not None and enough(j, token, logits):
             break
-    return Draft(torch.stack(guesses, 1), torch.full_like(batch.length, len(guesses)), torch.stack(laws, 1) if laws else None)
+    return Draft(torch.stack(guesses, 1), torch.full_like(batch.position, len(guesses)), torch.stack(laws, 1) if laws else None)

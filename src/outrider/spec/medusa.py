@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.formats import Held
-from ..ops.reference import plain
+from ..ops.formats import DeviceWeight
+from ..ops.reference import as_tensor
 from ..types import MAX_DRAFT, Draft, OutriderError
 from ..weights.files import Files, open_source
-from ..weights.load import check, dense, finish
+from ..weights.load import check, dense, transform
 from ..weights.names import TensorPlan
 from .drafter import DraftBatch, Drafter, draft_round
-from .nets import Target
+from .protocols import Target
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,16 @@ class MedusaConfig:
 
 
 @dataclass(frozen=True)
-class Head:
-    layers: tuple[tuple[Held, Tensor | None], ...]  # ([H, H], [H]) each
-    out: Held | None  # [V, H]; None: the target's
+class MedusaHead:
+    layers: tuple[tuple[DeviceWeight, Tensor | None], ...]  # ([H, H], [H]) each
+    out: DeviceWeight | None  # [V, H]; None: the target's
 
 
 class Medusa(Drafter):
     name = "medusa"
     taps: tuple[int, ...] = ()
 
-    def __init__(self, target: Target, heads: tuple[Head, ...]):
+    def __init__(self, target: Target, heads: tuple[MedusaHead, ...]):
         self.target, self.heads = target, heads
 
     @staticmethod
@@ -78,16 +78,16 @@ class Medusa(Drafter):
                 plans[f"{i}.out"] = TensorPlan((vocab, hidden), (out.format(i) + ".weight",), "matrix")
         pieces = check(source, plans, target.config)
         w = {
-            name: finish(name, plan, dense(plan, [p.weight(source.where) for p in pieces[name]], device, dtype, False), ops, None)
+            name: transform(name, plan, dense(plan, [p.weight(source.where) for p in pieces[name]], device, dtype, False), ops, None)
             for name, plan in plans.items()
         }
         heads = []
         for i in range(config.heads):
-            layers = tuple((w[f"{i}.{j}.w"], plain(w[f"{i}.{j}.b"]) if biased else None) for j in range(config.layers))
-            heads.append(Head(layers, w.get(f"{i}.out")))
+            layers = tuple((w[f"{i}.{j}.w"], as_tensor(w[f"{i}.{j}.b"]) if biased else None) for j in range(config.layers))
+            heads.append(MedusaHead(layers, w.get(f"{i}.out")))
         return Medusa(target, tuple(heads))
 
-    def logits(self, hidden: Tensor, head: Head) -> Tensor:
+    def logits(self, hidden: Tensor, head: MedusaHead) -> Tensor:
         """[B, V] float32."""
         ops, x = self.target.ops, hidden  # [B, H]
         for weight, bias in head.layers:
@@ -97,6 +97,6 @@ class Medusa(Drafter):
     def propose(self, batch: DraftBatch, k: int) -> Draft:
         count = min(k, len(self.heads))
         hidden = batch.features[:, : self.target.config.hidden]
-        drafted = draft_round(batch, count, lambda j, token, lean: (None, self.logits(hidden, self.heads[j])))
+        drafted = draft_round(batch, count, lambda j, token, cluster_bonus: (None, self.logits(hidden, self.heads[j])))
         tokens = F.pad(drafted.tokens, (0, k - count))
         return Draft(tokens, drafted.lengths, None if drafted.q is None else F.pad(drafted.q, (0, 0, 0, k - count)))

@@ -9,17 +9,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..ops.trees import BRANCH, WIDTH, Front, Planted, most_nodes
+from ..ops.trees import BRANCH, WIDTH, FixedTree, Frontier, max_nodes
 from ..types import Draft
-from .card import Card
+from .acceptance_profile import AcceptanceProfile
 from .drafter import DraftBatch, Drafter, Score, draft_round
-from .nets import DraftNet, Target
-from .tree import Step, grow, plant, spread_view, widened
+from .protocols import DraftNet, Target
+from .tree import Step, build_fixed_tree, build_tree, spread_view, widened
 
 
 class MTPDrafter(Drafter):
     name = "mtp"
-    card: Card | None = None  # how often it is right, as its folder says
+    card: AcceptanceProfile | None = None  # how often it is right, as its folder says
 
     def __init__(self, model: DraftNet, target: Target):
         self.model, self.target = model, target
@@ -29,16 +29,16 @@ class MTPDrafter(Drafter):
         """One call where the network has whole rounds for so many sequences; else step by step."""
         sampling = batch.sampling
         if batch.nodes is not None:
-            return grow(batch, k, self.branching(batch))
-        if batch.last.shape[0] > self.model.most or batch.sampled or sampling.any_filter:
+            return build_tree(batch, k, self.branching(batch))
+        if batch.last.shape[0] > self.model.most or batch.own_noise or sampling.any_filter:
             return draft_round(batch, k, self.score(batch), self.model.cluster_ids)
         end = None
         if batch.stop is not None and batch.drop is not None and batch.trust is not None:
             stop, drop, trust = (torch.tensor(t, dtype=torch.float64) for t in (batch.stop, batch.drop, batch.trust))
             end = (stop, drop, trust)
         tokens, confidence, lengths = self.model.draft(
-            batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.hot, sampling.seed, batch.length + 1, end,
-            sampling.any_hot,
+            batch.last, batch.features, batch.kv, k, sampling.temperature, sampling.sampled, sampling.seed, batch.position + 1, end,
+            sampling.any_sampled,
         )  # fmt: skip
         return Draft(tokens, lengths, confidence=confidence)
 
@@ -47,10 +47,10 @@ class MTPDrafter(Drafter):
         model, state = self.model, self.model.start(batch.kv, batch.features)
         hidden = batch.features[:, : self.target.config.hidden]  # [B, H]
 
-        def step(j: int, token: Tensor, lean: Tensor | None) -> tuple[Tensor | None, Tensor]:
+        def step(j: int, token: Tensor, cluster_bonus: Tensor | None) -> tuple[Tensor | None, Tensor]:
             nonlocal hidden
             g, hidden = model.step(self.target.embed(token).to(hidden.dtype), hidden, state)
-            return model.candidates(g, lean)
+            return model.candidates(g, cluster_bonus)
 
         return step
 
@@ -62,31 +62,31 @@ class MTPDrafter(Drafter):
         def step(level: int, seq: Tensor, token: Tensor, before: Tensor) -> tuple[Tensor | None, Tensor]:
             nonlocal hidden
             state = model.start(spread_view(batch.kv, seq), batch.features[seq])
-            lean = batch.sampling.select(seq).lean(clusters, batch.length[seq] + 1 + level, ops)
+            cluster_bonus = batch.sampling.select(seq).cluster_bonus(clusters, batch.position[seq] + 1 + level, ops)
             g, hidden = model.step(self.target.embed(token).to(hidden.dtype), hidden[before], state)
-            return model.candidates(g, lean)
+            return model.candidates(g, cluster_bonus)
 
         return step
 
-    def most_nodes(self, depth: int) -> int:
+    def max_nodes(self, depth: int) -> int:
         """The most tokens that a tree of this depth can have in a captured step."""
-        return BRANCH * depth if self.model.combs else most_nodes(depth)
+        return BRANCH * depth if self.model.has_runner_ups else max_nodes(depth)
 
-    def plant(self, batch: DraftBatch, depth: int, nodes: int) -> Planted:
+    def build_fixed_tree(self, batch: DraftBatch, depth: int, nodes: int) -> FixedTree:
         """A tree inside a captured step: of `nodes` tokens, `depth` deep. Where whole rounds leave rivals, a line with those beside it:
         they cost no step more; else nodes are scored step by step, several at once."""
         model, clusters, sampling = self.model, self.model.cluster_ids, batch.sampling
-        if model.combs and batch.last.shape[0] <= model.most and not sampling.any_filter:
+        if model.has_runner_ups and batch.last.shape[0] <= model.most and not sampling.any_filter:
             self.propose(batch, depth)
-            return batch.ops.plant(batch.ops.comb(*model.rivals(depth)), nodes, depth)
+            return batch.ops.build_fixed_tree(batch.ops.chain_with_runner_ups(*model.runner_ups(depth)), nodes, depth)
         features = batch.features.repeat_interleave(WIDTH, 0)
         state, hidden = model.start(widened(batch.kv), features), features[:, : self.target.config.hidden]
 
-        def score(level: int, front: Front) -> tuple[Tensor | None, Tensor]:
+        def score(level: int, front: Frontier) -> tuple[Tensor | None, Tensor]:
             nonlocal hidden
-            lean = sampling.lean(clusters, batch.length + 1 + level, batch.ops)
+            cluster_bonus = sampling.cluster_bonus(clusters, batch.position + 1 + level, batch.ops)
             before = hidden if level == 0 else hidden.index_select(0, front.before)
             g, hidden = model.step(self.target.embed(front.tokens).to(hidden.dtype), before, state)
-            return model.candidates(g, None if lean is None else lean.repeat_interleave(WIDTH, 0))
+            return model.candidates(g, None if cluster_bonus is None else cluster_bonus.repeat_interleave(WIDTH, 0))
 
-        return plant(batch, depth, nodes, score)
+        return build_fixed_tree(batch, depth, nodes, score)

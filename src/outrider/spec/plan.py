@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..types import MAX_DRAFT
-from .acceptance import Arm, Yield
+from .acceptance import CycleStats, PositionStats
 
 DEEPEST = 8  # levels of a tree of a fixed size (ops.trees)
 TIMED = 15  # tokens of the trees of a fixed size whose cycles a cost table has (branching)
@@ -14,7 +14,7 @@ READING = 48  # unread tokens of the round by which reading is timed
 AUTO_NODES = MAX_DRAFT  # most tokens of a tree where nobody said how many (Engine._nodes says where there are trees at all)
 
 
-class SeqView(NamedTuple):
+class DraftContext(NamedTuple):
     """What the controller may know of a sequence before its next cycle."""
 
     id: str
@@ -29,7 +29,7 @@ class SeqView(NamedTuple):
     unread: int = 0  # tokens of its text that a draft model would have to read first
 
 
-class Choice(NamedTuple):
+class DraftPlan(NamedTuple):
     """Draft up to k tokens. A drafter that knows its confidence may end earlier: with path = Π trust[confidence] over the
     tokens so far, a token that brings path below `drop` is left out (coupled verification only) and ends the draft; one that
     brings it below `stop` is kept and ends the draft. 0 turns either off. `Controller.trust` translates confidences.
@@ -44,7 +44,7 @@ class Choice(NamedTuple):
     prices: tuple[float, ...] | None = None  # [17] of that many rows, in tokens; None: all `nodes` are verified
 
 
-PLAIN = Choice(None, 0)
+NO_DRAFT = DraftPlan(None, 0)
 
 
 def branching(drafter: str) -> str:
@@ -57,40 +57,40 @@ def reading(drafter: str) -> str:
     return f"{drafter} reading"
 
 
-class Branches(NamedTuple):
-    """A tree that was verified. Its main line, each token the best guess behind the one before, has the numbers 1 .. line."""
+class VerifiedTree(NamedTuple):
+    """A tree that was verified. Its main chain, each token the best guess behind the one before, has the numbers 1 .. chain."""
 
     parents: list[int]  # the row that token j + 1 follows; 0: the newest token
     path: list[int]  # the tokens that were accepted, in order
-    line: int
+    chain: int
     steps: float = 0.0  # of the drafter: how often it ran, a further row in a step counted as a part of one
     tokens: Sequence[int] = ()  # what was drafted; nothing where a step brings back only how the tree branched
 
     @staticmethod
-    def of(parents: list[int], path: list[int], steps: float | None = None, tokens: Sequence[int] = ()) -> Branches:
-        line, most = 0, len(parents)
-        while line < most and parents[line] == line:
-            line += 1
-        made = Branches(parents, path, line, 0.0 if steps is None else steps, tokens)
+    def of(parents: list[int], path: list[int], steps: float | None = None, tokens: Sequence[int] = ()) -> VerifiedTree:
+        chain, most = 0, len(parents)
+        while chain < most and parents[chain] == chain:
+            chain += 1
+        made = VerifiedTree(parents, path, chain, 0.0 if steps is None else steps, tokens)
         return made if steps is not None else made._replace(steps=float(made.deepest))
 
     @property
     def deepest(self) -> int:
-        if self.line == len(self.parents):
-            return self.line
+        if self.chain == len(self.parents):
+            return self.chain
         depth = [0]
         for parent in self.parents:
             depth.append(depth[parent] + 1)
         return max(depth)
 
     def judged(self) -> list[tuple[int, bool]]:
-        """Of the tokens off the main line, those behind accepted ones: index and whether it was right."""
+        """Of the tokens off the main chain, those behind accepted ones: index and whether it was right."""
         on_path = {0, *self.path}
-        return [(j, j + 1 in on_path) for j in range(self.line, len(self.parents)) if self.parents[j] in on_path]
+        return [(j, j + 1 in on_path) for j in range(self.chain, len(self.parents)) if self.parents[j] in on_path]
 
     @property
-    def ahead(self) -> int:
-        """How many tokens of the main line were accepted: what a draft without branches would have brought."""
+    def chain_accepted(self) -> int:
+        """How many tokens of the main chain were accepted: what a draft without branches would have brought."""
         return next((i for i, row in enumerate(self.path) if row != i + 1), len(self.path))
 
 
@@ -98,19 +98,19 @@ class SeqState:
     """What the controller remembers of one request."""
 
     __slots__ = (
-        "arms", "bank", "choice", "curve", "expected", "fixed", "hold", "interval", "key", "last", "match", "plain", "planned", "probing",
+        "arms", "loss_budget", "choice", "curve", "expected", "fixed", "hold", "interval", "key", "last", "match", "plain", "planned", "probing",
         "step", "tokens", "wait", "yields",
     )  # fmt: skip
 
     def __init__(self, wait: int) -> None:
-        self.arms: dict[tuple[str, int], Arm] = {}  # acceptance in this request, by source of drafts
+        self.arms: dict[tuple[str, int], PositionStats] = {}  # acceptance in this request, by source of drafts
         self.expected: dict[tuple[str, int], list[float]] = {}  # tokens a cycle for K = 0..16, by source; forgotten when one is observed
-        self.yields: dict[str, Yield] = {}  # by drafter: what drafts that end themselves brought in this request
-        self.last = PLAIN  # what was chosen last, probes aside
-        self.choice = PLAIN  # the plan in force,
+        self.yields: dict[str, CycleStats] = {}  # by drafter: what drafts that end themselves brought in this request
+        self.last = NO_DRAFT  # what was chosen last, probes aside
+        self.choice = NO_DRAFT  # the plan in force,
         self.hold = 0  # for how many more cycles it is kept unless
         self.match = 0  # a longer match than this (in the steps of _bucket) turns up
-        self.bank = 0.0  # plain steps that drafting has won in this request so far (below 0: lost)
+        self.loss_budget = 0.0  # plain steps that drafting has won in this request so far (below 0: lost)
         self.tokens = 0  # emitted so far
         self.interval = wait  # cycles between two probes; doubles while they find nothing
         self.wait = wait  # cycles until the next probe

@@ -25,7 +25,7 @@ from pathlib import Path
 from ..types import MAX_DRAFT, OutriderError
 from .controller import Controller
 from .cost import CostTable
-from .plan import PLAIN, Choice, SeqView
+from .plan import NO_DRAFT, DraftContext, DraftPlan
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class Trace:
             return self.ngram[position] if self.ngram else -1
         return self.runs[position]
 
-    def view(self, position: int) -> SeqView:
+    def view(self, position: int) -> DraftContext:
         offers = {self.drafter: MAX_DRAFT} if self.drafter != "ngram" else {}
         if self.ngram and self.ngram[position] >= 0:
             offers["ngram"] = MAX_DRAFT
         match = self.match[position] if self.match else 0
-        return SeqView(self.id, offers, match, len(self.runs) - position, self.prompt_tokens + position)
+        return DraftContext(self.id, offers, match, len(self.runs) - position, self.prompt_tokens + position)
 
 
 @dataclass
@@ -90,7 +90,7 @@ def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: 
             running[trace.id] = (trace, 0)
             out.seconds[trace.id], out.tokens[trace.id] = 0.0, len(trace.runs)
         views = [trace.view(position) for trace, position in running.values()]
-        again = policy.again(list(running))
+        again = policy.reuse_plan(list(running))
         choices = policy.plan(views) if again is None else [_held(c, v) for c, v in zip(again, views, strict=True)]
         context = sum(v.context for v in views) // len(views)
         sure = [t.confidence[at] if t.confidence and c.drafter == t.drafter else None for (t, at), c in zip(running.values(), choices)]
@@ -117,13 +117,13 @@ def replay(traces: Sequence[Trace], policy: Controller, cost: CostTable, batch: 
     return out
 
 
-def _held(choice: Choice, view: SeqView) -> Choice:
+def _held(choice: DraftPlan, view: DraftContext) -> DraftPlan:
     """A choice of some cycles ago, as far as it can still be done."""
-    return choice if choice.k < view.remaining and choice.drafter in view.drafter_available else PLAIN
+    return choice if choice.k < view.remaining and choice.drafter in view.drafter_available else NO_DRAFT
 
 
-def _ended(choice: Choice, confidence: Sequence[float] | None, policy: Controller) -> tuple[Choice, int]:
-    """What an engine does with `stop` and `drop` (see `Choice`): what is left to verify, and the steps drafted for it."""
+def _ended(choice: DraftPlan, confidence: Sequence[float] | None, policy: Controller) -> tuple[DraftPlan, int]:
+    """What an engine does with `stop` and `drop` (see `DraftPlan`): what is left to verify, and the steps drafted for it."""
     if confidence is None or choice.drafter is None or choice.stop == 0.0:
         return choice, choice.k
     trust, path = policy.trust(choice.drafter), 1.0

@@ -6,10 +6,10 @@ confidences on its path, each taken as the acceptance it has shown (`trust`); a 
 `stop` has no children. So a tree is wide where the drafter wavers and a plain line where it is sure. EAGLE-2 (Li et al. 2024) grows
 trees by confidence as well, to a fixed size; here the price of a row decides, and a line is the tree that one gets when rows are dear.
 
-The nodes of the main line (the best guess behind the best guess ...) come first: where the target agrees with it, and most often it
+The nodes of the main chain (the best guess behind the best guess ...) come first: where the target agrees with it, and most often it
 does, everything lies as if no branch had been there.
 
-`grow` looks at the scores and makes trees of any shape. `plant` is for captured steps, which cannot: it always scores the same number of
+`grow` looks at the scores and makes trees of any shape. `build_fixed_tree` is for captured steps, which cannot: it always scores the same number of
 nodes a level and keeps the same number of tokens, the likeliest, and every choice between them is an op on the device (ops.trees).
 """
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..ops.trees import WIDTH, Front, Nodes, Noise, Planted
+from ..ops.trees import WIDTH, FixedTree, Frontier, Nodes, Noise
 from ..types import Draft, KVView
 from .acceptance import BINS
 from .drafter import DraftBatch
@@ -43,7 +43,7 @@ Step = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor | None, Tensor]]
 
 
 def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = None) -> list[int]:
-    """The likeliest nodes, at most so many and no more than are worth their price, the main line first; parents come before children."""
+    """The likeliest nodes, at most so many and no more than are worth their price, the main chain first; parents come before children."""
     order = sorted(range(len(nodes)), key=lambda i: (-nodes[i].chance, i))[:most]  # a parent is never less likely, nor later
     if prices is not None:
         net, best, count = 0.0, 0.0, 0
@@ -60,7 +60,7 @@ def select(nodes: Sequence[Node], most: int, prices: Sequence[float] | None = No
     return line + [i for i in sorted(kept) if i not in line]
 
 
-def grow(batch: DraftBatch, depth: int, score: Step) -> Draft:
+def build_tree(batch: DraftBatch, depth: int, score: Step) -> Draft:
     """A tree for every sequence: at most batch.nodes[b] tokens, `depth` deep."""
     assert batch.nodes is not None
     size, device = len(batch.nodes), batch.last.device
@@ -70,7 +70,7 @@ def grow(batch: DraftBatch, depth: int, score: Step) -> Draft:
     tokens, rows = batch.last, torch.arange(size, device=device)
     for level in range(depth):
         seq = torch.tensor([b for b, _, _ in front], device=device)
-        at, sampling = batch.length[seq] + 1 + level, batch.sampling.select(seq)
+        at, sampling = batch.position[seq] + 1 + level, batch.sampling.select(seq)
         ids, logits = score(level, seq, tokens, rows)
         z = sampling.scores(logits.float(), at, ids)  # [W, N] with noise where sampled
         best = z.topk(min(BRANCH, z.shape[1]), dim=-1).indices  # [W, 3]
@@ -106,19 +106,19 @@ def grow(batch: DraftBatch, depth: int, score: Step) -> Draft:
     return Draft(grid.to(device), lengths.to(device), None, confidence.to(device), parents.to(device))
 
 
-def plant(batch: DraftBatch, depth: int, nodes: int, score: Callable[[int, Front], tuple[Tensor | None, Tensor]]) -> Planted:
+def build_fixed_tree(batch: DraftBatch, depth: int, nodes: int, score: Callable[[int, Frontier], tuple[Tensor | None, Tensor]]) -> FixedTree:
     """A tree of `nodes` tokens for every sequence, at most `depth` deep. Nothing here waits for the device."""
     sampling, ops = batch.sampling, batch.ops
     filtered = sampling.select(batch.kv.row_seq.repeat_interleave(WIDTH)) if sampling.any_filter else None
     heat = torch.ones_like(sampling.temperature) if sampling.any_filter else sampling.temperature  # or it was divided by already
-    found, front = Nodes.of(batch.last.shape[0], depth, batch.last.device), Front.root(batch.last)
+    found, front = Nodes.of(batch.last.shape[0], depth, batch.last.device), Frontier.root(batch.last)
     for level in range(depth):
         ids, logits = score(level, front)
         if filtered is not None:
-            logits = filtered.tempered(logits)
-        noise = Noise(sampling.seed, batch.length + 1 + level, heat, sampling.hot) if sampling.any_hot else None
+            logits = filtered.apply_temperature(logits)
+        noise = Noise(sampling.seed, batch.position + 1 + level, heat, sampling.sampled) if sampling.any_sampled else None
         front = ops.branch(logits, ids, noise, front, found, level)
-    return ops.plant(found, nodes, depth)
+    return ops.build_fixed_tree(found, nodes, depth)
 
 
 def widened(kv: KVView) -> KVView:

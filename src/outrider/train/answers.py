@@ -65,7 +65,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Answer(Task):
+class RecordedAnswer(Task):
     tokens: list[int]
     done: bool
 
@@ -97,9 +97,9 @@ def plan_tasks(count: int, held: np.ndarray, how: Answering, weights: np.ndarray
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
-def read_answers(path: Path) -> dict[tuple[int, int], Answer]:
+def read_answers(path: Path) -> dict[tuple[int, int], RecordedAnswer]:
     """The last line of each answer counts; a last line that was torn by a crash does not."""
-    found: dict[tuple[int, int], Answer] = {}
+    found: dict[tuple[int, int], RecordedAnswer] = {}
     if not path.exists():
         return found
     lines = path.read_bytes().split(b"\n")
@@ -107,7 +107,7 @@ def read_answers(path: Path) -> dict[tuple[int, int], Answer]:
         if not line:
             continue
         try:
-            answer = Answer(**json.loads(line))
+            answer = RecordedAnswer(**json.loads(line))
         except (ValueError, TypeError) as error:
             if number == len(lines):  # no line feed after it: it was being written
                 continue
@@ -124,7 +124,7 @@ def mend_end(path: Path) -> None:
             path.write_bytes(content[: content.rfind(b"\n") + 1])
 
 
-def as_sequences(prompts: Sequences, answers: Sequence[Answer], vocab: int) -> Sequences:
+def as_sequences(prompts: Sequences, answers: Sequence[RecordedAnswer], vocab: int) -> Sequences:
     """Prompts with their answers, in the order of the prompts whatever order they were finished in."""
     listed = sorted((a for a in answers if a.tokens), key=lambda a: (a.prompt, a.draw))
     if not listed:
@@ -172,9 +172,9 @@ def answering_engine(
 
 
 def answer_tasks(
-    engine: Engine, prompts: Sequences, tasks: Sequence[Task], max_new: int, had: dict[tuple[int, int], Answer] | None = None, *,
+    engine: Engine, prompts: Sequences, tasks: Sequence[Task], max_new: int, had: dict[tuple[int, int], RecordedAnswer] | None = None, *,
     report: Report | None = None, deadline: float = float("inf"), stop: Stop | None = None,
-) -> Iterator[Answer]:  # fmt: skip
+) -> Iterator[RecordedAnswer]:  # fmt: skip
     """Yields answers as they end; when `deadline` (of time.perf_counter) passes or `stop` is asked, the unfinished ones too."""
     had = had or {}
     finished = sum(1 for t in tasks if t.key in had and had[t.key].done)
@@ -201,7 +201,7 @@ def answer_tasks(
                 if event.error:
                     raise OutriderError(event.error)
                 finished += 1
-                yield Answer(**asdict(task), tokens=tokens, done=True)
+                yield RecordedAnswer(**asdict(task), tokens=tokens, done=True)
                 del running[event.id]
         if report is not None and now - told >= 0.5:
             told = now
@@ -212,7 +212,7 @@ def answer_tasks(
         engine.step()
     for task, tokens in running.values():
         if tokens:
-            yield Answer(**asdict(task), tokens=tokens, done=False)
+            yield RecordedAnswer(**asdict(task), tokens=tokens, done=False)
     if report is not None:
         report(finished, total, made, time.perf_counter() - began)
 

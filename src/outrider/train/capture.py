@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..models.decoder import TextModel
-from ..ops.formats import Held
-from ..ops.reference import ReferenceOps, activation, plain
+from ..ops.formats import DeviceWeight
+from ..ops.reference import ReferenceOps, activation, as_tensor
 from ..types import AttnSpec
-from .data import Batch, Sequences
+from .data import Sequences, TrainBatch
 from .losses import likely_tokens
 from .shards import dense
 
@@ -42,9 +42,9 @@ class DenseOps(ReferenceOps):
     def __init__(self) -> None:
         self._cast: dict[int, tuple[Tensor, Tensor]] = {}  # norm weights in the activations' dtype, kept alive beside the original
 
-    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
+    def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         """As the reference's, with the factor rounded on the host: a captured graph may not copy from there."""
-        rows = F.embedding(ids, plain(table))
+        rows = F.embedding(ids, as_tensor(table))
         return rows if scale == 1.0 else rows * float(torch.tensor(scale, dtype=rows.dtype))
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
@@ -57,15 +57,15 @@ class DenseOps(ReferenceOps):
             w = kept[1]
         return F.rms_norm(x, (x.shape[-1],), w, eps)
 
-    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
+    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         gate, up = self.linear(x, w).chunk(2, dim=-1)
         return activation(act, gate).mul_(up)
 
-    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         return F.linear(x, dense(w), bias)
 
     def moe(
-        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str
     ) -> Tensor:
         return super().moe(router_in, x, router, expert_scale, dense(gate_up), dense(down), top_k, act)
 
@@ -113,7 +113,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int 
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedStates:
     hidden: Tensor  # [B, T, H] after the final norm
     keys: dict[int, Tensor]  # by layer [B, kv_heads, T, D]
     values: dict[int, Tensor]
@@ -121,13 +121,13 @@ class Captured:
 
 
 @torch.no_grad()
-def capture(model: TextModel, ids: Tensor, taps: tuple[int, ...] = ()) -> Captured:
+def capture(model: TextModel, ids: Tensor, taps: tuple[int, ...] = ()) -> CapturedStates:
     """ids [B, T] from position 0. `model` must have been built over DenseOps."""
     batch, length = ids.shape
     kv = DenseKV(batch, length, torch.arange(length, device=ids.device).repeat(batch))
     out = model.forward(ids.reshape(-1), kv, taps)  # type: ignore[arg-type]
     shape = (batch, length, out.hidden.shape[-1])
-    return Captured(out.hidden.view(shape), kv.keys, kv.values, tuple(s.view(shape) for s in out.streams))
+    return CapturedStates(out.hidden.view(shape), kv.keys, kv.values, tuple(s.view(shape) for s in out.streams))
 
 
 class Recorder:
@@ -140,9 +140,9 @@ class Recorder:
         self.model, self.data, self.reads, self.taps, self.keep = model, data, reads, taps, keep
         self.rank = rank  # `likely` will be asked for
         # By sequence: its states (a batch of one), and int32 [judged positions, LIKELY] the likeliest tokens, where they will be asked for.
-        self.kept: dict[int, tuple[Captured, Tensor]] = {}
+        self.kept: dict[int, tuple[CapturedStates, Tensor]] = {}
 
-    def take(self, batch: Batch) -> Captured:
+    def take(self, batch: TrainBatch) -> CapturedStates:
         if not self.keep:
             return capture(self.model, batch.ids, self.taps)
         rows = [self._shown(int(i))[0] for i in batch.which]
@@ -151,24 +151,24 @@ class Recorder:
         def joined(parts: list[Tensor]) -> Tensor:  # [1, (kv_heads,) T, D] each, padded with zeros to the batch's width
             return torch.cat([F.pad(p, (0, 0, 0, width - p.shape[-2])) for p in parts])
 
-        return Captured(
+        return CapturedStates(
             joined([r.hidden for r in rows]), {l: joined([r.keys[l] for r in rows]) for l in self.reads},
             {l: joined([r.values[l] for r in rows]) for l in self.reads},
             tuple(joined([r.taps[n] for r in rows]) for n in range(len(self.taps))),
         )  # fmt: skip
 
-    def likely(self, batch: Batch, seen: Captured) -> Tensor:
+    def likely(self, batch: TrainBatch, seen: CapturedStates) -> Tensor:
         """The target's likeliest tokens at the batch's judged positions [N, LIKELY]."""
         if self.keep:
             return torch.cat([self._shown(int(i))[1] for i in batch.which]).long()
         return likely_tokens(self.model, seen.hidden.flatten(0, 1)[batch.teacher])
 
-    def _shown(self, i: int) -> tuple[Captured, Tensor]:
+    def _shown(self, i: int) -> tuple[CapturedStates, Tensor]:
         if i not in self.kept:
             ids = torch.from_numpy(self.data[i].astype(np.int64))[None].to(self.model.device)
             seen = capture(self.model, ids, self.taps)
             judged = seen.hidden[0, int(self.data.prompts[i]) : ids.shape[1] - 1]
             likely = likely_tokens(self.model, judged).int() if self.rank else torch.zeros((0, 0), dtype=torch.int32)
             keys, values = ({l: side[l].contiguous() for l in self.reads} for side in (seen.keys, seen.values))
-            self.kept[i] = Captured(seen.hidden, keys, values, seen.taps), likely
+            self.kept[i] = CapturedStates(seen.hidden, keys, values, seen.taps), likely
         return self.kept[i]

@@ -105,7 +105,7 @@ class Sequences:
 
 # ---- batches --------------------------------------------------------------------------------------------------------
 @dataclass
-class Batch:
+class TrainBatch:
     """B sequences padded on the right to T, and which rows count. Queries are positions first..T-1 (Tq of them)."""
 
     ids: Tensor  # int64 [B, T]
@@ -121,15 +121,15 @@ class Batch:
         width = self.ids.shape[1] - self.first
         return rows // width, rows % width + self.first
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> TrainBatch:
         def move(x: Tensor) -> Tensor:
             return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
 
         anchors, targets = [move(a) for a in self.anchors], [move(t) for t in self.targets]
-        return Batch(move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy), self.which)
+        return TrainBatch(move(self.ids), self.first, move(self.teacher), anchors, targets, move(self.greedy), self.which)
 
 
-def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8) -> Batch:
+def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8) -> TrainBatch:
     """Anchor a of a sequence with p given tokens out of n: p-1 <= a, and step j is judged at position a+j <= n-2."""
     lengths, given = data.lengths[which], data.prompts[which].astype(np.int64)
     width = -(-int(lengths.max()) // multiple) * multiple
@@ -146,7 +146,7 @@ def make_batch(data: Sequences, which: np.ndarray, steps: int, multiple: int = 8
         anchors.append(torch.from_numpy(rows * (width - first) + columns - first))
         targets.append(torch.from_numpy(number[rows, columns + j]))
     cold = torch.from_numpy(data.greedy[which].astype(np.int64))
-    return Batch(torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets, cold, which)
+    return TrainBatch(torch.from_numpy(ids), first, torch.from_numpy(np.nonzero(judged.reshape(-1))[0]), anchors, targets, cold, which)
 
 
 def plan_epoch(data: Sequences, anchors: int, tokens: int, seed: int, epoch: int) -> list[np.ndarray]:

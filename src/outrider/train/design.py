@@ -22,10 +22,10 @@ from ..models.decoder import TextModel
 from ..types import AttnSpec, OutriderError
 from .capture import capture
 from .clusters import balanced_kmeans, cluster_means, cluster_of, fit_centroids, likely_together
-from .data import Batch, Sequences
-from .evaluate import Head, states
+from .data import Sequences, TrainBatch
+from .evaluate import EvalHead, states
 from .losses import exact_logits
-from .net import DraftNet, rms
+from .net import DrafterModule, rms
 from .shards import dense as held_dense
 
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0)  # of the mean of the inputs' squares
@@ -92,7 +92,7 @@ def gemma(
 
 # ---- where the weights start ----------------------------------------------------------------------------------------
 @torch.no_grad()
-def start_from_target(net: DraftNet, model: TextModel) -> None:
+def start_from_target(net: DrafterModule, model: TextModel) -> None:
     """Plain style at the target's width: layer i starts as target layer reads[i], cut to the strongest MLP neurons."""
     for i, layer in enumerate(net.layers):
         block, at = model.blocks[layer.attn.kv_layer], f"layers.{i}."
@@ -110,7 +110,7 @@ def start_from_target(net: DraftNet, model: TextModel) -> None:
 
 
 @torch.no_grad()
-def fold_biases(net: DraftNet, model: TextModel, batches: list[Batch]) -> None:
+def fold_biases(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> None:
     """Qwen 2's queries have biases, larger than what they are added to; a drafter's have none. What enters a layer has a direction u
     with u · x = 1 nearly everywhere, so the queries of each layer get bias · uᵀ added to their matrix."""
     if not model.config.qkv_bias:
@@ -138,7 +138,7 @@ def least_squares(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
 
 
 @torch.no_grad()
-def fit_inputs(net: DraftNet, model: TextModel, batches: list[Batch]) -> float:
+def fit_inputs(net: DrafterModule, model: TextModel, batches: list[TrainBatch]) -> float:
     """Fit `pre` by least squares: inputs of step 1 -> the residual stream entering target layer reads[0] at the token fed. How
     much the solution is held back is chosen on a quarter of the rows. Returns the share of their variance that is explained."""
     config, eps = net.config, net.config.norm_eps
@@ -171,7 +171,7 @@ def fit_inputs(net: DraftNet, model: TextModel, batches: list[Batch]) -> float:
 
 
 @torch.no_grad()
-def start_gemma(net: DraftNet, model: TextModel, batch: Batch) -> None:
+def start_gemma(net: DrafterModule, model: TextModel, batch: TrainBatch) -> None:
     """Gemma style. The head: the target's rows in the principal directions of their spread, widest first. Projections at
     the scale of what they read and write (Gemma's hidden states are large), q norms as the donor layers have them."""
     config = net.config
@@ -193,7 +193,7 @@ def start_gemma(net: DraftNet, model: TextModel, batch: Batch) -> None:
 
 
 @torch.no_grad()
-def start_clusters(net: DraftNet, model: TextModel, seed: int = 0) -> None:
+def start_clusters(net: DrafterModule, model: TextModel, seed: int = 0) -> None:
     """token_ordering by balanced k-means of the head's rows; centroids start as the clusters' means."""
     rows = held_dense(model.head) if net.config.tied_to_target else net.weight("embed")
     order, means = balanced_kmeans(rows, net.config.clusters, seed=seed)
@@ -202,10 +202,10 @@ def start_clusters(net: DraftNet, model: TextModel, seed: int = 0) -> None:
 
 
 @torch.no_grad()
-def drawn_states(net: DraftNet, model: TextModel, data: Sequences) -> tuple[Tensor, Tensor]:
+def drawn_states(net: DrafterModule, model: TextModel, data: Sequences) -> tuple[Tensor, Tensor]:
     """The drafter's states on `data`, and at each a token drawn from the full head's distribution."""
     weights = {k: v.detach() for k, v in net.cast(model.dtype).items()}
-    g, _ = states(model, net, weights, Head(held_dense(model.head) if net.config.tied_to_target else weights["embed"]), data)
+    g, _ = states(model, net, weights, EvalHead(held_dense(model.head) if net.config.tied_to_target else weights["embed"]), data)
     drawn = []
     for part in g.split(1024):
         z = exact_logits(model, part) if net.config.tied_to_target else (part @ weights["embed"].T).float()
@@ -213,7 +213,7 @@ def drawn_states(net: DraftNet, model: TextModel, data: Sequences) -> tuple[Tens
     return g, torch.cat(drawn)
 
 
-def cluster_by_use(net: DraftNet, model: TextModel, data: Sequences) -> int:
+def cluster_by_use(net: DrafterModule, model: TextModel, data: Sequences) -> int:
     """Clusters of tokens that are likely in the same places; centroids fitted to drawn tokens before they learn along.
     Returns the number of states looked at."""
     g, token = drawn_states(net, model, data)

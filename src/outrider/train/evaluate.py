@@ -26,13 +26,13 @@ from .clusters import cluster_of
 from .data import Sequences, make_batch, plan_epoch
 from .export import Json
 from .losses import chunk_rows
-from .net import DraftNet
+from .net import DrafterModule
 
 Recorded = list[tuple[Tensor, Tensor]]  # of each step: the drafter's states [A, h], and what the head chose there [A]
 
 
 @dataclass(frozen=True)
-class Head:
+class EvalHead:
     """What a draft step's states are scored with."""
 
     rows: Tensor  # [V, h]
@@ -47,12 +47,12 @@ class Head:
             return None
         return self.order.view(len(self.centroids), -1), cluster_of(self.order, len(self.centroids))
 
-    def score(self, g: Tensor, lean: Tensor | None) -> tuple[None, Tensor]:
+    def score(self, g: Tensor, cluster_bonus: Tensor | None) -> tuple[None, Tensor]:
         """As spec.drafter.Score: logits [A, V] of states [A, h], -inf outside the best clusters."""
         z = (g @ self.rows.T).float()
         if self.clusters is not None and self.centroids is not None:
             near = (g @ self.centroids.T).float()
-            best = (near if lean is None else near + lean).topk(self.top, dim=-1).indices
+            best = (near if cluster_bonus is None else near + cluster_bonus).topk(self.top, dim=-1).indices
             chosen = torch.zeros_like(near, dtype=torch.bool).scatter_(1, best, True)
             z = z.masked_fill_(~chosen[:, self.clusters[1]], float("-inf"))
         return None, z
@@ -60,7 +60,7 @@ class Head:
     def choose(self, g: Tensor, sampling: SamplingBatch, at: Tensor, weigh: bool = True) -> tuple[Tensor, Tensor]:
         """g [A, h] -> tokens [A], and (`weigh`; else 0) float32 [A] how likely the drafter found each among the tokens it scored. `at` [A]:
         the positions guessed. In pieces: nothing of size [A, V] is ever there."""
-        step = chunk_rows(g.device, 8 * self.rows.shape[0] * (4 if sampling.any_hot else 1))
+        step = chunk_rows(g.device, 8 * self.rows.shape[0] * (4 if sampling.any_sampled else 1))
         ids, ops = None if self.clusters is None else self.clusters[0], ReferenceOps()  # its rules of noise and leaning are the definition
         out, sure = torch.zeros_like(at), torch.zeros(len(at), device=g.device)
         for rows in torch.arange(len(g), device=g.device).split(step):
@@ -92,7 +92,7 @@ class Judged:
 
 @torch.no_grad()
 def judge_drafts(
-    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences, most: int = MAX_DRAFT,
+    model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: EvalHead, data: Sequences, most: int = MAX_DRAFT,
     anchors: int = 16384, tokens: int = 65536, temperature: float = 0.0, record: Recorded | None = None,
     weigh: bool = False,
 ) -> Judged:  # fmt: skip
@@ -137,7 +137,7 @@ def chosen_by(model: TextModel, data: Sequences, which: np.ndarray, temperature:
 
 
 @torch.no_grad()
-def second_guesses(model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Tensor, data: Sequences, anchors: int) -> float:
+def second_guesses(model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: Tensor, data: Sequences, anchors: int) -> float:
     """How often the second best token is right where the best is wrong: the first guess behind every token of greedy answers, by all rows
     of the head."""
     missed, right, vocab = 0, 0, head.shape[0]
@@ -153,7 +153,7 @@ def second_guesses(model: TextModel, net: DraftNet, weights: dict[str, Tensor], 
 
 
 def states(
-    model: TextModel, net: DraftNet, weights: dict[str, Tensor], head: Head, data: Sequences
+    model: TextModel, net: DrafterModule, weights: dict[str, Tensor], head: EvalHead, data: Sequences
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The drafter's states in each of the first four steps that counts [A, h], and what the head chose there [A]."""
     seen: Recorded = []

@@ -1,7 +1,7 @@
 """The end of a run: the top of the clustered head, the evaluation, and a folder that holds everything a drafter has.
 
 config.json, generation_config.json, model.safetensors    the drafter
-acceptance.json                                           what the controller expects of it (spec/card.py)
+acceptance.json                                           what the controller expects of it (spec/acceptance_profile.py)
 README.md                                                 its card: what it is, what it reaches, how it was made
 provenance.json, log.jsonl, curve.png                     where it comes from
 """
@@ -21,37 +21,37 @@ import torch
 from torch import Tensor
 
 from ..models.inspect import drafter_size, model_size
-from ..ops.reference import plain
-from ..spec import card as acceptance
+from ..ops.reference import as_tensor
+from ..spec import acceptance_profile as acceptance
 from ..spec.simulate import Trace
 from ..types import MAX_DRAFT
 from ..weights import files as weight_files
 from ..weights import hub
 from .clusters import choose_top, recall_curve
 from .data import Sequences
-from .evaluate import Head, Judged, Recorded, joined, judge_drafts, second_guesses, summary
+from .evaluate import EvalHead, Judged, Recorded, joined, judge_drafts, second_guesses, summary
 from .export import Json, save_drafter
 from .job import TrainJob
 from .model_card import model_card
-from .net import DraftNet
-from .target import Target
+from .net import DrafterModule
+from .target import TrainTarget
 from .trainer import Row, Trainer
 
 PASSES = 4  # over the held-out answers: is the last the best; full head, clustered head, clustered head on the sampled answers
 CPU_ANCHORS = 1024  # small batches end when their last draft fails
 
 
-def views(net: DraftNet, target: Target) -> tuple[dict[str, Tensor], Head, Head | None]:
+def views(net: DrafterModule, target: TrainTarget) -> tuple[dict[str, Tensor], EvalHead, EvalHead | None]:
     """The weights as they will be held, the full head and the clustered one, where the drafter has it."""
     weights = {k: v.detach() for k, v in net.cast(target.model.dtype, net.config.weight_bits).items()}
-    rows = plain(target.model.head) if net.config.tied_to_target else weights["embed"]
+    rows = as_tensor(target.model.head) if net.config.tied_to_target else weights["embed"]
     if not net.config.clusters:
-        return weights, Head(rows), None
-    return weights, Head(rows), Head(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top)
+        return weights, EvalHead(rows), None
+    return weights, EvalHead(rows), EvalHead(rows, weights["centroids"], weights["token_ordering"], net.config.cluster_top)
 
 
 def judged(
-    target: Target, net: DraftNet, data: Sequences, *, most: int, full: bool, temperature: float = 0.0,
+    target: TrainTarget, net: DrafterModule, data: Sequences, *, most: int, full: bool, temperature: float = 0.0,
     states: Recorded | None = None, weigh: bool = False,
 ) -> Judged:  # fmt: skip
     """`states` gets the drafter's states and the head's choices of every step that counts."""
@@ -72,7 +72,7 @@ def scored(result: Judged, most: int) -> Json:
     return {"score": made["tokens_per_cycle"][min(4, most)], **made}
 
 
-def judge(target: Target, net: DraftNet, data: Sequences, temperature: float) -> Json:
+def judge(target: TrainTarget, net: DrafterModule, data: Sequences, temperature: float) -> Json:
     """What an evaluation during training says of held-out answers: greedy ones by the full head, and under "sampled" those drawn at
     `temperature`, by the head as it will draft; score: tokens a cycle at K = 4, the mean of both where there are both."""
     kinds = {kind: data.select(np.nonzero(data.greedy == kind)[0]) for kind in (True, False)}
@@ -86,7 +86,7 @@ def judge(target: Target, net: DraftNet, data: Sequences, temperature: float) ->
     return result
 
 
-def load_best(job: TrainJob, target: Target, net: DraftNet, aside: Sequences, trainer: Trainer, *, quick: bool, write: bool) -> int:
+def load_best(job: TrainJob, target: TrainTarget, net: DrafterModule, aside: Sequences, trainer: Trainer, *, quick: bool, write: bool) -> int:
     """The weights of the best evaluation, where they are better than the last ones: a run that went on from a drafter is first worse
     than that, and nobody wants what lies between. `quick`: there is no time to judge the last ones; where only the drafter at the
     start was judged, they are kept. -> the step whose weights the net has now. Last ones that lose stay in OUT/last."""
@@ -109,7 +109,7 @@ def load_best(job: TrainJob, target: Target, net: DraftNet, aside: Sequences, tr
 
 
 def finish(
-    job: TrainJob, target: Target, net: DraftNet, data: Sequences, aside: Sequences, trainer: Trainer, *, quick: bool = False,
+    job: TrainJob, target: TrainTarget, net: DrafterModule, data: Sequences, aside: Sequences, trainer: Trainer, *, quick: bool = False,
     write: bool = True,
 ) -> Row:  # fmt: skip
     """The best weights, the top of the clustered head, the final evaluation, the files. `quick`: what can be used, nothing measured.
@@ -143,7 +143,7 @@ def finish(
     return result
 
 
-def write_drafter(folder: Path, net: DraftNet, result: Row, traces: list[Trace], story: Row, log: Path) -> None:
+def write_drafter(folder: Path, net: DrafterModule, result: Row, traces: list[Trace], story: Row, log: Path) -> None:
     card = model_card(net.config, result, [story])
     save_drafter(folder, net.config, net.export(), story, card)
     (folder / acceptance.FILE).unlink(missing_ok=True)  # of other weights
@@ -157,14 +157,14 @@ def write_drafter(folder: Path, net: DraftNet, result: Row, traces: list[Trace],
                 shutil.copyfile(path, folder / path.name)
 
 
-def export(job: TrainJob, target: Target, net: DraftNet, data: Sequences, trainer: Trainer) -> None:
+def export(job: TrainJob, target: TrainTarget, net: DrafterModule, data: Sequences, trainer: Trainer) -> None:
     """OUT/drafter as the run has it now, so that a run that is killed leaves its best evaluation; nothing is measured or drawn for it."""
     story = provenance(job, target, data, trainer)
     (job.out / "drafter" / acceptance.FILE).unlink(missing_ok=True)  # of other weights
     save_drafter(job.out / "drafter", net.config, net.export(), story, model_card(net.config, {}, [story]))
 
 
-def provenance(job: TrainJob, target: Target, data: Sequences, trainer: Trainer) -> Row:
+def provenance(job: TrainJob, target: TrainTarget, data: Sequences, trainer: Trainer) -> Row:
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..models.decoder import TextModel
-from ..ops.reference import plain
+from ..ops.reference import as_tensor
 from ..types import OutriderError
 
 CHUNK_BYTES, CPU_CHUNK_BYTES = 1 << 30, 1 << 25  # of logits made at once; plain torch makes about eight more like them
@@ -121,7 +121,7 @@ class Teacher:
         """hidden [N, H] after the final norm."""
         scored = scored or Scored()
         count, size = hidden.shape[0], model.config.vocab_size if scored.ids is None else scored.ids.numel()
-        rows = None if scored.ids is None else scored.rows(plain(model.head)).float()
+        rows = None if scored.ids is None else scored.rows(as_tensor(model.head)).float()
         logp = torch.empty((count, size), dtype=dtype, device=hidden.device)
         best = torch.empty(count, dtype=torch.int64, device=hidden.device)
         step = chunk_rows(hidden.device, 4 * size)

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from ..types import OutriderError
-from .answers import Answer, Report, Task, answer_to_file, answering_engine, read_answers
+from .answers import RecordedAnswer, Report, Task, answer_to_file, answering_engine, read_answers
 from .clock import Stop, listening
 from .data import Sequences
 from .target import describe
@@ -29,7 +29,7 @@ POLL = 0.25  # seconds between two looks at the processes
 
 
 @dataclass(frozen=True)
-class Share:
+class AnswerShare:
     """What one process is asked to do."""
 
     target: str
@@ -45,9 +45,9 @@ class Share:
     processes: int  # that share the device, this one among them
 
 
-def all_answers(folder: Path) -> list[Answer]:
+def all_answers(folder: Path) -> list[RecordedAnswer]:
     """Of all files of a run; an answer that stands in two counts once, whole if one of them is."""
-    found: dict[tuple[int, int], Answer] = {}
+    found: dict[tuple[int, int], RecordedAnswer] = {}
     for path in sorted(folder.glob("answers*.jsonl")):
         for key, answer in read_answers(path).items():
             if key not in found or answer.done:
@@ -67,7 +67,7 @@ def shared_out(folder: Path, tasks: Sequence[Task], count: int) -> list[tuple[Pa
     return [(folder / f"answers-{r}.jsonl", [t for t in tasks[r::count] if t in left]) for r in range(count)]
 
 
-def answer_by_many(shares: Sequence[Share], *, report: Report, stop: Stop) -> None:
+def answer_by_many(shares: Sequence[AnswerShare], *, report: Report, stop: Stop) -> None:
     """Until all shares are done, the time is over or somebody asks to stop; what there is by then is in the files."""
     context = multiprocessing.get_context("spawn")  # a device cannot be used on both sides of a fork
     counts = [context.Array("q", 2) for _ in shares]  # answers done, tokens made
@@ -94,7 +94,7 @@ def answer_by_many(shares: Sequence[Share], *, report: Report, stop: Stop) -> No
                 process.kill()
 
 
-def answer_share(share: Share, counts: SynchronizedArray[int], parent: int) -> None:
+def answer_share(share: AnswerShare, counts: SynchronizedArray[int], parent: int) -> None:
     """The life of one process. Ctrl-C reaches it too, but it is the parent who says that it shall stop."""
     with listening() as stop:
         signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine import room
+from ..engine import memory
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
 
@@ -27,8 +27,8 @@ KEEP_SHARE = 0.25  # of the free memory that captured states may take
 
 def free_bytes(device: str) -> int:
     """Memory that this process may still take; where nobody tells, 8 GiB."""
-    free = room.free_bytes(torch.device(device))
-    return 8 << 30 if free == room.UNKNOWN else max(free, 1 << 26)
+    free = memory.free_bytes(torch.device(device))
+    return 8 << 30 if free == memory.UNKNOWN else max(free, 1 << 26)
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..models.compat import bind
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.decoder import TextModel
 from ..models.layers import inverse_frequencies
-from ..models.pairing import bind
 from ..ops.reference import activation
 from ..weights.names import tensor_plan
-from .capture import Captured, causal_attention, spread_heads
-from .data import Batch
+from .capture import CapturedStates, causal_attention, spread_heads
+from .data import TrainBatch
 
 QUANT_BLOCK = 32  # columns that share a scale where the layers are held in 4 bits
 
@@ -45,7 +45,7 @@ def rms(x: Tensor, w: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), w, eps)
 
 
-class DraftNet(nn.Module):
+class DrafterModule(nn.Module):
     """Parameters in float32; `step` computes in the dtype of the weights that `cast` gave."""
 
     def __init__(self, config: DrafterConfig, target: ModelConfig, seed: int = 0):
@@ -88,7 +88,7 @@ class DraftNet(nn.Module):
             held |= zip(matrices, four_bits_all([held[n] for n in matrices], dtype), strict=True)
         return {name: w.to(dtype) if w.is_floating_point() else w for name, w in held.items()}
 
-    def context(self, seen: Captured, first: int) -> Context:
+    def context(self, seen: CapturedStates, first: int) -> Context:
         length, device, config = seen.hidden.shape[1], seen.hidden.device, self.config
         spread: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         positions = torch.arange(first, length, device=device) + 2 - config.position_offset
@@ -126,7 +126,7 @@ class DraftNet(nn.Module):
         after = F.linear(h, w["post"]) if config.has_post else h
         return (after if config.tied_to_target else h), after
 
-    def unroll(self, w: Mapping[str, Tensor], model: TextModel, seen: Captured, batch: Batch, steps: int) -> Iterator[Tensor]:
+    def unroll(self, w: Mapping[str, Tensor], model: TextModel, seen: CapturedStates, batch: TrainBatch, steps: int) -> Iterator[Tensor]:
         """The draft loop of training and evaluation: g [B, Tq, h] of steps 1..steps, from all anchors at once. Step j is fed the true
         token j places on."""
         with torch.no_grad():

@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Group:
+class TrainGroup:
     rank: int = 0
     world: int = 1
     device: str = "cpu"
@@ -74,11 +74,11 @@ class Group:
 
 
 @contextmanager
-def process_group(device: str) -> Iterator[Group]:
+def process_group(device: str) -> Iterator[TrainGroup]:
     """The group that torchrun's environment describes; on GPUs each process takes the one of its local rank."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        yield Group(device=device)
+        yield TrainGroup(device=device)
         return
     rank, cuda = int(os.environ["RANK"]), device.startswith("cuda")
     place = f"cuda:{int(os.environ.get('LOCAL_RANK', '0'))}" if cuda else device
@@ -86,6 +86,6 @@ def process_group(device: str) -> Iterator[Group]:
         torch.cuda.set_device(place)
     dist.init_process_group("nccl" if cuda else "gloo", rank=rank, world_size=world)
     try:
-        yield Group(rank, world, place)
+        yield TrainGroup(rank, world, place)
     finally:
         dist.destroy_process_group()

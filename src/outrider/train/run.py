@@ -27,12 +27,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from ..models.compat import fits
 from ..models.config import DrafterConfig, ModelConfig
 from ..models.inspect import drafter_size, model_size
-from ..models.pairing import fits
 from ..prompts import read_prompts
 from ..types import OutriderError
-from ..weights.load import load_drafter, plain_all
+from ..weights.load import as_tensors, load_drafter
 from . import design, finish
 from .answers import Task, answer_to_file, answering_engine, as_sequences, heldout_prompts, plan_tasks
 from .clock import Budget, Stop, listening
@@ -40,11 +40,11 @@ from .data import Sequences, file_hash, make_batch, plan_epoch
 from .export import write_json
 from .forecast import ANSWER_SHARE, CPU_ANSWER_SHARE, EFFICIENCY, EXPORT_SECONDS, FINISH_SHARE, Forecast, check
 from .job import Say, TrainJob
-from .many import Share, all_answers, answer_by_many, shared_out, undone
+from .many import AnswerShare, all_answers, answer_by_many, shared_out, undone
 from .memory import Sizes, Work, choose_sizes, free_bytes, product_rate
-from .net import DraftNet
-from .parallel import Group, process_group
-from .target import Described, Target, describe, encode, open_target
+from .net import DrafterModule
+from .parallel import TrainGroup, process_group
+from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Row, Trainer, append_row
 
 Progress = Callable[[str, float, float, str], None]  # stage, done, in all, a line about it
@@ -67,7 +67,7 @@ def train(job: TrainJob, say: Say = print, progress: Progress | None = None) -> 
         if job.shard_target and group.world == 1:
             raise OutriderError("--shard-target divides the target over processes: start them with torchrun --nproc-per-node N")
         budget = Budget(job.minutes, time.perf_counter() - before)
-        run = Run(replace(job, device=group.device), budget, stop, group, say, progress)
+        run = TrainRun(replace(job, device=group.device), budget, stop, group, say, progress)
         try:
             return run.whole()
         finally:
@@ -81,10 +81,10 @@ def read_json(path: Path) -> Row:
         return {}
 
 
-class Run:
+class TrainRun:
     """One invocation of the command."""
 
-    def __init__(self, job: TrainJob, budget: Budget, stop: Stop, group: Group, say: Say, progress: Progress | None):
+    def __init__(self, job: TrainJob, budget: Budget, stop: Stop, group: TrainGroup, say: Say, progress: Progress | None):
         self.job, self.budget, self.stop, self.group = job, budget, stop, group
         self.say: Say = say if group.first else lambda _: None
         self.counts = (job.out / "spent.json").exists() or job.texts  # a run that was refused has spent nothing
@@ -230,7 +230,7 @@ class Run:
 
         ends = time.time() + min(self.answer_seconds, 1e9)
         shares = [
-            Share(
+            AnswerShare(
                 known.name, job.device, job.dtype, how.slots, longest, job.out / "prompts.npz", mine, how.max_new, path, ends, how.processes
             )
             for path, mine in shared_out(job.out, tasks, how.processes)
@@ -271,7 +271,7 @@ class Run:
         return config, work, rate, sizes
 
     # ---- the drafter -----------------------------------------------------------------------------------------------
-    def drafter(self, target: Target, data: Sequences, aside: Sequences) -> Row:
+    def drafter(self, target: TrainTarget, data: Sequences, aside: Sequences) -> Row:
         job, group = self.job, self.group
         sizes = self.sizes(target, data)
         settings = replace(job.settings, anchors=sizes.anchors, tokens=4 * sizes.anchors, scored=sizes.scored, keep=sizes.keep)
@@ -325,7 +325,7 @@ class Run:
             self.say(f"drafter written to {job.out / 'drafter'}")
         return result
 
-    def sizes(self, target: Target, data: Sequences) -> Sizes:
+    def sizes(self, target: TrainTarget, data: Sequences) -> Sizes:
         """Chosen once a run: a run that continues must make the batches it made before."""
         path = self.job.out / "sizes.json"
         if self.group.first and not path.exists():
@@ -338,21 +338,21 @@ class Run:
         except TypeError:
             raise OutriderError(f"{path}: not the sizes of a run: delete it, or choose another --out") from None
 
-    def start(self, target: Target, data: Sequences, anchors: int) -> DraftNet:
+    def start(self, target: TrainTarget, data: Sequences, anchors: int) -> DrafterModule:
         job, model, settings = self.job, target.model, self.job.settings
         if job.init is not None:
             config, weights = load_drafter(job.init, "cpu", torch.float32)
             reason = fits(config, target.config)
             if reason is not None:
                 raise OutriderError(f"--init {job.init}: {reason}")
-            net = DraftNet(replace(config, target_hash=target.hash), target.config, settings.seed)
-            net.load(plain_all(weights))
+            net = DrafterModule(replace(config, target_hash=target.hash), target.config, settings.seed)
+            net.load(as_tensors(weights))
             net.to(model.device)
             if job.recluster and config.clusters and not (job.out / "checkpoint.pt").exists():
                 some = data.select(np.random.default_rng(3).permutation(len(data))[:2500])
                 self.say(f"vocabulary clustered anew from {design.cluster_by_use(net, model, some)} states")
             return net
-        net = DraftNet(job.drafter_config(target.config, target.hash), target.config, settings.seed).to(model.device)
+        net = DrafterModule(job.drafter_config(target.config, target.hash), target.config, settings.seed).to(model.device)
         if (job.out / "checkpoint.pt").exists():
             return net  # its weights come from there
         rows = max(anchors, START_ROWS // 2)  # enough of them to fit the input projection
@@ -368,7 +368,7 @@ class Run:
             design.start_clusters(net, model, settings.seed)
         return net
 
-    def reserve(self, target: Target, net: DraftNet, aside: Sequences) -> tuple[Sequences, float]:
+    def reserve(self, target: TrainTarget, net: DrafterModule, aside: Sequences) -> tuple[Sequences, float]:
         """Held-out answers that can be evaluated in the time kept for it, and the seconds to keep. Once there is a best evaluation they
         stay the same: scores of others could not be compared with it."""
         if not len(aside):

@@ -13,47 +13,47 @@ from math import prod
 import torch
 from torch import Tensor
 
-from ..ops.formats import Held
-from ..ops.reference import plain
-from .parallel import Group
+from ..ops.formats import DeviceWeight
+from ..ops.reference import as_tensor
+from .parallel import TrainGroup
 
 DIVIDED = ("qkv", "out", "gate_up", "down", "experts_gate_up", "experts_down")
 
 
 @dataclass(frozen=True)
-class Shard:
+class ShardedWeight:
     """One process's piece of a matrix: of its numbers in order, the rank-th of `world` equal parts."""
 
     mine: Tensor  # [ceil(numbers / world)]
     shape: tuple[int, ...]
-    group: Group
+    group: TrainGroup
 
     @staticmethod
-    def of(whole: Tensor, group: Group) -> Shard:
+    def of(whole: Tensor, group: TrainGroup) -> ShardedWeight:
         each = -(-whole.numel() // group.world)
         piece = whole.reshape(-1)[group.rank * each : (group.rank + 1) * each]
         mine = piece.new_zeros(each)
         mine[: piece.numel()] = piece
-        return Shard(mine, tuple(whole.shape), group)
+        return ShardedWeight(mine, tuple(whole.shape), group)
 
     @property
     def nbytes(self) -> int:
         return self.mine.nbytes
 
-    def view(self, *shape: int) -> Shard:
-        return Shard(self.mine, shape, self.group)
+    def view(self, *shape: int) -> ShardedWeight:
+        return ShardedWeight(self.mine, shape, self.group)
 
     def whole(self) -> Tensor:
         """Everybody asks at the same time."""
         return self.group.gather(self.mine)[: prod(self.shape)].view(self.shape)
 
 
-def divide(group: Group, name: str, weight: Held) -> Held:
+def divide(group: TrainGroup, name: str, weight: DeviceWeight) -> DeviceWeight:
     """What a process keeps of a weight as it is loaded."""
     matrix = name.startswith("layers.") and name.rpartition(".")[2] in DIVIDED
-    return Shard.of(weight, group) if matrix and isinstance(weight, torch.Tensor) else weight
+    return ShardedWeight.of(weight, group) if matrix and isinstance(weight, torch.Tensor) else weight
 
 
-def dense(weight: Held) -> Tensor:
+def dense(weight: DeviceWeight) -> Tensor:
     """The whole matrix, gathered where it is divided."""
-    return weight.whole() if isinstance(weight, Shard) else plain(weight)
+    return weight.whole() if isinstance(weight, ShardedWeight) else as_tensor(weight)

@@ -20,7 +20,7 @@ from ..weights import hub
 from ..weights.load import load_target, translate
 from .capture import DenseOps
 from .data import Sequences
-from .parallel import Group
+from .parallel import TrainGroup
 from .shards import divide
 
 
@@ -35,7 +35,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Target:
+class TrainTarget:
     model: TextModel  # over DenseOps
     config: ModelConfig
     hash: str
@@ -46,14 +46,14 @@ def describe(name: str) -> Described:
     return Described(name, files, translate(ModelConfig.from_hf, files), weight_files.text_files(files))
 
 
-def open_target(name: str | Described, device: str, dtype: torch.dtype, group: Group | None = None) -> Target:
+def open_target(name: str | Described, device: str, dtype: torch.dtype, group: TrainGroup | None = None) -> TrainTarget:
     """group: the processes over which it is divided."""
     known = describe(name) if isinstance(name, str) else name
     torch.backends.cuda.enable_cudnn_sdp(False)  # it plans anew for every shape, and every batch has its own
     keep = partial(divide, group) if group is not None else None
     config, weights, _ = load_target(known.files, device, dtype, keep=keep)
     model = TextModel(config, weights, DenseOps())  # type: ignore[arg-type]  # its K/V is dense, not in pages
-    return Target(model, config, weight_files.fingerprint(known.files))
+    return TrainTarget(model, config, weight_files.fingerprint(known.files))
 
 
 def encode(prompts: list[Prompt], text: TextFiles, vocab: int, *, texts: bool, max_tokens: int, chat: bool = True) -> Sequences:

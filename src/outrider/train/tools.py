@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..models.compat import fits
 from ..models.config import DrafterConfig
 from ..models.inspect import drafter_size, model_size
-from ..models.pairing import fits
-from ..ops.reference import plain
+from ..ops.reference import as_tensor
 from ..prompts import Prompt, read_prompts
 from ..types import MAX_DRAFT, OutriderError
-from ..weights.load import load_drafter, plain_all
+from ..weights.load import as_tensors, load_drafter
 from .answers import CPU_SLOTS, GPU_SLOTS, Task, answer_tasks, answering_engine, as_sequences
 from .clusters import balanced_kmeans, choose_top, cluster_of, fit_centroids, recall_curve
 from .data import Sequences
@@ -24,8 +24,8 @@ from .evaluate import best_k, second_guesses, states, summary
 from .export import save_drafter
 from .finish import guess_rows, judged, views
 from .job import Say
-from .net import DraftNet
-from .target import Described, Target, describe, encode, open_target
+from .net import DrafterModule
+from .target import Described, TrainTarget, describe, encode, open_target
 from .trainer import Row
 
 
@@ -54,18 +54,18 @@ def spread(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
     return [prompts[int(i * len(prompts) / limit)] for i in range(limit)]
 
 
-def check_fit(drafter: str, target: Described | Target | None) -> tuple[DrafterConfig, dict[str, Tensor]]:
+def check_fit(drafter: str, target: Described | TrainTarget | None) -> tuple[DrafterConfig, dict[str, Tensor]]:
     config, weights = load_drafter(drafter, "cpu", torch.float32)
     reason = None if target is None else fits(config, target.config)
     if reason is not None:
         raise OutriderError(f"{drafter} does not fit the target: {reason}")
-    return config, plain_all(weights)
+    return config, as_tensors(weights)
 
 
-def load_net(drafter: str, target: Target, clustered: bool = True) -> DraftNet:
+def load_net(drafter: str, target: TrainTarget, clustered: bool = True) -> DrafterModule:
     """`clustered`: with the clusters of its head, where it has any."""
     config, weights = check_fit(drafter, target)
-    net = DraftNet(config if clustered else replace(config, clusters=0), target.config)
+    net = DrafterModule(config if clustered else replace(config, clusters=0), target.config)
     net.load(weights)
     return net.to(target.model.device)
 
@@ -116,7 +116,7 @@ def cluster_drafter(
     if known is not None and prompts is not None:
         data = answers(known, spread(read_prompts(prompts), limit), max_new=max_new, temperature=0.0, chat=True, device=device)
         opened = open_target(known, device, torch.float32)
-    rows = plain(opened.model.head).float() if opened is not None and config.tied_to_target else weights["embed"].to(device)
+    rows = as_tensor(opened.model.head).float() if opened is not None and config.tied_to_target else weights["embed"].to(device)
     order, means = balanced_kmeans(rows, count, seed=seed)
     say(f"{config.vocab_size} tokens in {count} clusters")
     chosen, curve = top or max(1, count // 64), []

@@ -25,17 +25,17 @@ import torch
 from torch import Tensor
 
 from ..models.decoder import TextModel
-from ..ops.reference import plain
+from ..ops.reference import as_tensor
 from ..types import OutriderError
 from .capture import Recorder
 from .clock import Stop
 from .clusters import cluster_loss, cluster_of
-from .data import Batch, Sequences, make_batch, plan_epoch, prefetch
+from .data import Sequences, TrainBatch, make_batch, plan_epoch, prefetch
 from .export import Json
 from .losses import LossMix, Scored, Teacher, drawn, head_loss
-from .net import DraftNet
+from .net import DrafterModule
 from .optim import make_optimizers
-from .parallel import Group
+from .parallel import TrainGroup
 
 Row = Json  # of the log
 
@@ -73,7 +73,7 @@ class TrainSettings:
 
 
 @dataclass
-class Progress:
+class TrainProgress:
     step: int = 0
     epoch: int = 0
     taken: int = 0  # batches of this epoch already used
@@ -84,9 +84,9 @@ class Progress:
 
 class Trainer:
     def __init__(
-        self, model: TextModel, net: DraftNet, data: Sequences, settings: TrainSettings, *,
+        self, model: TextModel, net: DrafterModule, data: Sequences, settings: TrainSettings, *,
         evaluate: Callable[[], Row] | None = None,  # must hold "score": larger is better
-        log: Callable[[Row], None] | None = None, group: Group | None = None, stop: Stop | None = None,
+        log: Callable[[Row], None] | None = None, group: TrainGroup | None = None, stop: Stop | None = None,
         export: Callable[[], None] | None = None,  # writes the drafter as it is: after each evaluation that is the best so far
         progress: Callable[[float, str], None] | None = None,  # share of the run that is done, and a line about it
         everybody: bool = False,  # all processes evaluate, since none has the whole target
@@ -94,7 +94,7 @@ class Trainer:
         self.model, self.net, self.data, self.settings = model, net, data, settings
         self.evaluate, self.log, self.export = evaluate, log or (lambda row: None), export or (lambda: None)
         self.device, self.dtype = model.device, model.dtype
-        self.group, self.stop = group or Group(), stop or Stop()
+        self.group, self.stop = group or TrainGroup(), stop or Stop()
         self.everybody = everybody
         self.tell = progress or (lambda share, line: None)
         reads = tuple(sorted({layer.attn.kv_layer for layer in net.layers}))
@@ -102,9 +102,9 @@ class Trainer:
         params = {n: net.weight(n) for n in net.names}
         self.params = {n: p for n, p in params.items() if isinstance(p, torch.nn.Parameter)}
         self.optimizers = make_optimizers(self.params, settings.lr, settings.weight_decay, settings.muon)
-        self.progress = Progress()
+        self.progress = TrainProgress()
         mixes = [settings.loss, settings.greedy_loss or settings.loss]
-        self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 5] by Batch.greedy
+        self.mixes = torch.cat([m.rows(1, self.device) for m in mixes])  # [2, 5] by TrainBatch.greedy
         self.bits: int | None = None
         self.clusters = net.config.clusters
         self.of = cluster_of(net.weight("token_ordering"), self.clusters) if self.clusters else None
@@ -112,7 +112,7 @@ class Trainer:
             raise OutriderError("training needs the target's weights dense, not packed")
 
     # ---- one batch -------------------------------------------------------------------------------------------------
-    def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def loss(self, batch: TrainBatch) -> tuple[Tensor, Tensor]:
         """-> loss (a mean over weighted rows), and statistics [3, unroll]: hits, alpha, rows of each step."""
         s, model, net = self.settings, self.model, self.net
         w = net.cast(self.dtype, self.bits)
@@ -121,7 +121,7 @@ class Trainer:
         if s.scored:
             said = batch.ids[:, batch.first :].reshape(-1)
             scored = Scored.choose(self.target.likely(batch, seen), said, s.scored, net.config.vocab_size, (s.seed, self.progress.step))
-        head = scored.rows(plain(model.head) if net.config.tied_to_target else w["embed"])
+        head = scored.rows(as_tensor(model.head) if net.config.tied_to_target else w["embed"])
         teacher = Teacher.of(model, seen.hidden.flatten(0, 1)[batch.teacher], self.dtype, scored)
         total, weights, stats = torch.zeros((), device=self.device), 0.0, []
         chance = torch.ones(batch.ids[:, batch.first :].numel(), device=self.device)  # that the steps so far were accepted
@@ -150,7 +150,7 @@ class Trainer:
             stats.append(sums)
         return total / max(weights, 1.0), torch.stack(stats, 1).detach()
 
-    def batches(self) -> Iterator[tuple[Batch, int, int]]:
+    def batches(self) -> Iterator[tuple[TrainBatch, int, int]]:
         """This process's batches from where the progress stands, with the epoch and the batches taken after each."""
         s, epoch, taken = self.settings, self.progress.epoch, self.progress.taken
         while True:
@@ -283,7 +283,7 @@ class Trainer:
                 self.of = cluster_of(self.net.weight("token_ordering"), self.clusters)
             for optimizer, state in zip(self.optimizers, kept["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
-            self.progress = Progress(**kept["progress"])
+            self.progress = TrainProgress(**kept["progress"])
             path = out / "best.pt"
             best = torch.load(path, map_location="cpu", weights_only=True)["score"] if path.exists() else -math.inf
             if best > self.progress.best:  # found after the checkpoint was written: what is worse must not replace it

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.formats import Format, Integer, Weight
+from ..ops.formats import Format, IntegerFormat, Weight
 from ..ops.formats.integer import pairs
 from ..types import OutriderError
 from .compressed import unpack
-from .stored import Recipe, Settings, all_but, expect, strings, whole
+from .quant_reader import QuantScheme, Settings, all_but, expect, strings, whole
 
 PLACES = [0, 4, 1, 5, 2, 6, 3, 7]  # where in a word each of eight rows is
 
@@ -33,7 +33,7 @@ class Awq:
 
     @property
     def format(self) -> Format:
-        return Integer(4, self.group, lifted=True, scale=torch.float16)
+        return IntegerFormat(4, self.group, has_zero_point=True, scale=torch.float16)
 
     def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
         rows, columns = shape
@@ -44,10 +44,10 @@ class Awq:
         qzeros = expect(where, "qzeros", tensors["qzeros"], (groups, rows // 8), "int32")
         scale = expect(where, "scales", tensors["scales"], (groups, rows), "float16 bfloat16 float32").t().contiguous()
         q, zero = (unpack(t, 4).view(len(t), -1, 8)[:, :, PLACES].reshape(len(t), rows).t().contiguous() for t in (qweight, qzeros))
-        return Weight(Integer(4, self.group, lifted=True, scale=scale.dtype), shape, {"q": pairs(q), "scale": scale, "zero": zero})
+        return Weight(IntegerFormat(4, self.group, has_zero_point=True, scale=scale.dtype), shape, {"q": pairs(q), "scale": scale, "zero": zero})
 
 
-def awq(settings: Settings) -> Recipe:
+def awq(settings: Settings) -> QuantScheme:
     bits, version = whole(settings, "bits", 4, "awq"), str(settings.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise OutriderError(f"quantization_config (awq): {bits} bits in layout {version!r} are not supported; known: 4 bits, gemm")

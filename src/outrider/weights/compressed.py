@@ -1,7 +1,7 @@
 """How compressed-tensors checkpoints store quantised matrices: packed integers, plain int8, FP8, NVFP4.
 
 `config_groups` of the checkpoint's `quantization_config` say which modules have which scheme, `ignore` which are dense. The result is a
-`Recipe`: a module's name to how its matrix is stored (weights.stored). A scheme that is not known is refused by name.
+`QuantScheme`: a module's name to how its matrix is stored (weights.stored). A scheme that is not known is refused by name.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.formats import Float8, Format, Integer, NvFp4, Weight
+from ..ops.formats import Float8Format, Format, IntegerFormat, NvFp4Format, Weight
 from ..types import OutriderError
-from .stored import ACTIVATION_SCALES, Recipe, Settings, Stored, expect, linear, matches, strings, whole
+from .quant_reader import ACTIVATION_SCALES, QuantReader, QuantScheme, Settings, expect, linear, matches, strings, whole
 
 METHOD = "compressed-tensors"
 
@@ -48,7 +48,7 @@ class PackedIntegers:
 
     @property
     def format(self) -> Format:
-        return Integer(self.bits, self.group, not self.symmetric, self.ordered)
+        return IntegerFormat(self.bits, self.group, not self.symmetric, self.ordered)
 
     def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
         *outer, rows, columns = shape
@@ -71,7 +71,7 @@ class PackedIntegers:
             ordered = bool((index != torch.arange(columns) // self.group).any()) and int(index.min()) >= 0
             if ordered:
                 made["q"], made["order"] = by_group(where, made["q"], index, self.bits, self.group)
-        return Weight(Integer(self.bits, self.group, not self.symmetric, ordered, scale.dtype), shape, made)
+        return Weight(IntegerFormat(self.bits, self.group, not self.symmetric, ordered, scale.dtype), shape, made)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PlainIntegers:
     suffixes = ("weight", "weight_scale")
     optional = ("weight_zero_point", *ACTIVATION_SCALES)
     scheme = f"{METHOD} int-quantized int8"
-    format = Integer(8, 0, scale=torch.float32)
+    format = IntegerFormat(8, 0, scale=torch.float32)
 
     def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
         q = expect(where, "weight", tensors["weight"], shape, "int8")
@@ -108,7 +108,7 @@ class Floats:
 
     @property
     def format(self) -> Format:
-        return Float8(0 if self.block is None else self.block[1])
+        return Float8Format(0 if self.block is None else self.block[1])
 
     def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
         q = expect(where, "weight", tensors["weight"], shape, "float8_e4m3fn")
@@ -122,7 +122,7 @@ class PackedFloats:
     suffixes = ("weight_packed", "weight_scale", "weight_global_scale")
     optional = ACTIVATION_SCALES
     scheme = f"{METHOD} nvfp4-pack-quantized"
-    format = NvFp4()
+    format = NvFp4Format()
 
     def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
         whole_scale = tensors["weight_global_scale"].float()
@@ -135,7 +135,7 @@ def nvfp4(where: str, shape: tuple[int, ...], q: Tensor, scale: Tensor, factor: 
     *rows, columns = shape
     expect(where, "packed weight", q, (*rows, columns // 2), "uint8")
     expect(where, "weight_scale", scale, (*rows, columns // 16), "float8_e4m3fn")
-    return Weight(NvFp4(), shape, {"q": q, "scale": scale, "factor": factor.reshape(1, 1).expand(*rows, 1).contiguous()})
+    return Weight(NvFp4Format(), shape, {"q": q, "scale": scale, "factor": factor.reshape(1, 1).expand(*rows, 1).contiguous()})
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
@@ -155,11 +155,11 @@ def by_group(where: str, q: Tensor, index: Tensor, bits: int, group: int) -> tup
     return (pairs(values) if bits == 4 else values).contiguous(), order.int()
 
 
-def compressed_tensors(settings: Settings) -> Recipe:
+def compressed_tensors(settings: Settings) -> QuantScheme:
     groups = settings.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise OutriderError(f"quantization_config ({METHOD}) has no config_groups")
-    kept: list[tuple[list[str], Stored]] = []
+    kept: list[tuple[list[str], QuantReader]] = []
     for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             raise OutriderError(f"quantization_config ({METHOD}): {name} has no weights")
@@ -167,7 +167,7 @@ def compressed_tensors(settings: Settings) -> Recipe:
         kept.append((strings(group, "targets"), scheme(layout, group["weights"])))
     dense = strings(settings, "ignore")
 
-    def find(module: str) -> Stored | None:
+    def find(module: str) -> QuantReader | None:
         if matches(module, dense):
             return None
         named = next((stored for targets, stored in kept if matches(module, targets)), None)
@@ -176,7 +176,7 @@ def compressed_tensors(settings: Settings) -> Recipe:
     return find
 
 
-def scheme(layout: str, weights: Settings) -> Stored:
+def scheme(layout: str, weights: Settings) -> QuantReader:
     kind, bits, strategy = str(weights.get("type", "int")), whole(weights, "num_bits", 8, METHOD), str(weights.get("strategy"))
     known = f"quantization_config ({METHOD}): {layout or 'no format'} with {kind}{bits} weights by {strategy} is not supported"
     if layout == "pack-quantized" and kind == "int" and bits in (4, 8) and strategy in ("group", "channel"):

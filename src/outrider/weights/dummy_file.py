@@ -117,7 +117,7 @@ def blocks(kind: str, rng: np.random.Generator) -> bytes:
     return b.tobytes()
 
 
-class Stream:
+class DummyStream:
     """Random content of any length, repeated from one chunk of each kind."""
 
     def __init__(self, seed: int) -> None:
@@ -312,7 +312,7 @@ def _tokenizer(tokens: list[str], merges: list[str]) -> dict[str, object]:
 
 
 def _write(path: Path, head: bytes, held: list[Tensor], seed: int, align: int, advance: Callable[[int], None]) -> int:
-    stream, scratch = Stream(seed), path.with_name(path.name + ".part")
+    stream, scratch = DummyStream(seed), path.with_name(path.name + ".part")
     try:
         with open(scratch, "wb") as file:
             file.write(head)

@@ -10,7 +10,7 @@ from ..models.config import ForeignDict, text_part
 from ..types import OutriderError, TextFiles
 from . import gguf, gguf_config, gguf_text, safetensors
 from .safetensors import read_json
-from .source import Source
+from .source import TensorSource
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,7 +51,7 @@ def from_gguf(path: Path, name: str) -> Files:
     return Files(name, path, gguf_config.hf_config(opened), opened)
 
 
-def open_source(files: Files) -> Source:
+def open_source(files: Files) -> TensorSource:
     if files.gguf is not None:
         return gguf_config.source(files.gguf, files.config)
     return safetensors.open_folder(files.path, files.config)

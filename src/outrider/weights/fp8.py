@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from ..types import OutriderError
 from .compressed import Floats
-from .stored import Recipe, Settings, all_but, strings
+from .quant_reader import QuantScheme, Settings, all_but, strings
 
 
-def fp8(settings: Settings) -> Recipe:
+def fp8(settings: Settings) -> QuantScheme:
     block = settings.get("weight_block_size")
     if block is None:
         stored = Floats(None, "weight_scale", "fp8")

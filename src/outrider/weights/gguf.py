@@ -15,7 +15,7 @@ import numpy as np
 
 from ..ops.formats import BLOCKS
 from ..types import OutriderError
-from .source import ITEM_BYTES, Entry, Mapped
+from .source import ITEM_BYTES, Mapped, TensorEntry
 
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 STRING, ARRAY = 8, 9
@@ -30,7 +30,7 @@ TENSOR_TYPES = {
 class GGUF:
     path: Path
     meta: dict[str, Value]
-    tensors: dict[str, Entry]  # by GGUF name; shapes outermost first
+    tensors: dict[str, TensorEntry]  # by GGUF name; shapes outermost first
     header: bytes
 
     @property
@@ -130,9 +130,9 @@ class _Reader:
             raise self.bad(f"alignment {align!r} makes no sense")
         header = bytes(self.view[: self.at])
         base = -(-self.at // align) * align
-        entries: dict[str, Entry] = {}
+        entries: dict[str, TensorEntry] = {}
         for name, kind, shape, offset in infos:
-            entry = Entry(self.file, kind, shape, base + offset)
+            entry = TensorEntry(self.file, kind, shape, base + offset)
             if name in entries:
                 raise self.bad(f"tensor {name!r} is there twice")
             if entry.start + entry.nbytes > self.file.size:

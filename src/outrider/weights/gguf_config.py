@@ -14,7 +14,7 @@ import numpy as np
 from ..models.config import ForeignDict
 from ..types import OutriderError
 from .gguf import GGUF, Value
-from .source import Entry, Source
+from .source import TensorEntry, TensorSource
 
 ARCHITECTURES = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text", "gemma4": "gemma4_text",
@@ -64,12 +64,12 @@ def hf_name(name: str, arch: str) -> str:
 
 
 def unpermute(heads: int, rows: int) -> np.ndarray:
-    """Stored row of each original row: pairs (2i, 2i+1) of a head go back to (i, i + D/2)."""
+    """QuantReader row of each original row: pairs (2i, 2i+1) of a head go back to (i, i + D/2)."""
     return np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
 
 
-def source(file: GGUF, config: ForeignDict) -> Source:
-    entries: dict[str, Entry] = {}
+def source(file: GGUF, config: ForeignDict) -> TensorSource:
+    entries: dict[str, TensorEntry] = {}
     for name, entry in file.tensors.items():
         if name == "rope_freqs.weight":  # read by `hf_config`
             continue
@@ -80,7 +80,7 @@ def source(file: GGUF, config: ForeignDict) -> Source:
                 raise OutriderError(f"{file.path}: tensor {name} has {entry.shape[0]} rows, which {heads} heads cannot share")
             entry = replace(entry, order=unpermute(heads, entry.shape[0]))
         entries[named] = entry
-    return Source(str(file.path), entries, file.header, plus_one_done=True)
+    return TensorSource(str(file.path), entries, file.header, plus_one_done=True)
 
 
 class _Meta:

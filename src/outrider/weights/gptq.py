@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops.formats import Format, Integer, Weight
+from ..ops.formats import Format, IntegerFormat, Weight
 from ..ops.formats.integer import pairs
 from ..types import OutriderError
 from .compressed import by_group, unpack
-from .stored import Recipe, Settings, Stored, expect, linear, matches, strings, whole
+from .quant_reader import QuantReader, QuantScheme, Settings, expect, linear, matches, strings, whole
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Gptq:
 
     @property
     def format(self) -> Format:
-        return Integer(self.bits, self.group, True, self.ordered, torch.float16)
+        return IntegerFormat(self.bits, self.group, True, self.ordered, torch.float16)
 
     def read(self, where: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor]) -> Weight:
         (rows, columns), each = shape, 32 // self.bits
@@ -54,10 +54,10 @@ class Gptq:
             ordered = bool((index != torch.arange(columns) // self.group).any())
             if ordered:
                 made["q"], made["order"] = by_group(where, made["q"], index, self.bits, self.group)
-        return Weight(Integer(self.bits, self.group, True, ordered, scale.dtype), shape, made)
+        return Weight(IntegerFormat(self.bits, self.group, True, ordered, scale.dtype), shape, made)
 
 
-def gptq(settings: Settings) -> Recipe:
+def gptq(settings: Settings) -> QuantScheme:
     def stored(values: Settings) -> Gptq:
         bits, group = whole(values, "bits", 4, "gptq"), whole(values, "group_size", 128, "gptq")
         if bits not in (4, 8):
@@ -68,7 +68,7 @@ def gptq(settings: Settings) -> Recipe:
     special = settings.get("dynamic")
     rules = special if isinstance(special, Mapping) else {}  # "-:pattern" leaves modules dense, "+:pattern" or "pattern" changes them
 
-    def find(module: str) -> Stored | None:
+    def find(module: str) -> QuantReader | None:
         if not linear(module) or module == "lm_head" or matches(module, dense, contained=True):
             return None
         for pattern, change in rules.items():

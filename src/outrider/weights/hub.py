@@ -19,8 +19,8 @@ import zipfile
 from pathlib import Path
 from typing import Literal
 
-from ..models.known import KNOWN
-from ..ops.cpu.build import keeping
+from ..models.builtin_configs import BUILTIN_CONFIGS
+from ..ops.cpu.build import cache_path
 from ..types import OutriderError
 from .files import Files, from_folder, from_gguf
 from .progress import progress
@@ -55,8 +55,8 @@ def resolve(name: str | Path, kind: Kind = "model", weights: bool = True) -> Fil
                 raise OutriderError(reason)
             return from_folder(Path(shipped), name)
         return from_gguf(smollm2_file(), name)
-    if not weights and name in KNOWN:  # what would be fetched is in the package
-        return Files(name, path, dict(KNOWN[name]))
+    if not weights and name in BUILTIN_CONFIGS:  # what would be fetched is in the package
+        return Files(name, path, dict(BUILTIN_CONFIGS[name]))
     if HF_ID.fullmatch(name) and not name.endswith((".gguf", ".safetensors")):
         return from_folder(_snapshot(name, weights), name)
     raise OutriderError(f"{name!r} does not exist{_meant(path)}: give a folder, a .gguf file, a Hugging Face id (org/name) or smollm2")
@@ -78,7 +78,7 @@ def _meant(path: Path) -> str:
 
 def _known(name: str) -> str:
     """The id of a model that is built in, where this is nearly one: without its organisation, or in other letters."""
-    ids = {short.lower(): full for full in KNOWN for short in (full, full.partition("/")[2])}
+    ids = {short.lower(): full for full in BUILTIN_CONFIGS for short in (full, full.partition("/")[2])}
     found = difflib.get_close_matches(name.lower(), ids, 1, 0.85)
     return f" (did you mean {ids[found[0]]}?)" if found and ids[found[0]] != name else ""
 
@@ -146,7 +146,7 @@ def _snapshot(name: str, weights: bool) -> Path:
 
 def smollm2_file() -> Path:
     """The GGUF of the default model; fetched once, checked, put in place in one step."""
-    path = keeping("smollm2", SMOLLM2_FILE)
+    path = cache_path("smollm2", SMOLLM2_FILE)
     if path.is_file() and path.stat().st_size == SMOLLM2_BYTES:
         return path
     try:

@@ -1,7 +1,7 @@
 """Tensors straight into place: checked against the plan by name, then streamed in slices into fused tensors.
 
 Peak memory is the loaded size plus one slice: file pages are given back as they are copied. Quantised matrices are offered
-to the ops object as they are stored (`hold`); those it does not multiply are dequantised slice by slice.
+to the ops object as they are stored (`Backend.pack_weights`); those it does not multiply are dequantised slice by slice.
 """
 
 from __future__ import annotations
@@ -16,41 +16,41 @@ from torch import Tensor
 
 from ..config import LoadFormat
 from ..models.config import DrafterConfig, ModelConfig
-from ..models.split import Cuts, Share, split_drafter, split_target
+from ..models.split import Shards, TPRank, split_drafter, split_target
 from ..ops.backend import Backend
-from ..ops.formats import BLOCKS, Dense, Held, Weight
-from ..ops.reference import ReferenceOps, plain
+from ..ops.formats import BLOCKS, DenseFormat, DeviceWeight, Weight
+from ..ops.reference import ReferenceOps, as_tensor
 from ..types import OutriderError, TextFiles
 from . import hub
-from .cut import border, cut_tensor, kept
 from .files import Files, open_source, text_files
 from .names import Config, TensorPlan, ignored, only_looked_up, roundable, tensor_plan
-from .piece import FLOATS, Piece, find
 from .progress import progress
-from .recipe import recipe
-from .source import Source
-from .stored import Recipe
+from .quant_reader import QuantScheme
+from .quant_scheme import recipe
+from .shard import alignment, shard_of, shard_tensor
+from .source import TensorSource
+from .source_tensor import FLOATS, SourceTensor, find
 
 C = TypeVar("C", ModelConfig, DrafterConfig)
 SLICE = 8 << 20  # bytes of the file copied at once
 INTEGERS = ("I64", "I32")
-HALVES = (Dense(torch.float16), Dense(torch.bfloat16))
+HALVES = (DenseFormat(torch.float16), DenseFormat(torch.bfloat16))
 
 
-class How(TypedDict, total=False):
+class LoadOptions(TypedDict, total=False):
     """How weights are loaded, beside where to and as what."""
 
     quantize: str | None  # what dense matrices are rounded to
     load_format: LoadFormat
     seed: int  # of dummy weights
-    share: Share | None  # only one process's part; the configuration is then the part's
-    keep: Callable[[str, Held], Held] | None  # what becomes of each weight once it is there
+    tp: TPRank | None  # only one process's part; the configuration is then the part's
+    keep: Callable[[str, DeviceWeight], DeviceWeight] | None  # what becomes of each weight once it is there
 
 
 def load_target(
     name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, ops: Backend | None = None,
-    **how: Unpack[How],
-) -> tuple[ModelConfig, dict[str, Held], TextFiles]:  # fmt: skip
+    **how: Unpack[LoadOptions],
+) -> tuple[ModelConfig, dict[str, DeviceWeight], TextFiles]:  # fmt: skip
     files = resolved(name, "model", how)
     own, weights = load(files, translate(ModelConfig.from_hf, files), device, dtype, ops, **how)
     return own, weights, text_files(files)
@@ -58,13 +58,13 @@ def load_target(
 
 def load_drafter(
     name: str | Path | Files, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, ops: Backend | None = None,
-    **how: Unpack[How],
-) -> tuple[DrafterConfig, dict[str, Held]]:  # fmt: skip
+    **how: Unpack[LoadOptions],
+) -> tuple[DrafterConfig, dict[str, DeviceWeight]]:  # fmt: skip
     files = resolved(name, "drafter", how)
     return load(files, translate(DrafterConfig.from_hf, files), device, dtype, ops, **how)
 
 
-def resolved(name: str | Path | Files, kind: hub.Kind, how: How) -> Files:
+def resolved(name: str | Path | Files, kind: hub.Kind, how: LoadOptions) -> Files:
     return name if isinstance(name, Files) else hub.resolve(name, kind, weights=how.get("load_format", "auto") == "auto")
 
 
@@ -78,37 +78,37 @@ def translate(reader: Callable[[dict[str, object]], C], files: Files) -> C:
 
 def load(
     files: Files, config: C, device: torch.device | str, dtype: torch.dtype, ops: Backend | None, *, quantize: str | None = None,
-    load_format: LoadFormat = "auto", seed: int = 0, share: Share | None = None, keep: Callable[[str, Held], Held] | None = None,
-) -> tuple[C, dict[str, Held]]:  # fmt: skip
+    load_format: LoadFormat = "auto", seed: int = 0, tp: TPRank | None = None, keep: Callable[[str, DeviceWeight], DeviceWeight] | None = None,
+) -> tuple[C, dict[str, DeviceWeight]]:  # fmt: skip
     ops = ops or ReferenceOps()
     if quantize is not None and quantize not in ops.capabilities.quantizes:
         can = f"{ops.name} holds {' and '.join(ops.capabilities.quantizes)}" if ops.capabilities.quantizes else "choose others with --ops"
         raise OutriderError(f"the {ops.name} ops cannot hold {quantize} weights: {can}, or leave out --quantize")
     how = recipe(files.config, files.name)
     if load_format == "dummy":
-        own, cuts = divided(config, share, lambda name: 32 if quantize is not None or how is not None else 1)
+        own, cuts = divided(config, tp, lambda name: 32 if quantize is not None or how is not None else 1)
         return own, dummy_weights(config, device, dtype, ops, quantize, seed, how, cuts)
     source, plans = open_source(files), tensor_plan(config)
     pieces = check(source, plans, config, how)
-    own, cuts = divided(config, share, lambda name: border(pieces[name], quantize is not None))
+    own, cuts = divided(config, tp, lambda name: alignment(pieces[name], quantize is not None))
     stored = sorted({p.entry.kind for each in pieces.values() for p in each if p.entry is not None and p.entry.kind in BLOCKS})
     if quantize is not None and stored and isinstance(config, ModelConfig):
         raise OutriderError(f"{files.name} is quantised already ({', '.join(stored)}): --quantize rounds dense checkpoints; leave it out")
     halves = ops.capabilities.holds_halves and dtype == torch.float32 and quantize is None
-    weights: dict[str, Held] = {}
+    weights: dict[str, DeviceWeight] = {}
     with progress(f"Loading {Path(files.name).name}", sum(p.nbytes for each in pieces.values() for p in each)) as advance:
         for name, plan in plans.items():
             if name in cuts:
-                parts = [kept(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
+                parts = [shard_of(piece, cut, source.where) for piece, cut in zip(pieces[name], cuts[name])]
             else:
                 parts = [piece.weight(source.where) for piece in pieces[name]]
             weight = None
             # A drafter's steps read dense matrices, or the one format they are compiled for.
-            if isinstance(config, ModelConfig) or all(isinstance(p.format, Dense) for p in parts):
-                weight = hold(plan, parts, ops, device, only_looked_up(config, name), halves)
+            if isinstance(config, ModelConfig) or all(isinstance(p.format, DenseFormat) for p in parts):
+                weight = packed(plan, parts, ops, device, only_looked_up(config, name), halves)
             if weight is None:
                 filled = dense(plan, parts, device, dtype, source.plus_one_done)
-                weight = finish(name, plan, filled, ops, held(config, name, quantize))
+                weight = transform(name, plan, filled, ops, held(config, name, quantize))
             for piece in pieces[name]:
                 piece.release()
             weights[name] = weight if keep is None else keep(name, weight)
@@ -116,32 +116,32 @@ def load(
     return own, weights
 
 
-def divided(config: C, share: Share | None, columns: Callable[[str], int]) -> tuple[C, Cuts]:
+def divided(config: C, tp: TPRank | None, columns: Callable[[str], int]) -> tuple[C, Shards]:
     """The configuration of one process's part, and what it keeps of each weight. columns(name): where they may be cut."""
-    if share is None or share.world == 1:
+    if tp is None or tp.world == 1:
         return config, {}
     if isinstance(config, ModelConfig):
-        return split_target(config, share, columns)
-    return split_drafter(config, share)
+        return split_target(config, tp, columns)
+    return split_drafter(config, tp)
 
 
 def check_shares(name: str, world: int) -> None:
     """An error where the model cannot be divided over so many processes: by its configuration alone, before one of them is started."""
     config = translate(ModelConfig.from_hf, hub.resolve(name, weights=False))
     for rank in reversed(range(world)):  # the last has the least
-        split_target(config, Share(rank, world), lambda name: 1)
+        split_target(config, TPRank(rank, world), lambda name: 1)
 
 
-def plain_all(weights: Mapping[str, Held]) -> dict[str, Tensor]:
+def as_tensors(weights: Mapping[str, DeviceWeight]) -> dict[str, Tensor]:
     """Weights that were loaded with the reference ops: all of them dense."""
-    return {name: plain(weight) for name, weight in weights.items()}
+    return {name: as_tensor(weight) for name, weight in weights.items()}
 
 
-def check(source: Source, plans: Mapping[str, TensorPlan], config: Config, how: Recipe | None = None) -> dict[str, list[Piece]]:
+def check(source: TensorSource, plans: Mapping[str, TensorPlan], config: Config, how: QuantScheme | None = None) -> dict[str, list[SourceTensor]]:
     """The pieces of every plan. Missing, left-over, wrongly shaped or unreadable tensors are errors, by name."""
     used: set[int] = set()
     missing: list[str] = []
-    pieces: dict[str, list[Piece]] = {}
+    pieces: dict[str, list[SourceTensor]] = {}
     for key, plan in plans.items():
         pieces[key] = []
         for name, shape in zip(plan.sources, plan.source_shapes, strict=True):
@@ -171,17 +171,17 @@ def _some(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"
 
 
-def hold(plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.device | str, table: bool, halves: bool) -> Held | None:
+def packed(plan: TensorPlan, parts: list[Weight], ops: Backend, device: torch.device | str, table: bool, halves: bool) -> DeviceWeight | None:
     """The ops object's own form of a quantised matrix; None where it has none, or where nothing is quantised. `table`: it is only
     ever looked up, and may be read where it lies. `halves`: dense matrices in 16 bits are offered as well."""
     if plan.role not in ("matrix", "embedding"):
         return None
-    if all(isinstance(p.format, Dense) for p in parts) and not (halves and all(p.format in HALVES for p in parts)):
+    if all(isinstance(p.format, DenseFormat) for p in parts) and not (halves and all(p.format in HALVES for p in parts)):
         return None
     if plan.role == "embedding" and not ops.capabilities.quantizes_tables:
         return None
     weight = ops.look_up(parts[0], device) if table and len(parts) == 1 else None
-    return ops.hold(parts, device) if weight is None else weight
+    return ops.pack_weights(parts, device) if weight is None else weight
 
 
 def held(config: Config, name: str, quantize: str | None) -> str | None:
@@ -191,7 +191,7 @@ def held(config: Config, name: str, quantize: str | None) -> str | None:
     return quantize
 
 
-def finish(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> Held:
+def transform(name: str, plan: TensorPlan, tensor: Tensor, ops: Backend, quantize: str | None) -> DeviceWeight:
     """What the ops object makes of a dense weight."""
     if plan.role not in ("matrix", "embedding"):
         return tensor
@@ -222,7 +222,7 @@ def fill(out: Tensor, weight: Weight) -> None:
     for lo in range(0, weight.shape[0], step):
         hi = min(weight.shape[0], lo + step)
         some = weight.rows(lo, hi)
-        out[lo:hi].copy_(some.tensors["values"] if isinstance(some.format, Dense) else some.dense())
+        out[lo:hi].copy_(some.tensors["values"] if isinstance(some.format, DenseFormat) else some.dense())
         if weight.release is not None:
             each = prod(weight.shape[1:-1])  # rows of the file: an expert has many
             weight.release(lo * each, hi * each)
@@ -235,13 +235,13 @@ def dummy_weights(
     ops: Backend | None = None,
     quantize: str | None = None,
     seed: int = 0,
-    how: Recipe | None = None,
-    cuts: Cuts | None = None,
-) -> dict[str, Held]:
+    how: QuantScheme | None = None,
+    cuts: Shards | None = None,
+) -> dict[str, DeviceWeight]:
     """Seeded random weights of the right shapes, made on the device: finite logits, no checkpoint needed. Matrices that the
     checkpoint's recipe quantises are rounded to their formats."""
     ops = ops or ReferenceOps()
-    weights: dict[str, Held] = {}
+    weights: dict[str, DeviceWeight] = {}
     generator = torch.Generator(device=device)
     for index, (name, plan) in enumerate(tensor_plan(config).items()):
         generator.manual_seed(seed * 1_000_003 + index)
@@ -256,8 +256,8 @@ def dummy_weights(
         else:  # small biases: they would drown the embedding
             tensor.normal_(0.0, 0.002 if plan.role == "bias" else 0.02, generator=generator)
         if cuts and name in cuts:
-            tensor = cut_tensor(tensor, plan, cuts[name])
+            tensor = shard_tensor(tensor, plan, cuts[name])
         stored = how(plan.sources[0].removesuffix(".weight")) if how is not None and plan.role == "matrix" else None
-        rounded = None if stored is None else ops.hold([stored.format.quantise(tensor)], device)
-        weights[name] = finish(name, plan, tensor, ops, held(config, name, quantize)) if rounded is None else rounded
+        rounded = None if stored is None else ops.pack_weights([stored.format.quantise(tensor)], device)
+        weights[name] = transform(name, plan, tensor, ops, held(config, name, quantize)) if rounded is None else rounded
     return weights

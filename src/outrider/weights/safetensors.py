@@ -9,7 +9,7 @@ from pathlib import Path
 from ..models.config import ForeignDict
 from ..types import OutriderError
 from .names import normalise
-from .source import ITEM_BYTES, Entry, Mapped, Source
+from .source import ITEM_BYTES, Mapped, TensorEntry, TensorSource
 
 MAX_HEADER = 100_000_000  # the format's own limit
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -46,11 +46,11 @@ def shard_names(folder: Path) -> list[str] | None:
     return found or None
 
 
-def open_folder(folder: Path, config: ForeignDict) -> Source:
+def open_folder(folder: Path, config: ForeignDict) -> TensorSource:
     names = shard_names(folder)
     if names is None:
         raise OutriderError(f"{folder} holds no safetensors file ({SINGLE} or {INDEX})")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for name in names:
         path = folder / name
         if not path.is_file():
@@ -61,10 +61,10 @@ def open_folder(folder: Path, config: ForeignDict) -> Source:
             if normalise(listed) not in entries:
                 raise OutriderError(f"tensor {listed} should be in {folder / shard} and is not: fetch the shard again")
     header = json.dumps({k: v for k, v in config.items() if not k.startswith("_") and k not in VOLATILE}, sort_keys=True)
-    return Source(str(folder), entries, header.encode())
+    return TensorSource(str(folder), entries, header.encode())
 
 
-def read_header(path: Path) -> dict[str, Entry]:
+def read_header(path: Path) -> dict[str, TensorEntry]:
     """{normalised name: entry} of one file. Every offset is proven to lie in the file and to match its shape."""
     file = Mapped(path)
 
@@ -102,7 +102,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         key = normalise(name)
         if key in entries:
             raise bad(f"tensor {name[:80]!r} is there twice")
-        entries[key] = Entry(file, kind, tuple(shape), base + start)
+        entries[key] = TensorEntry(file, kind, tuple(shape), base + start)
     return entries
 
 

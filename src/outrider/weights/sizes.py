@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ..models.config import ModelConfig, text_part
-from ..ops.formats import BLOCKS, Float8, Format, Integer, NvFp4, rounded_to, stays_dense
+from ..ops.formats import BLOCKS, Float8Format, Format, IntegerFormat, NvFp4Format, rounded_to, stays_dense
 from ..types import OutriderError
 from .files import Files, open_source
 from .names import Config, TensorPlan, only_looked_up, roundable, tensor_plan
-from .recipe import recipe
-from .source import Entry
+from .quant_scheme import recipe
+from .source import TensorEntry
 
 ITEM = {"float32": 4.0, "float64": 8.0}  # every other dtype of a checkpoint has two bytes
 
@@ -26,14 +26,14 @@ class Layout:
 
     bits: int  # of a code
     group: int  # columns that share a 16-bit factor; 0: the whole row has one
-    lifted: bool = False  # and an offset beside it
+    has_zero_point: bool = False  # and an offset beside it
 
     def nbytes(self, n: int, k: int) -> int:
         """Rows are filled up to 64, columns to whole chunks; factors come in pairs."""
         columns = (8 if self.bits < 8 else 4) * (16 if self.group == 16 else 32)
         rows, chunks = -(-n // 64) * 64, -(-k // columns)
-        group = columns if self.group == 0 and self.lifted else min(self.group, columns)
-        numbers = 0 if group == 0 else -(-columns // group // 2) * 2 * chunks * (1 + self.lifted)
+        group = columns if self.group == 0 and self.has_zero_point else min(self.group, columns)
+        numbers = 0 if group == 0 else -(-columns // group // 2) * 2 * chunks * (1 + self.has_zero_point)
         return rows * (chunks * columns * self.bits // 8 + 2 * numbers + (4 if numbers == 0 else 0))
 
 
@@ -45,13 +45,13 @@ LAYOUTS = {
 
 def layout_of(format: Format, experts: bool = False) -> Layout | None:
     """None: it is dense there, as are experts that have each an order of columns of their own."""
-    if isinstance(format, Integer):
+    if isinstance(format, IntegerFormat):
         if format.ordered and experts:
             return None
-        return Layout(format.bits, format.group, format.lifted)
-    if isinstance(format, Float8):
+        return Layout(format.bits, format.group, format.has_zero_point)
+    if isinstance(format, Float8Format):
         return Layout(8, format.group)
-    return Layout(4, 16) if isinstance(format, NvFp4) else None
+    return Layout(4, 16) if isinstance(format, NvFp4Format) else None
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def item_bytes(config: Mapping[str, object]) -> float:
 def stored_size(files: Files, config: Config, quantize: str | None = None) -> StoredSize:
     """quantize: what a GPU rounds dense matrices to as it loads them."""
     how, item = recipe(files.config, files.name), item_bytes(files.config)
-    entries: Mapping[str, Entry] = open_source(files).entries if files.gguf is not None else {}
+    entries: Mapping[str, TensorEntry] = open_source(files).entries if files.gguf is not None else {}
     total, token, parameters, gpu = 0.0, 0.0, 0, 0.0
     formats: dict[str, float] = {}
     for name, plan in tensor_plan(config).items():

@@ -49,7 +49,7 @@ class Mapped:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where a tensor lies. `order`: read its rows (of a vector its elements) so (Llama's GGUF files store q and k permuted)."""
 
     file: Mapped
@@ -77,11 +77,11 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Source:
+class TensorSource:
     """All tensors of a checkpoint, by Hugging Face name (text tower normalised to `model.`)."""
 
     where: str
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     header: bytes  # what beside the tensors belongs to the identity of the model
     plus_one_done: bool = False  # the norms already contain Gemma 3's +1 (GGUF)
 

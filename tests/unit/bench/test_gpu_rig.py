@@ -15,7 +15,7 @@ from tests.engines import mtp_drafter, tiny_engine, tiny_model
 from outrider.bench import gpu_engine, gpu_table
 from outrider.bench.gpu import PUBLISHED, Rig, Synthetic, plain_run, shallow, speculative_run, tree_run
 from outrider.bench.predict import chance
-from outrider.models.known import KNOWN
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.ops.reference import ReferenceOps
 from outrider.types import Draft, OutriderError, Verdict
 
@@ -117,10 +117,10 @@ def test_chances() -> None:
 
 def test_every_size_has_a_shallow_form_with_both_kinds_of_attention() -> None:
     for name, layers in (("31B", 6), ("12B", 6), ("26B-A4B", 6), ("E4B", 12), ("E2B", 10)):
-        text = shallow(dict(KNOWN[f"google/gemma-4-{name}-it"]), layers)["text_config"]
+        text = shallow(dict(BUILTIN_CONFIGS[f"google/gemma-4-{name}-it"]), layers)["text_config"]
         assert text["layer_types"][-1] == "full_attention" and len(text["layer_types"]) == layers
     with pytest.raises(OutriderError, match="both kinds"):
-        shallow(dict(KNOWN["google/gemma-4-31B-it"]), 5)
+        shallow(dict(BUILTIN_CONFIGS["google/gemma-4-31B-it"]), 5)
 
 
 def test_the_benchmark_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_the_benchmark_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     def make(size: str, **rest: Any) -> Rig:
         return Rig(TARGET, ASSISTANT, ReferenceOps(), "cpu", torch.float64, **rest)
 
-    settings = gpu_table.Settings(("E2B", "31B"), (0, 4, 8), (1, 2), (24,), None, False, 8, True, repeats=2)
+    settings = gpu_table.GpuBenchSettings(("E2B", "31B"), (0, 4, 8), (1, 2), (24,), None, False, 8, True, repeats=2)
     said: list[str] = []
     records = gpu_table.run(settings, said.append, make)
     assert [(r["size"], r["batch"]) for r in records] == [("E2B", 1), ("E2B", 2), ("31B", 1), ("31B", 2)]
@@ -154,7 +154,7 @@ def test_a_size_that_fails_does_not_cost_the_others() -> None:
             raise RuntimeError("no such luck")
         return Rig(TARGET, ASSISTANT, ReferenceOps(), "cpu", torch.float64, **rest)
 
-    settings = gpu_table.Settings(("E2B", "E4B"), (0,), (1,), (24,), equal_tokens=0, repeats=1)
+    settings = gpu_table.GpuBenchSettings(("E2B", "E4B"), (0,), (1,), (24,), equal_tokens=0, repeats=1)
     failed, worked = gpu_table.run(settings, lambda line: None, make)
     assert failed["error"] == "RuntimeError: no such luck" and worked["ar_ms"] > 0
     assert "no such luck" in gpu_table.text_table(gpu_table.table([failed, worked]))
@@ -163,9 +163,9 @@ def test_a_size_that_fails_does_not_cost_the_others() -> None:
 def test_settings_are_checked() -> None:
     for bad in ({"sizes": ("7B",)}, {"ks": (17,)}, {"batches": (0,)}, {"contexts": (1,)}, {"accept": (1.5,)}):
         with pytest.raises(OutriderError):
-            gpu_table.Settings(**bad)
-    assert gpu_table.Settings(accept=(0.9, 0.5)).chances(4) == [0.9, 0.5, 0.5, 0.5]
-    assert gpu_table.Settings().chances(2) is None
+            gpu_table.GpuBenchSettings(**bad)
+    assert gpu_table.GpuBenchSettings(accept=(0.9, 0.5)).chances(4) == [0.9, 0.5, 0.5, 0.5]
+    assert gpu_table.GpuBenchSettings().chances(2) is None
     assert gpu_table.quick().against_hf
 
 

@@ -6,7 +6,7 @@ import pytest
 from tests.unit.bench.fakes import FakeLLM
 
 from outrider.bench import report
-from outrider.bench.harness import PLAIN, Ours, Settings, Store, groups, read_cells, run, total
+from outrider.bench.harness import PLAIN, BenchSettings, Ours, Store, groups, read_cells, run, total
 from outrider.prompts import Prompt
 from outrider.types import OutriderError
 
@@ -16,7 +16,7 @@ PROMPTS = [Prompt(f"{c}/{i}", c, "word " * (i + 3), 12 + i) for c in ("qa", "hai
 def settings(**changes):
     base = dict(model="m", suite="quick", contestants=(PLAIN, "x/K=4", "x/auto"), temperatures=(0.0,), batches=(1,), repeats=2,
                 prompts=6, machine="test", version="0")  # fmt: skip
-    return Settings(**{**base, **changes})
+    return BenchSettings(**{**base, **changes})
 
 
 def contestants(llm):

@@ -22,16 +22,16 @@ from outrider.bench.predict import (
 )
 from outrider.bench.predict_trees import likeliest, tree_points
 from outrider.cli.predict import predict as command
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.models.known import KNOWN
 from outrider.ops import trees
 from outrider.types import OutriderError
 
 
 def setup(size, on="h200", drafter=True, **options):
     name = f"google/gemma-4-{size}-it"
-    helper = DrafterConfig.from_hf(KNOWN[f"{name}-assistant"]) if drafter else None
-    return Setup(ModelConfig.from_hf(KNOWN[name]), helper, machine(on), **options)
+    helper = DrafterConfig.from_hf(BUILTIN_CONFIGS[f"{name}-assistant"]) if drafter else None
+    return Setup(ModelConfig.from_hf(BUILTIN_CONFIGS[name]), helper, machine(on), **options)
 
 
 # our engine's whole cycles, H200, batch 1, 1k: (size, ms at K = 0, 4, 8, 16)

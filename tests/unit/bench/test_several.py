@@ -8,13 +8,13 @@ import pytest
 
 from outrider.bench import predict as model_of
 from outrider.bench.several import LINKS, Several, cheapest, link
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.models.known import KNOWN
 from outrider.types import OutriderError
 
 ACCEPT = model_of.Acceptance.parse("0.72")
 DENSE = model_of.Setup(
-    ModelConfig.from_hf(KNOWN["google/gemma-4-31B-it"]), DrafterConfig.from_hf(KNOWN["google/gemma-4-31B-it-assistant"]),
+    ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it"]), DrafterConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it-assistant"]),
     model_of.machine("a100"), context=4096,
 )  # fmt: skip
 

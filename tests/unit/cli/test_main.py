@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from outrider.cli import main
-from outrider.models.known import KNOWN
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 
-MODEL = next(iter(KNOWN))
+MODEL = next(iter(BUILTIN_CONFIGS))
 
 
 def called(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

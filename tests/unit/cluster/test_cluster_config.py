@@ -11,16 +11,16 @@ import yaml
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
-from outrider.cluster.config import RULES, ClusterConfig, Replicas
+from outrider.cluster.config import RULES, ClusterConfig, ReplicaCount
 from outrider.config import OPTIONS
 from outrider.types import OutriderError
 
 
 @pytest.mark.parametrize(("text", "low", "high"), [("2", 2, 2), ("2..8", 2, 8), ("1..1", 1, 1)])
 def test_replicas_are_a_number_or_bounds(text: str, low: int, high: int) -> None:
-    made = Replicas.parse(text)
+    made = ReplicaCount.parse(text)
     assert (made.low, made.high, made.fixed) == (low, high, low == high)
-    assert Replicas.parse(str(made)) == made
+    assert ReplicaCount.parse(str(made)) == made
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from starlette.types import Message
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE
 
-from outrider.cluster.ingress import Forward, Ingress, Nobody, Refused, ReplicaLost, Taken
+from outrider.cluster.ingress import Forward, Ingress, NoReplica, ReplicaLost, ReplicaRefused, TakenReplica
 from outrider.cluster.replica import Replica, receiving
 from outrider.cluster.totals import MOST_GONE, Snapshot, Totals
-from outrider.server.prepare import Backend
+from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "seed": 3}
@@ -36,7 +36,7 @@ class Pair:
     async def up(self, hold: int | None = None, **settings: Any) -> AsyncIterator[Ingress]:
         tok = tokenizer()
         self.replicas = [
-            Replica(n, Backend(FakeEngine(tok, hold=hold), tok, VOCAB, 2048, ""), ServerSettings(model_name="fake", host="0.0.0.0"))
+            Replica(n, ServedModel(FakeEngine(tok, hold=hold), tok, VOCAB, 2048, ""), ServerSettings(model_name="fake", host="0.0.0.0"))
             for n in "ab"
         ]
         for replica in self.replicas:
@@ -48,19 +48,19 @@ class Pair:
             for replica in self.replicas:
                 await replica.stop()
 
-    async def send(self, request: Forward) -> AsyncIterator[Taken | list[Message]]:
+    async def send(self, request: Forward) -> AsyncIterator[TakenReplica | list[Message]]:
         fate = self.plan.pop(0) if self.plan else ""
         self.sent.append(fate)
         if fate == "full":
-            raise Refused
+            raise ReplicaRefused
         if fate == "nobody":
-            raise Nobody
+            raise NoReplica
         if fate == "silence":
             await asyncio.sleep(60)
         if fate == "dead":
             raise ReplicaLost
         replica = self.replicas[len(self.sent) % 2]
-        yield Taken(replica.name)
+        yield TakenReplica(replica.name)
         if fate == "dies unseen":
             raise ReplicaLost
         if fate == "leaves":

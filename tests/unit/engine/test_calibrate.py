@@ -71,5 +71,5 @@ def test_a_draft_model_is_timed_with_its_keys_in_place() -> None:
             rows.clear()
             engine.executors[-1].probe("draft_model", batch, 4, 256)
             assert rows == [batch] * 4
-    engine.machine.close_scratch()
+    engine.runner.close_scratch()
     engine.drafter.check()

@@ -20,7 +20,7 @@ from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
 from outrider.spec.drafter import DraftBatch
 from outrider.spec.mtp import MTPDrafter
-from outrider.spec.plan import Choice, SeqView
+from outrider.spec.plan import DraftContext, DraftPlan
 from outrider.train import design
 from outrider.types import Draft
 from outrider.weights.load import dummy_weights
@@ -42,8 +42,8 @@ class Told(Controller):
         self.observed: list[tuple[int, int, Sequence[float] | None]] = []
         self.widths: list[float] = []
 
-    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
-        return [Choice(self.name, min(6, v.drafter_available.get(self.name, 0)), self.stop, self.drop) for v in seqs]
+    def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
+        return [DraftPlan(self.name, min(6, v.drafter_available.get(self.name, 0)), self.stop, self.drop) for v in seqs]
 
     def observe(
         self, id: str, drafter: str | None, drafted: int, accepted: int, confidence: Sequence[float] | None = None, tree: object = None
@@ -115,13 +115,13 @@ class Beside(Told):
         self.drafters = (name, "ngram")
         self.copies = 0
 
-    def plan(self, seqs: Sequence[SeqView]) -> list[Choice]:
+    def plan(self, seqs: Sequence[DraftContext]) -> list[DraftPlan]:
         out = []
         for v in seqs:
             name, most = ("ngram", 6) if v.id == "a" else (self.name, 2)
             k = min(most, v.drafter_available.get(name, 0))
             self.copies += name == "ngram" and k > 2 and len(seqs) > 1
-            out.append(Choice(name, k, self.stop, self.drop) if k else Choice(None, 0))
+            out.append(DraftPlan(name, k, self.stop, self.drop) if k else DraftPlan(None, 0))
         return out
 
 

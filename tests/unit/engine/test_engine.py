@@ -15,14 +15,14 @@ from tests.unit.engine.test_host_cycle import SHAPES
 from outrider.config import EngineConfig, SpecConfig, parse_draft_tokens
 from outrider.engine.engine import Engine
 from outrider.engine.scheduler import Scheduler
-from outrider.engine.step import Lane, Request, Seq
+from outrider.engine.step import Request, ScheduledSeq, Seq
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.backend import Capabilities
 from outrider.ops.cpu.ops import CpuOps
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import PLAIN, Choice
+from outrider.spec.plan import NO_DRAFT, DraftPlan
 from outrider.types import OutriderError, SamplingParams
 from outrider.weights.load import dummy_weights
 
@@ -178,11 +178,11 @@ def test_a_long_prompt_delays_running_streams_by_one_chunk() -> None:
     scheduler = Scheduler(CountingCache(4, 10_000), 4, 64, 64, 1 << 30, True)
     short, long = (Seq(Request(i, [1] * n, SamplingParams()), 0.0, [1] * n) for i, n in (("s", 5), ("l", 4000)))
     scheduler.add(short)
-    for chunk in scheduler.plan(lambda seqs: [PLAIN] * len(seqs)).prompts:
+    for chunk in scheduler.plan(lambda seqs: [NO_DRAFT] * len(seqs)).prompts:
         chunk.seq.computed = chunk.start + chunk.count
     scheduler.add(long)
     for step in range(10):
-        plan = scheduler.plan(lambda seqs: [PLAIN] * len(seqs))
+        plan = scheduler.plan(lambda seqs: [NO_DRAFT] * len(seqs))
         assert [row.seq.id for row in plan.decode] == ["s"], "the running stream is in every step"
         assert sum(c.count for c in plan.prompts) <= 64
         for chunk in plan.prompts:
@@ -202,9 +202,9 @@ def test_prompts_beside_streams_are_cut_small_until_many_wait() -> None:
             scheduler.add(seq)
             scheduler._admit()
             seq.computed = len(seq.tokens) - 1 if i < decoding else 0
-        plan = scheduler.plan(lambda seqs: [PLAIN] * len(seqs))
+        plan = scheduler.plan(lambda seqs: [NO_DRAFT] * len(seqs))
         assert len(plan.decode) == decoding
-        return [lane.count for lane in plan.prompts]
+        return [item.count for item in plan.prompts]
 
     assert step(0, 64) == [1024] * 8, "nobody decodes: whole passes"
     assert step(64, 1) == [512] and step(64, 2) == [256, 256], "few prompts beside streams"
@@ -218,9 +218,9 @@ def test_the_youngest_is_preempted() -> None:
     seqs = [Seq(Request(str(i), [1] * 10, SamplingParams()), 0.0, [1] * 10) for i in range(4)]
     for seq in seqs:
         scheduler.add(seq)
-    for chunk in scheduler.plan(lambda s: [PLAIN] * len(s)).prompts:
+    for chunk in scheduler.plan(lambda s: [NO_DRAFT] * len(s)).prompts:
         chunk.seq.computed = chunk.start + chunk.count
-    plan = scheduler.plan(lambda s: [Choice("d", 4)] * len(s))
+    plan = scheduler.plan(lambda s: [DraftPlan("d", 4)] * len(s))
     assert [row.seq.id for row in plan.decode] == ["0", "1"]
     assert scheduler.preemptions == 2 and [s.id for s in scheduler.waiting] == ["2", "3"]
     assert all(s.computed == 0 and s.cache is None for s in scheduler.waiting)
@@ -238,8 +238,8 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
         return Engine(model, None, settings, SpecConfig(0), None, Controller(CostTable(), ()), torch.float16)
 
     engine = engine_of()
-    whole = engine.machine.run
-    engine.machine.run = lambda lanes: (rows.append([lane.count for lane in lanes]), whole(lanes))[1]  # type: ignore[method-assign]
+    whole = engine.runner.run
+    engine.runner.run = lambda scheduled: (rows.append([item.count for item in scheduled]), whole(scheduled))[1]  # type: ignore[method-assign]
     jobs = [request(str(i), [(7 * i + j) % 90 for j in range(n)], max_tokens=12) for i, n in enumerate((5, 9, 70, 3, 33, 130))]
     got = run(engine, jobs)
     assert rows[0] == [4, 8, 64, 2] and max(map(sum, rows[1:])) == 16 and len(rows) < 20, rows
@@ -251,9 +251,9 @@ def test_prompts_that_come_together_are_packed_and_change_nothing() -> None:
 def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
     engine = tiny_engine("llama", model=MODEL)
     passes: list[list[int]] = []
-    engine.machine.run = lambda lanes: passes.append([lane.count for lane in lanes])  # type: ignore[method-assign]
+    engine.runner.run = lambda scheduled: passes.append([item.count for item in scheduled])  # type: ignore[method-assign]
     seq = Seq(request("a", PROMPT), 0.0, list(PROMPT))
-    lanes = [Lane(seq, 0, 0, n, False) for n in (30, 80, 20, 90, 10, 300, 40)]
+    scheduled = [ScheduledSeq(seq, 0, 0, n, False) for n in (30, 80, 20, 90, 10, 300, 40)]
     for rows, replay, want in (
         (0, 1 << 30, [[30], [80], [20], [90], [10], [300], [40]]),
         (120, 1 << 30, [[30, 80], [20, 90, 10], [300], [40]]),
@@ -263,7 +263,7 @@ def test_prompts_are_packed_only_as_far_as_rows_are_independent() -> None:
         passes.clear()
         MODEL.ops.capabilities = Capabilities(independent_rows=rows, replay_rows=replay)
         try:
-            engine.machine.prompts(lanes)
+            engine.runner.prompts(scheduled)
         finally:
             del MODEL.ops.capabilities
         assert passes == want
@@ -318,19 +318,19 @@ def test_beside_streams_prompts_come_in_small_pieces() -> None:
     stream, long, short = (Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, 400, 10))
     for seq in (stream, long, short):
         scheduler.add(seq)
-    choose = lambda ready: [PLAIN] * len(ready)  # noqa: E731
+    choose = lambda ready: [NO_DRAFT] * len(ready)  # noqa: E731
     first = scheduler.plan(choose)
-    assert [lane.count for lane in first.prompts] == [1, 399, 9]  # nobody waits: as much as fits
+    assert [item.count for item in first.prompts] == [1, 399, 9]  # nobody waits: as much as fits
     stream.computed = 1
     counts = []
     while short.computed < 9:
         batch = scheduler.plan(choose)
-        assert [lane.seq for lane in batch.decode] == [stream]
-        counts.append([lane.count for lane in batch.prompts])
-        for lane in batch.prompts:
-            lane.seq.computed += lane.count
+        assert [item.seq for item in batch.decode] == [stream]
+        counts.append([item.count for item in batch.prompts])
+        for item in batch.prompts:
+            item.seq.computed += item.count
     assert counts == [[8, 8], [1, 15]]  # sixteen in all: of the one that is soonest done, the rest of the oldest
-    assert [lane.count for lane in scheduler.plan(choose).prompts] == [16]
+    assert [item.count for item in scheduler.plan(choose).prompts] == [16]
 
 
 def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
@@ -338,7 +338,7 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     scheduler = Scheduler(CountingCache(8, 10_000), 8, 512, 16, 1 << 30, True, beside=16)
     stream, *many = (Seq(Request(f"{n}", list(range(n)), SamplingParams(max_tokens=8)), 0.0, list(range(n))) for n in (2, *[40] * 6))
     scheduler.add(stream)
-    choose = lambda ready: [PLAIN] * len(ready)  # noqa: E731
+    choose = lambda ready: [NO_DRAFT] * len(ready)  # noqa: E731
     scheduler.plan(choose)
     stream.computed = 1
     for seq in many:
@@ -346,19 +346,19 @@ def test_however_many_prompts_wait_streams_wait_no_longer() -> None:
     steps = 0
     while any(seq.computed < 39 for seq in many):
         batch, steps = scheduler.plan(choose), steps + 1
-        assert stream in [lane.seq for lane in batch.decode] and 0 < sum(lane.count for lane in batch.prompts) <= 16
-        for lane in batch.prompts:
-            lane.seq.computed += lane.count
+        assert stream in [item.seq for item in batch.decode] and 0 < sum(item.count for item in batch.prompts) <= 16
+        for item in batch.prompts:
+            item.seq.computed += item.count
     assert steps == -(-6 * 39 // 16)
 
 
 def test_a_server_s_prompts_come_in_pieces_even_where_nobody_decodes() -> None:
     engine = tiny_engine("llama", model=MODEL)
-    engine.can = replace(engine.can, prompts_independent=True, rows_alone=8)
+    engine.can = replace(engine.can, prompts_independent=True, prefill_idle=8)
     whole = run(engine, [request("a", list(range(3, 50)))])
     counts: list[int] = []
-    prompts = engine.machine.prompts
-    engine.machine.prompts = lambda lanes: (counts.extend(lane.count for lane in lanes), prompts(lanes))[1]  # type: ignore[method-assign]
+    prompts = engine.runner.prompts
+    engine.runner.prompts = lambda scheduled: (counts.extend(item.count for item in scheduled), prompts(scheduled))[1]  # type: ignore[method-assign]
     engine.serve()
     engine.store.prefix.clear()
     assert run(engine, [request("a", list(range(3, 50)))]) == whole and max(counts) == 8 and sum(counts) == 46

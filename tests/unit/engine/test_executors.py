@@ -11,7 +11,7 @@ from tests.unit.engine.test_host_cycle import SHAPES
 
 from outrider.config import EngineConfig, SpecConfig
 from outrider.engine.engine import Engine
-from outrider.engine.step import Lane, Request, Seq, StepBatch, pick
+from outrider.engine.step import Request, ScheduledSeq, Seq, StepBatch, pick
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.models.drafter import MTPNet
@@ -59,7 +59,7 @@ def test_who_runs_a_step_is_decided_in_one_place() -> None:
     def batch(**params: Any) -> StepBatch:
         asked = SamplingParams(**params)
         seq = Seq(Request("a", PROMPT, asked), 0.0, list(PROMPT))
-        return StepBatch(decode=[Lane(seq, 0, len(PROMPT) - 1)])
+        return StepBatch(decode=[ScheduledSeq(seq, 0, len(PROMPT) - 1)])
 
     executors = engine_of("llama", "host").executors
     for params, name in (

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 from tests.server_fakes import VOCAB, masks, tokenizer
 
-from outrider.engine.grammar import GrammarCompiler, Matcher, schema_grammar
+from outrider.engine.grammar import GrammarCompiler, GrammarMatcher, schema_grammar
 from outrider.types import OutriderError
 
 TOK = tokenizer()
@@ -148,7 +148,7 @@ def test_a_draft_that_breaks_the_parser_costs_the_draft_only() -> None:
         def get_error(self) -> str:
             return "too complex"
 
-    matcher = Matcher(Parser(), 32, [1])
+    matcher = GrammarMatcher(Parser(), 32, [1])
     matcher.advance([3, 4])
     rows = matcher.bits([5, 7, 6])
     assert matcher.failed is None and (rows[2:] == -1).all()  # the draft ends before the token behind which it fails

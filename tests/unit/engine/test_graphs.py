@@ -20,8 +20,8 @@ from outrider.engine.capture import Graph
 from outrider.engine.decode import Key
 from outrider.engine.engine import Engine
 from outrider.engine.graphs import GraphExecutor, choosing_of
-from outrider.engine.history import NOTHING, Asks
-from outrider.engine.step import Lane, Request
+from outrider.engine.slot_sampling import NO_FEATURES, SamplingFeatures
+from outrider.engine.step import Request, ScheduledSeq
 from outrider.ops.backend import Capabilities
 from outrider.types import MAX_DRAFT, SamplingParams
 
@@ -62,7 +62,7 @@ def test_a_step_never_grows_beyond_the_rows_that_are_independent() -> None:
     rows: list[int] = []
     eager = engine.executors[-1]
     launch = eager.launch
-    eager.launch = lambda batch: (rows.append(sum(lane.k + 1 for lane in batch.decode)), launch(batch))[1]  # type: ignore[method-assign]
+    eager.launch = lambda batch: (rows.append(sum(item.k + 1 for item in batch.decode)), launch(batch))[1]  # type: ignore[method-assign]
     jobs = [request(str(i), [4, 5, 6, 7] * 4 + [i], k=8, max_tokens=20) for i in range(16)]
     got = run(engine, jobs)
     assert 16 < max(rows) <= 48
@@ -88,9 +88,9 @@ def test_cycles_overlap_and_the_last_one_is_dropped() -> None:
     engine.submit(request("a", PROMPT, k=2, max_tokens=30, stop_token_ids=(stop,)))
     launches, got = 0, []
     while engine.busy:
-        before = engine._flight
+        before = engine._pending
         got += [t for e in engine.step() for t in e.tokens]
-        launches += engine._flight is not None and engine._flight is not before
+        launches += engine._pending is not None and engine._pending is not before
     assert got == want[: want.index(stop) + 1]
     assert launches == engine.metrics.cycles + 1, "one cycle too many was launched, and it was not counted"
     engine.check()
@@ -101,9 +101,9 @@ def test_no_cycle_is_wasted_on_an_answer_of_known_length() -> None:
     engine.submit(request("a", PROMPT, k=0, max_tokens=7))
     launches = 0
     while engine.busy:
-        before = engine._flight
+        before = engine._pending
         engine.step()
-        launches += engine._flight is not None and engine._flight is not before
+        launches += engine._pending is not None and engine._pending is not before
     assert launches == 7
 
 
@@ -199,7 +199,7 @@ def test_random_batches(variant: str, jobs: list[Any], max_batch: int, tight: bo
 
 
 def test_the_context_fills_to_its_end() -> None:
-    """In flight cycles must not write past the table, nor ask for pages that can never be had."""
+    """In pending cycles must not write past the table, nor ask for pages that can never be had."""
     for k in (0, 3, 16):
         engine = engines("dense", max_context=64, kv_tokens=72, max_batch=2)
         eager = tiny_engine("dense", model=MODELS["dense"], max_context=64, kv_tokens=72)
@@ -228,28 +228,28 @@ def test_logprobs_of_a_graph_are_those_of_the_eager_cycle(k: int) -> None:
 
 def test_what_a_batch_asks_for() -> None:
     plain = SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.1, seed=3, stop_token_ids=(4,))
-    assert not plain.processed and not plain.tempered and Asks.of([plain], 1) == NOTHING
+    assert not plain.processed and not plain.temperature_only and SamplingFeatures.of([plain], 1) == NO_FEATURES
     for n, likely in ((0, 0), (3, 5), (20, 20)):
         told = SamplingParams(logprobs=n)
-        assert told.processed and told.tempered and Asks.of([plain, told], 1) == Asks(logprobs=likely)
+        assert told.processed and told.temperature_only and SamplingFeatures.of([plain, told], 1) == SamplingFeatures(logprobs=likely)
     for p, want in (
-        (SamplingParams(repetition_penalty=1.1), Asks(penalties=True)), (SamplingParams(presence_penalty=0.1), Asks(penalties=True)),
-        (SamplingParams(frequency_penalty=0.1), Asks(penalties=True)), (SamplingParams(logit_bias={1: 1.0, 2: 1.0, 3: 0.5}), Asks(bias=4)),
-        (SamplingParams(bad_words=((1,), (1, 2, 3))), Asks(words=2, reach=2)), (SamplingParams(min_tokens=1), Asks(stops=1)),
-        (SamplingParams(grammar=Thirds()), Asks(grammar=True)),
+        (SamplingParams(repetition_penalty=1.1), SamplingFeatures(penalties=True)), (SamplingParams(presence_penalty=0.1), SamplingFeatures(penalties=True)),
+        (SamplingParams(frequency_penalty=0.1), SamplingFeatures(penalties=True)), (SamplingParams(logit_bias={1: 1.0, 2: 1.0, 3: 0.5}), SamplingFeatures(bias=4)),
+        (SamplingParams(bad_words=((1,), (1, 2, 3))), SamplingFeatures(words=2, reach=2)), (SamplingParams(min_tokens=1), SamplingFeatures(stops=1)),
+        (SamplingParams(grammar=Thirds()), SamplingFeatures(grammar=True)),
     ):  # fmt: skip
-        assert p.processed and not p.tempered and Asks.of([plain, p], 1) == want
+        assert p.processed and not p.temperature_only and SamplingFeatures.of([plain, p], 1) == want
 
 
 def test_how_candidates_are_found() -> None:
-    hot = {"temperature": 1.0}
+    sampled = {"temperature": 1.0}
     assert choosing_of([SamplingParams(top_k=5)]) == "greedy"
-    assert choosing_of([SamplingParams(), SamplingParams(**hot)]) == "hot"
-    assert choosing_of([SamplingParams(**hot, top_k=64, top_p=0.9)]) == "head 64"
-    assert choosing_of([SamplingParams(**hot, min_p=0.1)]) == "head 64"
-    assert choosing_of([SamplingParams(**hot, top_k=65)]) == "head 1024"
-    assert choosing_of([SamplingParams(**hot, top_p=0.9), SamplingParams(**hot, top_k=5)]) == "sort"
-    assert choosing_of([SamplingParams(**hot, top_k=5000)]) == "sort"
+    assert choosing_of([SamplingParams(), SamplingParams(**sampled)]) == "sampled"
+    assert choosing_of([SamplingParams(**sampled, top_k=64, top_p=0.9)]) == "head 64"
+    assert choosing_of([SamplingParams(**sampled, min_p=0.1)]) == "head 64"
+    assert choosing_of([SamplingParams(**sampled, top_k=65)]) == "head 1024"
+    assert choosing_of([SamplingParams(**sampled, top_p=0.9), SamplingParams(**sampled, top_k=5)]) == "sort"
+    assert choosing_of([SamplingParams(**sampled, top_k=5000)]) == "sort"
 
 
 def test_a_failing_capture_leaves_the_eager_cycle(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -314,8 +314,8 @@ def test_a_graph_without_a_gpu_is_the_function() -> None:
 def test_a_captured_tree_has_no_more_rows_than_each_sequence_has_pages_for(asked: tuple[int, ...], nodes: int) -> None:
     """Rows beyond what was reserved would lie on the scratch page, which neighbours write too."""
     executor = object.__new__(GraphExecutor)
-    executor.drafter, executor.trees = SimpleNamespace(most_nodes=lambda depth: 99), True  # type: ignore[assignment]
-    lanes = [Lane(None, i, 10, k=3, nodes=n) for i, n in enumerate(asked)]  # type: ignore[arg-type]
-    assert executor._nodes(lanes, 3, 20) == nodes
-    plain = Lane(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it
-    assert executor._nodes([*lanes, plain], 3, 20) == nodes
+    executor.drafter, executor.trees = SimpleNamespace(max_nodes=lambda depth: 99), True  # type: ignore[assignment]
+    scheduled = [ScheduledSeq(None, i, 10, k=3, nodes=n) for i, n in enumerate(asked)]  # type: ignore[arg-type]
+    assert executor._nodes(scheduled, 3, 20) == nodes
+    plain = ScheduledSeq(None, 9, 10)  # type: ignore[arg-type]  who drafts nothing takes no part in it
+    assert executor._nodes([*scheduled, plain], 3, 20) == nodes

@@ -84,7 +84,7 @@ def test_one_call_is_the_single_operations(shape: str, taps: tuple[int, ...], pa
     assert run(one, asked) == run(many, asked)
     assert one.metrics.drafted == many.metrics.drafted > 0 and one.metrics.accepted == many.metrics.accepted
     assert one.metrics.accepted_by_position == many.metrics.accepted_by_position
-    assert torch.equal(one.machine.features, many.machine.features)
+    assert torch.equal(one.runner.features, many.runner.features)
 
 
 @pytest.mark.parametrize("shape", ["llama", "ties", "few sliding"])

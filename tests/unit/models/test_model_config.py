@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tests import tiny
 
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.models.known import KNOWN
 from outrider.types import OutriderError
 
 
@@ -40,8 +40,8 @@ def test_a_config_without_model_type() -> None:
 
 
 def test_a_drafter_is_not_a_target_and_a_target_is_not_a_drafter() -> None:
-    assert "--drafter" in refused(dict(KNOWN["google/gemma-4-E2B-it-assistant"]))
-    assert "not an MTP drafter" in refused(dict(KNOWN["google/gemma-4-E2B-it"]), DrafterConfig)
+    assert "--drafter" in refused(dict(BUILTIN_CONFIGS["google/gemma-4-E2B-it-assistant"]))
+    assert "not an MTP drafter" in refused(dict(BUILTIN_CONFIGS["google/gemma-4-E2B-it"]), DrafterConfig)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_what_gemma4_refuses(changes: dict[str, Any], word: str) -> None:
 
 
 def test_clusters_must_divide_the_vocabulary() -> None:
-    raw = dict(KNOWN["google/gemma-4-E2B-it-assistant"], num_centroids=1000)
+    raw = dict(BUILTIN_CONFIGS["google/gemma-4-E2B-it-assistant"], num_centroids=1000)
     assert "num_centroids" in refused(raw, DrafterConfig)
 
 

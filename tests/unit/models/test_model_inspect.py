@@ -13,12 +13,12 @@ import torch
 import transformers
 from tests import tiny
 
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.inspect import drafter_size, flops, kv_bytes, model_size, report
-from outrider.models.known import KNOWN
 from outrider.weights.names import tensor_plan
 
-TARGETS = [name for name in KNOWN if not name.endswith("-assistant")]
+TARGETS = [name for name in BUILTIN_CONFIGS if not name.endswith("-assistant")]
 
 
 def planned(config: ModelConfig | DrafterConfig) -> int:
@@ -42,28 +42,28 @@ def test_every_parameter_of_the_plan_is_counted(name: str) -> None:
     ],
 )
 def test_known_models_have_the_published_size(name: str, total: float, active: float) -> None:
-    config = ModelConfig.from_hf(KNOWN[name])
+    config = ModelConfig.from_hf(BUILTIN_CONFIGS[name])
     size = model_size(config)
     assert size.total == planned(config)
     assert size.total == pytest.approx(total, rel=0.005) and size.active == pytest.approx(active, rel=0.005)
     assert size.active <= size.total
 
 
-@pytest.mark.parametrize("name", list(KNOWN))
+@pytest.mark.parametrize("name", list(BUILTIN_CONFIGS))
 def test_transformers_builds_the_same_number_of_parameters(name: str) -> None:
-    raw = strip(KNOWN[name])
+    raw = strip(BUILTIN_CONFIGS[name])
     auto: Any = transformers.AutoConfig.for_model(**raw)
     helper = name.endswith("-assistant")
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(auto if helper else auto.get_text_config())
     theirs = sum(p.numel() for p in model.parameters())
     scalars = sum(b.numel() for n, b in model.named_buffers() if n.endswith("layer_scalar"))
-    ours = drafter_size(DrafterConfig.from_hf(KNOWN[name])).total if helper else model_size(ModelConfig.from_hf(KNOWN[name])).total
+    ours = drafter_size(DrafterConfig.from_hf(BUILTIN_CONFIGS[name])).total if helper else model_size(ModelConfig.from_hf(BUILTIN_CONFIGS[name])).total
     assert ours == theirs + scalars
     if helper:
-        assert ours == planned(DrafterConfig.from_hf(KNOWN[name]))
+        assert ours == planned(DrafterConfig.from_hf(BUILTIN_CONFIGS[name]))
     else:  # and it reads the same shapes out of it
-        assert ModelConfig.from_hf(auto.to_dict()).layers == ModelConfig.from_hf(KNOWN[name]).layers
+        assert ModelConfig.from_hf(auto.to_dict()).layers == ModelConfig.from_hf(BUILTIN_CONFIGS[name]).layers
 
 
 def strip(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,15 +78,15 @@ def strip(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def test_a_step_with_clusters_reads_a_sliver_of_the_head() -> None:
-    small = drafter_size(DrafterConfig.from_hf(KNOWN["google/gemma-4-E2B-it-assistant"]))
+    small = drafter_size(DrafterConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-E2B-it-assistant"]))
     head = 262144 * 256
     assert small.total - small.step == head - head * 32 // 2048
-    big = drafter_size(DrafterConfig.from_hf(KNOWN["google/gemma-4-31B-it-assistant"]))
+    big = drafter_size(DrafterConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-31B-it-assistant"]))
     assert big.total == big.step
 
 
 def test_kv_of_sliding_layers_stops_at_the_window() -> None:
-    config = ModelConfig.from_hf(KNOWN["google/gemma-4-E2B-it"])
+    config = ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-E2B-it"])
     # 12 sliding layers that own K/V with one head of 256, 3 full ones with one of 512; K and V, two bytes each
     assert report(config)["kv_bytes_per_token"] == (12 * 256 + 3 * 512) * 4
     assert kv_bytes(config, 100_000) == 12 * 256 * 4 * 512 + 3 * 512 * 4 * 100_000
@@ -95,14 +95,14 @@ def test_kv_of_sliding_layers_stops_at_the_window() -> None:
 
 def test_prompts_go_as_far_as_their_kv() -> None:
     """Of E2B's 35 layers 15 write K/V, and the others have MLPs of twice the width: a quarter of the work is left."""
-    size = model_size(ModelConfig.from_hf(KNOWN["google/gemma-4-E2B-it"]))
+    size = model_size(ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-E2B-it"]))
     assert 3.0 < (flops(size, 1024, 0, 1024) - 2.0 * 1024 * size.head) / flops(size, 1024, 0, 0) < 4.0
     assert flops(size, 1, 500, 1) == flops(size, 2, 499.5, 2) / 2, "decoding rows are all wanted"
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_checking_several_tokens_costs_little_more_than_one(name: str) -> None:
-    each = report(ModelConfig.from_hf(KNOWN[name]))["intensity"]
+    each = report(ModelConfig.from_hf(BUILTIN_CONFIGS[name]))["intensity"]
     assert 0.9 < each["decode_1"] < 1.1  # two operations for every two-byte weight
     assert each["decode_1"] < each["decode_5"] < each["decode_9"] < each["prefill"]
     dense = "A4B" not in name
@@ -110,11 +110,11 @@ def test_checking_several_tokens_costs_little_more_than_one(name: str) -> None:
 
 
 def test_bits_scale_the_bytes() -> None:
-    config = ModelConfig.from_hf(KNOWN["google/gemma-4-12B-it"])
+    config = ModelConfig.from_hf(BUILTIN_CONFIGS["google/gemma-4-12B-it"])
     assert report(config, weight_bytes=0.5)["bytes_per_token"] * 4 == pytest.approx(report(config)["bytes_per_token"])
 
 
 def test_it_all_works_without_torch() -> None:
-    names = "config, inspect, known, pairing"
+    names = "config, inspect, builtin_configs, compat"
     code = f"import sys; from outrider.models import {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": "src"}).returncode == 0

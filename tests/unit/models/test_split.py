@@ -10,14 +10,14 @@ import torch
 from tests.engines import GEMMA4, LLAMA, VARIANTS, assistant
 from torch import Tensor
 
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
-from outrider.models.known import KNOWN
-from outrider.models.split import Cuts, Share, heads_of, piece, split_drafter, split_target
+from outrider.models.split import Shards, TPRank, heads_of, piece, split_drafter, split_target
 from outrider.types import OutriderError
 from outrider.weights import load_target
-from outrider.weights.cut import cut_tensor
 from outrider.weights.dummy_file import write_folder, write_gguf
 from outrider.weights.names import tensor_plan
+from outrider.weights.shard import shard_tensor
 
 WIDE = {**LLAMA, "hidden_size": 64, "head_dim": 32, "intermediate_size": 512, "vocab_size": 320}
 SMOLLM2 = {
@@ -26,20 +26,20 @@ SMOLLM2 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("size", "parts", "grain"), [(9, 2, 1), (48, 4, 1), (1536, 4, 256), (70, 4, 1), (96, 3, 32)])
-def test_pieces_are_a_partition_on_the_grain(size: int, parts: int, grain: int) -> None:
-    spans = [piece(size, i, parts, grain) for i in range(parts)]
+@pytest.mark.parametrize(("size", "parts", "alignment"), [(9, 2, 1), (48, 4, 1), (1536, 4, 256), (70, 4, 1), (96, 3, 32)])
+def test_pieces_are_a_partition_on_the_grain(size: int, parts: int, alignment: int) -> None:
+    spans = [piece(size, i, parts, alignment) for i in range(parts)]
     assert spans[0][0] == 0 and spans[-1][1] == size
-    assert all(a[1] == b[0] and a[1] % grain == 0 for a, b in pairwise(spans))
+    assert all(a[1] == b[0] and a[1] % alignment == 0 for a, b in pairwise(spans))
     sizes = [hi - lo for lo, hi in spans]
-    assert max(sizes) - min(sizes) <= grain
+    assert max(sizes) - min(sizes) <= alignment
 
 
 @pytest.mark.parametrize(("heads", "kv", "world"), [(9, 3, 2), (9, 3, 4), (8, 1, 8), (32, 8, 2), (14, 2, 4), (4, 2, 3)])
 def test_query_heads_go_with_their_kv_head(heads: int, kv: int, world: int) -> None:
     seen: list[int] = []
     for rank in range(world):
-        (q, q_end), (k, k_end) = heads_of(heads, kv, Share(rank, world))
+        (q, q_end), (k, k_end) = heads_of(heads, kv, TPRank(rank, world))
         assert q < q_end and (q_end - q) % (k_end - k) == 0
         each = (q_end - q) // (k_end - k)  # as the ops see it: query head i reads K/V head i // each
         assert all(h // (heads // kv) == k + (h - q) // each for h in range(q, q_end))
@@ -47,23 +47,23 @@ def test_query_heads_go_with_their_kv_head(heads: int, kv: int, world: int) -> N
     assert seen == list(range(heads))
 
 
-def held(config: ModelConfig, share: Share) -> float:
+def held(config: ModelConfig, tp: TPRank) -> float:
     """What a process holds of the weights that are divided."""
-    plans, (_, cuts) = tensor_plan(config), split_target(config, share, lambda _: 1)
+    plans, (_, cuts) = tensor_plan(config), split_target(config, tp, lambda _: 1)
     whole = {name: torch.empty(plans[name].shape, device="meta") for name in cuts if name in plans}
-    return sum(cut_tensor(w, plans[n], cuts[n]).numel() for n, w in whole.items()) / sum(w.numel() for w in whole.values())
+    return sum(shard_tensor(w, plans[n], cuts[n]).numel() for n, w in whole.items()) / sum(w.numel() for w in whole.values())
 
 
 @pytest.mark.parametrize("name", ["smollm2", *(f"google/gemma-4-{size}-it" for size in ("E2B", "E4B", "12B", "26B-A4B", "31B"))])
 def test_nobody_holds_much_more_than_its_share(name: str) -> None:
-    config = ModelConfig.from_hf(SMOLLM2 if name == "smollm2" else KNOWN[name])
+    config = ModelConfig.from_hf(SMOLLM2 if name == "smollm2" else BUILTIN_CONFIGS[name])
     for world in (2, 4, 8):
-        parts = [held(config, Share(rank, world)) for rank in range(world)]
+        parts = [held(config, TPRank(rank, world)) for rank in range(world)]
         assert max(parts) <= 1 / world + (0.05 if name == "smollm2" else 0.005), world
         assert sum(parts) >= 0.999
 
 
-def together(cuts: Cuts, name: str, parts: list[Tensor], sources: tuple[int, ...]) -> Tensor:
+def together(cuts: Shards, name: str, parts: list[Tensor], sources: tuple[int, ...]) -> Tensor:
     """The parts of all ranks as one tensor, for weights of which nothing is kept twice."""
     if cuts[name][0].columns:
         return torch.cat(parts, dim=-1)
@@ -85,8 +85,8 @@ def test_the_parts_of_a_file_are_the_whole(name: str, tmp_path: Path) -> None:
     else:
         write_gguf(path, config, name)
     _, whole, _ = load_target(path)
-    shares = [Share(rank, 2) for rank in range(2)]
-    loaded = [load_target(path, share=share) for share in shares]
+    shares = [TPRank(rank, 2) for rank in range(2)]
+    loaded = [load_target(path, tp=share) for share in shares]
     _, cuts = split_target(config, shares[0], lambda _: 32 if name not in VARIANTS else 1)
     plans = tensor_plan(config)
     for key, weight in whole.items():
@@ -109,14 +109,14 @@ def test_the_parts_of_a_file_are_the_whole(name: str, tmp_path: Path) -> None:
 def test_what_cannot_be_divided_is_refused_in_one_line(tmp_path: Path) -> None:
     config = ModelConfig.from_hf(GEMMA4)
     with pytest.raises(OutriderError, match=r"layer 0 has 4 heads over 2 K/V heads, too few for --tensor-parallel 8"):
-        split_target(config, Share(0, 8), lambda _: 1)
+        split_target(config, TPRank(0, 8), lambda _: 1)
     with pytest.raises(OutriderError, match=r"the MLP of layer 0 is 48 wide and may be cut at multiples of 32 only"):
-        split_target(config, Share(0, 4), lambda _: 32)
+        split_target(config, TPRank(0, 4), lambda _: 32)
     with pytest.raises(OutriderError, match=r"in an order of its own"):
-        split_target(config, Share(0, 2), lambda _: 0)
+        split_target(config, TPRank(0, 2), lambda _: 0)
     with pytest.raises(OutriderError, match=r"the drafter's layer 0 has 4 heads"):
-        split_drafter(DrafterConfig.from_hf(assistant(GEMMA4, False)), Share(0, 8))
+        split_drafter(DrafterConfig.from_hf(assistant(GEMMA4, False)), TPRank(0, 8))
     thin = {**WIDE, "head_dim": 16}  # a head is half a block
     write_gguf(tmp_path / "thin.gguf", ModelConfig.from_hf({**thin, "num_attention_heads": 2, "num_key_value_heads": 2}), "q4_0")
     with pytest.raises(OutriderError, match=r"o_proj.weight: a weight in Q4_0 cannot be cut at columns 0 to 16: only at multiples of 32"):
-        load_target(tmp_path / "thin.gguf", share=Share(0, 2))
+        load_target(tmp_path / "thin.gguf", tp=TPRank(0, 2))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from outrider.ops.formats import Format, Unit, Weight
-from outrider.weights.stored import Recipe, Settings
+from outrider.weights.quant_reader import QuantScheme, Settings
 
 POWERS = (1, 3, 9, 27, 81)
 
@@ -46,7 +46,7 @@ class TernaryFiles:
         return Weight(self.format, shape, {"trits": tensors["trits"], "scale": tensors["scale"]})
 
 
-def ternary(settings: Settings) -> Recipe:
+def ternary(settings: Settings) -> QuantScheme:
     """The row of the table: which modules are ternary. Here every linear one but those that are left out by name."""
     left_out = settings.get("ignore", [])
     assert isinstance(left_out, list)

@@ -16,7 +16,7 @@ from outrider.models.config import ModelConfig
 from outrider.models.decoder import TextModel
 from outrider.ops.backend import Backend, Capabilities
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.formats import Integer
+from outrider.ops.formats import IntegerFormat
 from outrider.ops.reference import ReferenceOps
 from outrider.ops.triton import TritonOps
 from outrider.weights.load import dummy_weights
@@ -45,9 +45,9 @@ def test_kernels_are_built_for_the_device_that_was_asked_for(monkeypatch: pytest
 def test_dense_kernels_hold_nothing_quantised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever a file holds is then dequantised; the usual kernels keep it as it is."""
     monkeypatch.setattr("outrider.ops.formats.base.SMALL", 0)
-    weight = Integer(4, 32).quantise(torch.randn(64, 64))
+    weight = IntegerFormat(4, 32).quantise(torch.randn(64, 64))
     usual, dense = ops.choose("cpu", "triton"), ops.choose("cpu", "triton:dense")
-    assert usual.hold([weight], "cpu") is not None and dense.hold([weight], "cpu") is None
+    assert usual.pack_weights([weight], "cpu") is not None and dense.pack_weights([weight], "cpu") is None
 
 
 @pytest.mark.parametrize("shape", ["llama", "sliding"])

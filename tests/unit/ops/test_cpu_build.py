@@ -86,7 +86,7 @@ def test_what_another_user_keeps_and_nobody_may_read_is_kept_elsewhere(monkeypat
     monkeypatch.setattr(build.os, "access", lambda *_: False)
     monkeypatch.setattr(build, "writable", lambda _: False)
     monkeypatch.setattr(build, "spare_root", lambda: tmp_path / "spare")
-    assert build.keeping("cuda", "x") == tmp_path / "spare" / "cuda" / "x"
+    assert build.cache_path("cuda", "x") == tmp_path / "spare" / "cuda" / "x"
 
 
 def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

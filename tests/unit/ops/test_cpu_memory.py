@@ -17,7 +17,7 @@ from torch import Tensor
 from outrider.cache.store import CacheSpec, KVStore
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu import memory
-from outrider.ops.cpu.memory import HUGE, Ahead, Arena
+from outrider.ops.cpu.memory import HUGE, Arena, HugePageWarmer
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux" or memory.populate(0, 0) != 0, reason="needs Linux 5.14")
 
@@ -37,11 +37,11 @@ def settle() -> None:
 
 
 def test_what_lies_ahead_is_there_before_it_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ahead, "REST_S", 0.0)
+    monkeypatch.setattr(HugePageWarmer, "REST_S", 0.0)
     arena = Arena()
     tensors = [arena.empty((10 * 512, HUGE // 512), torch.uint8) for _ in range(2)]  # ten huge pages each
     tensors[0][700] = 7
-    ahead = Ahead(tensors)
+    ahead = HugePageWarmer(tensors)
     ahead.need(1)
     settle()
     assert all(present(t, 1) and present(t, 500) and not present(t, 2 * 2048) for t in tensors)
@@ -55,14 +55,14 @@ def test_what_lies_ahead_is_there_before_it_is_needed(monkeypatch: pytest.Monkey
 
 def test_small_ones_are_left_alone() -> None:
     settle()
-    ahead = Ahead([Arena().empty((100, 64), torch.uint8)])
+    ahead = HugePageWarmer([Arena().empty((100, 64), torch.uint8)])
     ahead.need(99)
     assert not any(thread.name == "outrider-ahead" for thread in threading.enumerate())
 
 
 def test_a_store_says_how_far_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int]] = []
-    monkeypatch.setattr(Ahead, "need", lambda self, row: seen.append((len(self._tensors), row)))
+    monkeypatch.setattr(HugePageWarmer, "need", lambda self, row: seen.append((len(self._tensors), row)))
     config = ModelConfig.from_hf(SHAPES["sliding"])
     store = KVStore(config, CacheSpec(4, 320, 16, 320, 1280), torch.float16, "cpu")
     seq, _ = store.open([1, 2, 3], 16)
@@ -75,10 +75,10 @@ def test_a_store_says_how_far_it_is_used(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_nobody_needs_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """All but what is in use and as much as the next ones may need at once; and it comes again before it is needed."""
-    monkeypatch.setattr(Ahead, "REST_S", 0.0)
+    monkeypatch.setattr(HugePageWarmer, "REST_S", 0.0)
     arena, a_page = Arena(), HUGE // 512  # 512 rows are a huge page
     tensors = [arena.empty((10 * 512, a_page), torch.uint8) for _ in range(2)]
-    ahead = Ahead(tensors)
+    ahead = HugePageWarmer(tensors)
     for row in range(0, 10 * 512, 256):
         ahead.need(row)
     settle()
@@ -86,12 +86,12 @@ def test_what_nobody_needs_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors[1][3000] = 7
     used = {*range(1, 100), 3000}
     free = [row for row in range(1, 10 * 512) if row not in used]
-    assert ahead.give_back(free[:-1][: ahead._rows + 5]) == 0, "too little to be worth it"
-    given = ahead.give_back(free)
+    assert ahead.release(free[:-1][: ahead._rows + 5]) == 0, "too little to be worth it"
+    given = ahead.release(free)
     assert given > 2 * 7 * HUGE and ahead.bytes == 2 * 10 * HUGE - given
     assert all(not present(t, 5000) and not present(t, 2999 - 1) and present(t, 400) for t in tensors)
     assert tensors[1][3000].eq(7).all() and not tensors[1][5000].any()
-    assert ahead.give_back(free) == 0, "once is enough"
+    assert ahead.release(free) == 0, "once is enough"
     ahead.need(free[ahead._rows])
     settle()
     assert all(present(t, free[ahead._rows]) for t in tensors) and tensors[1][3000].eq(7).all()
@@ -129,7 +129,7 @@ def test_a_prefix_that_is_used_stays() -> None:
 
 
 def test_answers_are_the_same_after_memory_went_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ahead, "REST_S", 0.0)
+    monkeypatch.setattr(HugePageWarmer, "REST_S", 0.0)
     monkeypatch.setattr(memory, "HUGE", 8192)  # four pages of this model
     engine, _ = engines("llama")
     store = engine.store

@@ -1,4 +1,4 @@
-"""`ops/cuda/experts.cu`: what it takes, its numbers on a CPU (tests/cuda) against their definition, and the choice of experts."""
+"""`ops/cuda/moe_gemv_int8.cu`: what it takes, its numbers on a CPU (tests/cuda) against their definition, and the choice of experts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ pytest.importorskip("triton")
 from tests.cuda.emulator import Memory, missing
 
 from outrider.ops.cuda import runtime
-from outrider.ops.formats import MODES, Integer
-from outrider.ops.triton import compiled, few_experts
-from outrider.ops.triton.few_experts import NUMBERS, SOURCE, Dense, FewExperts, Plan, flags_of, spans
+from outrider.ops.formats import MODES, IntegerFormat
+from outrider.ops.triton import moe_gemv_int8, nvrtc_kernels
+from outrider.ops.triton.moe_gemv_int8 import NUMBERS, SOURCE, MoeGemvInt8, MoeGemvPlan, SharedMLP, flags_of, spans
 from outrider.ops.triton.quant_moe import QuantExperts, round_experts
 from outrider.ops.triton.repack import QuantWeight, repack
 
@@ -32,7 +32,7 @@ def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
 
 
 def experts(count: int, n: int, k: int, seed: int) -> tuple[QuantExperts, Tensor]:
-    """Held by the GPU, and what it stands for."""
+    """DeviceWeight by the GPU, and what it stands for."""
     dense, format = random(count, n, k, seed=seed, scale=k**-0.5), GROUPED if k % 128 == 0 else BY_ROW
     held = round_experts(dense, format)
     assert held is not None
@@ -69,18 +69,18 @@ def test_tokens_are_their_definition(rows: int, beside: bool, monkeypatch: pytes
     x, h, router, router_in = (random(n, hidden, seed=7 + i) for i, n in enumerate((rows, rows, count, rows)))
     memory = Memory()
     hold = memory.hold
-    monkeypatch.setattr(compiled, "Kernel", lambda source, name, flags, *_: memory.kernel(source, name, flags, seed=3))
-    few = FewExperts(torch.device("cpu"))
-    few.processors = 13
+    monkeypatch.setattr(nvrtc_kernels, "Kernel", lambda source, name, flags, *_: memory.kernel(source, name, flags, seed=3))
+    few = MoeGemvInt8(torch.device("cpu"))
+    few.sms = 13
 
     def kept(w: QuantWeight) -> QuantWeight:
         scale, factor = (None if t is None else hold(t) for t in (w.scale, w.factor))
         return replace(w, words=hold(w.words), scale=scale, factor=factor)
 
     gate_up, down = replace(gate_up, matrix=kept(gate_up.matrix)), replace(down, matrix=kept(down.matrix))
-    dense = Dense.of(kept(wide_gu), kept(wide_down), hidden, down.matrix.chunks) if beside else None
+    dense = SharedMLP.of(kept(wide_gu), kept(wide_down), hidden, down.matrix.chunks) if beside else None
     assert (dense is not None) == beside
-    plan = Plan.of(rows, router, gate_up, down, top, dense, few.processors, 1 << 20)
+    plan = MoeGemvPlan.of(rows, router, gate_up, down, top, dense, few.sms, 1 << 20)
     assert plan is not None and plan.stages == 4 and plan.router[1] > 1
     kernels = few.kernels(plan, "gelu_tanh")
     assert kernels is not None
@@ -114,9 +114,9 @@ def shells(count: int, hidden: int, inner: int) -> tuple[QuantExperts, QuantExpe
 def test_gemma_is_dealt_out_evenly() -> None:
     """26B-A4B: 8 experts of 704 beside an MLP of 2112, so 968 tiles of gate_up; of down a warp for each of 2,112 units."""
     gate_up, down = shells(128, 2816, 704)
-    wide = Dense.of(matrix(2 * 2112, 2816, 1)[0], matrix(2816, 2112, 2)[0], 2816, down.matrix.chunks)
+    wide = SharedMLP.of(matrix(2 * 2112, 2816, 1)[0], matrix(2816, 2112, 2)[0], 2816, down.matrix.chunks)
     assert wide is not None
-    both, alone, five = (Plan.of(n, ROUTER, gate_up, down, 8, beside, 132, ROOM) for n, beside in ((1, wide), (1, None), (5, wide)))
+    both, alone, five = (MoeGemvPlan.of(n, ROUTER, gate_up, down, 8, beside, 132, ROOM) for n, beside in ((1, wide), (1, None), (5, wide)))
     assert both is not None and (both.chunks, both.stages, both.down, both.down_warps) == (22, 4, 6, 16)
     assert alone is not None and (alone.chunks, alone.stages, alone.down, alone.down_warps) == (22, 4, 6, 11)
     assert five is not None and (five.chunks, five.stages, five.down, five.down_warps) == (22, 4, 6, 9)
@@ -140,22 +140,22 @@ def test_what_the_kernels_take() -> None:
     gate_up, down = shells(128, 2816, 704)
 
     def taken(first: object, second: object, rows: int = 1, top: int = 8, room: int = ROOM, router: Tensor = ROUTER) -> bool:
-        return Plan.of(rows, router, first, second, top, None, 132, room) is not None  # type: ignore[arg-type]
+        return MoeGemvPlan.of(rows, router, first, second, top, None, 132, room) is not None  # type: ignore[arg-type]
 
     assert taken(gate_up, down) and not taken(gate_up, down, router=ROUTER.float()) and not taken(gate_up, down, router=ROUTER[:, :2560])
-    by_64 = repack(Integer(8, 64).quantise(random(64, 2816, seed=0)))
+    by_64 = repack(IntegerFormat(8, 64).quantise(random(64, 2816, seed=0)))
     assert by_64 is not None
     assert not taken(torch.zeros(8, 8), down) and not taken(gate_up, torch.zeros(8, 8)) and not taken(gate_up, down, room=99 << 10)
     assert not taken(replace(gate_up, matrix=by_64), down) and not taken(down, gate_up) and not taken(*shells(256, 2816, 704))
     assert not taken(*shells(128, 5376, 704))  # 42 chunks: no warp for each
     assert not taken(*shells(128, 2816, 768))  # groups of down have factors
-    few = FewExperts(torch.device("cpu"))
+    few = MoeGemvInt8(torch.device("cpu"))
     x = torch.zeros((2, 2816), dtype=torch.bfloat16)
     assert few.plan(x, ROUTER, gate_up, down, 8, None) is not None and few.plan(x.float(), ROUTER, gate_up, down, 8, None) is None
     assert few.plan(x.repeat(2, 1), ROUTER, gate_up, down, 8, None) is None  # Triton is faster
     assert taken(gate_up, down, 8) and not taken(gate_up, down, 9) and not taken(gate_up, down, 5, top=13)
-    assert Dense.of(x, x, 2816, 6) is None and Dense.of(matrix(256, 512, 1)[0], matrix(512, 128, 2)[0], 512, 6) is None
-    assert Dense.of(matrix(2 * 1112, 512, 1)[0], matrix(512, 1112, 2)[0], 512, 4) is None  # spans of five chunks
+    assert SharedMLP.of(x, x, 2816, 6) is None and SharedMLP.of(matrix(256, 512, 1)[0], matrix(512, 128, 2)[0], 512, 6) is None
+    assert SharedMLP.of(matrix(2 * 1112, 512, 1)[0], matrix(512, 1112, 2)[0], 512, 4) is None  # spans of five chunks
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_what_the_kernels_take() -> None:
 def test_how_many_experts_a_token_may_choose(rows: int, top: int, taken: bool) -> None:
     """A warp chooses them, and among several tokens a place has four bits."""
     small = torch.zeros((128, 1024), dtype=torch.bfloat16)
-    plan = Plan.of(rows, small, *shells(128, 1024, 600), top, None, 132, ROOM)
+    plan = MoeGemvPlan.of(rows, small, *shells(128, 1024, 600), top, None, 132, ROOM)
     assert (plan is not None) == taken
 
 
@@ -173,29 +173,29 @@ def test_the_kernels_are_told_what_they_read() -> None:
     fields = re.search(r"struct Mixture \{(.*?)\};", SOURCE.read_text(), re.S)
     assert fields is not None
     assert tuple(re.findall(r"(\w+)\s*[,;]", re.sub(r"//[^\n]*", "", fields[1]))) == NUMBERS
-    for name, value in (("WORDS", few_experts.WORDS), ("X_BYTES", few_experts.X_BYTES), ("CHOICES", few_experts.CHOICES)):
+    for name, value in (("WORDS", moe_gemv_int8.WORDS), ("X_BYTES", moe_gemv_int8.X_BYTES), ("CHOICES", moe_gemv_int8.CHOICES)):
         assert re.search(rf"#define {name} {value}\b", SOURCE.read_text())
-    assert few_experts.STAGE == few_experts.WORDS + 64
+    assert moe_gemv_int8.STAGE == moe_gemv_int8.WORDS + 64
 
 
 def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object) -> None:
         raise runtime.CudaError("NVRTC gives no machine code")
 
-    monkeypatch.setattr(compiled, "Kernel", broken)
-    few, (gate_up, down) = FewExperts(torch.device("cpu")), shells(128, 2816, 704)
+    monkeypatch.setattr(nvrtc_kernels, "Kernel", broken)
+    few, (gate_up, down) = MoeGemvInt8(torch.device("cpu")), shells(128, 2816, 704)
     x = torch.zeros((1, 2816), dtype=torch.bfloat16)
     plan = few.plan(x, ROUTER, gate_up, down, 8, None)
     assert plan is not None
     with caplog.at_level(logging.WARNING, logger="outrider"):
         assert few.kernels(plan, "gelu_tanh") is None
     assert few.plan(x, ROUTER, gate_up, down, 8, None) is None and len(caplog.records) == 1 and "no machine code" in caplog.text
-    assert FewExperts.of(torch.device("cpu")) is None
+    assert MoeGemvInt8.of(torch.device("cpu")) is None
 
 
 @pytest.mark.skipif(runtime.compiler() is None, reason="no NVRTC here")
 @pytest.mark.parametrize("rows", [1, 5])
 def test_the_source_compiles(rows: int) -> None:
-    plan = Plan.of(rows, ROUTER, *shells(128, 2816, 704), 8, None, 132, ROOM)
+    plan = MoeGemvPlan.of(rows, ROUTER, *shells(128, 2816, 704), 8, None, 132, ROOM)
     assert plan is not None
     assert runtime.image(SOURCE.read_text(), "90", dict(flags_of(plan, "gelu_tanh"))).startswith(b"\x7fELF")

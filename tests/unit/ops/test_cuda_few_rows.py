@@ -1,4 +1,4 @@
-"""`ops/cuda/few_rows.cu` on a CPU (tests/cuda): its numbers, its rows alone and in company, and what is found in it when it is broken."""
+"""`ops/cuda/wna16_gemv.cu` on a CPU (tests/cuda): its numbers, its rows alone and in company, and what is found in it when it is broken."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.cuda.emulator import EmulatorError, Memory, missing
 from tests.unit.ops.test_cpu_packing import part
 
 from outrider.ops.cuda.runtime import FOLDER
-from outrider.ops.formats import Float8, Integer, NvFp4, Weight
-from outrider.ops.triton import compiled, few_rows
-from outrider.ops.triton.few_rows import SOURCE, Chunk, FewRows, Units
+from outrider.ops.formats import Float8Format, IntegerFormat, NvFp4Format, Weight
+from outrider.ops.triton import nvrtc_kernels, wna16_gemv
 from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.repack import ROWS, Codes, QuantWeight, repack
+from outrider.ops.triton.wna16_gemv import SOURCE, WeightChunk, WNA16Gemv, WorkUnits
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
 
 PLANE, PLANES = 32, 8
-TENSORS = ("words", "high", "scale", "lift", "factor")
+TENSORS = ("words", "high", "scale", "zero_point", "factor")
 PLAIN, GELU, SILU = Extras(), Extras(act="gelu_tanh", gated=True), Extras(act="silu", gated=True)
 
 
@@ -39,17 +39,17 @@ class Case:
     warps: int
     per: int = 1  # planes of 32 columns that share a factor
     half: bool = False
-    lifted: bool = False
+    has_zero_point: bool = False
     codes: Codes = Codes.INT4
     extras: Extras = PLAIN
 
 
 CASES = {
     "several units a warp, a block without any": Case(128, 512, 2, 9, 1),
-    "a short last span, a last chunk that is not whole": Case(192, 5 * 256 - 48, 2, 4, 2, half=True, lifted=True, codes=Codes.UINT4),
-    "gelu, pairs of planes": Case(256, 768, 2, 3, 3, per=2, lifted=True, extras=GELU),
+    "a short last span, a last chunk that is not whole": Case(192, 5 * 256 - 48, 2, 4, 2, half=True, has_zero_point=True, codes=Codes.UINT4),
+    "gelu, pairs of planes": Case(256, 768, 2, 3, 3, per=2, has_zero_point=True, extras=GELU),
     "silu, fours of planes": Case(128, 512, 1, 2, 4, per=4, half=True, extras=SILU),
-    "a factor for a chunk": Case(144, 3 * 256, 3, 2, 2, per=8, lifted=True),
+    "a factor for a chunk": Case(144, 3 * 256, 3, 2, 2, per=8, has_zero_point=True),
 }
 
 
@@ -63,8 +63,8 @@ def made(case: Case) -> QuantWeight:
         kind = torch.float16 if case.half else torch.bfloat16
         return (torch.randn((tiles, chunks, ROWS, 2 * pairs), generator=draw) / 15).to(kind).view(torch.int32)
 
-    lift = numbers() if case.lifted else None
-    return QuantWeight((case.n, case.k), case.codes, PLANE, case.per, words, numbers(), lift, None, case.half)
+    zero_point = numbers() if case.has_zero_point else None
+    return QuantWeight((case.n, case.k), case.codes, PLANE, case.per, words, numbers(), zero_point, None, case.half)
 
 
 def dequantised(w: QuantWeight) -> Tensor:
@@ -81,7 +81,7 @@ def dequantised(w: QuantWeight) -> Tensor:
 
     assert w.scale is not None
     values = (q - (8 if w.codes is Codes.INT4 else 0)) * by_column(w.scale)
-    return (values if w.lift is None else values + by_column(w.lift))[: w.shape[0], : w.shape[1]]
+    return (values if w.zero_point is None else values + by_column(w.zero_point))[: w.shape[0], : w.shape[1]]
 
 
 class Rig:
@@ -93,12 +93,12 @@ class Rig:
         held = {name: self.memory.hold(t) for name in TENSORS if (t := getattr(bare, name)) is not None}
         self.weight = replace(bare, **held)
         patch.setattr(
-            compiled, "Kernel", lambda source, name, flags, device, room, own: self.memory.kernel(source, name, flags, folder, seed)
+            nvrtc_kernels, "Kernel", lambda source, name, flags, device, room, own: self.memory.kernel(source, name, flags, folder, seed)
         )
-        patch.setattr(few_rows, "units_of", lambda w: Units(case.n // 16, w.chunks, case.span))
-        patch.setattr(few_rows, "choose_block", lambda units, chunk, tokens, *_: (case.warps, shared_bytes(case, units, chunk, tokens)))
-        self.few = FewRows(torch.device("cpu"), self.memory.hold(torch.zeros(case.n // 16, dtype=torch.int32)))
-        self.few.processors = case.blocks
+        patch.setattr(wna16_gemv, "units_of", lambda w: WorkUnits(case.n // 16, w.chunks, case.span))
+        patch.setattr(wna16_gemv, "choose_block", lambda units, chunk, tokens, *_: (case.warps, shared_bytes(case, units, chunk, tokens)))
+        self.few = WNA16Gemv(torch.device("cpu"), self.memory.hold(torch.zeros(case.n // 16, dtype=torch.int32)))
+        self.few.sms = case.blocks
         self.few.source = folder / SOURCE.name
 
     def product(self, x: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Rig:
         return out
 
 
-def shared_bytes(case: Case, units: Units, chunk: Chunk, tokens: int) -> int:
+def shared_bytes(case: Case, units: WorkUnits, chunk: WeightChunk, tokens: int) -> int:
     """No byte more than the kernel needs."""
     return case.warps * 2 * chunk.stage + chunk.room_of_x(units.widest(case.blocks), tokens)
 
@@ -137,8 +137,8 @@ def of(case: Case, w: QuantWeight, x: Tensor) -> tuple[Tensor, Tensor]:
 def dequantised_magnitude(w: QuantWeight) -> Tensor:
     """Magnitudes of what is added: products with codes, and with offsets."""
     assert w.scale is not None
-    plain = dequantised(replace(w, lift=None)).abs()
-    return plain if w.lift is None else plain + (dequantised(w) - dequantised(replace(w, lift=None))).abs()
+    plain = dequantised(replace(w, zero_point=None)).abs()
+    return plain if w.zero_point is None else plain + (dequantised(w) - dequantised(replace(w, zero_point=None))).abs()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -156,7 +156,7 @@ def test_numbers_of_the_definition_and_rows_that_do_not_know_of_each_other(name:
 
 FORMATS = {
     f.name: lambda n, k, f=f: f.quantise(torch.randn((n, k), generator=torch.Generator().manual_seed(n + k)))
-    for f in (Integer(4, 0), Integer(8, 0), Integer(8, 32), Float8(), Float8(128), NvFp4())
+    for f in (IntegerFormat(4, 0), IntegerFormat(8, 0), IntegerFormat(8, 32), Float8Format(), Float8Format(128), NvFp4Format())
 } | {kind: lambda n, k, kind=kind: part(kind, n, k).weight for kind in ("Q4_K", "Q5_0", "Q5_K", "Q6_K")}
 
 
@@ -191,10 +191,10 @@ def test_rows_of_x_that_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 BROKEN = {
-    "x before the kernel ahead has written it": ("few_rows.cu", "    wait_for_kernel_ahead();\n", "", "has waited for the kernel ahead"),
+    "x before the kernel ahead has written it": ("wna16_gemv.cu", "    pdl_wait();\n", "", "has waited for the kernel ahead"),
     "no wait": ("units.cuh", "        wait_copies();\n", "", "still on its way"),
     "factors before the lanes that fetched them": ("units.cuh", "        __syncwarp();  // factors", "//", "shared memory, which"),
-    "x before other warps have laid it": ("few_rows.cu", "    __syncthreads();\n", "", r"shared memory, which thread \d+ wrote"),
+    "x before other warps have laid it": ("wna16_gemv.cu", "    __syncthreads();\n", "", r"shared memory, which thread \d+ wrote"),
     "counted before other lanes have stored": (
         "units.cuh",
         "    __syncwarp();\n    int done",

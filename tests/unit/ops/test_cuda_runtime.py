@@ -56,7 +56,7 @@ def test_where_nothing_can_be_written_it_is_compiled_each_time(
 ) -> None:
     in_the_way = tmp_path / "file"
     in_the_way.write_text("")
-    monkeypatch.setattr(runtime, "keeping", lambda *parts: in_the_way.joinpath(*parts))
+    monkeypatch.setattr(runtime, "cache_path", lambda *parts: in_the_way.joinpath(*parts))
     assert runtime.kept_image("a", "90", {}) == runtime.kept_image("a", "90", {}) and len(compiled) == 2
 
 

@@ -69,7 +69,7 @@ FAULTS = """
     case 16: in[0] = in[500]; break;                                 // beyond the page
     }
 """
-DEEP = "__device__ __noinline__ int deep(int n) { volatile int v = n; return n ? deep(n - 1) + v : 0; }\n"
+TREE_DEPTH = "__device__ __noinline__ int deep(int n) { volatile int v = n; return n ? deep(n - 1) + v : 0; }\n"
 FOUND = [
     "behind the end of buffer 0 of 40 bytes", "behind the end of buffer 0 of 40 bytes", "writes 4 bytes ahead of buffer 0 of 40 bytes",
     "not aligned", "not aligned", "byte 1024 of 1024", "byte -8 of 1024", "still on its way",
@@ -83,7 +83,7 @@ FOUND = [
 def test_what_is_found(mode: int) -> None:
     memory = Memory()
     with pytest.raises(EmulatorError, match=FOUND[mode]):
-        run(memory, FAULTS, [memory.hold(torch.zeros(10, dtype=torch.int32))], mode, beside=DEEP)
+        run(memory, FAULTS, [memory.hold(torch.zeros(10, dtype=torch.int32))], mode, beside=TREE_DEPTH)
 
 
 ORDER = """

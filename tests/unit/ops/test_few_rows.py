@@ -13,27 +13,38 @@ import torch
 
 pytest.importorskip("triton")
 
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import ModelConfig
-from outrider.models.known import KNOWN
 from outrider.ops.cuda import runtime
-from outrider.ops.formats import BLOCKS, Block, Float8, Integer, NvFp4, Weight
-from outrider.ops.triton import compiled
-from outrider.ops.triton.few_rows import NUMBERS, POINTERS, SOURCE, Chunk, FewRows, Units, choose_block, flags_of, suits, weights_of
+from outrider.ops.formats import BLOCKS, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight
+from outrider.ops.triton import nvrtc_kernels
 from outrider.ops.triton.quant import Extras
-from outrider.ops.triton.quant_tiles import choose_quant_tile
+from outrider.ops.triton.quant_config import choose_quant_tile
 from outrider.ops.triton.repack import Codes, QuantWeight, repack
+from outrider.ops.triton.wna16_gemv import (
+    NUMBERS,
+    POINTERS,
+    SOURCE,
+    WeightChunk,
+    WNA16Gemv,
+    WorkUnits,
+    choose_block,
+    flags_of,
+    supports,
+    weights_of,
+)
 from outrider.weights.names import tensor_plan
 
 ROOM = 226 << 10
 BLOCK_KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "Q8_0")
 CHUNKS = {
-    "int4": Chunk(256, 8, 2304, False), "Q4_K": Chunk(256, 8, 2560, True), "fp8": Chunk(128, 0, 2048, False),
-    "int8 g32": Chunk(128, 4, 2176, False), "Q6_K": Chunk(128, 8, 1792, False), "nvfp4": Chunk(128, 8, 1280, False),
+    "int4": WeightChunk(256, 8, 2304, False), "Q4_K": WeightChunk(256, 8, 2560, True), "fp8": WeightChunk(128, 0, 2048, False),
+    "int8 g32": WeightChunk(128, 4, 2176, False), "Q6_K": WeightChunk(128, 8, 1792, False), "nvfp4": WeightChunk(128, 8, 1280, False),
 }  # fmt: skip
 
 
 def weight(n: int = 128, k: int = 512, group: int = 32) -> QuantWeight:
-    return held(Integer(4, group).quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(0))))
+    return held(IntegerFormat(4, group).quantise(torch.randn(n, k, generator=torch.Generator().manual_seed(0))))
 
 
 def held(weight: Weight) -> QuantWeight:
@@ -44,19 +55,19 @@ def held(weight: Weight) -> QuantWeight:
 
 def block(kind: str, n: int = 128, k: int = 512) -> QuantWeight:
     columns, nbytes = BLOCKS[kind]
-    return held(Weight(Block(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)}))
+    return held(Weight(GGUFBlockFormat(kind), (n, k), {"blocks": torch.zeros((n, k // columns * nbytes), dtype=torch.uint8)}))
 
 
 def every_code() -> dict[str, QuantWeight]:
     values = torch.randn(128, 512, generator=torch.Generator().manual_seed(0))
-    formats = [Integer(4, 32), Integer(4, 128), Integer(8, 0), Integer(8, 128), Float8(), Float8(128), NvFp4()]
+    formats = [IntegerFormat(4, 32), IntegerFormat(4, 128), IntegerFormat(8, 0), IntegerFormat(8, 128), Float8Format(), Float8Format(128), NvFp4Format()]
     return {f.name: held(f.quantise(values)) for f in formats} | {kind: block(kind) for kind in BLOCKS if kind in BLOCK_KINDS}
 
 
 @pytest.mark.parametrize(("tiles", "chunks", "span"), [(336, 84, 10), (2688, 21, 21), (1024, 21, 7), (7, 9, 4), (2, 1, 1)])
 @pytest.mark.parametrize("blocks", [132, 5, 1])
 def test_every_unit_is_dealt_out_once_and_evenly(tiles: int, chunks: int, span: int, blocks: int) -> None:
-    units = Units(tiles, chunks, span)
+    units = WorkUnits(tiles, chunks, span)
     assert units.longs + units.shorts == tiles * units.splits and units.rest + (units.splits - 1) * span == chunks
     for edges, all_of_them in zip(units.edges(blocks), (units.longs, units.shorts), strict=True):
         counts = [hi - lo for lo, hi in pairwise(edges)]
@@ -78,7 +89,7 @@ def test_the_kernel_is_told_what_it_reads() -> None:
 @pytest.mark.parametrize("kind", CHUNKS)
 def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
     chunk, bits = CHUNKS[kind], 8 if kind in ("fp8", "int8 g32") else 4
-    for name, raw in KNOWN.items():
+    for name, raw in BUILTIN_CONFIGS.items():
         if "assistant" in name:
             continue
         for n, k in {
@@ -87,7 +98,7 @@ def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
             if n % 64 or k % 256:
                 continue
             chunks = k // chunk.columns
-            units = Units(n // 16, chunks, -(-chunks // choose_quant_tile(n, k, bits).splits))
+            units = WorkUnits(n // 16, chunks, -(-chunks // choose_quant_tile(n, k, bits).splits))
             for tokens in range(1, 9):
                 block = choose_block(units, chunk, tokens, 132, ROOM)
                 assert block is not None and block[0] == 24 and block[1] <= ROOM, (name, n, k, tokens)
@@ -95,26 +106,26 @@ def test_matrices_of_gemma_fit_with_all_warps(kind: str) -> None:
 
 def test_what_does_not_fit_has_fewer_warps_or_goes_to_triton() -> None:
     int4 = CHUNKS["int4"]
-    wide = Units(16, 128, 128)
+    wide = WorkUnits(16, 128, 128)
     assert choose_block(wide, int4, 1, 132, ROOM) is not None and choose_block(wide, int4, 8, 132, ROOM) is None  # that goes to Triton
-    assert choose_block(Units(4096, 32, 32), int4, 8, 132, ROOM) == (16, 16 * 2 * 2304 + 8 * (32 * 512 + 64))
+    assert choose_block(WorkUnits(4096, 32, 32), int4, 8, 132, ROOM) == (16, 16 * 2 * 2304 + 8 * (32 * 512 + 64))
 
 
 def test_what_the_kernel_takes() -> None:
     w, gated = weight(), Extras(act="gelu_tanh", gated=True)
     x = torch.zeros((8, 512), dtype=torch.bfloat16)
-    assert suits(x, w, Extras()) and suits(x[:1], w, gated) and suits(x, weight(group=128), Extras())
+    assert supports(x, w, Extras()) and supports(x[:1], w, gated) and supports(x, weight(group=128), Extras())
     not_these = [
         (x.repeat(2, 1), w, Extras()), (x[:0], w, Extras()), (x.float(), w, Extras()), (x, weight(group=16), Extras()),
         (x, replace(w, codes=Codes.FP4), Extras()), (x, weight(n=72), Extras()),
         (x, weight(n=192), gated), (x, w, Extras(softcap=3.0)), (x, w, Extras(bias=torch.ones(128))),
         (x, w, Extras(mul=x, act="gelu_tanh")), (x, w, Extras(out_dtype=torch.float32)),
     ]  # fmt: skip
-    assert not any(suits(*case) for case in not_these)
+    assert not any(supports(*case) for case in not_these)
     codes = every_code()
-    assert {name: Chunk.of(codes[name]) for name in ("Q4_K", "fp8", "Q6_K", "nvfp4")}.items() <= CHUNKS.items()
+    assert {name: WeightChunk.of(codes[name]) for name in ("Q4_K", "fp8", "Q6_K", "nvfp4")}.items() <= CHUNKS.items()
     for name, other in codes.items():
-        assert suits(x, other, Extras()) and suits(x[:5], other, gated), name
+        assert supports(x, other, Extras()) and supports(x[:5], other, gated), name
 
 
 def test_where_the_halves_of_a_tile_begin() -> None:
@@ -126,7 +137,7 @@ def test_where_the_halves_of_a_tile_begin() -> None:
         assert (at.words, at.above, at.scales) == (w.words.data_ptr(), w.high.data_ptr(), w.scale.data_ptr())
         assert (at.words_high - at.words, at.above_high - at.above, at.scales_high - at.scales) == (64 * lines, 32 * lines, 16 * lines)
         assert at.lifts is None and at.factors is None
-    w = held(Float8().quantise(torch.randn(128, 512, generator=torch.Generator().manual_seed(0))))
+    w = held(Float8Format().quantise(torch.randn(128, 512, generator=torch.Generator().manual_seed(0))))
     for gated, rows in ((False, 8), (True, 64)):
         at = weights_of(w, gated)
         assert at.scales is None and at.factors_high - at.factors == 4 * rows
@@ -134,23 +145,23 @@ def test_where_the_halves_of_a_tile_begin() -> None:
 
 def test_without_nvrtc_one_line_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     seen = torch.zeros(8, dtype=torch.int32)
-    assert FewRows.of(torch.device("cpu"), seen) is None
+    assert WNA16Gemv.of(torch.device("cpu"), seen) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(compiled, "missing", lambda: "no libnvrtc")
+    monkeypatch.setattr(nvrtc_kernels, "missing", lambda: "no libnvrtc")
     with caplog.at_level(logging.WARNING, logger="outrider"):
-        assert FewRows.of(torch.device("cuda", 0), seen) is None
+        assert WNA16Gemv.of(torch.device("cuda", 0), seen) is None
     assert len(caplog.records) == 1 and "no libnvrtc" in caplog.text
     caplog.clear()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert FewRows.of(torch.device("cuda", 0), seen) is None and not caplog.records  # no bits were compared there
+    assert WNA16Gemv.of(torch.device("cuda", 0), seen) is None and not caplog.records  # no bits were compared there
 
 
 def test_a_compiler_that_fails_leaves_it_to_triton(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def broken(*_: object) -> None:
         raise runtime.CudaError("NVRTC gives no machine code")
 
-    monkeypatch.setattr(compiled, "Kernel", broken)
-    few, w = FewRows(torch.device("cpu"), torch.zeros(8, dtype=torch.int32)), weight()
+    monkeypatch.setattr(nvrtc_kernels, "Kernel", broken)
+    few, w = WNA16Gemv(torch.device("cpu"), torch.zeros(8, dtype=torch.int32)), weight()
     x = torch.zeros((2, 512), dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING, logger="outrider"):
         assert few.product(x, w, Extras(), False) is None and few.product(x, w, Extras(), False) is None
@@ -164,8 +175,8 @@ def test_the_source_compiles(name: str) -> None:
     w = every_code()[name]
     for rows, gated in ((1, True), (8, False)):
         flags = flags_of(w, Extras(act="silu" if gated else "", gated=gated), rows, 24)
-        chunk = Chunk.of(w)
-        code = "Coded<VALUES, HALF, PER, LIFT, FACTOR>"
+        chunk = WeightChunk.of(w)
+        code = "Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR>"
         check = f"static_assert({code}::STAGE == {chunk.stage} && {code}::COLUMNS == {chunk.columns});"
         assert runtime.image(f"{SOURCE.read_text()}\n{check}\n", "90", dict(flags)).startswith(b"\x7fELF")
 

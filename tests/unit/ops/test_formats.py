@@ -13,21 +13,21 @@ from tests.unit.ops.ternary import Ternary, ternary
 from tests.unit.ops.test_cpu_packing import part
 
 from outrider.engine.engine import Engine  # noqa: F401  the engine must not need to know of a format
-from outrider.ops.formats import BLOCKS, Block, Dense, Float8, Integer, NvFp4, Weight, dense, join, stack
+from outrider.ops.formats import BLOCKS, DenseFormat, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight, dense, join, stack
 from outrider.ops.formats.blocks import blocks_of
 from outrider.ops.reference import ReferenceOps
 from outrider.types import OutriderError
 from outrider.weights import load_target
-from outrider.weights.recipe import METHODS
+from outrider.weights.quant_scheme import METHODS
 
 torch.manual_seed(0)
 SAMPLES = {
     "dense": dense(torch.randn(6, 512)),
     "ternary": Ternary().quantise(torch.randn(6, 520)),
-    "int4 g32": Integer(4, 32).quantise(torch.randn(6, 512)),
-    "int8 channel": Integer(8, 0).quantise(torch.randn(6, 512)),
-    "fp8 g128": Float8(128).quantise(torch.randn(6, 512)),
-    "nvfp4": NvFp4().quantise(torch.randn(6, 512)),
+    "int4 g32": IntegerFormat(4, 32).quantise(torch.randn(6, 512)),
+    "int8 channel": IntegerFormat(8, 0).quantise(torch.randn(6, 512)),
+    "fp8 g128": Float8Format(128).quantise(torch.randn(6, 512)),
+    "nvfp4": NvFp4Format().quantise(torch.randn(6, 512)),
     **{kind: part(kind, 6, 512).weight for kind in BLOCKS},
 }
 
@@ -37,15 +37,15 @@ def test_a_cut_is_the_cut_of_what_it_means(name: str) -> None:
     weight = SAMPLES[name]
     whole = weight.dense()
     assert weight.check(name) is weight and weight.format.nbytes(weight.shape) == weight.nbytes
-    border = max(weight.format.border(), 5 if name == "ternary" else 1)
-    lo, hi = border, weight.shape[1] // border * border
+    alignment = max(weight.format.alignment(), 5 if name == "ternary" else 1)
+    lo, hi = alignment, weight.shape[1] // alignment * alignment
     assert torch.equal(weight.rows(2, 5).check(name).dense(), whole[2:5])
     assert torch.equal(weight.columns(lo, hi).check(name).dense(), whole[:, lo:hi])
     back = join([weight.rows(0, 2), weight.rows(2, 6)])
     assert back is not None and torch.equal(back.dense(), whole)
     assert torch.equal(stack([weight, weight]).check(name).dense(), torch.stack([whole, whole]))
-    if border > 1:
-        with pytest.raises(OutriderError, match=f"only at multiples of {border}"):
+    if alignment > 1:
+        with pytest.raises(OutriderError, match=f"only at multiples of {alignment}"):
             weight.columns(1, hi)
 
 
@@ -58,7 +58,7 @@ def test_a_weight_that_lacks_a_tensor_is_refused_by_name() -> None:
     with pytest.raises(OutriderError, match=r"q_proj: its scale is missing \(ternary\)"):
         Weight(Ternary(), (2, 10), {"trits": torch.zeros(2, 2, dtype=torch.uint8)}).check("q_proj")
     with pytest.raises(OutriderError, match=r"its values has shape \[2, 3\], float32 asks for \[2, 4\]"):
-        Weight(Dense(torch.float32), (2, 4), {"values": torch.zeros(2, 3)}).check("q_proj")
+        Weight(DenseFormat(torch.float32), (2, 4), {"values": torch.zeros(2, 3)}).check("q_proj")
 
 
 def test_a_new_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,19 +94,19 @@ def test_a_new_format_is_one_file_and_one_row(tmp_path: Path, monkeypatch: pytes
         load_target(folder)
 
 
-@pytest.mark.parametrize("bits,group,lifted", [(4, 32, False), (4, 64, True), (4, 0, False), (8, 128, False)])
-def test_grouped_integers_are_blocks_for_the_cpu(bits: int, group: int, lifted: bool) -> None:
-    made = Integer(bits, group).quantise(torch.randn(6, 256, generator=torch.Generator().manual_seed(4)))
-    if lifted:
+@pytest.mark.parametrize("bits,group,has_zero_point", [(4, 32, False), (4, 64, True), (4, 0, False), (8, 128, False)])
+def test_grouped_integers_are_blocks_for_the_cpu(bits: int, group: int, has_zero_point: bool) -> None:
+    made = IntegerFormat(bits, group).quantise(torch.randn(6, 256, generator=torch.Generator().manual_seed(4)))
+    if has_zero_point:
         zero = torch.randint(0, 16, made.tensors["scale"].shape).to(torch.uint8)
-        made = Weight(Integer(bits, group, True), made.shape, {**made.tensors, "zero": zero})
+        made = Weight(IntegerFormat(bits, group, True), made.shape, {**made.tensors, "zero": zero})
     blocks = blocks_of(made)
-    assert blocks is not None and blocks.check("w").format == Block("Q4_1" if lifted else "Q4_0" if bits == 4 else "Q8_0")
-    torch.testing.assert_close(blocks.dense(), made.dense(), rtol=2e-3 if lifted else 0, atol=2e-3 if lifted else 0)
+    assert blocks is not None and blocks.check("w").format == GGUFBlockFormat("Q4_1" if has_zero_point else "Q4_0" if bits == 4 else "Q8_0")
+    torch.testing.assert_close(blocks.dense(), made.dense(), rtol=2e-3 if has_zero_point else 0, atol=2e-3 if has_zero_point else 0)
 
 
 def test_what_has_no_block_form_stays() -> None:
-    assert blocks_of(NvFp4().quantise(torch.randn(4, 64))) is None
-    assert blocks_of(Integer(4, 16).quantise(torch.randn(4, 64))) is None
-    tiny_scale = Integer(4, 32).quantise(torch.randn(4, 64) * 1e-7)
+    assert blocks_of(NvFp4Format().quantise(torch.randn(4, 64))) is None
+    assert blocks_of(IntegerFormat(4, 16).quantise(torch.randn(4, 64))) is None
+    tiny_scale = IntegerFormat(4, 32).quantise(torch.randn(4, 64) * 1e-7)
     assert blocks_of(tiny_scale) is None

@@ -18,11 +18,11 @@ from tests.unit.ops.test_cuda_few_rows import CASES, Case, Rig, drawn
 from tests.unit.ops.test_few_rows import ROOM, every_code, weight
 
 from outrider.ops.cuda import runtime
-from outrider.ops.triton import few_rows, more_rows
-from outrider.ops.triton.few_rows import Units
-from outrider.ops.triton.more_rows import NUMBERS, SOURCE, Block, MoreRows, blocks_of_a_span, choose_block, flags_of, suits
+from outrider.ops.triton import w4a16_wgmma, wna16_gemv
 from outrider.ops.triton.quant import Extras
 from outrider.ops.triton.repack import Codes, QuantWeight
+from outrider.ops.triton.w4a16_wgmma import NUMBERS, SOURCE, W4A16Wgmma, WgmmaBlock, blocks_of_a_span, choose_block, flags_of, suits
+from outrider.ops.triton.wna16_gemv import WorkUnits
 
 emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C++ are not emulated: {missing()}")
 
@@ -30,7 +30,7 @@ emulated = pytest.mark.skipif(missing() is not None, reason=f"kernels in CUDA C+
 @pytest.mark.parametrize(("tiles", "chunks", "span", "most"), [(336, 84, 10, 23), (2688, 21, 21, 21), (1024, 21, 7, 24), (336, 32, 4, 21)])
 def test_spans_have_blocks_by_their_length(tiles: int, chunks: int, span: int, most: int) -> None:
     """31B's four matrices: no block of 132 has more units of a whole span than warps take at once."""
-    units = Units(tiles, chunks, span)
+    units = WorkUnits(tiles, chunks, span)
     per = blocks_of_a_span(units, 132)
     longs = units.splits - (units.rest < span)
     left = 132 - per * longs
@@ -39,17 +39,17 @@ def test_spans_have_blocks_by_their_length(tiles: int, chunks: int, span: int, m
 
 
 def test_too_few_blocks_for_a_span_each_leave_it_to_triton() -> None:
-    assert blocks_of_a_span(Units(4, 90, 10), 8) == 0 and blocks_of_a_span(Units(4, 85, 10), 8) == 0
-    assert blocks_of_a_span(Units(4, 85, 10), 9) == 1 == blocks_of_a_span(Units(4, 85, 84), 2)
+    assert blocks_of_a_span(WorkUnits(4, 90, 10), 8) == 0 and blocks_of_a_span(WorkUnits(4, 85, 10), 8) == 0
+    assert blocks_of_a_span(WorkUnits(4, 85, 10), 9) == 1 == blocks_of_a_span(WorkUnits(4, 85, 84), 2)
 
 
 def test_blocks_fit() -> None:
     for rows in range(9, 41):
         for groups in (1, 2, 4, 8):
-            for lifted in (False, True):
-                block = choose_block(rows, groups, lifted, ROOM)
-                assert block is not None and block.shared(groups, lifted) <= ROOM and rows <= 8 * block.eights < rows + 8
-    assert choose_block(40, 8, False, ROOM) == Block(5, 12, 2, 3) and choose_block(40, 8, True, ROOM) == Block(5, 12, 2, 2)
+            for has_zero_point in (False, True):
+                block = choose_block(rows, groups, has_zero_point, ROOM)
+                assert block is not None and block.shared(groups, has_zero_point) <= ROOM and rows <= 8 * block.eights < rows + 8
+    assert choose_block(40, 8, False, ROOM) == WgmmaBlock(5, 12, 2, 3) and choose_block(40, 8, True, ROOM) == WgmmaBlock(5, 12, 2, 2)
     assert choose_block(40, 8, False, 99 << 10) is None
 
 
@@ -78,10 +78,10 @@ def test_the_kernel_is_told_what_it_reads() -> None:
 def test_the_source_compiles(rows: int) -> None:
     """And a block takes as much of shared memory there as is asked for here."""
     for w in (weight(), weight(group=128), every_code()["Q4_K"]):
-        groups, lifted = 8 // w.per, w.lift is not None
-        block = choose_block(rows, groups, lifted, ROOM)
+        groups, has_zero_point = 8 // w.per, w.zero_point is not None
+        block = choose_block(rows, groups, has_zero_point, ROOM)
         assert block is not None
-        check = f"static_assert(STAGES * STAGE == {block.shared(groups, lifted)});"
+        check = f"static_assert(STAGES * STAGE == {block.shared(groups, has_zero_point)});"
         flags = flags_of(w, Extras(act="silu", gated=True), block)
         assert runtime.image(f"{SOURCE.read_text()}\n{check}\n", "90a", dict(flags)).startswith(b"\x7fELF")
 
@@ -102,16 +102,16 @@ def sums_of_groups(x: Tensor, w: QuantWeight, tokens: int, pdl: bool) -> Tensor:
 
 
 def both(
-    patch: pytest.MonkeyPatch, case: Case, rows: int, block: Block, blocks: int, seed: int = 0, source: Path = SOURCE
+    patch: pytest.MonkeyPatch, case: Case, rows: int, block: WgmmaBlock, blocks: int, seed: int = 0, source: Path = SOURCE
 ) -> tuple[Tensor, Tensor]:
     """A product by this kernel, and by the one for few tokens, eight at a time."""
     rig, x = Rig(patch, case, seed=seed, folder=runtime.FOLDER), drawn(case, rows)
     few = torch.cat([rig.product(part) for part in x.split(8)])
-    patch.setattr(more_rows, "units_of", few_rows.units_of)
-    patch.setattr(more_rows, "choose_block", lambda *_: block)
-    patch.setattr(more_rows, "group_sums", sums_of_groups)
-    more = MoreRows(torch.device("cpu"), rig.few.seen)
-    more.processors, more.source = blocks, source
+    patch.setattr(w4a16_wgmma, "units_of", wna16_gemv.units_of)
+    patch.setattr(w4a16_wgmma, "choose_block", lambda *_: block)
+    patch.setattr(w4a16_wgmma, "group_sums", sums_of_groups)
+    more = W4A16Wgmma(torch.device("cpu"), rig.few.seen)
+    more.sms, more.source = blocks, source
     x = rig.memory.hold(x)
     with rig.memory:
         out = more.product(x, rig.weight, case.extras, False)
@@ -121,12 +121,12 @@ def both(
 
 NAMES = list(CASES)
 CUTS = {  # a case of the kernel for few tokens, rows, blocks
-    "two warps are idle, a chunk that is not whole, a short last span": (CASES[NAMES[1]], 40, Block(5, 4, 2, 2), 5),
-    "several passes, a block without work": (replace(CASES[NAMES[0]], n=448), 37, Block(5, 4, 1, 2), 3),
-    "rows apart from whole eights": (CASES[NAMES[0]], 17, Block(3, 4, 2, 3), 2),
-    "gelu, pairs of planes": (CASES[NAMES[2]], 16, Block(2, 4, 1, 3), 3),
-    "silu, fours of planes, two groups of warps": (CASES[NAMES[3]], 33, Block(5, 8, 2, 2), 2),
-    "a factor for a chunk": (CASES[NAMES[4]], 9, Block(2, 4, 2, 3), 2),
+    "two warps are idle, a chunk that is not whole, a short last span": (CASES[NAMES[1]], 40, WgmmaBlock(5, 4, 2, 2), 5),
+    "several passes, a block without work": (replace(CASES[NAMES[0]], n=448), 37, WgmmaBlock(5, 4, 1, 2), 3),
+    "rows apart from whole eights": (CASES[NAMES[0]], 17, WgmmaBlock(3, 4, 2, 3), 2),
+    "gelu, pairs of planes": (CASES[NAMES[2]], 16, WgmmaBlock(2, 4, 1, 3), 3),
+    "silu, fours of planes, two groups of warps": (CASES[NAMES[3]], 33, WgmmaBlock(5, 8, 2, 2), 2),
+    "a factor for a chunk": (CASES[NAMES[4]], 9, WgmmaBlock(2, 4, 2, 3), 2),
 }
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from outrider.models.split import Share
+from outrider.models.split import TPRank
 from outrider.parallel import watch
-from outrider.parallel.team import Team
+from outrider.parallel.process_group import ProcessGroup
 from outrider.parallel.watch import Watch
 
 
@@ -25,7 +25,7 @@ class Still(Watch):
 
 
 def lost(children: Sequence[subprocess.Popen[bytes]]) -> str | None:
-    there = Still(Share(0, 2), "", 0, children)
+    there = Still(TPRank(0, 2), "", 0, children)
     thread = threading.Thread(target=there.lost, args=("Connection reset by peer\nat line 3",))  # the main thread would stay in it
     thread.start()
     thread.join()
@@ -46,7 +46,7 @@ def test_where_nobody_ended_it_says_what_failed(monkeypatch: pytest.MonkeyPatch)
 
 def test_those_who_load_are_ended_at_once() -> None:
     child = subprocess.Popen(["sleep", "3600"])
-    team: Any = Team.__new__(Team)
+    team: Any = ProcessGroup.__new__(ProcessGroup)
     team._open, team.watch, team.children = True, SimpleNamespace(ending=False), [child]
     try:
         team.abandon()

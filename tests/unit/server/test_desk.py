@@ -10,10 +10,10 @@ import pytest
 from tests.waiting import PATIENCE, until
 
 from outrider.server.errors import ApiError
-from outrider.server.fair import Desk
+from outrider.server.fair import FairExecutor
 
 
-async def behind(desk: Desk, client: str) -> tuple[asyncio.Task[Any], threading.Event]:
+async def behind(desk: FairExecutor, client: str) -> tuple[asyncio.Task[Any], threading.Event]:
     """A piece of work that keeps the client's thread until it is told to end."""
     begun, end = threading.Event(), threading.Event()
     task = asyncio.create_task(desk.run(client, lambda: (begun.set(), end.wait(PATIENCE))[1]))
@@ -24,7 +24,7 @@ async def behind(desk: Desk, client: str) -> tuple[asyncio.Task[Any], threading.
 
 def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        desk, order, told = Desk(1, 100), list[str](), list[int]()
+        desk, order, told = FairExecutor(1, 100), list[str](), list[int]()
         lane = desk._lanes[False]
         tell = lane._tell
         monkeypatch.setattr(lane, "_tell", lambda: (told.append(len(lane._done)), tell())[1])
@@ -44,7 +44,7 @@ def test_clients_take_turns_and_answers_come_back_in_one_go(monkeypatch: pytest.
 
 def test_who_leaves_is_not_worked_for_and_too_many_are_refused() -> None:
     async def run() -> None:
-        desk, done = Desk(1, 2), list[int]()
+        desk, done = FairExecutor(1, 2), list[int]()
         first, end = await behind(desk, "a")
         waiting = [asyncio.create_task(desk.run("a", lambda i=i: done.append(i))) for i in range(2)]  # type: ignore[misc]
         await asyncio.sleep(0)

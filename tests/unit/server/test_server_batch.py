@@ -12,7 +12,7 @@ import pytest
 from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.server.batch import BatchRunner, Results
-from outrider.server.prepare import Backend
+from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
 from outrider.types import OutriderError
 
@@ -22,7 +22,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 def runner(engine: FakeEngine | None = None, seed: int = 0) -> BatchRunner:
     engine = engine or FakeEngine(TOK)
-    return BatchRunner(Backend(engine, TOK, VOCAB, engine.max_context), ServerSettings("fake", max_concurrent=4), seed)
+    return BatchRunner(ServedModel(engine, TOK, VOCAB, engine.max_context), ServerSettings("fake", max_concurrent=4), seed)
 
 
 def row(id: str, url: str = CHAT, **body: Any) -> dict[str, Any]:

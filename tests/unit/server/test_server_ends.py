@@ -25,15 +25,15 @@ from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 from tests.waiting import PATIENCE
 
 from outrider.cluster.replica import receiving
-from outrider.server import clerk, grammars, nursery
+from outrider.server import grammar_sandbox, grammars, tokenizer_process
 from outrider.server.app import create_app
 from outrider.server.errors import ApiError
-from outrider.server.grammar_source import Source
+from outrider.server.grammar_source import GrammarSource
 from outrider.server.main import HttpServer, address, listen
-from outrider.server.prepare import Backend
+from outrider.server.prepare import ServedModel
 from outrider.server.runner import EngineError, Runner
+from outrider.server.scoring import run_scoring
 from outrider.server.settings import ServerSettings
-from outrider.server.walks import walk
 from outrider.types import OutriderError
 
 TOK = tokenizer()
@@ -59,7 +59,7 @@ def test_who_has_read_the_end_of_a_stream_finds_its_place_free(fails: int, last:
     async def work() -> None:
         engine = FakeEngine(TOK)
         engine.fail_steps = fails
-        app = create_app(Backend(engine, TOK, VOCAB, 2048), ServerSettings("fake", port=0, max_concurrent=1, max_queued=0))
+        app = create_app(ServedModel(engine, TOK, VOCAB, 2048), ServerSettings("fake", port=0, max_concurrent=1, max_queued=0))
         held: list[int] = []
 
         async def send(message: Message) -> None:
@@ -90,7 +90,7 @@ def test_a_text_that_is_read_fails_with_a_status(error: Exception, status: int, 
     turns = SimpleNamespace(acquire=acquire, release=released.append)
     model: Any = SimpleNamespace(turns=turns, runner=SimpleNamespace(call=call, later=lambda function: released.append("work")))
     with pytest.raises(ApiError) as told:
-        asyncio.run(walk(model, SimpleNamespace(), "me"))  # type: ignore[arg-type]
+        asyncio.run(run_scoring(model, SimpleNamespace(), "me"))  # type: ignore[arg-type]
     assert told.value.status == status and released == ["me", "work"]
     assert "a prompt" not in told.value.message + caplog.text
 
@@ -99,9 +99,9 @@ def test_a_closed_clerk_is_not_started_again(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a process was started")
 
-    late = clerk.Clerk(lambda: "", lambda text, special: [len(text), special])
+    late = tokenizer_process.TokenizerProcess(lambda: "", lambda text, special: [len(text), special])
     late.close()
-    monkeypatch.setattr(clerk.subprocess, "Popen", refuse)
+    monkeypatch.setattr(tokenizer_process.subprocess, "Popen", refuse)
     assert late.ids("abc", True) == [3, True]
     late._start_quietly()  # a server that ends while it starts
     late.close()
@@ -118,7 +118,7 @@ def test_the_trials_end_with_the_nursery() -> None:
         )
         os.close(its)
         try:
-            there = grammars._Nursery(process)
+            there = grammars._SandboxProcess(process)
             there._waiting["up"] = up = asyncio.get_running_loop().create_future()
             async with asyncio.timeout(30):
                 await up
@@ -144,12 +144,12 @@ def test_the_trials_end_with_the_nursery() -> None:
 )
 def test_the_part_at_fault_is_the_last_one_begun(said: bytes, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     out: list[dict[str, object]] = []
-    monkeypatch.setattr(nursery, "_say", out.append)
+    monkeypatch.setattr(grammar_sandbox, "_say", out.append)
     process = subprocess.Popen(["true"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     compiler: Any = None
-    child = nursery.Child("1", process.pid, Source("json_schema", "{}", "schema"), 0.0, 0.0, said, failed="too large")
-    nursery.Nursery(compiler, 1.0, 1, 1.0)._ended(child, os.dup(process.stdout.fileno()))
+    child = grammar_sandbox.SandboxChild("1", process.pid, GrammarSource("json_schema", "{}", "schema"), 0.0, 0.0, said, failed="too large")
+    grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 1.0)._ended(child, os.dup(process.stdout.fileno()))
     process.stdout.close()
     process.wait()
     assert out == [{"id": "1", "error": f"too large{where}"}]
@@ -159,17 +159,17 @@ def test_a_trial_that_is_late_does_not_end_the_nursery(monkeypatch: pytest.Monke
     """Nothing is left to wake for but its end; to wait for that must not be an error. (The process died of it, and took the trials of
     all clients with it, and the next one was started while everybody waited.)"""
     out: list[dict[str, object]] = []
-    monkeypatch.setattr(nursery, "_say", out.append)
+    monkeypatch.setattr(grammar_sandbox, "_say", out.append)
     wait = select.select
     monkeypatch.setattr(
-        nursery.select, "select", lambda r, w, x, seconds: wait([f for f in r if f], w, x, seconds)
+        grammar_sandbox.select, "select", lambda r, w, x, seconds: wait([f for f in r if f], w, x, seconds)
     )  # whatever stdin is here
     process = subprocess.Popen(["sleep", "60"], stdout=subprocess.PIPE)
     assert process.stdout is not None
     compiler: Any = None
-    ours = nursery.Nursery(compiler, 1.0, 1, 1.0)
+    ours = grammar_sandbox.GrammarSandbox(compiler, 1.0, 1, 1.0)
     pipe = os.dup(process.stdout.fileno())
-    ours.children[pipe] = nursery.Child("1", process.pid, Source("json_schema", "{}", "schema"), 0.0, math.inf)
+    ours.children[pipe] = grammar_sandbox.SandboxChild("1", process.pid, GrammarSource("json_schema", "{}", "schema"), 0.0, math.inf)
     try:
         while ours.children:
             assert not ours.wait()
@@ -193,7 +193,7 @@ def test_a_terminal_that_is_closed_ends_the_server(
     keys = tmp_path / "keys"
     keys.write_text("secret\n")
     settings = ServerSettings("fake", port=0, api_key_file=keys if file else None)
-    server = HttpServer(Backend(FakeEngine(TOK), TOK, VOCAB, 128), settings)
+    server = HttpServer(ServedModel(FakeEngine(TOK), TOK, VOCAB, 128), settings)
     heard: list[int] = []
 
     async def nothing(*_: object) -> None: ...
@@ -215,7 +215,7 @@ def test_a_terminal_that_is_closed_ends_the_server(
 def test_answers_do_not_wait_for_their_readers_acknowledgement() -> None:
     """On a socket that is not named as TCP asyncio leaves Nagle's algorithm on: every answer took 40 ms longer."""
     tok = tokenizer()
-    server = HttpServer(Backend(FakeEngine(tok), tok, VOCAB, 2048), ServerSettings(model_name="fake"))
+    server = HttpServer(ServedModel(FakeEngine(tok), tok, VOCAB, 2048), ServerSettings(model_name="fake"))
     with server.running([listen("127.0.0.1", 0)]) as url, socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as made:
         made.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert made.recv(100).startswith(b"HTTP/1.1 200")

@@ -9,7 +9,7 @@ from llguidance import LLMatcher
 from tests.server_fakes import VOCAB, masks, tokenizer
 
 from outrider.engine.grammar import GrammarCompiler
-from outrider.server.output import Chain, Parser, Part, join
+from outrider.server.output import OutputPart, Parser, ParserChain, join
 from outrider.server.reasoning import GEMMA4_CHANNEL, THINK_TAGS, Thoughts
 from outrider.server.tool_grammar import gemma_calls, json_calls
 from outrider.server.tools import GemmaCalls, JsonCalls
@@ -115,13 +115,13 @@ def test_a_call_cut_by_the_limit_stays_cut() -> None:
 
 
 def test_thoughts_then_calls() -> None:
-    parser = Chain(Thoughts(GEMMA4_CHANNEL), GemmaCalls())
+    parser = ParserChain(Thoughts(GEMMA4_CHANNEL), GemmaCalls())
     parts = run(parser, "<|channel>thought\nuse f<|tool_call>call:f{}<tool_call|>")
     assert parts == [("reasoning", "use f"), ("call", "f"), ("args", "{}")] and parser.calls == 1
 
 
 def test_parts_join() -> None:
-    assert join([Part("args", "a"), Part("args", "b"), Part("args", "c", 1)]) == [Part("args", "ab"), Part("args", "c", 1)]
+    assert join([OutputPart("args", "a"), OutputPart("args", "b"), OutputPart("args", "c", 1)]) == [OutputPart("args", "ab"), OutputPart("args", "c", 1)]
 
 
 # ---- forced calls

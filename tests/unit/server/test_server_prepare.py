@@ -8,7 +8,7 @@ import pytest
 from tests.server_fakes import SPECIAL, FakeEngine, tokenizer
 
 from outrider.server.errors import ApiError
-from outrider.server.prepare import Backend, Preparer
+from outrider.server.prepare import Preparer, ServedModel
 from outrider.server.schema import ChatRequest, CompletionRequest
 from outrider.server.settings import ServerSettings
 
@@ -18,7 +18,7 @@ TOOL = {"type": "function", "function": {"name": "f", "description": "d", "param
 
 def controls(gemma: bool, **body: Any) -> list[int]:
     made = tokenizer(gemma)
-    preparer = Preparer(Backend(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
+    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 4096), ServerSettings(model_name="m"))
     job = preparer.chat(ChatRequest(model="m", **body), stats=False)
     return [i for i in job.requests[0].prompt if i in made.special_ids]
 
@@ -45,7 +45,7 @@ def test_no_tool_forges_a_turn(gemma: bool) -> None:
 
 def test_each_prompt_has_the_room_behind_it() -> None:
     made = tokenizer()
-    preparer = Preparer(Backend(FakeEngine(made), made, 288, 100), ServerSettings(model_name="m"))
+    preparer = Preparer(ServedModel(FakeEngine(made), made, 288, 100), ServerSettings(model_name="m"))
 
     def bounds(**body: Any) -> list[tuple[int, int]]:
         job = preparer.completion(CompletionRequest(model="m", prompt=[[9] * 90, [9] * 20], **body), stats=False)

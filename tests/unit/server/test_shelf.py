@@ -15,13 +15,13 @@ from tests.server_fakes import VOCAB, FakeEngine, tokenizer
 
 from outrider.engine.metrics import Metrics
 from outrider.server import catalogue
-from outrider.server import shelf as shelf_module
+from outrider.server import model_pool as shelf_module
 from outrider.server import trim as trim_module
 from outrider.server.app import BIG_BODY, Server, create_app
 from outrider.server.errors import ApiError
-from outrider.server.prepare import Backend
+from outrider.server.model_pool import PATIENCE_S, ModelPool, PoolSlot, total
+from outrider.server.prepare import ServedModel
 from outrider.server.settings import ServerSettings
-from outrider.server.shelf import PATIENCE_S, Shelf, Slot, total
 from outrider.types import OutriderError
 
 TOK = tokenizer()
@@ -36,88 +36,88 @@ class Loader:
         self.go.set()
         self.error: Exception | None = None
 
-    def slot(self, name: str, size: int) -> Slot:
-        def load() -> Backend:
+    def slot(self, name: str, size: int) -> PoolSlot:
+        def load() -> ServedModel:
             assert self.go.wait(30)
             self.order.append(name)
             if self.error is not None:
                 raise self.error
-            return Backend(FakeEngine(TOK), TOK, VOCAB, 128, nbytes=size)
+            return ServedModel(FakeEngine(TOK), TOK, VOCAB, 128, nbytes=size)
 
-        return Slot(name, load, size)
+        return PoolSlot(name, load, size)
 
 
-def run(work: Callable[[Shelf, Loader], Coroutine[object, object, None]], limit: int | None = 15, now: list[float] | None = None) -> None:
+def run(work: Callable[[ModelPool, Loader], Coroutine[object, object, None]], limit: int | None = 15, now: list[float] | None = None) -> None:
     loader, clock = Loader(), now if now is not None else [0.0]
 
     async def inner() -> None:
         slots = [loader.slot("a", 10), loader.slot("b", 10), loader.slot("c", 4)]
-        shelf = Shelf(slots, limit, ServerSettings("a", port=0), clock=lambda: clock[0])
+        model_pool = ModelPool(slots, limit, ServerSettings("a", port=0), clock=lambda: clock[0])
         try:
             async with asyncio.timeout(60):
-                await work(shelf, loader)
+                await work(model_pool, loader)
         finally:
             loader.go.set()
-            await shelf.stop()
+            await model_pool.stop()
 
     asyncio.run(inner())
 
 
-async def use(shelf: Shelf, name: str) -> None:
-    slot = shelf.find(name)
-    assert (await shelf.borrow(slot)).name == name
-    shelf.give_back(slot)
+async def use(model_pool: ModelPool, name: str) -> None:
+    slot = model_pool.find(name)
+    assert (await model_pool.acquire(slot)).name == name
+    model_pool.release(slot)
 
 
-def there(shelf: Shelf) -> list[str]:
-    return [m.name for m in shelf.loaded]
+def there(model_pool: ModelPool) -> list[str]:
+    return [m.name for m in model_pool.loaded]
 
 
 def test_loads_on_demand_and_the_least_recently_used_makes_room() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
-        assert there(shelf) == [] and shelf.find(None).name == "a"
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
+        assert there(model_pool) == [] and model_pool.find(None).name == "a"
         for name in ("a", "c", "a"):
-            await use(shelf, name)
-        assert there(shelf) == ["a", "c"] and loader.order == ["a", "c"]
-        await use(shelf, "b")  # 10 + 4 + 10 > 15: c was used least recently, and that is not enough
-        assert there(shelf) == ["b"]
-        await use(shelf, "c")
-        assert there(shelf) == ["b", "c"] and shelf.slots["a"].evictions == 1 and shelf.slots["b"].state == "loaded"
+            await use(model_pool, name)
+        assert there(model_pool) == ["a", "c"] and loader.order == ["a", "c"]
+        await use(model_pool, "b")  # 10 + 4 + 10 > 15: c was used least recently, and that is not enough
+        assert there(model_pool) == ["b"]
+        await use(model_pool, "c")
+        assert there(model_pool) == ["b", "c"] and model_pool.slots["a"].evictions == 1 and model_pool.slots["b"].state == "loaded"
 
     run(work)
 
 
 def test_without_a_limit_all_stay() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
         for name in ("a", "b", "c", "a", "b"):
-            await use(shelf, name)
-        assert there(shelf) == ["a", "b", "c"] and len(loader.order) == 3
+            await use(model_pool, name)
+        assert there(model_pool) == ["a", "b", "c"] and len(loader.order) == 3
 
     run(work, limit=None)
 
 
 def test_a_model_in_use_is_never_put_back_and_those_who_wait_get_it_together() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
-        a = shelf.find("a")
-        await shelf.borrow(a)
-        waiting = [asyncio.ensure_future(use(shelf, "b")) for _ in range(3)]
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
+        a = model_pool.find("a")
+        await model_pool.acquire(a)
+        waiting = [asyncio.ensure_future(use(model_pool, "b")) for _ in range(3)]
         for _ in range(20):
             await asyncio.sleep(0)
-        assert there(shelf) == ["a"] and not any(w.done() for w in waiting)
-        shelf.give_back(a)
+        assert there(model_pool) == ["a"] and not any(w.done() for w in waiting)
+        model_pool.release(a)
         await asyncio.gather(*waiting)
-        assert there(shelf) == ["b"] and loader.order == ["a", "b"]
+        assert there(model_pool) == ["b"] and loader.order == ["a", "b"]
 
     run(work)
 
 
 def test_a_model_on_its_way_out_is_not_lent() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
-        await use(shelf, "a")
-        other = asyncio.ensure_future(use(shelf, "b"))
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
+        await use(model_pool, "a")
+        other = asyncio.ensure_future(use(model_pool, "b"))
         await asyncio.sleep(0)  # it is decided that a goes; nothing has been put back yet
-        assert not shelf.ready(shelf.find("a"))
-        await asyncio.gather(other, use(shelf, "a"))
+        assert not model_pool.ready(model_pool.find("a"))
+        await asyncio.gather(other, use(model_pool, "a"))
         assert loader.order == ["a", "b", "a"]
 
     run(work)
@@ -126,19 +126,19 @@ def test_a_model_on_its_way_out_is_not_lent() -> None:
 def test_newcomers_stand_back_once_another_has_waited_long() -> None:
     now = [0.0]
 
-    async def work(shelf: Shelf, loader: Loader) -> None:
-        a = shelf.find("a")
-        await shelf.borrow(a)
-        other = asyncio.ensure_future(use(shelf, "b"))
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
+        a = model_pool.find("a")
+        await model_pool.acquire(a)
+        other = asyncio.ensure_future(use(model_pool, "b"))
         await asyncio.sleep(0)
-        await shelf.borrow(a)  # in time: nobody waited long yet
+        await model_pool.acquire(a)  # in time: nobody waited long yet
         now[0] += PATIENCE_S + 1
-        assert not shelf.ready(a)
-        late = asyncio.ensure_future(use(shelf, "a"))
+        assert not model_pool.ready(a)
+        late = asyncio.ensure_future(use(model_pool, "a"))
         await asyncio.sleep(0)
         assert not late.done()
-        shelf.give_back(a)
-        shelf.give_back(a)
+        model_pool.release(a)
+        model_pool.release(a)
         await asyncio.gather(other, late)
         assert loader.order == ["a", "b", "a"]
 
@@ -146,63 +146,63 @@ def test_newcomers_stand_back_once_another_has_waited_long() -> None:
 
 
 def test_who_leaves_the_line_holds_up_nobody() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
-        a = shelf.find("a")
-        await shelf.borrow(a)
-        gone, stays = asyncio.ensure_future(use(shelf, "b")), asyncio.ensure_future(use(shelf, "c"))
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
+        a = model_pool.find("a")
+        await model_pool.acquire(a)
+        gone, stays = asyncio.ensure_future(use(model_pool, "b")), asyncio.ensure_future(use(model_pool, "c"))
         await asyncio.sleep(0)
         assert not stays.done()  # c would fit beside a, but b was first
         gone.cancel()
         await stays
-        assert there(shelf) == ["a", "c"] and a.users == 1 and shelf.slots["c"].users == 0
+        assert there(model_pool) == ["a", "c"] and a.users == 1 and model_pool.slots["c"].users == 0
 
     run(work)
 
 
 def test_who_leaves_while_it_loads_borrows_nothing() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
         loader.go.clear()
-        gone = asyncio.ensure_future(use(shelf, "b"))
-        while not shelf.slots["b"].loading:
+        gone = asyncio.ensure_future(use(model_pool, "b"))
+        while not model_pool.slots["b"].loading:
             await asyncio.sleep(0)
-        assert shelf.slots["b"].state == "loading"
+        assert model_pool.slots["b"].state == "loading"
         gone.cancel()
         await asyncio.gather(gone, return_exceptions=True)
         loader.go.set()
-        await use(shelf, "a")
-        assert there(shelf) == ["a"] and all(s.users == 0 for s in shelf.slots.values())
+        await use(model_pool, "a")
+        assert there(model_pool) == ["a"] and all(s.users == 0 for s in model_pool.slots.values())
 
     run(work)
 
 
 def test_a_model_that_cannot_be_loaded_is_told_to_those_who_asked() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
         loader.error = OutriderError("/secret/place/weights.gguf is cut off")
         with pytest.raises(ApiError) as told:
-            await use(shelf, "b")
+            await use(model_pool, "b")
         assert told.value.status == 503 and "weights.gguf" in told.value.message and "secret" not in told.value.message
         loader.error = None
-        await use(shelf, "b")
+        await use(model_pool, "b")
 
     run(work)
 
 
 def test_unknown_models_are_told_which_there_are() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
         with pytest.raises(ApiError, match="this server has 'a', 'b', 'c'") as told:
-            shelf.find("d")
+            model_pool.find("d")
         assert told.value.status == 404
 
     run(work)
 
 
 def test_counts_outlive_a_model() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
-        a = shelf.find("a")
-        (await shelf.borrow(a)).backend.engine.metrics.new_tokens = 7
-        shelf.give_back(a)
-        await use(shelf, "b")
-        assert there(shelf) == ["b"] and shelf.tally().engine.new_tokens == 7
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
+        a = model_pool.find("a")
+        (await model_pool.acquire(a)).backend.engine.metrics.new_tokens = 7
+        model_pool.release(a)
+        await use(model_pool, "b")
+        assert there(model_pool) == ["b"] and model_pool.tally().engine.new_tokens == 7
 
     run(work)
     summed = total([Metrics(new_tokens=1, finished={"stop": 1}), Metrics(new_tokens=2, finished={"stop": 2, "length": 1})])
@@ -246,12 +246,12 @@ LARGE = "word " * (BIG_BODY // 4)
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": LARGE}), ("/v1/embeddings", {"input": LARGE})])
 def test_a_large_body_holds_up_no_other_while_its_model_loads(path: str, body: dict[str, str]) -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
         loader.go.clear()
-        app = create_app(shelf, ServerSettings("a", port=0))
+        app = create_app(model_pool, ServerSettings("a", port=0))
         async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
             call = asyncio.ensure_future(client.post(path, json={"model": "b", **body}))
-            while not shelf.slots["b"].loading:
+            while not model_pool.slots["b"].loading:
                 assert not call.done(), call.result().text
                 await asyncio.sleep(0.001)
             assert not app.state.server.big_bodies._held
@@ -263,19 +263,19 @@ def test_a_large_body_holds_up_no_other_while_its_model_loads(path: str, body: d
 
 @pytest.mark.parametrize(("path", "body"), [("/tokenize", {"prompt": "hi"}), ("/api/generate", {}), ("/api/chat", {"messages": []})])
 def test_who_needs_no_engine_waits_for_a_load_no_longer_than_allowed(path: str, body: dict[str, object]) -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
         loader.go.clear()
-        app = create_app(shelf, ServerSettings("a", port=0, timeout=0.05))
+        app = create_app(model_pool, ServerSettings("a", port=0, timeout=0.05))
         async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client, asyncio.timeout(30):
             answer = await client.post(path, json={"model": "b", **body})
-        assert answer.status_code == 408 and shelf.slots["b"].users == 0 and app.state.server.admission.in_flight == 0
+        assert answer.status_code == 408 and model_pool.slots["b"].users == 0 and app.state.server.admission.in_flight == 0
 
     run(work)
 
 
 def test_a_server_that_closes_loads_nothing() -> None:
-    async def work(shelf: Shelf, loader: Loader) -> None:
-        app = create_app(shelf, ServerSettings("a", port=0))
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
+        app = create_app(model_pool, ServerSettings("a", port=0))
         app.state.server.admission.closing = True
         async with AsyncClient(transport=ASGITransport(app), base_url="http://127.0.0.1") as client:
             answer = await client.post("/api/generate", json={"model": "b"})
@@ -296,8 +296,8 @@ def test_a_server_that_closes_loads_nothing() -> None:
 def test_only_bodies_that_may_be_large_wait_for_their_turn(headers: dict[str, str], waits: bool) -> None:
     """A GET has neither a length nor a body."""
 
-    async def work(shelf: Shelf, loader: Loader) -> None:
-        server = Server(shelf, ServerSettings("a", port=0))
+    async def work(model_pool: ModelPool, loader: Loader) -> None:
+        server = Server(model_pool, ServerSettings("a", port=0))
         scope = {"type": "http", "headers": [(k.encode(), v.encode()) for k, v in headers.items()], "state": {"client": "me"}}
         room = await server.room(Request(scope))
         assert server.big_bodies._held == ({"me": 1} if waits else {})

@@ -147,7 +147,7 @@ def test_grammar_masks_and_wins_over_min_tokens():
 
 def test_plain_greedy_costs_nothing_and_takes_the_lowest_id_on_ties():
     batch = SamplingBatch.build([SamplingParams(), SamplingParams(temperature=1e-7, top_p=0.5)], [[1]] * 2, [[]] * 2, V, "cpu", [EOS])
-    assert not batch.any_hot and not batch.any_filter
+    assert not batch.any_sampled and not batch.any_filter
     assert batch.penalties is batch.bias is batch.bad_words is batch.min_tokens is None
     logits = torch.zeros(2, V)
     logits[:, [7, 4, 19]] = 1.0
@@ -175,13 +175,13 @@ def test_lean_is_the_heat_of_a_clusters_luckiest_token():
     clusters, at = torch.randperm(20).view(5, 4), torch.tensor([3, 4, 5, 6, 7])
     settings = [(1.3, 0, 1, 0), (0, 0, 1, 0), (1, 5, 1, 0), (1, 0, 0.9, 0), (1, 0, 1, 0.1)]
     params = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=m, seed=s) for s, (t, k, p, m) in enumerate(settings)]
-    lean = SamplingBatch.build(params, [[1]] * 5, [[]] * 5, V, "cpu").lean(clusters, at, OPS)
+    cluster_bonus = SamplingBatch.build(params, [[1]] * 5, [[]] * 5, V, "cpu").cluster_bonus(clusters, at, OPS)
     noise = [max(float(gumbel(torch.tensor(0), at[0], token)) for token in cluster) for cluster in clusters]
-    assert lean is not None and not lean[1:].any()
-    torch.testing.assert_close(lean[0], 1.3 * torch.tensor(noise))
-    hot, cold = (SamplingBatch.build([p], [[1]], [[]], V, "cpu") for p in params[:2])
-    assert torch.equal(hot.lean(clusters, at[:1], OPS), lean[:1])
-    assert hot.lean(None, at[:1], OPS) is None and cold.lean(clusters, at[:1], OPS) is None
+    assert cluster_bonus is not None and not cluster_bonus[1:].any()
+    torch.testing.assert_close(cluster_bonus[0], 1.3 * torch.tensor(noise))
+    sampled, cold = (SamplingBatch.build([p], [[1]], [[]], V, "cpu") for p in params[:2])
+    assert torch.equal(sampled.cluster_bonus(clusters, at[:1], OPS), cluster_bonus[:1])
+    assert sampled.cluster_bonus(None, at[:1], OPS) is None and cold.cluster_bonus(clusters, at[:1], OPS) is None
 
 
 def test_draw_gives_the_law_of_its_tokens():

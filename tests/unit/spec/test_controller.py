@@ -6,7 +6,7 @@ import pytest
 
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable
-from outrider.spec.plan import PLAIN, Branches, SeqView, branching
+from outrider.spec.plan import NO_DRAFT, DraftContext, VerifiedTree, branching
 from outrider.types import OutriderError
 
 CHEAP = CostTable.linear(18e-3, 1e-4, {"mtp": 4e-4})  # a GPU: a row costs next to nothing
@@ -14,7 +14,7 @@ DEAR = CostTable.linear(5.5e-3, 1e-3, {"mtp": 4.5e-4})  # two CPU cores
 
 
 def view(id="a", remaining=100, mtp=16, ngram=0, match=0, fixed=False):
-    return SeqView(id, {"mtp": mtp, "ngram": ngram}, match, remaining, 100, fixed)
+    return DraftContext(id, {"mtp": mtp, "ngram": ngram}, match, remaining, 100, fixed)
 
 
 def run(controller, cycles, right, id="a", **options):
@@ -39,7 +39,7 @@ def test_a_good_drafter_is_used_at_length_and_a_bad_one_not_at_all():
 def test_a_draft_that_ends_at_once_under_a_plan_without_one_is_learnt_from():
     """A plan may be run again after a later one without drafts was noted. This ended every step from then on."""
     controller = Controller(copy(DEAR), ("mtp",))
-    assert controller.plan([view(mtp=0)])[0] == PLAIN
+    assert controller.plan([view(mtp=0)])[0] == NO_DRAFT
     controller.observe("a", "mtp", 0, 0, [0.01])
     assert controller.plan([view(mtp=4)])[0].k <= 4
 
@@ -63,7 +63,7 @@ def test_never_drafts_more_than_is_offered():
     controller = Controller(copy(CHEAP), ("mtp", "ngram"))
     run(controller, 30, 16, "warm")
     assert controller.plan([view(mtp=3)])[0].k <= 3
-    assert controller.plan([view(mtp=0)])[0] == PLAIN
+    assert controller.plan([view(mtp=0)])[0] == NO_DRAFT
 
 
 def test_a_long_match_beats_the_trained_drafter_and_a_short_one_does_not():
@@ -116,9 +116,9 @@ def test_those_whose_k_was_asked_for_are_company():
     controller = Controller(table, ("mtp",))
     run(controller, 20, 2)
     sizes.clear()
-    assert controller.plan([view("b", mtp=0, fixed=True), view()])[0] == PLAIN
+    assert controller.plan([view("b", mtp=0, fixed=True), view()])[0] == NO_DRAFT
     assert set(sizes) == {2}
-    assert controller.again(["a"]) is None and controller.again(["b", "a"]) is not None
+    assert controller.reuse_plan(["a"]) is None and controller.reuse_plan(["b", "a"]) is not None
 
 
 def test_without_drafters_everything_is_plain():
@@ -160,13 +160,13 @@ def test_a_request_near_its_limit_of_losses_drafts_small_trees():
     controller = Controller(copy(DEAR), ("mtp",), {"mtp": [0.9] * 4}, {"mtp": [(i + 0.5) / 16 for i in range(16)]})
     seen = []
     for _ in range(6):  # nothing is ever right
-        (choice,) = controller.plan([SeqView("a", {"mtp": 16}, 0, 200, 300, nodes=16)])
+        (choice,) = controller.plan([DraftContext("a", {"mtp": 16}, 0, 200, 300, nodes=16)])
         drafted = min(choice.nodes, 3)
-        tree = Branches.of([0] * drafted, []) if choice.nodes else None
+        tree = VerifiedTree.of([0] * drafted, []) if choice.nodes else None
         controller.observe("a", choice.drafter, drafted, 0, [0.5] * drafted if tree else None, tree)
         seen.append(choice)
     drafts = [c for c in seen if c.k]
-    assert len(drafts) > 1 and all(c.nodes == c.k + 1 for c in drafts) and drafts[-1].k < drafts[0].k and seen[-1] == PLAIN
+    assert len(drafts) > 1 and all(c.nodes == c.k + 1 for c in drafts) and drafts[-1].k < drafts[0].k and seen[-1] == NO_DRAFT
 
 
 @pytest.mark.parametrize("extra,path,taken", [(1e-5, [5, 6, 7], True), (8e-3, [5, 6, 7], False), (2e-3, [1, 2, 3], False)])
@@ -177,8 +177,8 @@ def test_trees_of_a_fixed_size_are_taken_where_they_pay(extra, path, taken):
     cost = CostTable({(1, 0): [0.01] * 17}, {"mtp": {1: drafting}, branching("mtp"): {1: [t + extra * (t > 0) for t in drafting]}})
     c, parents = Controller(cost, ("mtp",), {"mtp": [0.6] * 4}), [0, 1, 2, 3, 0, 5, 6, *[0] * 9]
     for _ in range(400):
-        (choice,) = c.plan([SeqView("a", {"mtp": 16}, 0, 200, 300, nodes=16)])
-        tree = Branches.of(parents, path) if choice.nodes else None
+        (choice,) = c.plan([DraftContext("a", {"mtp": 16}, 0, 200, 300, nodes=16)])
+        tree = VerifiedTree.of(parents, path) if choice.nodes else None
         c.observe("a", choice.drafter, 16 if tree else choice.k, 3 if tree else min(1, choice.k), None, tree)
     assert (choice.nodes == 16) == taken and 1 <= choice.k <= 16 - 8 * taken
 

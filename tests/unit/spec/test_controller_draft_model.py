@@ -3,7 +3,7 @@
 from outrider.spec.controller import Controller
 from outrider.spec.cost import CostTable, measure
 from outrider.spec.draft_model import ACCEPTED, TRUST
-from outrider.spec.plan import READING, SeqView, reading
+from outrider.spec.plan import READING, DraftContext, reading
 
 NAME = "draft_model"
 
@@ -15,8 +15,8 @@ def controller(step: float, per_token: float) -> Controller:
     return Controller(table, (NAME, "ngram"), {NAME: ACCEPTED}, {NAME: TRUST})
 
 
-def view(unread: int, remaining: int) -> SeqView:
-    return SeqView("a", {NAME: 16}, 0, remaining, 64 + unread, unread=unread)
+def view(unread: int, remaining: int) -> DraftContext:
+    return DraftContext("a", {NAME: 16}, 0, remaining, 64 + unread, unread=unread)
 
 
 def test_it_drafts_from_the_first_cycle_where_the_measured_step_is_cheap() -> None:

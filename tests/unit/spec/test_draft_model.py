@@ -13,12 +13,12 @@ from outrider.spec.drafter import DraftBatch
 from outrider.types import SamplingParams
 
 
-def batch(texts: dict[str, list[int]], params: SamplingParams = SamplingParams(), sampled: bool = False) -> DraftBatch:
+def batch(texts: dict[str, list[int]], params: SamplingParams = SamplingParams(), own_noise: bool = False) -> DraftBatch:
     tokens = list(texts.values())
     sampling = SamplingBatch.build([params] * len(tokens), [t[:1] for t in tokens], [t[1:] for t in tokens], VOCAB, "cpu")
     return DraftBatch(
-        ids=list(texts), tokens=tokens, last=torch.tensor([t[-1] for t in tokens]), length=torch.tensor([len(t) - 1 for t in tokens]),
-        features=None, kv=None, sampling=sampling, sampled=sampled, ops=draft_ops, vocab=VOCAB,
+        ids=list(texts), tokens=tokens, last=torch.tensor([t[-1] for t in tokens]), position=torch.tensor([len(t) - 1 for t in tokens]),
+        features=None, kv=None, sampling=sampling, own_noise=own_noise, ops=draft_ops, vocab=VOCAB,
     )  # fmt: skip
 
 
@@ -126,7 +126,7 @@ def test_pool_grows_and_keeps_what_it_held():
 
 def test_drawn_guesses_come_with_their_law():
     drafter = DraftModel(tiny_model("llama"))
-    draft = drafter.propose(batch({"a": [4, 5, 6], "b": [7]}, SamplingParams(temperature=1.0, top_k=3), sampled=True), 3)
+    draft = drafter.propose(batch({"a": [4, 5, 6], "b": [7]}, SamplingParams(temperature=1.0, top_k=3), own_noise=True), 3)
     assert draft.q.shape == (2, 3, VOCAB)
     torch.testing.assert_close(draft.q.sum(-1), torch.ones(2, 3))
     assert (draft.q.gather(2, draft.tokens[:, :, None]) > 0).all() and ((draft.q > 0).sum(-1) == 3).all()

@@ -40,11 +40,11 @@ def folder(path, weights, **config):
     return from_folder(path, str(path))
 
 
-def batch(model, features, params, sampled=False):
+def batch(model, features, params, own_noise=False):
     count = features.shape[0]
     return SimpleNamespace(
-        features=features, last=torch.zeros(count, dtype=torch.int64), length=torch.full((count,), 9), ops=model.ops, vocab=VOCAB,
-        sampling=SamplingBatch.build([params] * count, [[1]] * count, [[]] * count, VOCAB, "cpu"), sampled=sampled,
+        features=features, last=torch.zeros(count, dtype=torch.int64), position=torch.full((count,), 9), ops=model.ops, vocab=VOCAB,
+        sampling=SamplingBatch.build([params] * count, [[1]] * count, [[]] * count, VOCAB, "cpu"), own_noise=own_noise,
     )  # fmt: skip
 
 
@@ -66,10 +66,10 @@ def test_heads_follow_the_formula(tmp_path, names):
 def test_more_tokens_than_heads_are_not_drafted(tmp_path):
     model = tiny_model("llama")
     medusa = Medusa.load(folder(tmp_path / "m", tensors("original", bias=False)), model, "cpu", torch.float32)
-    for sampled in (False, True):
-        draft = medusa.propose(batch(model, torch.randn(2, H), SamplingParams(temperature=1.0), sampled), 5)
+    for own_noise in (False, True):
+        draft = medusa.propose(batch(model, torch.randn(2, H), SamplingParams(temperature=1.0), own_noise), 5)
         assert draft.tokens.shape == (2, 5) and draft.lengths.tolist() == [HEADS] * 2
-        if sampled:
+        if own_noise:
             assert draft.q.shape == (2, 5, VOCAB)
             torch.testing.assert_close(draft.q[:, :HEADS].sum(-1), torch.ones(2, HEADS))
 

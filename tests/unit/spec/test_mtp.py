@@ -38,18 +38,18 @@ class Head(MTPNet):
     def step(self, token_embedding: Tensor, hidden: Tensor, state: None) -> tuple[Tensor, Tensor]:
         return 0.5 * hidden + token_embedding, hidden @ self.turn
 
-    def candidates(self, g: Tensor, lean: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
-        self.leans.append(lean)
-        return super().candidates(g, lean)
+    def candidates(self, g: Tensor, cluster_bonus: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        self.leans.append(cluster_bonus)
+        return super().candidates(g, cluster_bonus)
 
 
-def batch(temperature: float, sampled: bool, size: int = 200) -> DraftBatch:
+def batch(temperature: float, own_noise: bool, size: int = 200) -> DraftBatch:
     r = torch.Generator().manual_seed(4)
     params = [SamplingParams(temperature=temperature, seed=s) for s in range(size)]
     sampling = SamplingBatch.build(params, [[]] * size, [[]] * size, C * S, "cpu")
     last, length = torch.randint(0, C * S, (size,), generator=r), torch.arange(size) + 3
     features = torch.randn(size, H, generator=r)
-    return DraftBatch([""] * size, [[]] * size, last, length, features, None, sampling, sampled, OPS, C * S)  # type: ignore[arg-type]
+    return DraftBatch([""] * size, [[]] * size, last, length, features, None, sampling, own_noise, OPS, C * S)  # type: ignore[arg-type]
 
 
 def propose(head: Head, batch: DraftBatch) -> Any:
@@ -59,10 +59,10 @@ def propose(head: Head, batch: DraftBatch) -> Any:
 
 
 def test_noise_leads_to_the_clusters_that_hold_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = batch(1.0, sampled=False)
+    asked = batch(1.0, own_noise=False)
     want = propose(Head(C), asked).tokens  # every cluster: the full head
     led = propose(Head(6), asked).tokens
-    monkeypatch.setattr(SamplingBatch, "lean", lambda *_: None)
+    monkeypatch.setattr(SamplingBatch, "cluster_bonus", lambda *_: None)
     plain = propose(Head(6), asked).tokens
     assert torch.equal(propose(Head(C), asked).tokens, want)
     right, before = (float((tokens[:, 0] == want[:, 0]).float().mean()) for tokens in (led, plain))
@@ -71,8 +71,8 @@ def test_noise_leads_to_the_clusters_that_hold_the_choice(monkeypatch: pytest.Mo
 
 def test_where_tokens_are_drawn_from_q_the_candidates_hang_on_no_noise() -> None:
     drawn, led, greedy = Head(6), Head(6), Head(6)
-    draft = propose(drawn, batch(1.0, sampled=True))
-    propose(led, batch(1.0, sampled=False))
-    propose(greedy, batch(0.0, sampled=False))
-    assert drawn.leans == greedy.leans == [None] * 3 and all(lean is not None and lean.any() for lean in led.leans)
+    draft = propose(drawn, batch(1.0, own_noise=True))
+    propose(led, batch(1.0, own_noise=False))
+    propose(greedy, batch(0.0, own_noise=False))
+    assert drawn.leans == greedy.leans == [None] * 3 and all(cluster_bonus is not None and cluster_bonus.any() for cluster_bonus in led.leans)
     assert torch.allclose(draft.q.sum(-1), torch.ones(200, 3), atol=1e-5)

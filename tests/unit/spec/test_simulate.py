@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from tests.traces import Fixed, broken, synthetic
 
-from outrider.spec.card import measure as measure_card
-from outrider.spec.card import read as read_card
-from outrider.spec.card import write as write_card
+from outrider.spec.acceptance_profile import measure as measure_card
+from outrider.spec.acceptance_profile import read as read_card
+from outrider.spec.acceptance_profile import write as write_card
 from outrider.spec.controller import Controller
 from outrider.spec.cost import WIDTH, CostTable
 from outrider.spec.simulate import Trace, clairvoyant, compare, fixed_seconds, plain, read_traces, replay, static_oracle, write_traces

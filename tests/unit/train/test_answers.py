@@ -15,7 +15,7 @@ from tests.engines import run as run_engine
 from outrider.config import EngineConfig, LoadSettings
 from outrider.models.inspect import kv_bytes
 from outrider.train import answers
-from outrider.train.answers import Answer, Answering, Task, answer_tasks, answer_to_file, heldout_prompts, plan_tasks, read_answers
+from outrider.train.answers import Answering, RecordedAnswer, Task, answer_tasks, answer_to_file, heldout_prompts, plan_tasks, read_answers
 from outrider.train.clock import Stop
 from outrider.train.data import Sequences
 from outrider.types import OutriderError
@@ -143,7 +143,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     with pytest.raises(OutriderError, match=r"a.jsonl:2: not an answer"):
         read_answers(tmp_path / "a.jsonl")
     (tmp_path / "a.jsonl").write_text(good + "\n" + good[:20])
-    assert read_answers(tmp_path / "a.jsonl") == {(0, 0): Answer(0, 0, 0.0, 1, [4], True)}
+    assert read_answers(tmp_path / "a.jsonl") == {(0, 0): RecordedAnswer(0, 0, 0.0, 1, [4], True)}
 
 
 def test_processes_that_answer_at_once_share_memory_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,18 +6,18 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from outrider.train.answers import Answer, Task
+from outrider.train.answers import RecordedAnswer, Task
 from outrider.train.many import all_answers, shared_out, undone
 
 TASKS = [Task(n, 0, 1.0, n) for n in range(7)]
 
 
-def wrote(path: Path, *answers: Answer) -> None:
+def wrote(path: Path, *answers: RecordedAnswer) -> None:
     path.write_text("".join(json.dumps(asdict(a)) + "\n" for a in answers))
 
 
-def answer(n: int, *tokens: int, done: bool = True) -> Answer:
-    return Answer(**asdict(TASKS[n]), tokens=list(tokens), done=done)
+def answer(n: int, *tokens: int, done: bool = True) -> RecordedAnswer:
+    return RecordedAnswer(**asdict(TASKS[n]), tokens=list(tokens), done=done)
 
 
 def test_tasks_that_are_done_are_nobodys(tmp_path: Path) -> None:

@@ -20,9 +20,9 @@ from outrider.spec.choose import SamplingBatch
 from outrider.train import design
 from outrider.train.capture import DenseOps, Recorder, capture
 from outrider.train.data import Sequences, make_batch
-from outrider.train.evaluate import Head
+from outrider.train.evaluate import EvalHead
 from outrider.train.export import config_dict, save_drafter
-from outrider.train.net import DraftNet
+from outrider.train.net import DrafterModule
 from outrider.types import SamplingParams
 from outrider.weights.load import dummy_weights, load_target
 
@@ -49,7 +49,7 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
         for key in own:
             if own[key].dim() == 2:
                 own[key] = own[key] * 10
-        net = DraftNet(drafter, config)
+        net = DrafterModule(drafter, config)
         net.load(own)
         seen = capture(dense, ids, drafter.taps)
         first, steps = 7, 3
@@ -74,7 +74,7 @@ def test_training_and_inference_agree(name: str, tmp_path: Path) -> None:
                     torch.testing.assert_close(mine, theirs[:, a - first], rtol=2e-4, atol=2e-4)
         # the head too: the tokens that training scores are those that the drafter scores
         rows = dense.head if drafter.tied_to_target else own["embed"]
-        head = Head(rows, own["centroids"], own["token_ordering"], drafter.cluster_top) if drafter.clusters else Head(rows)
+        head = EvalHead(rows, own["centroids"], own["token_ordering"], drafter.cluster_top) if drafter.clusters else EvalHead(rows)
         greedy = SamplingBatch.build([SamplingParams()] * len(g), [[]] * len(g), [[]] * len(g), config.vocab_size, "cpu")
         looked, z = model.candidates(g)
         best = z.argmax(-1) if looked is None else looked.gather(1, z.argmax(-1, keepdim=True))[:, 0]
@@ -124,19 +124,19 @@ def test_a_drafter_for_four_bits_is_written_in_their_values(tmp_path: Path) -> N
     """Catches: a device without 4-bit kernels drafting with weights that were never trained as they are."""
     config, _, _ = load_target(str(tiny.write_target("smollm2", tmp_path)), "cpu", torch.float32)
     drafter = replace(design.plain(config, reads=(0,), hidden=64, intermediate=32), weight_bits=4)
-    net = DraftNet(drafter, config)
+    net = DrafterModule(drafter, config)
     made = net.export()
     assert torch.equal(made["norm"], net.weight("norm"))
     down = made["layers.0.down"]  # [64, 32]: a block a row
     assert max(len(row.unique()) for row in down) <= 16 and not torch.equal(down, net.weight("layers.0.down"))
-    whole = DraftNet(replace(drafter, weight_bits=None), config)
+    whole = DrafterModule(replace(drafter, weight_bits=None), config)
     assert torch.equal(whole.export()["layers.0.down"], whole.weight("layers.0.down"))
 
 
 def test_who_may_read_a_drafter_may_read_its_weights(tmp_path: Path) -> None:
     config, _, _ = load_target(str(tiny.write_target("smollm2", tmp_path / "m")), "cpu", torch.float32)
     drafter = design.plain(config, reads=(0,), hidden=64, intermediate=32)
-    save_drafter(tmp_path / "d", drafter, DraftNet(drafter, config).export())
+    save_drafter(tmp_path / "d", drafter, DrafterModule(drafter, config).export())
     assert len({(tmp_path / "d" / name).stat().st_mode for name in ("config.json", "model.safetensors")}) == 1
 
 
@@ -144,7 +144,7 @@ def test_biases_of_the_target_go_into_the_queries(tmp_path: Path) -> None:
     """A drafter's queries have no biases. Where as few rows are looked at as a layer has inputs, what is folded in gives them exactly."""
     config, weights, _ = load_target(str(tiny.write_target("qwen2", tmp_path)), "cpu", torch.float32)
     model = TextModel(config, weights, DenseOps())
-    net = DraftNet(design.plain(config, reads=(1, 2), intermediate=20), config)
+    net = DrafterModule(design.plain(config, reads=(1, 2), intermediate=20), config)
     design.start_from_target(net, model)
     ids = np.random.default_rng(0).integers(6, tiny.VOCAB, (1, LENGTH))
     batch = make_batch(Sequences.of(ids, [2], [0], [True], tiny.VOCAB), np.array([0]), 1)

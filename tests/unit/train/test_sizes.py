@@ -31,9 +31,9 @@ from outrider.train.memory import (
     product_rate,
     round_minutes,
 )
-from outrider.train.parallel import Group
+from outrider.train.parallel import TrainGroup
 from outrider.train.recipes import Phase, applied, read_recipe
-from outrider.train.run import Run, some_of_each_kind
+from outrider.train.run import TrainRun, some_of_each_kind
 from outrider.train.trainer import TrainSettings
 from outrider.types import OutriderError
 from outrider.weights.hub import ASSETS
@@ -149,7 +149,7 @@ def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(tmp_path: Path,
     rows = [np.arange(40)] * 64
     aside = Sequences.of(rows, [8] * 64, range(64), [True, False] * 32, 64)
     job = TrainJob(target="t", data=tmp_path, out=tmp_path, minutes=1.0, device="cuda")
-    run = Run(job, Budget(1.0, time.perf_counter()), Stop(), Group(), print, None)
+    run = TrainRun(job, Budget(1.0, time.perf_counter()), Stop(), TrainGroup(), print, None)
     judged: list[int] = []
 
     def judge(target: object, net: object, data: Sequences, temperature: float) -> None:
@@ -163,7 +163,7 @@ def test_a_gpus_first_evaluation_is_not_what_an_evaluation_takes(tmp_path: Path,
 
 def test_the_time_that_was_used_is_noted_now_and_then(tmp_path: Path) -> None:
     """Catches: a run that is killed and then begins its minutes anew; one that writes a file at every step."""
-    run = Run(TrainJob("t", tmp_path, tmp_path), Budget(9.0, time.perf_counter() - 100.0), Stop(), Group(), print, None)
+    run = TrainRun(TrainJob("t", tmp_path, tmp_path), Budget(9.0, time.perf_counter() - 100.0), Stop(), TrainGroup(), print, None)
     noted = tmp_path / "spent.json"
     run.counts = False  # refused runs have used nothing
     run.spend(0.0)

@@ -17,9 +17,9 @@ from outrider.train.capture import DenseOps
 from outrider.train.clock import Budget, Stop
 from outrider.train.data import Sequences, make_batch
 from outrider.train.job import TrainJob
-from outrider.train.net import DraftNet
-from outrider.train.parallel import Group
-from outrider.train.run import Run
+from outrider.train.net import DrafterModule
+from outrider.train.parallel import TrainGroup
+from outrider.train.run import TrainRun
 from outrider.train.trainer import Trainer, TrainSettings
 from outrider.types import OutriderError
 from outrider.weights.load import load_target
@@ -32,7 +32,7 @@ def made(folder: Path, **settings: float) -> Trainer:
     rng = np.random.default_rng(0)
     rows = [rng.integers(6, tiny.VOCAB, size=n) for n in (30, 26, 31, 9)]
     data = Sequences.of(rows, (5, 4, 6, 5), range(4), [True, False] * 2, tiny.VOCAB)
-    net = DraftNet(design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4), config)
+    net = DrafterModule(design.plain(config, reads=(0, 2), intermediate=20, clusters=16, cluster_top=4), config)
     return Trainer(TextModel(config, weights, DenseOps()), net, data, TrainSettings(unroll=3, cluster_pull=0.5, **settings))  # type: ignore[arg-type]
 
 
@@ -113,7 +113,7 @@ def test_a_run_that_goes_on_judges_the_answers_it_judged_before(tmp_path: Path, 
 
     def judged(minutes: float | None) -> list[int]:
         job = TrainJob("", tmp_path, tmp_path, minutes=minutes)
-        run = Run(job, Budget(minutes, 0.0), Stop(), Group(), lambda _: None, None)
+        run = TrainRun(job, Budget(minutes, 0.0), Stop(), TrainGroup(), lambda _: None, None)
         return [int(i) for i in run.reserve(seen, train.net, train.data)[0].index]
 
     few = judged(1e-12)

@@ -13,9 +13,9 @@ from tests.kv import build_kv
 from typer.testing import CliRunner
 
 from outrider.cli.main import app
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
 from outrider.models.config import DrafterConfig, ModelConfig
 from outrider.models.decoder import TextModel
-from outrider.models.known import KNOWN
 from outrider.ops.cpu.forward import CompiledModel
 from outrider.ops.cpu.lib import W_FILE, W_PARTS
 from outrider.ops.cpu.ops import CpuOps
@@ -44,7 +44,7 @@ MOE = EDGE | dict(
 
 @pytest.mark.parametrize("fmt", ["f16", "bf16"])
 def test_matrices_in_16_bits_stay_so_and_change_no_bit(tmp_path: Path, fmt: str) -> None:
-    """Held in the file's 16 bits the CPU's answers are those of float32; a table that is only looked up stays in the file."""
+    """DeviceWeight in the file's 16 bits the CPU's answers are those of float32; a table that is only looked up stays in the file."""
     ops, ids = CpuOps(threads=2), torch.arange(7) % 5
     write_gguf(tmp_path / "d.gguf", ModelConfig.from_hf(EDGE), fmt)
     config, held, _ = load_target(tmp_path / "d.gguf", ops=ops)
@@ -116,7 +116,7 @@ def test_experts_stay_in_their_bits(tmp_path: Path, fmt: str) -> None:
 
 
 def test_drafters_go_to_a_folder(tmp_path: Path) -> None:
-    raw = dict(KNOWN["google/gemma-4-E2B-it-assistant"])
+    raw = dict(BUILTIN_CONFIGS["google/gemma-4-E2B-it-assistant"])
     raw["text_config"] = raw["text_config"] | {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64}
     raw |= {"backbone_hidden_size": 64, "num_centroids": 64, "centroid_intermediate_top_k": 4}
     write_folder(tmp_path / "d", raw, DrafterConfig.from_hf(raw))
@@ -127,7 +127,7 @@ def test_drafters_go_to_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("old", [False, True], ids=["gemma4-assistant", "gemma4_assistant"])
 def test_drafters_are_read_from_gguf(tmp_path: Path, old: bool) -> None:
     """Configuration and every tensor, under llama.cpp's names and those of older files; `auto` finds the file beside its target."""
-    raw = dict(KNOWN["google/gemma-4-E2B-it-assistant"])
+    raw = dict(BUILTIN_CONFIGS["google/gemma-4-E2B-it-assistant"])
     raw["text_config"] = raw["text_config"] | {"vocab_size": 4096, "hidden_size": 64, "intermediate_size": 64, "rms_norm_eps": 2**-20}
     raw |= {"backbone_hidden_size": 96, "num_centroids": 64, "centroid_intermediate_top_k": 32}
     config, path = DrafterConfig.from_hf(raw), tmp_path / "t-assistant.gguf"

@@ -142,9 +142,9 @@ def test_the_whole_cache_moves_together(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.delenv("OUTRIDER_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert build.cache_root() == tmp_path / "outrider"
-    assert hub.keeping("costs", "x.json") == tmp_path / "outrider" / "costs" / "x.json"
+    assert hub.cache_path("costs", "x.json") == tmp_path / "outrider" / "costs" / "x.json"
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path / "own"))
-    assert build.cache_root() == tmp_path / "own" and hub.keeping("kernels") == tmp_path / "own" / "kernels"
+    assert build.cache_root() == tmp_path / "own" and hub.cache_path("kernels") == tmp_path / "own" / "kernels"
 
 
 def test_a_name_that_is_nearly_right_is_guessed(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from tests.unit.weights.test_dummy_file import EDGE, MOE, QWEN
 
 from outrider.models.config import ModelConfig
 from outrider.ops.cpu.ops import CpuOps
-from outrider.ops.formats import BLOCKS, Block, Float8, Format, Integer, NvFp4, Weight, base
-from outrider.ops.triton.quantised import QuantTritonOps
+from outrider.ops.formats import BLOCKS, Float8Format, Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight, base
+from outrider.ops.triton.quant_ops import QuantTritonOps
 from outrider.ops.triton.repack import repack
 from outrider.weights import hub, load_target
 from outrider.weights.dummy_file import blocks, write_gguf
@@ -27,22 +27,22 @@ ROWS, COLUMNS = 200, 768  # rows that are no whole tiles of 64
 def test_a_gguf_format_in_a_gpus_memory(kind: str) -> None:
     width = COLUMNS // BLOCKS[kind][0] * BLOCKS[kind][1]
     data = np.frombuffer(blocks(kind, np.random.default_rng(0)), np.uint8)[: ROWS * width].reshape(ROWS, width)
-    held = repack(Weight(Block(kind), (ROWS, COLUMNS), {"blocks": torch.from_numpy(data.copy())}))
+    held = repack(Weight(GGUFBlockFormat(kind), (ROWS, COLUMNS), {"blocks": torch.from_numpy(data.copy())}))
     assert held is not None and held.nbytes == LAYOUTS[kind].nbytes(ROWS, COLUMNS)
 
 
 @pytest.mark.parametrize(
     "format",
-    [Integer(4, 32), Integer(4, 128), Integer(4, 0), Integer(8, 128), Integer(8, 0), Integer(4, 64, True), Float8(), Float8(128), NvFp4()],
+    [IntegerFormat(4, 32), IntegerFormat(4, 128), IntegerFormat(4, 0), IntegerFormat(8, 128), IntegerFormat(8, 0), IntegerFormat(4, 64, True), Float8Format(), Float8Format(128), NvFp4Format()],
     ids=lambda f: f.name,
 )
 def test_a_format_in_a_gpus_memory(format: Format) -> None:
     made = format.quantise(torch.randn(ROWS, COLUMNS))
-    if isinstance(format, Integer) and format.lifted:
+    if isinstance(format, IntegerFormat) and format.has_zero_point:
         made = Weight(format, made.shape, {**made.tensors, "zero": torch.ones_like(made.tensors["scale"], dtype=torch.uint8)})
     held, layout = repack(made), layout_of(format)
     assert held is not None and layout is not None
-    factors = 4 * 256 if isinstance(format, NvFp4) or format == Float8(128) else 0  # one more for each row, which the account leaves out
+    factors = 4 * 256 if isinstance(format, NvFp4Format) or format == Float8Format(128) else 0  # one more for each row, which the account leaves out
     assert held.nbytes - factors == layout.nbytes(ROWS, COLUMNS)
 
 

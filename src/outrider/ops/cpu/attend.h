@@ -15,9 +15,9 @@
  * own_values), and everything else is as ever, to the bit.
  */
 #pragma once
-#include "pool.h"
+#include "threads.h"
 #include "rows.h"
-#include "score.h"
+#include "attend_inner.h"
 
 #define CHUNK 128
 #define MAX_QUERIES 32 /* of one unit of work: rows × query heads that share a K/V head */
@@ -266,7 +266,7 @@ typedef struct {
     size_t scratch_step, parts_step;
 } Cut;
 
-static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) { /* sizes */
+static void cut_plan(Cut *cut, const ThreadPool *team, const Spec *s, const Batch *b) { /* sizes */
     const int per = block_rows(s);
     cut->count = count_blocks(b, per);
     cut->most = 1;
@@ -285,11 +285,11 @@ static void cut_plan(Cut *cut, const Team *team, const Spec *s, const Batch *b) 
     cut->scratch_step = UP(attend_scratch(s->dim));
     cut->parts_step = UP(MAX_QUERIES * part_floats(s) * cut->most * 4) / 4;
 }
-INLINE size_t cut_bytes(const Cut *cut, const Team *team, const Spec *s, const Batch *b) {
+INLINE size_t cut_bytes(const Cut *cut, const ThreadPool *team, const Spec *s, const Batch *b) {
     size_t all = UP((size_t)b->rows * s->heads * cut->most * part_floats(s) * 4);
     return UP(cut->count * sizeof(RowBlock)) + cut->scratch_step * team->size + (cut->how == CUT_CHUNKS ? all : cut->parts_step * 4 * team->size);
 }
-static void cut_place(Cut *cut, const Team *team, const Spec *s, const Batch *b, char *at) {
+static void cut_place(Cut *cut, const ThreadPool *team, const Spec *s, const Batch *b, char *at) {
     cut->blocks = (RowBlock *)at;
     cut_blocks(b, block_rows(s), cut->blocks);
     at += UP(cut->count * sizeof(RowBlock));
@@ -299,7 +299,7 @@ static void cut_place(Cut *cut, const Team *team, const Spec *s, const Batch *b,
 
 /* All chunks of some queries, merged into their rows of `out`. */
 static void attend_queries(const Spec *s, const Batch *b, const Cut *cut, int me, RowBlock r, int head, int q0, int q1, const float *q, long ldq,
-                           float *out, long ldo, float *done, Acts *quantised) {
+                           float *out, long ldo, float *done, QActs *quantised) {
     const int per = s->heads / s->kv_heads, dim = s->dim;
     const long step = (long)part_floats(s);
     float *part = done ? done : cut->parts + cut->parts_step * me;
@@ -316,8 +316,8 @@ static void attend_queries(const Spec *s, const Batch *b, const Cut *cut, int me
 }
 
 /* One member's share of attention. No barrier at the end. */
-static void attend_phase(Team *team, int me, const Spec *s, const Batch *b, const Cut *cut, const float *q, long ldq, float *out, long ldo,
-                         Acts *quantised) {
+static void attend_phase(ThreadPool *team, int me, const Spec *s, const Batch *b, const Cut *cut, const float *q, long ldq, float *out, long ldo,
+                         QActs *quantised) {
     const int per = s->heads / s->kv_heads, tasks = cut->count * s->kv_heads;
     const long step = (long)part_floats(s);
     int lo, hi;

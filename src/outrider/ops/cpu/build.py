@@ -57,7 +57,7 @@ class BuildError(Exception):
     """Why there is no library: one line."""
 
 
-class Refused(BuildError):
+class CompilerRefused(BuildError):
     """The compiler ran and would not: it may still know a lesser processor."""
 
 
@@ -116,7 +116,7 @@ def writable(root: Path) -> bool:
     return True
 
 
-def keeping(*parts: str) -> Path:
+def cache_path(*parts: str) -> Path:
     """A file of the cache: where it is, or where it can be put (the spare folder, if the cache cannot be written)."""
     kept = cache_root().joinpath(*parts)
     if os.access(kept, os.R_OK) or writable(cache_root()):  # what another user keeps there may be nobody else's to read
@@ -147,7 +147,7 @@ def shared_object(isa: str | None = None) -> Path:
     for level in levels:
         try:
             return build(level)
-        except Refused as error:
+        except CompilerRefused as error:
             failed = error
     raise failed
 
@@ -175,13 +175,13 @@ def file_name(isa: str) -> str:
 def found(isa: str) -> Path | None:
     """The library of a level where there is one: shipped, or built before."""
     name = file_name(isa)
-    return next((path for path in (SHIPPED / name, keeping("kernels", name)) if path.exists()), None)
+    return next((path for path in (SHIPPED / name, cache_path("kernels", name)) if path.exists()), None)
 
 
 def build(isa: str) -> Path:
     path = found(isa)
     if path is None:
-        path = keeping("kernels", file_name(isa))
+        path = cache_path("kernels", file_name(isa))
         with told(f"Compiling the CPU kernels for {isa} (once; 10 to 20 s)"):
             compile_to(path, isa)
     return path
@@ -246,4 +246,4 @@ def _refused(cc: str, said: str, folder: Path) -> BuildError:
     if os.strerror(errno.ENOSPC) in said:
         return BuildError(f"the disk of {folder} is full: free some space, or let OUTRIDER_CACHE name another place")
     lines = [line.strip() for line in said.splitlines() if line.strip()] or ["no message"]
-    return Refused(f"{cc} failed: {next((line for line in lines if 'error' in line.lower()), lines[0])[:200]}")
+    return CompilerRefused(f"{cc} failed: {next((line for line in lines if 'error' in line.lower()), lines[0])[:200]}")

@@ -5,8 +5,8 @@
 #pragma once
 #include "tree.h"
 
-int or_forward(Team *team, const Call *call);
-void or_logits(Team *team, const Weight *w, const float *x, int rows, float cap, float *out);
+int or_forward(ThreadPool *team, const Call *call);
+void or_logits(ThreadPool *team, const Weight *w, const float *x, int rows, float cap, float *out);
 
 typedef struct {          /* one sequence */
     int64_t last, length;  /* the newest token and its position */
@@ -35,7 +35,7 @@ typedef struct {
     int32_t *path;                 /* [B, most] out, of a tree: the rows that were accepted */
     const double *prices;          /* [B, most + 1] of that many rows, in tokens */
     const float *temperature;      /* [B]; 1 where cold */
-    const uint8_t *hot;            /* [B] */
+    const uint8_t *sampled;            /* [B] */
     const int64_t *seed;           /* [B] */
     const double *trust;           /* as in Draft */
     int64_t *chosen;               /* [rows] the target's own tokens */
@@ -46,7 +46,7 @@ typedef struct {
 } Cycle;
 
 typedef struct { const Cycle *c; const int64_t *row_seq, *position; int rows; float *warm; } VerdictJob; /* warm: [members, V] */
-static void verdict_region(Team *team, int me, void *job) {
+static void verdict_region(ThreadPool *team, int me, void *job) {
     const VerdictJob *j = job;
     const Cycle *c = j->c;
     const int n = c->head.n;
@@ -55,17 +55,17 @@ static void verdict_region(Team *team, int me, void *job) {
         const int64_t b = j->row_seq[lo];
         const int told = c->asked[b].likely >= 0;
         float *z = c->z + (long)lo * n, *warm = told ? j->warm + (long)me * n : z; /* logprobs are those of the raw logits */
-        const int heat = c->hot[b] && c->temperature[b] != 1.0f;
+        const int heat = c->sampled[b] && c->temperature[b] != 1.0f;
         if (heat) for (int i = 0; i < n; i++) warm[i] = z[i] / c->temperature[b];
-        c->chosen[lo] = choose_row(heat ? warm : z, n, c->hot[b], c->seed[b], j->position[lo] + 1, NULL);
+        c->chosen[lo] = choose_row(heat ? warm : z, n, c->sampled[b], c->seed[b], j->position[lo] + 1, NULL);
         if (told) logprob_row(z, n, c->chosen[lo], c->likely, c->logprobs + lo * (1L + 2 * c->likely));
     }
 }
 
 /* Choosing needs no logits in memory where nobody wants logprobs: every member keeps the best of its outputs, of z or of z with its noise,
  * while it waits for the next weights. */
-typedef struct { const Cycle *c; Acts a; int rows; const Draw *draw; Best *best; } BestJob; /* best: [members, rows] */
-static void best_region(Team *team, int me, void *job) {
+typedef struct { const Cycle *c; QActs a; int rows; const Draw *draw; Best *best; } BestJob; /* best: [members, rows] */
+static void best_region(ThreadPool *team, int me, void *job) {
     const BestJob *j = job;
     const Weight *w = &j->c->head;
     Best *mine = j->best + (long)me * j->rows;
@@ -77,7 +77,7 @@ static void best_region(Team *team, int me, void *job) {
         mine[r].found = -INFINITY;
     }
     team_barrier(team);
-    To to = {TO_STORE, .cap = j->c->cap, .best = mine, .draw = j->draw};
+    Epilogue to = {TO_STORE, .cap = j->c->cap, .best = mine, .draw = j->draw};
     product_phase(team, me, w, &j->a, j->rows, &to);
     team_barrier(team);
     for (int r = lo; r < hi; r++) {
@@ -92,23 +92,23 @@ static void best_region(Team *team, int me, void *job) {
         j->c->chosen[r] = at;
     }
 }
-static int choose_best(Team *team, const Cycle *c, const float *x, int rows, const int64_t *row_seq, const int64_t *position) {
+static int choose_best(ThreadPool *team, const Cycle *c, const float *x, int rows, const int64_t *row_seq, const int64_t *position) {
     const Weight *w = &c->head;
     const size_t acts = acts_bytes(rows, w->k), best = (size_t)team->size * rows * sizeof(Best);
-    team_begin(team);
+    pool_begin(team);
     char *at = team_scratch(team, acts + best + rows * sizeof(Draw));
     if (at) {
         Draw *draw = (Draw *)(at + acts + best);
-        int hot = 0;
+        int sampled = 0;
         for (int r = 0; r < rows; r++) {
             const int64_t b = row_seq[r];
-            draw[r] = (Draw){noise_key(c->seed[b], position[r] + 1), c->hot[b], c->temperature[b]};
-            hot |= c->hot[b];
+            draw[r] = (Draw){noise_key(c->seed[b], position[r] + 1), c->sampled[b], c->temperature[b]};
+            sampled |= c->sampled[b];
         }
-        BestJob job = {c, acts_at(at, rows, w->k, x, w->k), rows, hot ? draw : NULL, (Best *)(at + acts)};
+        BestJob job = {c, acts_at(at, rows, w->k, x, w->k), rows, sampled ? draw : NULL, (Best *)(at + acts)};
         team_run(team, best_region, &job);
     }
-    team_end(team);
+    pool_end(team);
     return at ? 0 : 1;
 }
 
@@ -126,7 +126,7 @@ static void gather_tables(Batch *to, const Cycle *c, const int *who, int count, 
 }
 
 /* A draft of the sequences that have no guesses. */
-static int cycle_draft(Team *team, Cycle *c, int width) {
+static int cycle_draft(ThreadPool *team, Cycle *c, int width) {
     const int B = c->seqs, H = c->call.stack->hidden, wide = (1 + c->streams) * H;
     int n = 0, steps = 0, who[B];
     for (int b = 0; b < B; b++)
@@ -141,12 +141,12 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
     double *stop = (double *)(out + (size_t)n * steps), *drop = stop + n;
     float *start = (float *)(drop + n), *taps = start + (size_t)n * H, *temperature = taps + (size_t)n * c->streams * H, *sure = temperature + n;
     int32_t *row_start = (int32_t *)(sure + (size_t)n * steps), *tables = row_start + n + 1;
-    uint8_t *hot = (uint8_t *)(tables + 2 * (size_t)n * width);
+    uint8_t *sampled = (uint8_t *)(tables + 2 * (size_t)n * width);
     for (int i = 0; i < n; i++) {
         const int b = who[i];
         const Asked *a = &c->asked[b];
         const float *from = c->features + (long)a->slot * wide;
-        last[i] = a->last; seed[i] = c->seed[b]; hot[i] = c->hot[b]; temperature[i] = c->temperature[b];
+        last[i] = a->last; seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b];
         guess[i] = a->length + 1; position[i] = a->length - 1; row_seq[i] = row_start[i] = i;
         stop[i] = a->stop; drop[i] = a->drop;
         memcpy(start + (long)i * H, from, (size_t)H * 4);
@@ -157,7 +157,7 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
     v->rows = v->seqs = n; v->rope_shift = c->shift;
     v->positions = position; v->row_seq = row_seq; v->row_start = row_start;
     gather_tables(v, c, who, n, width, tables);
-    d.steps = steps; d.last = last; d.start = start; d.taps = c->streams ? taps : NULL; d.temperature = temperature; d.hot = hot; d.seed = seed;
+    d.steps = steps; d.last = last; d.start = start; d.taps = c->streams ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
     d.position = guess; d.out = out; d.confidence = sure; d.lengths = lengths;
     d.stop = c->trust ? stop : NULL; d.drop = c->trust ? drop : NULL; d.trust = c->trust;
     memset(sure, 0, (size_t)n * steps * 4); /* steps that do not run */
@@ -178,27 +178,27 @@ static int cycle_draft(Team *team, Cycle *c, int width) {
 }
 
 /* A tree of drafts of one sequence. */
-static int cycle_grow(Team *team, Cycle *c, int b, int width) {
+static int cycle_grow(ThreadPool *team, Cycle *c, int b, int width) {
     Asked *a = &c->asked[b];
     const int H = c->call.stack->hidden, S = c->streams;
     const float *from = c->features + (long)a->slot * (1 + S) * H;
     Draft d = *c->draft;
     int64_t last[TREE_WIDE] = {a->last}, guess[TREE_WIDE] = {a->length + 1}, seed[TREE_WIDE], position[TREE_WIDE], row_seq[TREE_WIDE] = {0};
     float temperature[TREE_WIDE];
-    uint8_t hot[TREE_WIDE];
+    uint8_t sampled[TREE_WIDE];
     Grown grown;
     char *room = malloc((size_t)TREE_WIDE * (2 + S) * H * 4 + (size_t)2 * width * 4);
     if (!room) return 1;
     float *start = (float *)room, *taps = start + (size_t)2 * TREE_WIDE * H;
     memcpy(start, from, (size_t)H * 4);
     for (int i = 0; i < TREE_WIDE; i++) {
-        seed[i] = c->seed[b]; hot[i] = c->hot[b]; temperature[i] = c->temperature[b]; position[i] = a->length - 1;
+        seed[i] = c->seed[b]; sampled[i] = c->sampled[b]; temperature[i] = c->temperature[b]; position[i] = a->length - 1;
         for (int t = 0; t < S; t++) norm_row(from + (1 + t) * H, H, NULL, d.call.stack->eps, taps + ((long)i * S + t) * H);
     }
     d.call.batch.rope_shift = c->shift;
     d.call.batch.positions = position; d.call.batch.row_seq = row_seq;
     gather_tables(&d.call.batch, c, &b, 1, width, (int32_t *)(taps + (size_t)TREE_WIDE * S * H));
-    d.taps = S ? taps : NULL; d.temperature = temperature; d.hot = hot; d.seed = seed;
+    d.taps = S ? taps : NULL; d.temperature = temperature; d.sampled = sampled; d.seed = seed;
     const int failed = tree_grow(team, &d, H, c->head.n, a->k < TREE_DEEP ? a->k : TREE_DEEP, a->stop, a->drop, c->trust, start, last, guess, &grown);
     if (!failed) {
         const long at = (long)b * c->most;
@@ -231,7 +231,7 @@ static int walk_tree(const Cycle *c, const Batch *v, int b) {
     return at;
 }
 
-int or_cycle(Team *team, Cycle *c) {
+int or_decode_step(ThreadPool *team, Cycle *c) {
     const int B = c->seqs, H = c->call.stack->hidden, deep = c->most + 1;
     int64_t furthest = 0, rows = 0, trees = 0;
     for (int b = 0; b < B; b++) {
@@ -273,11 +273,11 @@ int or_cycle(Team *team, Cycle *c) {
     if (!failed && c->likely < 0) failed = choose_best(team, c, call.hidden, r, row_seq, positions);
     else if (!failed) {
         or_logits(team, &c->head, call.hidden, r, c->cap, c->z);
-        team_begin(team);
+        pool_begin(team);
         VerdictJob job = {c, row_seq, positions, r, team_scratch(team, (size_t)team->size * c->head.n * 4)};
         failed = !job.warm;
         if (!failed) team_run(team, verdict_region, &job);
-        team_end(team);
+        pool_end(team);
     }
     if (!failed) {
         for (int b = 0; b < B; b++) {

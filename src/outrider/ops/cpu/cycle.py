@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ...types import MAX_DRAFT, GroupName, KVPages
-from ..backend import Asked, Tempered, Told
+from ..backend import CycleRequest, CycleResult, TemperatureSampling
 from .forward import CompiledDrafter, CompiledModel
 from .lib import CCall, CCycle, CDraft
 
-ASKED = Struct("=qqdddiiiiiii4x")  # Asked in cycle.h
+ASKED = Struct("=qqdddiiiiiii4x")  # CycleRequest in cycle.h
 
 
 class CpuCycle:
@@ -63,7 +63,7 @@ class CpuCycle:
         self.ref = ctypes.byref(c)
         self.room = 0
         self.told = (c_float * 0)()  # logprobs by row
-        self.sampling: Tempered | None = None
+        self.sampling: TemperatureSampling | None = None
 
     def _grow(self, rows: int) -> None:
         self.room = rows = 1 << (rows - 1).bit_length()
@@ -80,8 +80,8 @@ class CpuCycle:
         c.call.hidden, c.z, c.chosen = hidden.data_ptr(), z.data_ptr(), ctypes.addressof(self.chosen)
         c.taps, c.call.taps = ctypes.addressof(self.tapped), ctypes.addressof(self.by_layer) if streams else None
 
-    def run(self, asked: Sequence[Asked], sampling: Tempered, trust: Sequence[float] | None) -> list[Told]:
-        """`sampling`: the batch's temperature, hot and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
+    def run(self, asked: Sequence[CycleRequest], sampling: TemperatureSampling, trust: Sequence[float] | None) -> list[CycleResult]:
+        """`sampling`: the batch's temperature, sampled and seed (spec.choose.SamplingBatch). `trust`: acceptance by confidence, where
         drafts may end themselves; a list that does not change."""
         c, rows, most_likely = self.c, len(asked), -1
         for i, (slot, last, length, k, guess, stop, drop, nodes, prices, likely) in enumerate(asked):
@@ -100,7 +100,7 @@ class CpuCycle:
             self._grow(rows)
         if sampling is not self.sampling:
             self.sampling = sampling
-            c.temperature, c.hot, c.seed = sampling.temperature.data_ptr(), sampling.hot.data_ptr(), sampling.seed.data_ptr()
+            c.temperature, c.sampled, c.seed = sampling.temperature.data_ptr(), sampling.sampled.data_ptr(), sampling.seed.data_ptr()
         if trust is not self.trusted:
             self.trusted = trust
             if trust is not None:
@@ -110,7 +110,7 @@ class CpuCycle:
         if rows * width > len(self.told):
             self.told = (c_float * (self.room * width))()
             c.logprobs = ctypes.addressof(self.told)
-        if self.ops.lib.or_cycle(self.ops.team, self.ref):
+        if self.ops.lib.or_decode_step(self.ops.team, self.ref):
             raise MemoryError("scratch of a cycle")
         out, row = [], 0
         for i, (_, _, _, most, guess, _, _, nodes, _, likely) in enumerate(asked):
@@ -127,6 +127,6 @@ class CpuCycle:
             if likely is not None:
                 path = range(1, right + 1) if tree is None else tree[1]
                 told = [self.told[(row + j) * width : (row + j + 1) * width] for j in (0, *path)]
-            out.append(Told(k, self.chosen[row : row + right + 1], sure, tree, told))
+            out.append(CycleResult(k, self.chosen[row : row + right + 1], sure, tree, told))
             row += k + 1
         return out

@@ -6,16 +6,16 @@
 
 typedef struct { const Weight *head; int clusters, top, size; } Clusters; /* head: rows in cluster order, `size` each */
 
-/* One member's share of: lean [rows, clusters] where hot, temperature · the largest noise of the cluster's tokens (that of
+/* One member's share of: lean [rows, clusters] where sampled, temperature · the largest noise of the cluster's tokens (that of
  * the smallest bits). hashes [clusters / 16, size, 16]: a lane is a cluster. position + step: of the token being chosen. */
-static void lean_phase(Team *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *hot,
+static void lean_phase(ThreadPool *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *sampled,
                        const int64_t *seed, const int64_t *position, int step, float *lean) {
     const int groups = (clusters + LANES - 1) / LANES;
     int lo, hi;
     while (team_next(team, rows * groups, 8, &lo, &hi))
         for (int t = lo; t < hi; t++) {
             const int r = t / groups, g = t % groups;
-            if (!hot[r]) continue;
+            if (!sampled[r]) continue;
             const uint32_t key = noise_key(seed[r], position[r] + step);
             const int32_t *hash = hashes + (long)g * size * LANES;
             vi least = vi_set(-1);
@@ -24,7 +24,7 @@ static void lean_phase(Team *team, const int32_t *hashes, int clusters, int size
         }
 }
 /* One member's share of scoring the chosen clusters' tokens: out [rows, top, size]. */
-static void cluster_phase(Team *team, const Clusters *c, const Acts *a, int rows, const int64_t *best, float *out) {
+static void cluster_phase(ThreadPool *team, const Clusters *c, const QActs *a, int rows, const int64_t *best, float *out) {
     float tile[LANES];
     int lo, hi;
     while (team_next(team, rows * c->top, 4, &lo, &hi))
@@ -49,7 +49,7 @@ typedef struct {
     const float *start;         /* [B, Hb] the target's hidden state */
     const float *taps;          /* [B, pre.k - 2·Hb], at unit scale, or NULL */
     const float *temperature;   /* [B]; 1 where cold */
-    const uint8_t *hot;
+    const uint8_t *sampled;
     const int64_t *seed, *position; /* [B]; position of the first guess */
     int64_t *out;               /* [B, steps] */
     float *confidence;          /* [B, steps] each token's probability among the candidates */
@@ -80,14 +80,14 @@ typedef struct {
     uint8_t *live; /* [B] whose drafts go on */
     float *features, *hidden, *fed_back, *lean, *scores, *z;
     int64_t *best, *ids;
-    Acts g;
+    QActs g;
 } DraftRun;
 
 /* The lean of step k, while the members meet anyway: it hangs on nothing that is being computed. */
-static void draft_lean(Team *team, const DraftRun *d, int k) {
+static void draft_lean(ThreadPool *team, const DraftRun *d, int k) {
     const Draft *r = &d->draft;
     if (r->clusters && k < r->steps)
-        lean_phase(team, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->hot, r->seed, r->position, k, d->lean);
+        lean_phase(team, r->hashes, r->clusters, r->size, r->call.batch.rows, r->temperature, r->sampled, r->seed, r->position, k, d->lean);
 }
 
 /* The tokens behind the best one, which stands at column `at` and has the probability `sure`. z is spoilt. best: as in draft_region */
@@ -101,7 +101,7 @@ static void next_best(float *z, int n, int64_t at, float sure, const Draft *r, c
     }
 }
 
-static void draft_region(Team *team, int me, void *job) {
+static void draft_region(ThreadPool *team, int me, void *job) {
     DraftRun *d = job;
     const Draft *r = &d->draft;
     const Stack *s = r->call.stack;
@@ -129,18 +129,18 @@ static void draft_region(Team *team, int me, void *job) {
         if (!dense || !dense_head) for (int b = lo; b < hi; b++) acts_row(&d->g, b);
         team_barrier(team);
         if (r->clusters) {
-            To to = {TO_STORE, NULL, d->scores, r->clusters};
+            Epilogue to = {TO_STORE, NULL, d->scores, r->clusters};
             product_phase(team, me, &r->centroids, &d->g, B, &to);
             team_barrier(team);
             for (int b = lo; b < hi; b++) {
                 float *score = d->scores + (long)b * r->clusters, *lean = d->lean + (long)b * r->clusters;
-                if (r->hot[b]) for (int c = 0; c < r->clusters; c++) score[c] += lean[c];
+                if (r->sampled[b]) for (int c = 0; c < r->clusters; c++) score[c] += lean[c];
                 best_columns(score, r->clusters, r->top, d->best + (long)b * r->top);
             }
             team_barrier(team);
             cluster_phase(team, &clusters, &d->g, B, d->best, d->z);
         } else {
-            To to = {TO_STORE, NULL, d->z, r->head.n};
+            Epilogue to = {TO_STORE, NULL, d->z, r->head.n};
             product_phase(team, me, &r->head, &d->g, B, &to);
         }
         team_barrier(team);
@@ -148,14 +148,14 @@ static void draft_region(Team *team, int me, void *job) {
             float *z = d->z + b * n;
             int64_t *ids = NULL;
             const int64_t *best = d->best + (long)b * r->top;
-            if (r->clusters && r->hot[b]) { /* noise goes by token */
+            if (r->clusters && r->sampled[b]) { /* noise goes by token */
                 ids = d->ids + b * n;
                 for (int t = 0; t < r->top; t++) memcpy(ids + (long)t * r->size, r->cluster_ids + best[t] * r->size, (size_t)r->size * 8);
             }
-            if (r->hot[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
-            const int noisy = r->hot[b] && r->rivals;
+            if (r->sampled[b]) for (long i = 0; i < n; i++) z[i] /= r->temperature[b];
+            const int noisy = r->sampled[b] && r->rivals;
             if (noisy) noise_row(z, (int)n, r->seed[b], r->position[b] + k, ids);
-            const int64_t at = choose_row(z, (int)n, r->hot[b] && !noisy, r->seed[b], r->position[b] + k, ids);
+            const int64_t at = choose_row(z, (int)n, r->sampled[b] && !noisy, r->seed[b], r->position[b] + k, ids);
             r->out[(long)b * r->steps + k] = r->clusters ? r->cluster_ids[best[at / r->size] * r->size + at % r->size] : at;
             const float sure = r->confidence[(long)b * r->steps + k] = softmax_at(z, (int)n, at);
             if (r->rivals) next_best(z, (int)n, at, sure, r, best, ((long)b * r->steps + k) * RIVALS);
@@ -173,7 +173,7 @@ static void draft_region(Team *team, int me, void *job) {
 }
 
 /* As run_layout. */
-static size_t draft_layout(DraftRun *d, const Team *team, char *at) {
+static size_t draft_layout(DraftRun *d, const ThreadPool *team, char *at) {
     const Draft *r = &d->draft;
     const Stack *s = r->call.stack;
     const size_t B = (size_t)r->call.batch.rows, n = r->clusters ? (size_t)r->top * r->size : (size_t)r->head.n;

@@ -45,7 +45,7 @@ typedef struct {
     float *x, *h, *y, *qkv, *mixed, *mlp, *ple, *side; /* x, h: one copy each member when private */
     float *few_in, *few_ple; /* [few, H] embeddings of the wanted rows; [few, layers·ple] what all layers take of them */
     long xh_step;            /* floats between members' copies */
-    Acts norm, attn, mlp_acts, side_acts, few_acts;
+    QActs norm, attn, mlp_acts, side_acts, few_acts;
     char *norm_at;           /* members' copies of the quantised stream */
     size_t norm_step;
     char *moe_at;            /* laid out anew for every layer: formats may differ */
@@ -54,14 +54,14 @@ typedef struct {
     float *tmp;              /* [members, H] */
 } Run;
 
-typedef struct { float *x, *h; Acts acts; int rows, lo, hi; } View; /* what a member sees of the row work */
+typedef struct { float *x, *h; QActs acts; int rows, lo, hi; } View; /* what a member sees of the row work */
 
 INLINE void row_finish(const View *v, int row, const Weight *next) {
     if (next->kind != W_DENSE) acts_row(&v->acts, row);
 }
 
 /* x += y (normed, scaled), then h = norm(x) and its quantised form for `next` */
-static void residual_phase(Team *team, int me, const Run *run, View *v, const float *post, const float *scalar, const float *norm,
+static void residual_phase(ThreadPool *team, int me, const Run *run, View *v, const float *post, const float *scalar, const float *norm,
                            const Weight *next) {
     const Stack *s = run->call.stack;
     const int n = s->hidden;
@@ -89,7 +89,7 @@ static void copy_wanted(const Run *run, const View *v, int me, float *to, const 
 }
 
 /* From here on there are the wanted rows alone: what is kept of them moves to the front. Between two barriers. */
-static void keep_wanted(Team *team, int me, const Run *run, View *v, int qkv_n) {
+static void keep_wanted(ThreadPool *team, int me, const Run *run, View *v, int qkv_n) {
     const Stack *s = run->call.stack;
     const long n = s->hidden;
     v->rows = run->call.few.rows;
@@ -111,12 +111,12 @@ static void keep_wanted(Team *team, int me, const Run *run, View *v, int qkv_n) 
 
 /* What the first `layers` layers take of `rows` tokens beside the stream: a projection of the embedding, which `a` holds, and the token's
  * own part. which: the batch's rows they are; NULL: all. Ends without a barrier. */
-static void ple_phase(Team *team, int me, const Run *run, const Acts *a, int rows, const int64_t *which, int layers, float *out) {
+static void ple_phase(ThreadPool *team, int me, const Run *run, const QActs *a, int rows, const int64_t *which, int layers, float *out) {
     const Stack *s = run->call.stack;
     const int L = s->layers * s->ple, n = layers * s->ple;
     Weight proj = s->ple_proj;
     proj.n = n;
-    To to = {TO_STORE, NULL, out, L};
+    Epilogue to = {TO_STORE, NULL, out, L};
     int lo, hi;
     product_phase(team, me, &proj, a, rows, &to);
     team_barrier(team);
@@ -131,7 +131,7 @@ static void ple_phase(Team *team, int me, const Run *run, const Acts *a, int row
 }
 
 /* run->y, the dense MLP's answer, becomes norm(y) + norm(the routed experts' answer): what they read is the stream itself */
-static void moe_beside(Team *team, int me, Run *run, const View *v, const Moe *m) {
+static void moe_with_shared_mlp(ThreadPool *team, int me, Run *run, const View *v, const Moe *m) {
     const Stack *s = run->call.stack;
     const long n = s->hidden;
     MoeRun here, *r = &here; /* every member finds the same places */
@@ -153,7 +153,7 @@ static void moe_beside(Team *team, int me, Run *run, const View *v, const Moe *m
 }
 
 /* One member's share of the whole stack. Ends without a barrier. */
-static void stack_phase(Team *team, int me, Run *run) {
+static void stack_phase(ThreadPool *team, int me, Run *run) {
     const Stack *s = run->call.stack;
     const Batch *b = &run->call.batch;
     const Cut *cut = run->cut;
@@ -172,11 +172,11 @@ static void stack_phase(Team *team, int me, Run *run) {
             angles_row(b->positions[r] + b->rope_shift, s->inv_freq[k], s->rope_half[k], run->cos[k] + (long)r * s->rope_half[k],
                        run->sin[k] + (long)r * s->rope_half[k]);
     if (s->pre.kind != W_NONE) {
-        Acts in = acts_at((char *)run->side_acts.q, rows, s->pre.k, run->call.features, s->pre.k);
+        QActs in = acts_at((char *)run->side_acts.q, rows, s->pre.k, run->call.features, s->pre.k);
         if (s->pre.kind != W_DENSE)
             for (int r = mine_lo; r < mine_hi; r++) acts_row(&in, r);
         team_barrier(team);
-        To to = {TO_STORE, NULL, run->y, H};
+        Epilogue to = {TO_STORE, NULL, run->y, H};
         product_phase(team, me, &s->pre, &in, rows, &to);
         team_barrier(team);
         for (int r = v.lo; r < v.hi; r++) memcpy(v.x + (long)r * H, run->y + (long)r * H, (size_t)H * 4);
@@ -217,7 +217,7 @@ static void stack_phase(Team *team, int me, Run *run) {
         int lo, hi;
 
         /* q, and k with v, are cut alike for product, rotation and attention: lines rarely change cores */
-        To to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n, .cut = wide % LANES ? 0 : wide};
+        Epilogue to_qkv = {TO_STORE, l->qkv_bias, run->qkv, qkv_n, .cut = wide % LANES ? 0 : wide};
         product_phase(team, me, &l->qkv, &v.acts, rows, &to_qkv);
         team_barrier(team);
         for (int part = 0; part < 2; part++) {
@@ -236,38 +236,38 @@ static void stack_phase(Team *team, int me, Run *run) {
             rows = few; b = &run->call.few; cut = run->few_cut; ple = run->few_ple;
             team_barrier(team);
         }
-        Acts mixed = run->attn;
+        QActs mixed = run->attn;
         mixed.k = wide; mixed.x = run->mixed; mixed.ldx = wide;
         attend_phase(team, me, a, b, &cut[a->group], run->qkv, qkv_n, run->mixed, wide, l->out.kind != W_DENSE ? &mixed : NULL);
         team_barrier(team);
-        To to_y = {TO_STORE, l->out_bias, run->y, H};
+        Epilogue to_y = {TO_STORE, l->out_bias, run->y, H};
         product_phase(team, me, &l->out, &mixed, rows, &to_y);
         team_barrier(team);
         residual_phase(team, me, run, &v, l->post_attn_norm, NULL, l->mlp_norm, &l->gate_up);
 
-        Acts mlp = run->mlp_acts;
+        QActs mlp = run->mlp_acts;
         mlp.k = l->inter; mlp.x = run->mlp; mlp.ldx = l->inter;
         const int dense = l->down.kind == W_DENSE;
-        To to_mlp = {TO_GATED, l->gate_up_bias, dense ? run->mlp : NULL, l->inter, s->act, NULL, 0, 0.0f, dense ? NULL : &mlp};
+        Epilogue to_mlp = {TO_GATED, l->gate_up_bias, dense ? run->mlp : NULL, l->inter, s->act, NULL, 0, 0.0f, dense ? NULL : &mlp};
         product_phase(team, me, &l->gate_up, &v.acts, rows, &to_mlp);
         team_barrier(team);
-        To to_down = {TO_STORE, l->down_bias, run->y, H};
+        Epilogue to_down = {TO_STORE, l->down_bias, run->y, H};
         product_phase(team, me, &l->down, &mlp, rows, &to_down);
         team_barrier(team);
 
-        if (l->moe.experts) moe_beside(team, me, run, &v, &l->moe);
+        if (l->moe.experts) moe_with_shared_mlp(team, me, run, &v, &l->moe);
 
         const Weight *next = i + 1 < s->layers ? &s->layer[i + 1].qkv : (s->post.kind != W_NONE ? &s->post : NULL);
         if (s->ple) {
             residual_phase(team, me, run, &v, l->post_mlp_norm, NULL, NULL, &l->ple_gate);
-            Acts side = run->side_acts;
+            QActs side = run->side_acts;
             side.k = s->ple; side.x = run->mlp; side.ldx = s->ple;
             const int plain = l->ple_out.kind == W_DENSE;
-            To to_side = {TO_TIMES, NULL, plain ? run->mlp : NULL, s->ple, s->act, ple + (long)i * s->ple, (long)s->layers * s->ple,
+            Epilogue to_side = {TO_TIMES, NULL, plain ? run->mlp : NULL, s->ple, s->act, ple + (long)i * s->ple, (long)s->layers * s->ple,
                           0.0f, plain ? NULL : &side};
             product_phase(team, me, &l->ple_gate, &v.acts, rows, &to_side);
             team_barrier(team);
-            To to_out = {TO_STORE, NULL, run->y, H};
+            Epilogue to_out = {TO_STORE, NULL, run->y, H};
             product_phase(team, me, &l->ple_out, &side, rows, &to_out);
             team_barrier(team);
             residual_phase(team, me, run, &v, l->ple_post_norm, l->scalar, l->next_norm, next);
@@ -281,15 +281,15 @@ static void stack_phase(Team *team, int me, Run *run) {
     copy_out(run, &v, me, run->call.hidden, v.h);
     if (s->post.kind != W_NONE) {
         v.acts.x = v.h;
-        To to = {TO_STORE, NULL, run->call.fed_back, s->post.n};
+        Epilogue to = {TO_STORE, NULL, run->call.fed_back, s->post.n};
         product_phase(team, me, &s->post, &v.acts, rows, &to);
     }
 }
 
-static void stack_region(Team *team, int me, void *job) { stack_phase(team, me, job); }
+static void stack_region(ThreadPool *team, int me, void *job) { stack_phase(team, me, job); }
 
 /* Where everything lies in `at`; with NULL only the bytes are counted. */
-static size_t run_layout(Run *run, const Team *team, char *at) {
+static size_t run_layout(Run *run, const ThreadPool *team, char *at) {
     const Stack *s = run->call.stack;
     const Batch *b = &run->call.batch;
     const Batch *few = &run->call.few;

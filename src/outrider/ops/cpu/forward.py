@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...types import DraftRound, KVView, Wanted
+from ...types import DraftRound, KVView, OutputRows
 from ..backend import EVERY_ROW, Pass
-from .lib import Batch, CCall, CDraft, CLayer, CStack, c_spec
+from .lib import CBatchBuffers, CCall, CDraft, CLayer, CStack, c_spec
 from .ops import ACTIVATIONS, CpuOps, at, c_moe, floats, routable, table_scale
 from .packing import cluster_hashes
 
@@ -53,17 +53,17 @@ class Stack:
 
     def run(
         self, kv: KVView, ids: Tensor | None = None, features: Tensor | None = None, taps: Sequence[int] = (), shift: int = 0,
-        wanted: Wanted | None = None,
+        wanted: OutputRows | None = None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:  # fmt: skip
         """hidden [R, H] after the last norm, what `post` makes of it, and the residual streams after the layers `taps`; of wanted rows."""
-        batch = Batch(kv, ids)
+        batch = CBatchBuffers(kv, ids)
         batch.set_cache(self.ops.pages(kv))
         batch.c.rope_shift = shift
         rows = batch.c.rows if wanted is None else wanted.rows.shape[0]
         hidden = torch.empty((rows, self.hidden))
         call = CCall(ctypes.pointer(self.c), batch.c, at(features), hidden.data_ptr())
         if wanted is not None:
-            few, which = Batch(wanted.kv), wanted.rows.contiguous()
+            few, which = CBatchBuffers(wanted.kv), wanted.rows.contiguous()
             few.set_cache(self.ops.pages(kv))
             few.c.rows = rows
             call.few, call.wanted, call.narrow = few.c, which.data_ptr(), True
@@ -100,10 +100,10 @@ class CompiledModel:
         self.model, self.stack = model, stack
         self.config, self.ops, self.dtype, self.device = model.config, model.ops, model.dtype, model.device
         self.embed, self.logits, self.scores = model.embed, model.logits, model.scores
-        self.together, self.total = model.together, model.total  # of one process: whole passes know nothing of others
+        self.together, self.all_reduce = model.together, model.all_reduce  # of one process: whole passes know nothing of others
         self.table, self.head, self.blocks, self.inv_freqs = model.table, model.head, model.blocks, model.inv_freqs
 
-    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: Wanted | None = None) -> Pass:
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
         hidden, _, streams = self.stack.run(kv, ids=ids, taps=taps, wanted=wanted)
         return Pass(hidden, tuple(streams))
 
@@ -142,12 +142,12 @@ class CompiledDrafter:
     `draft` for a whole round."""
 
     most = EVERY_ROW  # sequences in one call
-    combs = False
+    has_runner_ups = False
 
     def __init__(self, drafter: Any, stack: Stack):
         config = drafter.config
         self.drafter, self.stack, self.ops, self.config = drafter, stack, stack.ops, config
-        self.candidates, self.rivals = drafter.candidates, drafter.rivals
+        self.candidates, self.runner_ups = drafter.candidates, drafter.runner_ups
         self.shift = 2 - config.position_offset
         target = drafter.target
         c = self.c = CDraft(
@@ -174,28 +174,28 @@ class CompiledDrafter:
         return (fed_back if self.config.tied_to_target else g), fed_back
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where hot, else of the
+        """Tokens [B, steps], each the best of logits / temperature + noise(seed, position + step) where sampled, else of the
         logits: what `step`, `candidates` and `gumbel_argmax` give one by one. position [B]: of the first guess.
-        With them their probabilities [B, steps] among the candidates and the lengths [B]. warm: whether any is hot, for paths whose
+        With them their probabilities [B, steps] among the candidates and the lengths [B]. warm: whether any is sampled, for paths whose
         host must know.
-        `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself (spec.plan.Choice); when all have, the
+        `end` (stop [B], drop [B], trust [16], float64): where a draft ends itself (spec.plan.DraftPlan); when all have, the
         steps that are left do not run, and their tokens and probabilities are 0."""
         state = self.start(kv, features)
         start = floats(features[:, : self.config.backbone_hidden])
         size = last.shape[0]
         out = torch.zeros((size, steps), dtype=torch.int64)
         confidence, lengths = torch.zeros((size, steps)), torch.empty(size, dtype=torch.int64)
-        batch = Batch(kv)
+        batch = CBatchBuffers(kv)
         batch.set_cache(self.ops.pages(kv))
         batch.c.rope_shift = self.shift
-        held = [last.contiguous(), start, state.taps, floats(temperature), hot.contiguous(), seed.contiguous(), position.contiguous(), out]
+        held = [last.contiguous(), start, state.taps, floats(temperature), sampled.contiguous(), seed.contiguous(), position.contiguous(), out]
         c = self.c
         c.call = CCall(ctypes.pointer(self.stack.c), batch.c)
         c.steps = steps
-        c.last, c.start, c.taps, c.temperature, c.hot, c.seed, c.position, c.out = map(at, held)
+        c.last, c.start, c.taps, c.temperature, c.sampled, c.seed, c.position, c.out = map(at, held)
         c.confidence, c.lengths = confidence.data_ptr(), lengths.data_ptr()
         assert end is None or ([t.shape[0] for t in end] == [size, size, 16] and all(t.dtype == torch.float64 for t in end))
         c.stop, c.drop, c.trust = map(at, end) if end is not None else (None, None, None)

@@ -1,7 +1,7 @@
 /* The library: what Python calls. One translation unit; see build.py for the flags. */
 #include "cycle.h"
-#include "chain.h"
-#include "coarse.h"
+#include "draft_model.h"
+#include "requantize.h"
 
 int or_isa(void) {
 #if ISA_BF16
@@ -20,8 +20,8 @@ int or_sizes(int which) {
 }
 
 /* ---- teams ---- */
-Team *or_team_new(int size) {
-    Team *t = aligned_alloc(64, (sizeof(Team) + 63) & ~(size_t)63);
+ThreadPool *or_team_new(int size) {
+    ThreadPool *t = aligned_alloc(64, (sizeof(ThreadPool) + 63) & ~(size_t)63);
     memset(t, 0, sizeof *t);
     t->size = size < 1 ? 1 : size;
     t->threads = calloc((size_t)t->size, sizeof(pthread_t));
@@ -30,9 +30,9 @@ Team *or_team_new(int size) {
     return t;
 }
 
-int or_team_size(const Team *t) { return t->size; }
+int or_team_size(const ThreadPool *t) { return t->size; }
 
-void or_team_free(Team *t) {
+void or_team_free(ThreadPool *t) {
     if (t->owner == getpid()) {
         pthread_mutex_lock(&t->lock);
         t->stop = 1;
@@ -54,11 +54,11 @@ int64_t or_packed_bytes(int kind, int n, int k, int which) {
     return which ? groups * (blocks / k_blocks(kind)) * (int64_t)k_scale_step(kind) : groups * blocks * 64 * k_lines(kind);
 }
 /* `rows` rows of a file, in the format of w->kind, become rows first.. of w */
-void or_pack(Team *team, const Weight *w, int first, const uint8_t *from, int64_t row_bytes, int rows) {
+void or_pack(ThreadPool *team, const Weight *w, int first, const uint8_t *from, int64_t row_bytes, int rows) {
     PackJob job = {w, first, rows, from, (size_t)row_bytes};
-    team_begin(team);
+    pool_begin(team);
     team_run(team, pack_region, &job);
-    team_end(team);
+    pool_end(team);
 }
 /* Row i of `to` is row order[i] of `from` */
 void or_take(const Weight *from, const int64_t *order, const Weight *to) {
@@ -66,19 +66,19 @@ void or_take(const Weight *from, const int64_t *order, const Weight *to) {
 }
 
 /* `to`, of kind W_Q4, becomes `from` in four bits */
-int or_coarse(Team *team, const Weight *from, const Weight *to) {
+int or_coarse(ThreadPool *team, const Weight *from, const Weight *to) {
     CoarseJob job = {from, to, NULL};
-    team_begin(team);
+    pool_begin(team);
     job.rows = (float *)team_scratch(team, (size_t)team->size * LANES * to->k * 4);
     if (job.rows) team_run(team, coarse_region, &job);
-    team_end(team);
+    pool_end(team);
     return job.rows ? 0 : 1;
 }
 
 /* ---- products ---- */
-typedef struct { const Weight *w; Acts a; int rows; To to; } ProductJob;
+typedef struct { const Weight *w; QActs a; int rows; Epilogue to; } ProductJob;
 
-static void product_region(Team *team, int me, void *job) {
+static void product_region(ThreadPool *team, int me, void *job) {
     ProductJob *p = job;
     if (p->w->kind != W_DENSE) {
         int lo, hi;
@@ -89,25 +89,25 @@ static void product_region(Team *team, int me, void *job) {
     product_phase(team, me, p->w, &p->a, p->rows, &p->to);
 }
 
-static void run_product(Team *team, const Weight *w, const float *x, int rows, To to) {
-    team_begin(team);
+static void run_product(ThreadPool *team, const Weight *w, const float *x, int rows, Epilogue to) {
+    pool_begin(team);
     ProductJob job = {w, {0}, rows, to};
     job.a = acts_at(w->kind == W_DENSE ? NULL : team_scratch(team, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
     if (w->kind != W_DENSE && rows == 1) acts_row(&job.a, 0);
     team_run(team, product_region, &job);
-    team_end(team);
+    pool_end(team);
 }
 
-void or_linear(Team *team, const Weight *w, const float *x, int rows, const float *bias, float *out) {
-    To to = {TO_STORE, bias, out, w->n};
+void or_linear(ThreadPool *team, const Weight *w, const float *x, int rows, const float *bias, float *out) {
+    Epilogue to = {TO_STORE, bias, out, w->n};
     run_product(team, w, x, rows, to);
 }
-void or_gated_linear(Team *team, const Weight *w, const float *x, int rows, int act, float *out) {
-    To to = {TO_GATED, NULL, out, w->n / 2, act};
+void or_gated_linear(ThreadPool *team, const Weight *w, const float *x, int rows, int act, float *out) {
+    Epilogue to = {TO_GATED, NULL, out, w->n / 2, act};
     run_product(team, w, x, rows, to);
 }
-void or_logits(Team *team, const Weight *w, const float *x, int rows, float cap, float *out) {
-    To to = {TO_STORE, NULL, out, w->n, 0, NULL, 0, cap};
+void or_logits(ThreadPool *team, const Weight *w, const float *x, int rows, float cap, float *out) {
+    Epilogue to = {TO_STORE, NULL, out, w->n, 0, NULL, 0, cap};
     run_product(team, w, x, rows, to);
 }
 void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float *out) {
@@ -118,36 +118,36 @@ void or_rows(const Weight *w, const int64_t *ids, int count, float scale, float 
     }
 }
 
-typedef struct { const int32_t *hashes; int clusters, size, rows; const float *temperature; const uint8_t *hot; const int64_t *seed, *position; float *out; } LeanJob;
-static void lean_region(Team *team, int me, void *job) {
+typedef struct { const int32_t *hashes; int clusters, size, rows; const float *temperature; const uint8_t *sampled; const int64_t *seed, *position; float *out; } LeanJob;
+static void lean_region(ThreadPool *team, int me, void *job) {
     (void)me;
     LeanJob *j = job;
-    lean_phase(team, j->hashes, j->clusters, j->size, j->rows, j->temperature, j->hot, j->seed, j->position, 0, j->out);
+    lean_phase(team, j->hashes, j->clusters, j->size, j->rows, j->temperature, j->sampled, j->seed, j->position, 0, j->out);
 }
-void or_cluster_lean(Team *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *hot,
+void or_cluster_lean(ThreadPool *team, const int32_t *hashes, int clusters, int size, int rows, const float *temperature, const uint8_t *sampled,
                      const int64_t *seed, const int64_t *position, float *out) {
-    LeanJob job = {hashes, clusters, size, rows, temperature, hot, seed, position, out};
-    team_begin(team);
+    LeanJob job = {hashes, clusters, size, rows, temperature, sampled, seed, position, out};
+    pool_begin(team);
     team_run(team, lean_region, &job);
-    team_end(team);
+    pool_end(team);
 }
 
 /* Logits of the tokens of the best clusters: best [rows, top], out [rows, top, size]. scores: [rows, clusters] */
-typedef struct { Clusters c; Acts a; int rows; int64_t *best; float *out; } ClusterJob;
-static void cluster_region(Team *team, int me, void *job) {
+typedef struct { Clusters c; QActs a; int rows; int64_t *best; float *out; } ClusterJob;
+static void cluster_region(ThreadPool *team, int me, void *job) {
     (void)me;
     ClusterJob *j = job;
     cluster_phase(team, &j->c, &j->a, j->rows, j->best, j->out);
 }
-void or_clustered(Team *team, const Weight *w, const float *x, int rows, const float *scores, int clusters, int top, int size, int64_t *best,
+void or_clustered(ThreadPool *team, const Weight *w, const float *x, int rows, const float *scores, int clusters, int top, int size, int64_t *best,
                   float *out) {
     for (int r = 0; r < rows; r++) best_columns(scores + (long)r * clusters, clusters, top, best + (long)r * top);
-    team_begin(team);
+    pool_begin(team);
     ClusterJob job = {{w, clusters, top, size}, {0}, rows, best, out};
     job.a = acts_at(w->kind == W_DENSE ? NULL : team_scratch(team, acts_bytes(rows, w->k)), rows, w->k, x, w->k);
     if (w->kind != W_DENSE) for (int r = 0; r < rows; r++) acts_row(&job.a, r);
     team_run(team, cluster_region, &job);
-    team_end(team);
+    pool_end(team);
 }
 
 /* ---- rows ---- */
@@ -168,41 +168,41 @@ void or_angles(const int64_t *positions, int rows, const float *inv_freq, int ha
     for (long r = 0; r < rows; r++) angles_row(positions[r], inv_freq, half, cos_out + r * half, sin_out + r * half);
 }
 
-typedef struct { const float *z; int n; const int64_t *seed, *position, *tokens; const uint8_t *hot; int rows; int64_t *out; } ChooseJob;
-static void choose_region(Team *team, int me, void *job) {
+typedef struct { const float *z; int n; const int64_t *seed, *position, *tokens; const uint8_t *sampled; int rows; int64_t *out; } ChooseJob;
+static void choose_region(ThreadPool *team, int me, void *job) {
     (void)me;
     ChooseJob *c = job;
     int lo, hi;
     while (team_next(team, c->rows, 1, &lo, &hi))
-        c->out[lo] = choose_row(c->z + (long)lo * c->n, c->n, c->hot[lo], c->seed[lo], c->position[lo],
+        c->out[lo] = choose_row(c->z + (long)lo * c->n, c->n, c->sampled[lo], c->seed[lo], c->position[lo],
                                 c->tokens ? c->tokens + (long)lo * c->n : NULL);
 }
-void or_choose(Team *team, const float *z, int rows, int n, const int64_t *seed, const int64_t *position, const int64_t *tokens,
-               const uint8_t *hot, int64_t *out) {
-    ChooseJob job = {z, n, seed, position, tokens, hot, rows, out};
-    team_begin(team);
+void or_choose(ThreadPool *team, const float *z, int rows, int n, const int64_t *seed, const int64_t *position, const int64_t *tokens,
+               const uint8_t *sampled, int64_t *out) {
+    ChooseJob job = {z, n, seed, position, tokens, sampled, rows, out};
+    pool_begin(team);
     team_run(team, choose_region, &job);
-    team_end(team);
+    pool_end(team);
 }
 
 /* tokens [rows], out [rows, 1 + 2·top]: as logprob_row */
 typedef struct { const float *z; int rows, n, top; const int64_t *tokens; float *out; } LogprobJob;
-static void logprob_region(Team *team, int me, void *job) {
+static void logprob_region(ThreadPool *team, int me, void *job) {
     (void)me;
     const LogprobJob *j = job;
     int lo, hi;
     while (team_next(team, j->rows, 1, &lo, &hi)) logprob_row(j->z + (long)lo * j->n, j->n, j->tokens[lo], j->top, j->out + lo * (1L + 2 * j->top));
 }
-void or_logprobs(Team *team, const float *z, int rows, int n, const int64_t *tokens, int top, float *out) {
+void or_logprobs(ThreadPool *team, const float *z, int rows, int n, const int64_t *tokens, int top, float *out) {
     LogprobJob job = {z, rows, n, top, tokens, out};
-    team_begin(team);
+    pool_begin(team);
     team_run(team, logprob_region, &job);
-    team_end(team);
+    pool_end(team);
 }
 
 /* ---- experts ---- */
 typedef struct { const Moe *m; MoeRun run; int act; } MoeJob;
-static void moe_region(Team *team, int me, void *job) {
+static void moe_region(ThreadPool *team, int me, void *job) {
     MoeJob *j = job;
     int lo, hi;
     team_share(team, me, j->run.rows, &lo, &hi);
@@ -210,9 +210,9 @@ static void moe_region(Team *team, int me, void *job) {
     team_barrier(team);
     moe_phase(team, me, j->m, &j->run, j->act);
 }
-int or_moe(Team *team, const Moe *m, const float *router_in, const float *x, int rows, int act, float *out) {
+int or_moe(ThreadPool *team, const Moe *m, const float *router_in, const float *x, int rows, int act, float *out) {
     MoeJob job = {m, {0}, act};
-    team_begin(team);
+    pool_begin(team);
     char *at = team_scratch(team, moe_layout(&job.run, m, rows, NULL));
     if (at) {
         moe_layout(&job.run, m, rows, at);
@@ -221,13 +221,13 @@ int or_moe(Team *team, const Moe *m, const float *router_in, const float *x, int
         job.run.out = out;
         team_run(team, moe_region, &job);
     }
-    team_end(team);
+    pool_end(team);
     return at ? 0 : 1;
 }
 
 /* ---- attention ---- */
 typedef struct { const Spec *s; const Batch *b; float *qkv; const float *cos, *sin, *q_norm, *k_norm; long ld; } RopeJob;
-static void rope_region(Team *team, int me, void *job) {
+static void rope_region(ThreadPool *team, int me, void *job) {
     RopeJob *j = job;
     const int heads = spec_qkv_rows(j->s) / j->s->dim, half = j->s->dim / 2;
     int lo, hi;
@@ -238,29 +238,29 @@ static void rope_region(Team *team, int me, void *job) {
     }
 }
 /* qkv [rows, qkv_rows] is changed in place: its q part is the answer */
-void or_rope_write(Team *team, const Spec *s, const Batch *b, float *qkv, const float *cos, const float *sin, const float *q_norm,
+void or_rope_write(ThreadPool *team, const Spec *s, const Batch *b, float *qkv, const float *cos, const float *sin, const float *q_norm,
                    const float *k_norm) {
     RopeJob job = {s, b, qkv, cos, sin, q_norm, k_norm, spec_qkv_rows(s)};
-    team_begin(team);
+    pool_begin(team);
     team_run(team, rope_region, &job);
-    team_end(team);
+    pool_end(team);
 }
 
 typedef struct { const Spec *s; const Batch *b; Cut cut; const float *q; long ldq; float *out; } AttendJob;
-static void attend_region(Team *team, int me, void *job) {
+static void attend_region(ThreadPool *team, int me, void *job) {
     AttendJob *j = job;
     attend_phase(team, me, j->s, j->b, &j->cut, j->q, j->ldq, j->out, (long)j->s->heads * j->s->dim, NULL);
 }
-int or_attend(Team *team, const Spec *s, const Batch *b, const float *q, long ldq, float *out) {
+int or_attend(ThreadPool *team, const Spec *s, const Batch *b, const float *q, long ldq, float *out) {
     AttendJob job = {s, b, {0}, q, ldq, out};
-    team_begin(team);
+    pool_begin(team);
     cut_plan(&job.cut, team, s, b);
     char *at = team_scratch(team, cut_bytes(&job.cut, team, s, b));
     if (at) {
         cut_place(&job.cut, team, s, b, at);
         team_run(team, attend_region, &job);
     }
-    team_end(team);
+    pool_end(team);
     return at ? 0 : 1;
 }
 
@@ -270,27 +270,27 @@ void or_move_kv(const Spec *s, const Batch *b, const int64_t *seq, const int64_t
 }
 
 /* ---- whole stacks ---- */
-int or_forward(Team *team, const Call *call) {
+int or_forward(ThreadPool *team, const Call *call) {
     Run run = {*call};
-    team_begin(team);
+    pool_begin(team);
     char *at = team_scratch(team, run_layout(&run, team, NULL));
     if (at) {
         run_layout(&run, team, at);
         team_run(team, stack_region, &run);
     }
-    team_end(team);
+    pool_end(team);
     return at ? 0 : 1;
 }
 
-int or_draft(Team *team, const Draft *draft) {
+int or_draft(ThreadPool *team, const Draft *draft) {
     DraftRun run = {*draft};
     run.run.call = draft->call;
-    team_begin(team);
+    pool_begin(team);
     char *at = team_scratch(team, draft_layout(&run, team, NULL));
     if (at) {
         draft_layout(&run, team, at);
         team_run(team, draft_region, &run);
     }
-    team_end(team);
+    pool_end(team);
     return at ? 0 : 1;
 }

@@ -74,7 +74,7 @@ class CDraft(Structure):
     _fields_ = [
         ("call", CCall), *[(name, CWeight) for name in ("table", "head", "centroids")], ("table_scale", c_float),
         *[(name, c_int32) for name in ("steps", "unit", "tied", "clusters", "top", "size")],
-        *[(name, c_void_p) for name in ("cluster_ids", "hashes", "last", "start", "taps", "temperature", "hot", "seed", "position", "out")],
+        *[(name, c_void_p) for name in ("cluster_ids", "hashes", "last", "start", "taps", "temperature", "sampled", "seed", "position", "out")],
         *[(name, c_void_p) for name in ("confidence", "lengths", "stop", "drop", "trust", "rivals", "rival_confidence", "state")],
     ]  # fmt: skip
 
@@ -83,7 +83,7 @@ class CCycle(Structure):
     _fields_ = [
         ("call", CCall), ("head", CWeight),
         *[(name, c_void_p) for name in ("draft", "taps", "features", "z", "asked", "drafts", "confidence", "parents", "path", "prices")],
-        *[(name, c_void_p) for name in ("temperature", "hot", "seed", "trust", "chosen", "logprobs")],
+        *[(name, c_void_p) for name in ("temperature", "sampled", "seed", "trust", "chosen", "logprobs")],
         *[(name, c_int32) for name in ("seqs", "most", "streams", "shift")], ("cap", c_float), ("likely", c_int32),
     ]  # fmt: skip
 
@@ -92,7 +92,7 @@ class CChain(Structure):
     _fields_ = [
         ("call", CCall), ("head", CWeight), ("all", CWeight),
         *[(name, c_void_p) for name in ("listed", "seen", "seen_start")], ("cap", c_float), ("steps", c_int32),
-        *[(name, c_void_p) for name in ("temperature", "hot", "seed", "position", "out", "confidence", "lengths", "stop", "drop", "trust")],
+        *[(name, c_void_p) for name in ("temperature", "sampled", "seed", "position", "out", "confidence", "lengths", "stop", "drop", "trust")],
     ]  # fmt: skip
 
 
@@ -126,8 +126,8 @@ SIGNATURES: dict[str, tuple[CType | None, list[CType]]] = {
     "or_move_kv": (None, [P, P, P, P, P, I]),
     "or_forward": (I, [P, P]),
     "or_draft": (I, [P, P]),
-    "or_cycle": (I, [P, P]),
-    "or_chain": (I, [P, P]),
+    "or_decode_step": (I, [P, P]),
+    "or_draft_model_steps": (I, [P, P]),
 }
 
 
@@ -165,7 +165,7 @@ def dense_weight(w: Tensor) -> CWeight:
     return CWeight(W_DENSE, w.numel() // w.shape[-1], w.shape[-1], DTYPES[w.dtype], w.data_ptr(), None)
 
 
-class Batch:
+class CBatchBuffers:
     """A KVView as the library sees it; keeps alive what its pointers show."""
 
     def __init__(self, kv: KVView, ids: Tensor | None = None):
@@ -178,8 +178,8 @@ class Batch:
             ids = ids.contiguous()
             self.keep.append(ids)
             c.ids = ids.data_ptr()
-        if kv.paths is not None and kv.places is not None:
-            places, paths = kv.places.contiguous(), kv.paths.contiguous()
+        if kv.ancestors is not None and kv.kv_slots is not None:
+            places, paths = kv.kv_slots.contiguous(), kv.ancestors.contiguous()
             assert places.dtype == torch.int64 and paths.dtype == torch.int32
             self.keep += [places, paths]
             c.places, c.paths, c.path_width = places.data_ptr(), paths.data_ptr(), paths.shape[1]
@@ -191,11 +191,11 @@ class Batch:
                 c.tables[i], c.width[i] = table.data_ptr(), table.shape[1]
         self.ref = byref(c)
 
-    def set_cache(self, pages: Pages) -> None:
+    def set_cache(self, pages: CPages) -> None:
         self.c.keys, self.c.values, self.c.kv_dtype = pages.at_keys, pages.at_values, pages.dtype
 
 
-class Pages:
+class CPages:
     """Pointers to every layer's keys and values. Made once for a cache: its tensors never move."""
 
     def __init__(self, kv: KVPages):

@@ -49,7 +49,7 @@ class Arena:
         return out
 
 
-class Ahead:
+class HugePageWarmer:
     """Takes the memory of tensors that fill from the front before it is needed, in a thread of its own, and gives back what is not needed
     any more. The system clears 2 MiB of each at the first touch, which for the 60 tensors of a small model's K/V is a seventh of a second
     in the middle of a step. All calls come from the thread that uses the tensors."""

@@ -3,7 +3,7 @@
  * not depend on the rows beside it.
  */
 #pragma once
-#include "share.h"
+#include "gemm.h"
 
 typedef struct {
     Weight router, gate_up, down; /* [experts, H]; [experts·2·inter, H], [experts·H, inter]: an expert's rows are whole groups */
@@ -14,13 +14,13 @@ typedef struct {
 typedef struct {
     int rows, hidden, inter;
     float *router_in, *in;        /* [rows, H] what router and experts read */
-    Acts router_acts, acts;
+    QActs router_acts, acts;
     float *logits, *weight;       /* [rows, experts], [rows, top] */
     int64_t *chosen;              /* [rows, top], best first */
     int32_t *first;               /* [experts + 1] an expert's pairs are first[e] .. first[e + 1] - 1 */
     int32_t *place, *row_of;      /* [rows, top] the pair of a row's choice; [pairs] the row of a pair */
     float *pair_in, *mid, *y;     /* by pair: [H] (dense experts only), [inter] (the same), [H] */
-    Acts pair_acts, mid_acts;
+    QActs pair_acts, mid_acts;
     float *out;                   /* [rows, H] */
 } MoeRun;
 
@@ -34,7 +34,7 @@ INLINE Weight expert_of(const Weight *w, int experts, long e) {
 
 /* One member's share of a product of every pair with its expert. A share is counted in units: reading one costs about as much as
  * computing it for eight rows. */
-static void experts_phase(Team *team, int me, const Weight *w, int experts, const Acts *a, const To *to, int n, const int32_t *first) {
+static void experts_phase(ThreadPool *team, int me, const Weight *w, int experts, const QActs *a, const Epilogue *to, int n, const int32_t *first) {
     const int wide = to->quantised ? 2 : 1, units = n / (LANES * wide);
     int active = 0;
     for (int e = 0; e < experts; e++) active += first[e + 1] > first[e];
@@ -67,11 +67,11 @@ static void route_row(const float *z, const Moe *m, int64_t *chosen, float *weig
 }
 
 /* router_in, in and their quantised forms are ready, and everybody knows; leaves the member's share of rows in `out`. */
-static void moe_phase(Team *team, int me, const Moe *m, MoeRun *r, int act) {
+static void moe_phase(ThreadPool *team, int me, const Moe *m, MoeRun *r, int act) {
     const int top = m->top, H = r->hidden, pairs = r->rows * top, packed = m->gate_up.kind != W_DENSE, packed_mid = m->down.kind != W_DENSE;
     int lo, hi;
     team_share(team, me, r->rows, &lo, &hi);
-    To to_logits = {TO_STORE, NULL, r->logits, m->experts};
+    Epilogue to_logits = {TO_STORE, NULL, r->logits, m->experts};
     product_phase(team, me, &m->router, &r->router_acts, r->rows, &to_logits);
     team_barrier(team);
     for (int i = lo; i < hi; i++) route_row(r->logits + (long)i * m->experts, m, r->chosen + (long)i * top, r->weight + (long)i * top);
@@ -95,10 +95,10 @@ static void moe_phase(Team *team, int me, const Moe *m, MoeRun *r, int act) {
         else memcpy(r->pair_in + p * H, r->in + row * H, (size_t)H * 4);
     }
     team_barrier(team);
-    To to_mid = {TO_GATED, NULL, packed_mid ? NULL : r->mid, r->inter, act, NULL, 0, 0.0f, packed_mid ? &r->mid_acts : NULL};
+    Epilogue to_mid = {TO_GATED, NULL, packed_mid ? NULL : r->mid, r->inter, act, NULL, 0, 0.0f, packed_mid ? &r->mid_acts : NULL};
     experts_phase(team, me, &m->gate_up, m->experts, &r->pair_acts, &to_mid, r->inter, r->first);
     team_barrier(team);
-    To to_y = {TO_STORE, NULL, r->y, H};
+    Epilogue to_y = {TO_STORE, NULL, r->y, H};
     experts_phase(team, me, &m->down, m->experts, &r->mid_acts, &to_y, H, r->first);
     team_barrier(team);
     team_share(team, me, r->rows, &lo, &hi);

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from ...types import AttnSpec, KVPages, KVView, OutriderError
 from ..backend import EVERY_ROW, Capabilities, DraftChain, HostCycle, M
-from ..formats import Block, Dense, Held, QuantPart, Weight
+from ..formats import DenseFormat, DeviceWeight, GGUFBlockFormat, QuantPart, Weight
 from ..formats.blocks import blocks_of
-from ..reference import ReferenceOps, plain
+from ..reference import ReferenceOps, as_tensor
 from . import packing
-from .lib import Batch, CMoe, CSpec, CWeight, Pages, c_spec, dense_weight, load
+from .lib import CBatchBuffers, CMoe, CPages, CSpec, CWeight, c_spec, dense_weight, load
 from .memory import Arena, advise
 from .packing import LANES, PackedWeight
 
@@ -60,7 +60,7 @@ class CpuOps(ReferenceOps):
     capabilities = Capabilities(
         independent_rows=EVERY_ROW, prompts_independent=True,
         quantizes=("int8", "int4"), quantizes_tables=True, holds_halves=True, draft_format="int8", trees=True, shortlists=True,
-        rows_beside=16, rows_alone=64,
+        prefill_with_decodes=16, prefill_idle=64,
     )  # fmt: skip
 
     def __init__(self, threads: int | None = None, isa: str | None = None):
@@ -72,8 +72,8 @@ class CpuOps(ReferenceOps):
         self._close = weakref.finalize(self, self.lib.or_team_free, self.team)
         self.packer = packing.Packer(self.lib, self.team, Arena())
         self._specs: dict[AttnSpec, CSpec] = {}
-        self._batch: tuple[weakref.ref[KVView], Batch] | None = None
-        self._pages: tuple[weakref.ref[Tensor], Pages] | None = None
+        self._batch: tuple[weakref.ref[KVView], CBatchBuffers] | None = None
+        self._pages: tuple[weakref.ref[Tensor], CPages] | None = None
         self._hashes: tuple[weakref.ref[Tensor], Tensor] | None = None
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
@@ -86,11 +86,11 @@ class CpuOps(ReferenceOps):
         return torch.bfloat16 if self.lib.or_isa() == BF16 else torch.float16
 
     # ---- weights --------------------------------------------------------------------------------------------------
-    def hold(self, parts: Sequence[Weight], device: torch.device | str) -> Held | None:
+    def pack_weights(self, parts: Sequence[Weight], device: torch.device | str) -> DeviceWeight | None:
         if all(halves(p) for p in parts) and len({p.format for p in parts}) == 1:
             return self.packer.halves(parts)
-        parts = [p if isinstance(p.format, Block) else blocks_of(p) or p for p in parts]
-        if any(not isinstance(p.format, Block) for p in parts):
+        parts = [p if isinstance(p.format, GGUFBlockFormat) else blocks_of(p) or p for p in parts]
+        if any(not isinstance(p.format, GGUFBlockFormat) for p in parts):
             return None
         if len(parts[0].shape) == 2:
             return self.pack([stored_rows(p) for p in parts])
@@ -102,15 +102,15 @@ class CpuOps(ReferenceOps):
     def pack(self, parts: list[QuantPart]) -> PackedWeight | None:
         return self.packer.pack(parts)
 
-    def look_up(self, table: Weight, device: torch.device | str) -> Held | None:
+    def look_up(self, table: Weight, device: torch.device | str) -> DeviceWeight | None:
         """Where it lies in the file: it takes no memory but the pages that were asked for."""
         if halves(table):
             return packing.dense_rows(table.tensors["values"], 0)
-        if len(table.shape) != 2 or not isinstance(table.format, Block):
+        if len(table.shape) != 2 or not isinstance(table.format, GGUFBlockFormat):
             return None
         return packing.in_file(stored_rows(table))
 
-    def quantize(self, dense: Tensor, mode: str) -> Held:
+    def quantize(self, dense: Tensor, mode: str) -> DeviceWeight:
         if mode not in ("int8", "int4"):
             raise OutriderError(f"--quantize {mode}: the CPU holds int8 or int4 weights")
         if dense.dim() == 3 and dense.shape[1] % 32:
@@ -118,17 +118,17 @@ class CpuOps(ReferenceOps):
         packed = self.packer.quantize(dense.reshape(-1, dense.shape[-1]), mode)
         return self.prepare(dense) if packed is None else packed.view(*dense.shape)
 
-    def take_rows(self, weight: Held, order: Tensor) -> Held:
+    def take_rows(self, weight: DeviceWeight, order: Tensor) -> DeviceWeight:
         """Rows in another order, kept as they are held: a head by clusters."""
         return self.packer.take(weight, order.numpy()) if isinstance(weight, PackedWeight) else super().take_rows(weight, order)
 
-    def coarse(self, weight: Held) -> Held:
+    def coarse(self, weight: DeviceWeight) -> DeviceWeight:
         """About four bits a weight, for a model whose answers need not be exact."""
         if len(weight.shape) == 3 and weight.shape[1] % 32:
             return weight  # experts of such a height are multiplied as they are
         if isinstance(weight, PackedWeight):
             return self.packer.coarse(weight)
-        dense = plain(weight)
+        dense = as_tensor(weight)
         rows = packing.dense_rows(dense.reshape(-1, dense.shape[-1]).contiguous(), dense.numel() * dense.element_size())
         packed = self.packer.coarse(rows)
         return weight if packed is rows else packed.view(*dense.shape)
@@ -136,36 +136,36 @@ class CpuOps(ReferenceOps):
     def prepare(self, dense: Tensor) -> Tensor:
         return dense.contiguous()
 
-    def unpack(self, weight: Held) -> Tensor:
+    def unpack(self, weight: DeviceWeight) -> Tensor:
         """float32, dense."""
         if isinstance(weight, Tensor):
             return weight.float()
         rows = torch.arange(self.c_weight(weight).n)
         return self.embed(rows, weight, 1.0).view(weight.shape)
 
-    def c_weight(self, w: Held) -> CWeight:
+    def c_weight(self, w: DeviceWeight) -> CWeight:
         if isinstance(w, PackedWeight):
             return w.c
-        dense = plain(w)
+        dense = as_tensor(w)
         if not dense.is_contiguous():
             raise OutriderError("a dense weight must be contiguous: pass it through prepare()")
         return dense_weight(dense)
 
     # ---- dense pieces ---------------------------------------------------------------------------------------------
-    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
+    def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
         w, ids = self.c_weight(table), ids.contiguous()
         out = torch.empty((ids.shape[0], w.k))
         self.lib.or_rows(ctypes.byref(w), ids.data_ptr(), ids.shape[0], table_scale(table, scale), out.data_ptr())
         return out
 
-    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
+    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
         c, x = self.c_weight(w), floats(x)
         out = torch.empty((x.shape[0], c.n))
         bias = None if bias is None else floats(bias)
         self.lib.or_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], at(bias), out.data_ptr())
         return out
 
-    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
+    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
         c, x = self.c_weight(w), floats(x)
         if c.n % 32:  # gate and up rows share a group
             gate, up = self.linear(x, w).chunk(2, dim=-1)
@@ -174,7 +174,7 @@ class CpuOps(ReferenceOps):
         self.lib.or_gated_linear(self.team, ctypes.byref(c), x.data_ptr(), x.shape[0], ACTIVATIONS[act], out.data_ptr())
         return out
 
-    def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
+    def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
         c, h = self.c_weight(w), floats(h)
         out = torch.empty((h.shape[0], c.n))
         self.lib.or_logits(self.team, ctypes.byref(c), h.data_ptr(), h.shape[0], softcap or 0.0, out.data_ptr())
@@ -208,7 +208,7 @@ class CpuOps(ReferenceOps):
         return out
 
     def moe(
-        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str
     ) -> Tensor:
         if not routable(self, router, gate_up, down):
             return super().moe(router_in, x, router, expert_scale, gate_up, down, top_k, act)
@@ -244,9 +244,9 @@ class CpuOps(ReferenceOps):
             return None
         return CpuCycle(model, drafter if isinstance(drafter, CompiledDrafter) else None, cache, features, taps)
 
-    def draft_chain(self, model: object, head: Held, listed: Tensor | None) -> DraftChain | None:
+    def draft_chain(self, model: object, head: DeviceWeight, listed: Tensor | None) -> DraftChain | None:
         """Of a compiled model; None where it was not compiled."""
-        from .chain import CpuChain
+        from .draft_model import CpuChain
         from .forward import CompiledModel
 
         return CpuChain(model, head, listed) if isinstance(model, CompiledModel) else None
@@ -294,21 +294,21 @@ class CpuOps(ReferenceOps):
             c = self._specs[spec] = c_spec(spec)
         return c
 
-    def batch(self, kv: KVView) -> Batch:
+    def batch(self, kv: KVView) -> CBatchBuffers:
         """The view's pointers; the same view is met once a layer."""
         if self._batch is not None and self._batch[0]() is kv:
             return self._batch[1]
-        batch = Batch(kv)
+        batch = CBatchBuffers(kv)
         batch.set_cache(self.pages(kv))
         self._batch = (weakref.ref(kv), batch)
         return batch
 
-    def pages(self, kv: KVPages) -> Pages:
+    def pages(self, kv: KVPages) -> CPages:
         first = next(t for t in kv.keys if t is not None)
         if first.dtype == torch.int8 and (kv.page_size % LANES or any(t is not None and t.shape[-1] % LANES != FACTOR for t in kv.keys)):
             raise OutriderError(f"K/V in int8 needs pages and heads of multiples of {LANES}: leave out --kv-dtype")
         if self._pages is None or self._pages[0]() is not first:
-            self._pages = (weakref.ref(first), Pages(kv))
+            self._pages = (weakref.ref(first), CPages(kv))
             for t in (*kv.keys, *kv.values):
                 if t is not None:
                     advise(t.data_ptr(), t.numel() * t.element_size())
@@ -316,13 +316,13 @@ class CpuOps(ReferenceOps):
 
     # ---- drafting and choosing --------------------------------------------------------------------------------------
     def clustered_logits(
-        self, g: Tensor, centroids: Held, rows: Held, top: int, lean: Tensor | None = None
+        self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         g, c = floats(g), self.c_weight(rows)
         clusters, size = rows.shape[0], rows.shape[1]
         scores = self.linear(g, centroids)
-        if lean is not None:
-            scores += lean
+        if cluster_bonus is not None:
+            scores += cluster_bonus
         best = torch.empty((g.shape[0], top), dtype=torch.int64)
         out = torch.empty((g.shape[0], top, size))
         self.lib.or_clustered(
@@ -330,15 +330,15 @@ class CpuOps(ReferenceOps):
         )
         return best, out
 
-    def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
+    def cluster_bonus(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor) -> Tensor:
         if self._hashes is None or self._hashes[0]() is not tokens:
             self._hashes = (weakref.ref(tokens), packing.cluster_hashes(tokens))
         clusters, size = tokens.shape
-        seed, position, temperature, hot = seed.contiguous(), position.contiguous(), floats(temperature), hot.contiguous()
+        seed, position, temperature, sampled = seed.contiguous(), position.contiguous(), floats(temperature), sampled.contiguous()
         out = torch.zeros((seed.shape[0], clusters))
         self.lib.or_cluster_lean(
             self.team, self._hashes[1].data_ptr(), clusters, size, seed.shape[0],
-            temperature.data_ptr(), hot.data_ptr(), seed.data_ptr(), position.data_ptr(), out.data_ptr(),
+            temperature.data_ptr(), sampled.data_ptr(), seed.data_ptr(), position.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -346,13 +346,13 @@ class CpuOps(ReferenceOps):
         nothing = torch.zeros(z.shape[0], dtype=torch.int64)
         return self.gumbel_argmax(z, nothing, nothing, None, torch.zeros(z.shape[0], dtype=torch.bool))
 
-    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
-        z, seed, position, hot = floats(z), seed.contiguous(), position.contiguous(), hot.contiguous()
+    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor) -> Tensor:
+        z, seed, position, sampled = floats(z), seed.contiguous(), position.contiguous(), sampled.contiguous()
         tokens = None if tokens is None else tokens.contiguous()
         out = torch.empty(z.shape[0], dtype=torch.int64)
         self.lib.or_choose(
             self.team, z.data_ptr(), z.shape[0], z.shape[1],
-            seed.data_ptr(), position.data_ptr(), at(tokens), hot.data_ptr(), out.data_ptr(),
+            seed.data_ptr(), position.data_ptr(), at(tokens), sampled.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -371,21 +371,21 @@ def stored_rows(w: Weight) -> QuantPart:
 
 def halves(w: Weight) -> bool:
     """A dense matrix in 16 bits."""
-    return len(w.shape) == 2 and isinstance(w.format, Dense) and w.format.dtype in (torch.float16, torch.bfloat16)
+    return len(w.shape) == 2 and isinstance(w.format, DenseFormat) and w.format.dtype in (torch.float16, torch.bfloat16)
 
 
-def routable(ops: CpuOps, router: Held, gate_up: Held, down: Held) -> bool:
+def routable(ops: CpuOps, router: DeviceWeight, gate_up: DeviceWeight, down: DeviceWeight) -> bool:
     """Whether the library can run these experts: their rows are whole groups, the rows of dense ones as well."""
     return gate_up.shape[1] % 32 == 0 and down.shape[1] % LANES == 0 and (down.shape[2] % 32 == 0 or isinstance(down, Tensor))
 
 
-def c_moe(ops: CpuOps, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int) -> CMoe:
+def c_moe(ops: CpuOps, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int) -> CMoe:
     return CMoe(
         router=ops.c_weight(router), gate_up=ops.c_weight(gate_up), down=ops.c_weight(down),
         expert_scale=expert_scale.data_ptr(), experts=gate_up.shape[0], top=top_k,
     )  # fmt: skip
 
 
-def table_scale(table: Held, scale: float) -> float:
+def table_scale(table: DeviceWeight, scale: float) -> float:
     """The embedding's factor, rounded to the table's dtype where it has one."""
     return float(torch.tensor(scale, dtype=table.dtype)) if isinstance(table, Tensor) and scale != 1.0 else scale

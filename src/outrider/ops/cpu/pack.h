@@ -1,7 +1,7 @@
 /* From a file's rows to the layout of the kernels, bit for bit and in parallel; and rows of a packed weight in another order. */
 #pragma once
 #include "formats.h"
-#include "pool.h"
+#include "threads.h"
 
 /* Codes of one lane into its words of a (group, block). */
 INLINE void put_codes(int kind, const uint8_t *q, uint8_t *data) {
@@ -53,7 +53,7 @@ INLINE void pack_group(int kind, const PackJob *job, int g) {
             }
         }
 }
-static void pack_region(Team *team, int me, void *arg) {
+static void pack_region(ThreadPool *team, int me, void *arg) {
     (void)me;
     const PackJob *job = arg;
     const int first = job->first / LANES, count = (job->first + job->rows + LANES - 1) / LANES - first;

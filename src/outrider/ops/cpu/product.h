@@ -17,7 +17,7 @@ typedef struct { /* R rows of activations, quantised and as they were */
     Blk *blk;       /* [R, k/32] */
     const float *x; /* [R, ldx] */
     int16_t *wide;  /* [R, k] where WIDE: of every four columns the first, third, second, fourth */
-} Acts;
+} QActs;
 
 #if ISA_AVX2 && !defined(__AVXVNNI__) && !defined(ISA_TWIN)
 #define WIDE 1 /* signed codes are multiplied in 16 bits (tile_avx2.h) */
@@ -37,9 +37,9 @@ typedef struct { /* R rows of activations, quantised and as they were */
 INLINE size_t acts_bytes(int rows, int k) { /* scratch that `acts_at` needs */
     return UP((size_t)rows * k) * (WIDE ? 3 : 1) + UP((size_t)rows * (k / 32) * sizeof(Blk));
 }
-INLINE Acts acts_at(char *at, int rows, int k, const float *x, int ldx) {
+INLINE QActs acts_at(char *at, int rows, int k, const float *x, int ldx) {
     const size_t bytes = UP((size_t)rows * k);
-    Acts a = {k, ldx, (int8_t *)at, (Blk *)(at + bytes * (WIDE ? 3 : 1)), x, WIDE ? (int16_t *)(at + bytes) : NULL};
+    QActs a = {k, ldx, (int8_t *)at, (Blk *)(at + bytes * (WIDE ? 3 : 1)), x, WIDE ? (int16_t *)(at + bytes) : NULL};
     return a;
 }
 
@@ -55,7 +55,7 @@ INLINE void widen_block(const int8_t *q, int16_t *wide) { (void)q, (void)wide; }
 #endif
 
 /* 32 activations -> int8, scale and sum: those at `at` = row·k + column of a */
-INLINE void quantize_block(const float *x, const Acts *acts, long at) {
+INLINE void quantize_block(const float *x, const QActs *acts, long at) {
     int8_t *q = acts->q + at;
     Blk *blk = acts->blk + at / 32;
     vf a = vf_load(x), b = vf_load(x + 16);
@@ -72,14 +72,14 @@ INLINE void quantize_block(const float *x, const Acts *acts, long at) {
     blk->i0 = -128 * front;
     if (WIDE) widen_block(q, acts->wide + at);
 }
-INLINE void quantize_row(const float *x, int n, const Acts *acts, long at) { /* n activations from `at` on */
+INLINE void quantize_row(const float *x, int n, const QActs *acts, long at) { /* n activations from `at` on */
     for (int i = 0; i < n; i += 32) quantize_block(x + i, acts, at + i);
 }
 
-static void acts_row(const Acts *a, long r) { /* quantise row r of x */
+static void acts_row(const QActs *a, long r) { /* quantise row r of x */
     quantize_row(a->x + r * a->ldx, a->k, a, r * a->k);
 }
-static void acts_copy(const Acts *to, long t, const Acts *from, long r) { /* what was quantised as row r becomes row t */
+static void acts_copy(const QActs *to, long t, const QActs *from, long r) { /* what was quantised as row r becomes row t */
     const long k = from->k;
     memcpy(to->q + t * k, from->q + r * k, (size_t)k);
     memcpy(to->blk + t * (k / 32), from->blk + r * (k / 32), (size_t)(k / 32) * sizeof(Blk));
@@ -87,4 +87,4 @@ static void acts_copy(const Acts *to, long t, const Acts *from, long r) { /* wha
 }
 
 /* tile[mc][16]: outputs 16g.. of rows m0.. (mc <= TILE_ROWS). In tiles.c */
-__attribute__((visibility("hidden"))) void product_tile(const Weight *w, int g, const Acts *a, int m0, int mc, float *tile);
+__attribute__((visibility("hidden"))) void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile);

@@ -137,8 +137,8 @@ static void noise_row(float *z, int n, int64_t seed, int64_t position, const int
     }
 }
 
-/* First index of the largest z (+ noise where hot). tokens: the ids of the columns, NULL for 0.. */
-static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t position, const int64_t *tokens) {
+/* First index of the largest z (+ noise where sampled). tokens: the ids of the columns, NULL for 0.. */
+static int64_t choose_row(const float *z, int n, int sampled, int64_t seed, int64_t position, const int64_t *tokens) {
     float top = -INFINITY;
     int64_t at = 0;
     vf best = vf_set(-INFINITY);
@@ -150,7 +150,7 @@ static int64_t choose_row(const float *z, int n, int hot, int64_t seed, int64_t 
     while (first < whole && !vf_any_ge(vf_load(z + first), vf_set(top))) first += LANES;
     while (first < n && z[first] != top) first++;
     if (first == n) return 0; /* no numbers */
-    if (!hot) return first;
+    if (!sampled) return first;
     const uint32_t key = noise_key(seed, position);
     /* Noise lies in (-2.9, 22.9), and for nearly all columns one look at its bits says that they cannot win. The search begins just below
      * the score of the largest z: that column is met again, or an earlier one that is as good. */

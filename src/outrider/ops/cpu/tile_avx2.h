@@ -97,7 +97,7 @@ INLINE void block_dots(int kind, const uint8_t *data, const int8_t *x, long ldx,
     }
 }
 
-INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, int MT, float *tile) {
+INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0, int MT, float *tile) {
     const int kb = w->k / 32, lines = k_lines(kind), super = k_blocks(kind), count = kind == W_Q6K ? 4 : 8;
     const uint8_t *data = w_data(w, g), *scale = w_scale(w, g);
     const size_t ahead = (size_t)kb * lines * 64;
@@ -121,9 +121,9 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
                 }
             }
             if (k_min(kind)) UNROLL for (int h = 0; h < 2; h++) {
-                __m256 lift = m256_half(scale + 32 + 16 * h);
-                if (k_super(kind)) lift = _mm256_mul_ps(_mm256_sub_ps(_mm256_setzero_ps(), lift), m256_u8(bytes + 16 + 8 * h));
-                UNROLL for (int m = 0; m < MT; m++) acc[m][h] = _mm256_fmadd_ps(lift, _mm256_set1_ps(s[(size_t)m * kb].s), acc[m][h]);
+                __m256 zero_point = m256_half(scale + 32 + 16 * h);
+                if (k_super(kind)) zero_point = _mm256_mul_ps(_mm256_sub_ps(_mm256_setzero_ps(), zero_point), m256_u8(bytes + 16 + 8 * h));
+                UNROLL for (int m = 0; m < MT; m++) acc[m][h] = _mm256_fmadd_ps(zero_point, _mm256_set1_ps(s[(size_t)m * kb].s), acc[m][h]);
             }
         }
     UNROLL for (int m = 0; m < MT; m++) {

@@ -32,7 +32,7 @@ INLINE void block_codes(int kind, const uint8_t *data, __m512i *v) {
     }
 }
 
-INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, int MT, float *tile) {
+INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0, int MT, float *tile) {
     const int kb = w->k / 32, lines = k_lines(kind), super = k_blocks(kind);
     const uint8_t *data = w_data(w, g), *scale = w_scale(w, g);
     const size_t ahead = (size_t)kb * lines * 64, ahead_scale = (size_t)(kb / super) * k_scale_step(kind);
@@ -46,11 +46,11 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
         const vf minus = k_super(kind) ? vf_sub(vf_set(0.0f), second) : second;
         for (int sub = 0; sub < super; sub++, data += 64 * lines, x += 32, s++) {
             __m512i v[8];
-            vf d[2] = {first, first}, lift = second;
+            vf d[2] = {first, first}, zero_point = second;
             block_codes(kind, data, v);
             if (k_super(kind)) {
                 const uint8_t *bytes = scale + 2 * k_halves(kind) + sub * k_bytes(kind);
-                if (k_min(kind)) { d[0] = vf_mul(first, vf_u8(bytes)); lift = vf_mul(minus, vf_u8(bytes + 16)); }
+                if (k_min(kind)) { d[0] = vf_mul(first, vf_u8(bytes)); zero_point = vf_mul(minus, vf_u8(bytes + 16)); }
                 else d[0] = vf_mul(first, vf_i8(bytes));
                 if (kind == W_Q6K) d[1] = vf_mul(first, vf_i8(bytes + 16));
             }
@@ -70,7 +70,7 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
                 UNROLL for (int m = 0; m < MT; m++)
                     acc[m] = vf_fma(vf_mul(_mm512_cvtepi32_ps(dot[m]), vf_set(s[(size_t)m * kb].d)), d[from / 4 % 2], acc[m]);
             }
-            if (k_min(kind)) UNROLL for (int m = 0; m < MT; m++) acc[m] = vf_fma(lift, vf_set(s[(size_t)m * kb].s), acc[m]);
+            if (k_min(kind)) UNROLL for (int m = 0; m < MT; m++) acc[m] = vf_fma(zero_point, vf_set(s[(size_t)m * kb].s), acc[m]);
         }
     }
     UNROLL for (int m = 0; m < MT; m++) vf_store(tile + LANES * m, acc[m]);

@@ -63,7 +63,7 @@ INLINE void block_dots(int kind, const uint8_t *data, const int8_t *x, long ldx,
         }
 }
 
-INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, int MT, float *tile) {
+INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0, int MT, float *tile) {
     const int kb = w->k / 32, lines = k_lines(kind), super = k_blocks(kind), count = kind == W_Q6K ? 4 : 8;
     const uint8_t *data = w_data(w, g), *scale = w_scale(w, g);
     const int8_t *x = a->q + (size_t)m0 * a->k;
@@ -85,9 +85,9 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
                 }
             }
             if (k_min(kind)) UNROLL for (int q = 0; q < 4; q++) {
-                float32x4_t lift = quarter_half(scale + 32 + 8 * q);
-                if (k_super(kind)) lift = vmulq_f32(vnegq_f32(lift), quarter_u8(bytes + 16 + 4 * q));
-                UNROLL for (int m = 0; m < MT; m++) acc[m][q] = vfmaq_n_f32(acc[m][q], lift, s[(size_t)m * kb].s);
+                float32x4_t zero_point = quarter_half(scale + 32 + 8 * q);
+                if (k_super(kind)) zero_point = vmulq_f32(vnegq_f32(zero_point), quarter_u8(bytes + 16 + 4 * q));
+                UNROLL for (int m = 0; m < MT; m++) acc[m][q] = vfmaq_n_f32(acc[m][q], zero_point, s[(size_t)m * kb].s);
             }
         }
     UNROLL for (int m = 0; m < MT; m++)

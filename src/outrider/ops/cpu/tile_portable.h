@@ -20,7 +20,7 @@ INLINE void block_values(int kind, const uint8_t *data, int16_t v[8][64]) {
 INLINE vf vf_u8(const uint8_t *p) { int32_t t[LANES]; for (int i = 0; i < LANES; i++) t[i] = p[i]; return vi_to_float(vi_load(t)); }
 INLINE vf vf_i8(const uint8_t *p) { int32_t t[LANES]; for (int i = 0; i < LANES; i++) t[i] = (int8_t)p[i]; return vi_to_float(vi_load(t)); }
 
-INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, int MT, float *tile) {
+INLINE void group_tile(int kind, const Weight *w, int g, const QActs *a, int m0, int MT, float *tile) {
     const int kb = w->k / 32, lines = k_lines(kind), super = k_blocks(kind);
     const uint8_t *data = w_data(w, g), *scale = w_scale(w, g);
     const int8_t *x0 = a->q + (size_t)m0 * a->k;
@@ -31,11 +31,11 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
         const vf first = vf_half((const uint16_t *)scale), second = k_min(kind) ? vf_half((const uint16_t *)scale + 16) : first;
         for (int sub = 0; sub < super; sub++, data += 64 * lines) {
             int16_t v[8][64];
-            vf d[2] = {first, first}, lift = second;
+            vf d[2] = {first, first}, zero_point = second;
             block_values(kind, data, v);
             if (k_super(kind)) {
                 const uint8_t *bytes = scale + 2 * k_halves(kind) + sub * k_bytes(kind);
-                if (k_min(kind)) { d[0] = vf_mul(first, vf_u8(bytes)); lift = vf_mul(vf_sub(vf_set(0.0f), second), vf_u8(bytes + 16)); }
+                if (k_min(kind)) { d[0] = vf_mul(first, vf_u8(bytes)); zero_point = vf_mul(vf_sub(vf_set(0.0f), second), vf_u8(bytes + 16)); }
                 else d[0] = vf_mul(first, vf_i8(bytes));
                 if (kind == W_Q6K) d[1] = vf_mul(first, vf_i8(bytes + 16));
             }
@@ -51,7 +51,7 @@ INLINE void group_tile(int kind, const Weight *w, int g, const Acts *a, int m0, 
                     }
                     acc[m] = vf_fma(vf_mul(vi_to_float(vi_load(dot)), vf_set(s->d)), d[from / 4 % 2], acc[m]);
                 }
-                if (k_min(kind)) acc[m] = vf_fma(lift, vf_set(s->s), acc[m]);
+                if (k_min(kind)) acc[m] = vf_fma(zero_point, vf_set(s->s), acc[m]);
             }
         }
     }

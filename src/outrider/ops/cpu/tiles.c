@@ -17,7 +17,7 @@ INLINE int zero_shift(int kind) { return kind == W_Q4 ? 4 : kind == W_Q5 ? 3 : k
 #endif
 
 /* ---- dense weights [n, k]: lanes run along k, then one fixed tree ---- */
-INLINE void dense_rows(int dtype, const Weight *w, int n0, const Acts *a, int m0, int MT, vf *sums /* [MT][16], rows n0..n0+3 */) {
+INLINE void dense_rows(int dtype, const Weight *w, int n0, const QActs *a, int m0, int MT, vf *sums /* [MT][16], rows n0..n0+3 */) {
     vf acc[4][2];
     const long k = w->k, whole = k & ~15L;
     for (int r = 0; r < 4; r++) for (int m = 0; m < MT; m++) acc[r][m] = vf_set(0.0f);
@@ -40,7 +40,7 @@ INLINE void dense_rows(int dtype, const Weight *w, int n0, const Acts *a, int m0
         }
     for (int m = 0; m < MT; m++) for (int r = 0; r < 4; r++) sums[LANES * m + (n0 & 15) + r] = acc[r][m];
 }
-INLINE void dense_typed(int dtype, const Weight *w, int g, const Acts *a, int m0, int mc, float *tile) {
+INLINE void dense_typed(int dtype, const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) {
     vf sums[2 * LANES];
     for (int at = 0; at < mc; at += 2) {
         int count = mc - at < 2 ? 1 : 2;
@@ -51,7 +51,7 @@ INLINE void dense_typed(int dtype, const Weight *w, int g, const Acts *a, int m0
         for (int m = 0; m < count; m++) vf_store(tile + LANES * (at + m), vf_sum16(sums + LANES * m));
     }
 }
-static void dense_tile(const Weight *w, int g, const Acts *a, int m0, int mc, float *tile) {
+static void dense_tile(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) {
     if (w->dtype == DT_F32) dense_typed(DT_F32, w, g, a, m0, mc, tile);
     else if (w->dtype == DT_F16) dense_typed(DT_F16, w, g, a, m0, mc, tile);
     else dense_typed(DT_BF16, w, g, a, m0, mc, tile);
@@ -78,11 +78,11 @@ static void dense_tile(const Weight *w, int g, const Acts *a, int m0, int mc, fl
     case 4: group_tile(kind, w, g, a, m0, 4, tile); break;          \
     MORE_CASES(kind)                                                \
     }
-#define TILE_OF(K) static void tile_##K(const Weight *w, int g, const Acts *a, int m0, int mc, float *tile) { TILE_CASES(K) }
+#define TILE_OF(K) static void tile_##K(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) { TILE_CASES(K) }
 TILE_OF(W_Q4M) TILE_OF(W_Q4) TILE_OF(W_Q8) TILE_OF(W_Q5) TILE_OF(W_Q5M)
 TILE_OF(W_Q4K) TILE_OF(W_Q5K) TILE_OF(W_Q6K) TILE_OF(W_IQ4) TILE_OF(W_IQ4X)
 
-void product_tile(const Weight *w, int g, const Acts *a, int m0, int mc, float *tile) {
+void product_tile(const Weight *w, int g, const QActs *a, int m0, int mc, float *tile) {
     if (w->kind == W_PARTS) {
         const Weight *part = w->data;
         for (; g >= w_groups(part); part++) g -= w_groups(part);

@@ -4,7 +4,7 @@
 #pragma once
 #include "draft.h"
 
-int or_draft(Team *team, const Draft *draft);
+int or_draft(ThreadPool *team, const Draft *draft);
 
 enum { TREE_WIDE = 4, TREE_DEEP = 16, TREE_BRANCH = 1 + RIVALS, TREE_ALL = TREE_DEEP * TREE_WIDE * TREE_BRANCH };
 #define TREE_ROW 0.4 /* a further row in a draft step, as a part of a step */
@@ -24,7 +24,7 @@ INLINE double chance_of(const double *trust, float confidence) {
 
 /* `d`: the drafter's step with everything set that is the same for all rows, for TREE_WIDE rows; start [TREE_WIDE, wide] holds the first
  * row's state. last, position: of the first row, filled up here. */
-static int tree_grow(Team *team, Draft *d, int wide, int vocab, int deep, double stop, double drop, const double *trust, float *start,
+static int tree_grow(ThreadPool *team, Draft *d, int wide, int vocab, int deep, double stop, double drop, const double *trust, float *start,
                      int64_t *last, int64_t *guess, Grown *g) {
     int64_t best[TREE_WIDE], rivals[TREE_WIDE * RIVALS], lengths[TREE_WIDE];
     float sure[TREE_WIDE], less[TREE_WIDE * RIVALS], *state = start + (long)TREE_WIDE * wide;

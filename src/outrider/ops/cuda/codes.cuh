@@ -1,7 +1,7 @@
 // Codes of weights: how a chunk of 16 rows comes into shared memory, back into a warp's registers and becomes sums. All that depends on how
 // weights are written is here and in values.cuh; units.cuh moves chunks about and knows of a code what `Coded` has:
 //
-// COLUMNS of a chunk; GROUPS of them, each with a factor; STAGE: bytes of a chunk in the ring, of which WORDS lie before the factors; LIFTED:
+// COLUMNS of a chunk; GROUPS of them, each with a factor; STAGE: bytes of a chunk in the ring, of which WORDS lie before the factors; HAS_ZERO_POINT:
 // groups have an offset, so sums of x over them are needed; FACTORED: rows have one; Chunk: what a lane holds of one; HELD: sums while a unit
 // is under way; copy, take, add, close; and place, laid: how x lies in shared memory.
 #ifndef OUTRIDER_CODES
@@ -19,22 +19,22 @@ struct Weights {  // where the lower and the upper 8 rows of a unit lie; above: 
     const float *factors, *factors_high;  // of whole rows
 };
 
-// Values: of values.cuh; Half: factors are float16, else bfloat16; Per: planes that share a factor, 0: there are none; Lift: they have an
+// Values: of values.cuh; Half: factors are float16, else bfloat16; Per: planes that share a factor, 0: there are none; ZeroPoint: they have an
 // offset; Factor: a row's sums are multiplied by one of its own.
-template <class Values, bool Half, int Per, bool Lift, bool Factor> struct Coded {
-    static constexpr bool LIFTED = Lift, FACTORED = Factor;
+template <class Values, bool Half, int Per, bool ZeroPoint, bool Factor> struct Coded {
+    static constexpr bool HAS_ZERO_POINT = ZeroPoint, FACTORED = Factor;
     static constexpr int PLANES = Values::PLANES, STEPS = Values::PLANE / 16;  // instructions of a plane
     static constexpr int COLUMNS = PLANES * Values::PLANE, GROUPS = Per ? PLANES / Per : 1;
     static constexpr int PAIRS = Per ? (GROUPS + 1) / 2 : 0;           // words of a row's factors in a chunk
     static constexpr int ABOVE = Values::ABOVE ? 512 : 0;              // bytes of 16 rows of a chunk: 32 of each
     static constexpr int WORDS = 1024 * STEPS + ABOVE;                 // 2 x 16 of every lane for each instruction, what is above them,
-    static constexpr int STAGE = WORDS + 64 * PAIRS * (1 + Lift);      // then the rows' factors, then their offsets
+    static constexpr int STAGE = WORDS + 64 * PAIRS * (1 + ZeroPoint);      // then the rows' factors, then their offsets
     static constexpr int HELD = Per ? SUMS : 4;                        // without groups the instruction's own sums
 
     struct Chunk {
         uint4 words[STEPS][2];  // columns 16 s to 16 s + 15 of the planes, of the lane's two rows
         uint2 above[ABOVE ? 2 : 1];
-        u32 scale[2][Per ? PAIRS : 1], lift[2][Lift ? PAIRS : 1];
+        u32 scale[2][Per ? PAIRS : 1], zero_point[2][ZeroPoint ? PAIRS : 1];
     };
 
     // Into a stage: the lane's words at `mine`, factors at `pairs`. row: the lane's lower one, among all rows of all chunks.
@@ -53,7 +53,7 @@ template <class Values, bool Half, int Per, bool Lift, bool Factor> struct Coded
                 const u32 beside = pairs + (lane.index & 15) * (4 * PAIRS);
                 const u64 place = (u64)(row - lane.g + (lane.index & 7)) * (4 * PAIRS);
                 copy_few<4 * PAIRS>(beside, (lane.index & 8 ? w.scales_high : w.scales) + place);
-                if constexpr (Lift) copy_few<4 * PAIRS>(beside + 64 * PAIRS, (lane.index & 8 ? w.lifts_high : w.lifts) + place);
+                if constexpr (ZeroPoint) copy_few<4 * PAIRS>(beside + 64 * PAIRS, (lane.index & 8 ? w.lifts_high : w.lifts) + place);
             }
         }
     }
@@ -82,7 +82,7 @@ template <class Values, bool Half, int Per, bool Lift, bool Factor> struct Coded
                 k.above[r] = make_uint2(take4(at), take4(at + 16));
             }
             if constexpr (Per) take_pairs(k.scale[r], beside + r * 32 * PAIRS);
-            if constexpr (Lift) take_pairs(k.lift[r], beside + (64 + r * 32) * PAIRS);
+            if constexpr (ZeroPoint) take_pairs(k.zero_point[r], beside + (64 + r * 32) * PAIRS);
         }
     }
 
@@ -126,8 +126,8 @@ template <class Values, bool Half, int Per, bool Lift, bool Factor> struct Coded
             acc[i] = fmaf(d[i], f, acc[i]);
             acc[i + SUMS / 2] = fmaf(d[i + 2], e, acc[i + SUMS / 2]);
         }
-        if constexpr (Lift) {
-            const float p = number<G>(c.lift[0]), q = number<G>(c.lift[1]);
+        if constexpr (ZeroPoint) {
+            const float p = number<G>(c.zero_point[0]), q = number<G>(c.zero_point[1]);
 #pragma unroll
             for (int i = 0; i < SUMS / 2; i++) {
                 const float total = read_float(totals + (G * TOKENS + i) * 4);

@@ -159,13 +159,13 @@ template <int GROUPS> __device__ __forceinline__ void wait_copies_but() {  // bu
 
 // Between blocks and between kernels.
 
-__device__ __forceinline__ int count_one(int* at) {  // what stood there; what was written before is seen by whoever counts later
+__device__ __forceinline__ int count_one(int* at) {  // what stood there; what was written before is semaphores by whoever counts later
     int before;
     asm volatile("atom.global.acq_rel.gpu.add.s32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
     return before;
 }
 
-__device__ __forceinline__ void let_next_kernel_in() { asm volatile("griddepcontrol.launch_dependents;"); }
+__device__ __forceinline__ void pdl_trigger() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-__device__ __forceinline__ void wait_for_kernel_ahead() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void pdl_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 #endif

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from ..cpu.build import keeping
+from ..cpu.build import cache_path
 
 FOLDER = Path(__file__).parent
-SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: percent of what a processor has for it and for L1
-SERIALIZED = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin while the kernel ahead drains
+ATTR_MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT: percent of what a SM has for it and for L1
+LAUNCH_PDL = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: begin while the kernel ahead drains
 
 
 class CudaError(RuntimeError):
@@ -103,7 +103,7 @@ def kept_image(source: str, arch: str, flags: Mapping[str, int | str]) -> bytes:
     and where nothing can be written nothing is kept."""
     library = compiler()
     told = (source, sorted(headers().items()), arch, sorted(flags.items()), None if library is None else version(library))
-    path = keeping("cuda", hashlib.sha256(repr(told).encode()).hexdigest()[:32] + ".cubin")
+    path = cache_path("cuda", hashlib.sha256(repr(told).encode()).hexdigest()[:32] + ".cubin")
     try:
         digest, code = (held := path.read_bytes())[:32], held[32:]
         if hashlib.sha256(code).digest() == digest:
@@ -128,7 +128,7 @@ class Attribute(ctypes.Structure):
     _fields_ = [("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
 
 
-class Launch(ctypes.Structure):
+class LaunchParams(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = [
@@ -158,15 +158,15 @@ class Kernel:
             torch.cuda.current_stream(device).query()  # a context for this thread
             _done(cuda.cuModuleLoadData(ctypes.byref(self.module), code), f"loading {name}")
             _done(cuda.cuModuleGetFunction(ctypes.byref(self.function), self.module, name.encode()), f"finding {name}")
-            _done(cuda.cuFuncSetAttribute(self.function, SHARED_SIZE, shared), f"{name}: {shared} bytes of shared memory")
+            _done(cuda.cuFuncSetAttribute(self.function, ATTR_MAX_DYNAMIC_SMEM, shared), f"{name}: {shared} bytes of shared memory")
             _done(cuda.cuFuncSetAttribute(self.function, CARVEOUT, 100), f"{name}: shared memory first")
 
     def __call__(self, blocks: int, threads: int, shared: int, values: Sequence[int | ctypes.Structure], pdl: bool) -> None:
         """values: addresses, and structures by value. On the device's current stream. pdl: it may begin while the kernel ahead drains."""
         held = [ctypes.c_void_p(v) if isinstance(v, int) else v for v in values]
         addresses = (ctypes.c_void_p * len(held))(*(ctypes.addressof(v) for v in held))
-        attribute = Attribute(SERIALIZED, 0, 1)
+        attribute = Attribute(LAUNCH_PDL, 0, 1)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        launch = Launch(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), int(pdl))
+        launch = LaunchParams(blocks, 1, 1, threads, 1, 1, shared, stream, ctypes.addressof(attribute), int(pdl))
         with torch.cuda.device(self.device):
             _done(self.cuda.cuLaunchKernelEx(ctypes.byref(launch), self.function, addresses, None), "launch")

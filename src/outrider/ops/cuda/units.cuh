@@ -127,7 +127,7 @@ template <class Code> struct X {
 #pragma unroll
             for (int t = 0; t < TOKENS; t++)
                 if (t < p.m) {
-                    if constexpr (Code::LIFTED) total(v[t], j, t);
+                    if constexpr (Code::HAS_ZERO_POINT) total(v[t], j, t);
                     Code::laid(v[t], j);
                     put8(to + t * token_bytes, v[t].x, v[t].y);
                     put8(to + t * token_bytes + 16, v[t].z, v[t].w);
@@ -152,7 +152,7 @@ template <class Code> struct X {
 struct Result {
     u16* out;     // [m, n], or [m, n / 2]
     float* part;  // [tiles, splits, TOKENS, 16]
-    int* seen;    // [tiles]: spans that are done
+    int* semaphores;    // [tiles]: spans that are done
 };
 
 __device__ __forceinline__ float rounded(float v) { return __uint_as_float((u32)bfloat_of(v) << 16); }  // to bfloat16 and back
@@ -171,13 +171,13 @@ __device__ __forceinline__ float activate(float x) {  // `activate` of ops/trito
 __device__ __forceinline__ void store(u16* out, float v) { *out = bfloat_of(v); }
 
 // Whether the warp, its own sums written, is the last of `splits` that come here: then the others' can be read, and the count is 0 again.
-__device__ __forceinline__ bool last_of(int* seen, int splits, const Lane& lane) {
+__device__ __forceinline__ bool last_of(int* semaphores, int splits, const Lane& lane) {
     __syncwarp();
     int done = 0;
-    if (lane.index == 0) done = count_one(seen);
+    if (lane.index == 0) done = count_one(semaphores);
     if (__shfl_sync(~0u, done, 0) != splits - 1) return false;
     __syncwarp();
-    if (lane.index == 0) *seen = 0;
+    if (lane.index == 0) *semaphores = 0;
     return true;
 }
 
@@ -190,7 +190,7 @@ __device__ __forceinline__ void finish_unit(float (&acc)[SUMS], const Shape& p, 
         float* own = whole + split * (TOKENS * 16);
 #pragma unroll
         for (int a = 0; a < SUMS / 2; a++) __stcg(own + a * 16, acc[a]), __stcg(own + a * 16 + 8, acc[a + SUMS / 2]);
-        if (!last_of(to.seen + tile, p.splits, lane)) return;
+        if (!last_of(to.semaphores + tile, p.splits, lane)) return;
 #pragma unroll
         for (int a = 0; a < SUMS; a++) acc[a] = 0.f;
         for (int s = 0; s < p.splits; s += 8) {  // eight spans' loads fly together

@@ -1,14 +1,14 @@
-"""Formats of weights, one a file. The seam is in `base`: `Weight`, `Format`, and what a backend makes of them, `Held`."""
+"""Formats of weights, one a file. The seam is in `base`: `Weight`, `Format`, and what a backend makes of them, `DeviceWeight`."""
 
-from .base import Format, Held, Packed, Unit, Weight, join, stack, stays_dense
-from .dense import Dense, dense
-from .fp8 import Float8
-from .gguf import BLOCKS, Block, QuantPart
-from .integer import Integer
-from .nvfp4 import NvFp4
+from .base import DeviceWeight, Format, Packed, Unit, Weight, join, stack, stays_dense
+from .dense import DenseFormat, dense
+from .fp8 import Float8Format
+from .gguf import BLOCKS, GGUFBlockFormat, QuantPart
+from .integer import IntegerFormat
+from .nvfp4 import NvFp4Format
 from .rounded import MODES, rounded_to
 
 __all__ = [
-    "BLOCKS", "MODES", "Block", "Dense", "Float8", "Format", "Held", "Integer", "NvFp4", "Packed", "QuantPart", "Unit", "Weight", "dense",
+    "BLOCKS", "MODES", "GGUFBlockFormat", "DenseFormat", "Float8Format", "Format", "DeviceWeight", "IntegerFormat", "NvFp4Format", "Packed", "QuantPart", "Unit", "Weight", "dense",
     "join", "rounded_to", "stack", "stays_dense",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ columns of the matrix each of their elements covers (`units`). Bytes, cutting fo
 follow from the units alone, so a new format states them once and writes no code for these. Every tensor has the matrix's
 rows as its rows; scales of a whole tensor or of a block of rows are spread over the rows when they are read.
 
-A backend turns a `Weight` into what its kernels multiply (`Held`) with `hold(parts, device)`; where it has no kernel for a
+A backend turns a `Weight` into what its kernels multiply (`DeviceWeight`) with `pack_weights(parts, device)`; where it has no kernel for a
 format the loader dequantises and hands over a dense tensor.
 """
 
@@ -46,7 +46,7 @@ def stays_dense(shape: Sequence[int]) -> bool:
     return len(shape) == 2 and prod(shape) <= SMALL
 
 
-Held = Tensor | Packed  # what models keep and hand back to their ops: a dense tensor, or the backend's own form
+DeviceWeight = Tensor | Packed  # what models keep and hand back to their ops: a dense tensor, or the backend's own form
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Format(ABC):
         rows, columns = prod(shape[:-1]), shape[-1]
         return sum(u.width(columns) * u.bytes * (1 if u.shared else rows) for u in self.units.values())
 
-    def border(self) -> int:
+    def alignment(self) -> int:
         """Columns may be cut at multiples of this; 0: nowhere."""
         cut = 1
         for unit in self.units.values():
@@ -126,10 +126,10 @@ class Weight:
         return Weight(self.format, (hi - lo, *self.shape[1:]), kept)
 
     def columns(self, lo: int, hi: int) -> Weight:
-        """Columns lo..hi-1: views. Both must lie on a border of the format's groups."""
-        border = self.format.border()
-        if border == 0 or lo % border or hi % border:
-            where = "nowhere: its columns are stored in an order of their own" if border == 0 else f"at multiples of {border}"
+        """Columns lo..hi-1: views. Both must lie on a alignment of the format's groups."""
+        alignment = self.format.alignment()
+        if alignment == 0 or lo % alignment or hi % alignment:
+            where = "nowhere: its columns are stored in an order of their own" if alignment == 0 else f"at multiples of {alignment}"
             raise OutriderError(f"a weight in {self.format.name} cannot be cut at columns {lo} to {hi}: only {where}")
         units = self.format.units
         kept = {n: t if units[n].columns == 0 else t[..., units[n].width(lo) : units[n].width(hi)] for n, t in self.tensors.items()}

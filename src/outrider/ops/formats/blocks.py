@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .base import Weight
-from .gguf import Block
-from .integer import Integer, halves
+from .gguf import GGUFBlockFormat
+from .integer import IntegerFormat, halves
 
 BLOCK = 32
 SMALLEST, LARGEST = 6.2e-5, 6e4  # what float16 holds with all its bits
@@ -21,9 +21,9 @@ def blocks_of(weight: Weight) -> Weight | None:
     """The same matrix in Q4_0, Q4_1 or Q8_0; None where it has no such form."""
     format, t = weight.format, weight.tensors
     columns = weight.shape[-1]
-    if not isinstance(format, Integer) or format.ordered or columns % BLOCK or (format.group % BLOCK and format.group):
+    if not isinstance(format, IntegerFormat) or format.ordered or columns % BLOCK or (format.group % BLOCK and format.group):
         return None
-    if format.lifted and format.bits == 8:
+    if format.has_zero_point and format.bits == 8:
         return None
     scale = t["scale"].float()
     if bool(((scale.abs() < SMALLEST) | (scale.abs() > LARGEST)).any()):
@@ -34,7 +34,7 @@ def blocks_of(weight: Weight) -> Weight | None:
         return made("Q8_0", weight, [d], (t["q"] ^ 128).unflatten(-1, (-1, BLOCK)))
     q = halves(t["q"]).unflatten(-1, (-1, BLOCK))
     nibbles = q[..., :16] | (q[..., 16:] << 4)  # a block's first half in the low halves
-    if not format.lifted:
+    if not format.has_zero_point:
         return made("Q4_0", weight, [d], nibbles)
     return made("Q4_1", weight, [d, spread(-scale * t["zero"].float(), each).to(torch.float16)], nibbles)
 
@@ -46,4 +46,4 @@ def spread(numbers: Tensor, each: int) -> Tensor:
 
 def made(kind: str, weight: Weight, numbers: list[Tensor], codes: Tensor) -> Weight:
     blocks = torch.cat([*(n.contiguous().view(torch.uint8) for n in numbers), codes.view(torch.uint8)], dim=-1)
-    return Weight(Block(kind), weight.shape, {"blocks": blocks.flatten(-2).contiguous()})
+    return Weight(GGUFBlockFormat(kind), weight.shape, {"blocks": blocks.flatten(-2).contiguous()})

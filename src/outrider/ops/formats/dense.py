@@ -12,7 +12,7 @@ from .base import Format, Unit, Weight
 
 
 @dataclass(frozen=True)
-class Dense(Format):
+class DenseFormat(Format):
     dtype: torch.dtype
 
     @property
@@ -31,4 +31,4 @@ class Dense(Format):
 
 
 def dense(values: Tensor) -> Weight:
-    return Weight(Dense(values.dtype), tuple(values.shape), {"values": values})
+    return Weight(DenseFormat(values.dtype), tuple(values.shape), {"values": values})

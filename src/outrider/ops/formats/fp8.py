@@ -18,7 +18,7 @@ LARGEST = 448.0
 
 
 @dataclass(frozen=True)
-class Float8(Format):
+class Float8Format(Format):
     group: int = 0  # columns that share a factor; 0: the whole row
 
     @property

@@ -23,7 +23,7 @@ BLOCKS: dict[str, tuple[int, int]] = {
 
 
 @dataclass(frozen=True)
-class Block(Format):
+class GGUFBlockFormat(Format):
     """One of the block formats; its tensor `blocks` is uint8 [N, bytes of a row], as it stands in the file."""
 
     kind: str
@@ -54,7 +54,7 @@ class QuantPart:
 
     @property
     def weight(self) -> Weight:
-        return Weight(Block(self.kind), self.shape, {"blocks": torch.from_numpy(self.data)})
+        return Weight(GGUFBlockFormat(self.kind), self.shape, {"blocks": torch.from_numpy(self.data)})
 
     def dense(self) -> np.ndarray:
         """float32 [N, K]"""

@@ -18,22 +18,22 @@ from .base import Format, Unit, Weight
 
 
 @dataclass(frozen=True)
-class Integer(Format):
+class IntegerFormat(Format):
     bits: int  # 4 or 8
     group: int  # columns that share a factor; 0: the whole row
-    lifted: bool = False  # there is a tensor of zeros
+    has_zero_point: bool = False  # there is a tensor of zeros
     ordered: bool = False  # there is an order of columns
     scale: torch.dtype = torch.bfloat16
 
     @property
     def name(self) -> str:
         group = f"g{self.group}" if self.group else "channel"
-        return f"int{self.bits} {group}{' asymmetric' if self.lifted else ''}{' ordered' if self.ordered else ''}"
+        return f"int{self.bits} {group}{' asymmetric' if self.has_zero_point else ''}{' ordered' if self.ordered else ''}"
 
     @property
     def units(self) -> Mapping[str, Unit]:
         units = {"q": Unit(8 // self.bits), "scale": Unit(self.group, bytes=self.scale.itemsize)}
-        if self.lifted:
+        if self.has_zero_point:
             units["zero"] = Unit(self.group)
         if self.ordered:
             units["order"] = Unit(1, bytes=4, shared=True)
@@ -43,7 +43,7 @@ class Integer(Format):
         q, scale = weight.tensors["q"], weight.tensors["scale"].float()
         values = halves(q) if self.bits == 4 else q
         groups = values.reshape(*weight.shape[:-1], scale.shape[-1], -1).float()  # [.., N, groups, group]
-        zero = weight.tensors["zero"].float()[..., None] if self.lifted else float(1 << (self.bits - 1))
+        zero = weight.tensors["zero"].float()[..., None] if self.has_zero_point else float(1 << (self.bits - 1))
         dense = ((groups - zero) * scale[..., None]).reshape(weight.shape)
         if not self.ordered:
             return dense
@@ -53,7 +53,7 @@ class Integer(Format):
 
     def quantise(self, values: Tensor) -> Weight:
         """By the largest magnitude of a group; symmetric, columns in their own order."""
-        made = Integer(self.bits, self.group, scale=self.scale)
+        made = IntegerFormat(self.bits, self.group, scale=self.scale)
         *rows, columns = values.shape
         groups = values.float().reshape(*rows, -1, self.group or columns)
         top = float(1 << (self.bits - 1))

@@ -21,7 +21,7 @@ GROUP = 16
 
 
 @dataclass(frozen=True)
-class NvFp4(Format):
+class NvFp4Format(Format):
     @property
     def name(self) -> str:
         return "nvfp4"

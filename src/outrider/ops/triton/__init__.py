@@ -2,6 +2,6 @@
 `DenseTritonOps` holds all weights dense."""
 
 from .ops import TritonOps as DenseTritonOps
-from .quantised import QuantTritonOps as TritonOps
+from .quant_ops import QuantTritonOps as TritonOps
 
 __all__ = ["DenseTritonOps", "TritonOps"]

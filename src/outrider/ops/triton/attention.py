@@ -9,7 +9,7 @@ queries and adds them up as it goes. Both give the same bits, because maxima are
 two of (score - maximum), so the factor between two maxima is an exact power of two, and rescaling a sum rounds nothing.
 The sum of weights is a matrix product too: its order, unlike that of a reduction, does not follow from the tile's shape.
 
-Rows of a tree (KVView.paths) share the keys of the committed text, and only those. Splits that hold a position of the tree are walked
+Rows of a tree (KVView.ancestors) share the keys of the committed text, and only those. Splits that hold a position of the tree are walked
 for each row by itself: a key is fetched from where the row's ancestor was written and takes its place in the order of positions, so a row
 has the bits it would have in a line. It is still one launch: those programs stand behind the others of their tile.
 """
@@ -22,10 +22,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .attention_shapes import Cut, Shape, choose_cut, choose_shape, fitted, split_count
-from .columns import columns_of, held, in_columns, no_sums, scores_of, sorted_columns
+from .attention_config import AttentionConfig, ReductionSpec, choose_config, choose_reduction, fit_smem, split_count
 from .common import gdc_launch_dependents, gdc_wait, prefetch
-from .quant_tiles import shared_of
+from .fp8_kv import join_columns, kv_tensors, scores_of, sorted_columns, widen_columns, zero_sums
+from .quant_config import max_smem
 
 INDEX = ["table", "positions", "row_start", "paths"]  # compiled once, however they are aligned
 
@@ -83,14 +83,14 @@ def _known(top):
 
 
 @triton.jit
-def _seek(table, k, most, paths, row, base, DEEP: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr):
+def _seek(table, k, most, paths, row, base, TREE_DEPTH: tl.constexpr, PAGE: tl.constexpr, COUNT: tl.constexpr):
     """The pages of COUNT keys from k on, and their places in them. Those of a tree's own positions lie where the row's ancestors were
     written; of lines, where a block is made of whole pages, places are known without a division."""
     i = tl.arange(0, COUNT)
     key, live = k + i, k + i < most
-    if DEEP > 0:
+    if TREE_DEPTH > 0:
         inner = live & (key >= base)
-        key = tl.where(inner, base + tl.load(paths + row * DEEP + key - base, mask=inner, other=0), key).to(tl.int32)
+        key = tl.where(inner, base + tl.load(paths + row * TREE_DEPTH + key - base, mask=inner, other=0), key).to(tl.int32)
     return tl.load(table + key // PAGE, mask=live, other=0), key % PAGE
 
 
@@ -98,7 +98,7 @@ def _seek(table, k, most, paths, row, base, DEEP: tl.constexpr, PAGE: tl.constex
 def _fetch(of, page, within, page_stride, kv_head, live, d, D: tl.constexpr, PAGE: tl.constexpr, KIND: tl.constexpr, ASM: tl.constexpr):
     """These columns of keys or of values, a row each; of eight bits, where D counts pairs of columns, the even ones and the odd ones."""
     at = page.to(tl.int64) * page_stride + (kv_head * PAGE + within) * D
-    return in_columns(tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0), KIND, ASM)
+    return widen_columns(tl.load(of + at[:, None] + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0), KIND, ASM)
 
 
 @triton.jit
@@ -137,20 +137,20 @@ def _add(all_acc, all_total, all_top, acc, total, top):
 
 @triton.jit(do_not_specialize=["slots", "table_stride"], do_not_specialize_on_alignment=INDEX)
 def attend_kernel(
-    q, keys, values, table, positions, row_start, paths, out, part, part_ml,
+    q, keys, values, table, positions, row_start, paths, out, partial_out, partial_lse,
     table_stride, page_stride, scale, slots,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
-    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, RUN: tl.constexpr, WALKS: tl.constexpr,
-    PARTS: tl.constexpr, AHEAD: tl.constexpr,
+    BQ: tl.constexpr, BN: tl.constexpr, SPLIT: tl.constexpr, SPLITS_PER_PROGRAM: tl.constexpr, MULTI_SPLIT: tl.constexpr,
+    PARTS: tl.constexpr, PREFETCH: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    LONE: tl.constexpr, DEEP: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
+    SINGLE_BLOCK: tl.constexpr, TREE_DEPTH: tl.constexpr, TAIL: tl.constexpr, EACH: tl.constexpr, PREC: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """SPLIT: a program walks RUN splits from its slot on, and leaves each for itself (WALKS: there may be several). LONE: a split is a
-    single block. PARTS: programs that share a tile, each with its columns of the values. AHEAD: keys that are fetched into L2 early. DEEP:
+    """SPLIT: a program walks SPLITS_PER_PROGRAM splits from its slot on, and leaves each for itself (MULTI_SPLIT: there may be several). SINGLE_BLOCK: a split is a
+    single block. PARTS: programs that share a tile, each with its columns of the values. PREFETCH: keys that are fetched into L2 early. TREE_DEPTH:
     entries of a row's path in a tree (0: lines); then programs beyond the last slot walk the TAIL splits that hold positions of the tree,
     each for one row: EACH of them beside every tile."""
-    slot, b, share = tl.program_id(0) * RUN, tl.program_id(2), tl.program_id(0) * 0
+    slot, b, share = tl.program_id(0) * SPLITS_PER_PROGRAM, tl.program_id(2), tl.program_id(0) * 0
     if PARTS > 1:
         slot, share = 0, tl.program_id(0)
     table += b * table_stride
@@ -165,17 +165,17 @@ def attend_kernel(
     first, end = tl.load(row_start + b), tl.load(row_start + b + 1)
     count, begin = (end - first) * GROUP, tile * BQ
     base = first * 0
-    if DEEP > 0:
+    if TREE_DEPTH > 0:
         PIECES: tl.constexpr = (GROUP + BQ - 1) // BQ  # of the heads of a row
         base = tl.load(positions + tl.where(first < end, first, 0)).to(tl.int32)  # of the newest token
         tail = _split_of(base, FINE, MID, COARSE, NEAR, FAR)
         if WINDOW > 0:
             tail = base // FINE - tl.maximum(base - WINDOW + 1, 0) // FINE
-        own, unit = slot >= slots, tile * EACH + tl.program_id(0) - tl.cdiv(slots, RUN)
+        own, unit = slot >= slots, tile * EACH + tl.program_id(0) - tl.cdiv(slots, SPLITS_PER_PROGRAM)
         number = unit // PIECES  # of the row
         begin = tl.where(own, number * GROUP + unit % PIECES * BQ, begin)
         count = tl.where(own, tl.where(first + number < end, (number + 1) * GROUP, 0), tl.where(slot < tail, count, 0))
-        slot, last = tl.where(own, tail, slot), tl.where(own, tail + TAIL, tl.minimum(slot + RUN, tail)) - 1
+        slot, last = tl.where(own, tail, slot), tl.where(own, tail + TAIL, tl.minimum(slot + SPLITS_PER_PROGRAM, tail)) - 1
     m = begin + tl.arange(0, BQ)
     ok = m < count
     row = (first + tl.maximum(tl.minimum(m, count - 1), 0) // GROUP).to(tl.int64)
@@ -188,25 +188,25 @@ def attend_kernel(
         key_from = tl.maximum(tl.min(at, 0) - WINDOW + 1, 0) // BN * BN
     if SPLIT:
         split_from, split_to = _range(slot, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
-        if WALKS:
-            if DEEP == 0:
-                last = slot + RUN - 1
+        if MULTI_SPLIT:
+            if TREE_DEPTH == 0:
+                last = slot + SPLITS_PER_PROGRAM - 1
             _, split_to = _range(last, positions + tl.where(alive, first, 0), WINDOW, FINE, MID, COARSE, NEAR, FAR)
             slot += tl.maximum(key_from - split_from, 0) // FINE  # of the first block; only a window skips splits
         key_from, key_to = tl.maximum(key_from, split_from), tl.minimum(key_to, split_to)
     key_to = tl.where(alive, key_to, 0)
     COLS: tl.constexpr = DP // PARTS
-    if PDL and AHEAD > 0:  # noqa: SIM102
+    if PDL and PREFETCH > 0:  # noqa: SIM102
         # K/V may be in the making, but L2 is where it will be made. The first tile fetches for all, a bit further than it sees.
         if (tile == 0) & (key_from < key_to):
-            fetched, places = _seek(table, key_from, key_to, paths, 0, 0, 0, PAGE, AHEAD)
+            fetched, places = _seek(table, key_from, key_to, paths, 0, 0, 0, PAGE, PREFETCH)
             line = fetched.to(tl.int64) * page_stride + (kv_head * PAGE + places) * WORDS
             MINE: tl.constexpr = COLS // PLANES
             each = tl.minimum(share * MINE + tl.arange(0, MINE // 64 if MINE > 64 else 1) * 64, WORDS - 1)
             prefetch(keys + line[:, None] + each[None, :])
             prefetch(values + line[:, None] + each[None, :])
     mine = (first + tl.maximum(begin, 0) // GROUP).to(tl.int64)  # whose path it is, where a program has one row
-    page, within = _seek(table, key_from, key_to, paths, mine, base, DEEP, PAGE, BN)
+    page, within = _seek(table, key_from, key_to, paths, mine, base, TREE_DEPTH, PAGE, BN)
     if PDL:
         gdc_wait()
     if key_from < key_to:
@@ -218,13 +218,13 @@ def attend_kernel(
         # Wider than high: the compiler then spreads the columns of this product, and of the next one, over the warps.
         WIDE: tl.constexpr = 16 if BQ >= 64 else 2 * BQ
         total = tl.zeros((BQ, WIDE), dtype=tl.float32)
-        acc = no_sums(BQ, COLS, PLANES)
+        acc = zero_sums(BQ, COLS, PLANES)
         ones = tl.full((BN, WIDE), 1.0, dtype=KIND)
         to = (row * HEADS + head) * slots + slot
         dv = share * COLS + tl.arange(0, COLS)
         words = tl.arange(0, DP // PLANES)
         v_words = share * (COLS // PLANES) + tl.arange(0, COLS // PLANES)
-        if SPLIT and LONE and not WALKS:
+        if SPLIT and SINGLE_BLOCK and not MULTI_SPLIT:
             live = key_from + tl.arange(0, BN) < key_to
             kt = _fetch(keys, page, within, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
             vt = _fetch(values, page, within, page_stride, kv_head, live, v_words, WORDS, PAGE, KIND, ASM)
@@ -235,19 +235,19 @@ def attend_kernel(
             for k in range(key_from, key_to, BN):
                 live = k + tl.arange(0, BN) < key_to
                 here, places = page, within  # those of the next block are asked for ahead of time
-                page, within = _seek(table, k + BN, key_to, paths, mine, base, DEEP, PAGE, BN)
-                if DEEP == 0:  # found again: carried along they would take registers
+                page, within = _seek(table, k + BN, key_to, paths, mine, base, TREE_DEPTH, PAGE, BN)
+                if TREE_DEPTH == 0:  # found again: carried along they would take registers
                     places = (k + tl.arange(0, BN)) % PAGE
                 kt = _fetch(keys, here, places, page_stride, kv_head, live, words, WORDS, PAGE, KIND, ASM)
                 vt = _fetch(values, here, places, page_stride, kv_head, live, v_words, WORDS, PAGE, KIND, ASM)
                 if SPLIT:
                     acc, total, top = _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
-                    if WALKS:  # noqa: SIM102
+                    if MULTI_SPLIT:  # noqa: SIM102
                         if _opens(k + BN, WINDOW, FINE, MID, COARSE, NEAR, FAR) | (k + BN >= key_to):
-                            _leave(part, part_ml, to, acc, total, top, d, ok, D)
+                            _leave(partial_out, partial_lse, to, acc, total, top, d, ok, D)
                             to += 1
                             acc, total, top = none_acc, none_total, none_top
-                elif LONE:
+                elif SINGLE_BLOCK:
                     acc, total, top = _block(query, kt, vt, k, live, at, ones, none_acc, none_total, none_top, scale, BN, WINDOW, PREC)
                     all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
                 else:
@@ -255,29 +255,29 @@ def attend_kernel(
                         all_acc, all_total, all_top = _add(all_acc, all_total, all_top, acc, total, top)
                         acc, total, top = none_acc, none_total, none_top
                     acc, total, top = _block(query, kt, vt, k, live, at, ones, acc, total, top, scale, BN, WINDOW, PREC)
-            if LONE and not SPLIT:
+            if SINGLE_BLOCK and not SPLIT:
                 acc, total = all_acc, all_total
             elif not SPLIT:
                 acc, total, top = _add(all_acc, all_total, all_top, acc, total, top)
-        if SPLIT and not WALKS:
-            _leave(part, part_ml, to, acc, total, top, d, ok, D)
+        if SPLIT and not MULTI_SPLIT:
+            _leave(partial_out, partial_lse, to, acc, total, top, d, ok, D)
         if not SPLIT:
             mass = tl.max(total, 1)  # all columns are equal
             at_out = row[:, None] * (HEADS * D) + head[:, None] * D + dv[None, :]
-            tl.store(out + at_out, (columns_of(acc) / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & (dv < D)[None, :])
+            tl.store(out + at_out, (join_columns(acc) / mass[:, None]).to(out.dtype.element_ty), mask=ok[:, None] & (dv < D)[None, :])
 
 
 @triton.jit
-def _leave(part, part_ml, to, acc, total, top, d, ok, D: tl.constexpr):
+def _leave(partial_out, partial_lse, to, acc, total, top, d, ok, D: tl.constexpr):
     """A split's sums, for the second kernel."""
-    tl.store(part + to[:, None] * D + d[None, :], columns_of(acc), mask=ok[:, None] & (d < D)[None, :])
-    tl.store(part_ml + to * 2, top, mask=ok)
-    tl.store(part_ml + to * 2 + 1, tl.max(total, 1), mask=ok)  # all columns are equal
+    tl.store(partial_out + to[:, None] * D + d[None, :], join_columns(acc), mask=ok[:, None] & (d < D)[None, :])
+    tl.store(partial_lse + to * 2, top, mask=ok)
+    tl.store(partial_lse + to * 2 + 1, tl.max(total, 1), mask=ok)  # all columns are equal
 
 
 @triton.jit(do_not_specialize=["slots"], do_not_specialize_on_alignment=["positions", "row_seq", "row_start"])
 def combine_kernel(
-    part, part_ml, out, positions, row_seq, row_start, slots,
+    partial_out, partial_lse, out, positions, row_seq, row_start, slots,
     HEADS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, WINDOW: tl.constexpr,
     FINE: tl.constexpr, MID: tl.constexpr, COARSE: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
     SB: tl.constexpr, MOST: tl.constexpr, PDL: tl.constexpr,
@@ -297,14 +297,14 @@ def combine_kernel(
         gdc_wait()
     d = tl.program_id(2) * BD + tl.arange(0, BD)
     base = (row * HEADS + head) * slots + lo
-    each, sums = part + base * D + d, part_ml + base * 2 + d * 0  # the latter one address for all
+    each, sums = partial_out + base * D + d, partial_lse + base * 2 + d * 0  # the latter one address for all
     count = (hi - lo).to(tl.int32)
     i = tl.arange(0, MOST)
     top = tl.zeros((BD,), dtype=tl.float32) + float("-inf")
     mass = tl.zeros((BD,), dtype=tl.float32)
     acc = tl.zeros((BD,), dtype=tl.float32)
     for s in range(0, count, SB):  # nearly always once
-        tops = tl.load(part_ml + (base + s + i) * 2, mask=(i < SB) & (s + i < count), other=float("-inf"))
+        tops = tl.load(partial_lse + (base + s + i) * 2, mask=(i < SB) & (s + i < count), other=float("-inf"))
         best = tl.maximum(top, tl.max(tops, 0))
         ref = _known(best)
         fade = power(top - ref)
@@ -317,50 +317,50 @@ def combine_kernel(
     tl.store(out + (row * HEADS + head) * D + d, (acc / mass).to(out.dtype.element_ty), mask=d < D)
 
 
-def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: Cut | None = None, shape: Shape | None = None) -> Tensor:
+def attend(q: Tensor, spec: AttnSpec, kv: KVView, pdl: bool, cut: ReductionSpec | None = None, shape: AttentionConfig | None = None) -> Tensor:
     """cut, shape: others than the rules', for measuring."""
-    keys, values = held(kv, spec)
+    keys, values = kv_tensors(kv, spec)
     rows, batch, group, dim = q.shape[0], kv.row_start.shape[0] - 1, spec.heads // spec.kv_heads, spec.head_dim
-    shared = shared_of(q.device)
-    cut = cut or choose_cut(spec, q.dtype, shared)
-    shape = shape or fitted(choose_shape(spec, cut, kv, batch, q.dtype), spec, shared)
+    shared = max_smem(q.device)
+    cut = cut or choose_reduction(spec, q.dtype, shared)
+    shape = shape or fit_smem(choose_config(spec, cut, kv, batch, q.dtype), spec, shared)
     out = torch.empty_like(q)
     table = kv.tables[spec.group]
     padded = triton.next_power_of_2(dim)
     slots = split_count(spec, kv, cut) if shape.split else 1
-    part = torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if shape.split else out
-    part_ml = torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if shape.split else out
+    partial_out = torch.empty((rows, spec.heads, slots, dim), dtype=torch.float32, device=q.device) if shape.split else out
+    partial_lse = torch.empty((rows, spec.heads, slots, 2), dtype=torch.float32, device=q.device) if shape.split else out
     same = dict(
         HEADS=spec.heads, D=dim, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
         PDL=pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     tiles = triton.cdiv(kv.max_rows * group, shape.bq)
     programs, deep, tail, each = triton.cdiv(slots, shape.run) if shape.split else shape.parts, 0, 1, 1
-    if kv.paths is not None:
+    if kv.ancestors is not None:
         assert shape.split, "rows of a tree are walked split by split"
-        deep = kv.paths.shape[1]
+        deep = kv.ancestors.shape[1]
         tail, each = 1 + triton.cdiv(deep - 1, cut.fine), triton.cdiv(kv.max_rows * triton.cdiv(group, shape.bq), tiles)
         programs += each
     lone, walks = spec.window is not None and cut.fine == cut.bn, shape.run > 1 or deep > 0
     attend_kernel[(programs, spec.kv_heads * tiles, batch)](
-        q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.paths is None else kv.paths, out, part, part_ml,
+        q, keys, values, table, kv.positions, kv.row_start, kv.row_start if kv.ancestors is None else kv.ancestors, out, partial_out, partial_lse,
         table.stride(0), keys.stride(0), spec.scale * 1.4426950408889634, slots,
-        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, RUN=shape.run,
-        PREC="tf32x3" if q.dtype == torch.float32 else "tf32", LONE=lone, WALKS=walks, PARTS=1 if shape.split else shape.parts,
-        AHEAD=cut.fine if shape.split and not walks else 0, DEEP=deep, TAIL=tail, EACH=each,
+        KV_HEADS=spec.kv_heads, DP=padded, PAGE=kv.page_size, BQ=shape.bq, BN=cut.bn, SPLIT=shape.split, SPLITS_PER_PROGRAM=shape.run,
+        PREC="tf32x3" if q.dtype == torch.float32 else "tf32", SINGLE_BLOCK=lone, MULTI_SPLIT=walks, PARTS=1 if shape.split else shape.parts,
+        PREFETCH=cut.fine if shape.split and not walks else 0, TREE_DEPTH=deep, TAIL=tail, EACH=each,
         ASM=q.device.type != "cpu", num_warps=shape.warps, num_stages=shape.stages, **same,
     )  # fmt: skip
     if shape.split:
-        combine(part, part_ml, out, spec, kv, cut, pdl)
+        combine(partial_out, partial_lse, out, spec, kv, cut, pdl)
     return out
 
 
-def combine(part: Tensor, part_ml: Tensor, out: Tensor, spec: AttnSpec, kv: KVView, cut: Cut, pdl: bool) -> None:
-    """Add up the splits of every row and head: part float32 [R, heads, slots, D], part_ml [R, heads, slots, 2] -> out [R, heads · D]."""
-    rows, heads, slots, dim = part.shape
+def combine(partial_out: Tensor, partial_lse: Tensor, out: Tensor, spec: AttnSpec, kv: KVView, cut: ReductionSpec, pdl: bool) -> None:
+    """Add up the splits of every row and head: partial_out float32 [R, heads, slots, D], partial_lse [R, heads, slots, 2] -> out [R, heads · D]."""
+    rows, heads, slots, dim = partial_out.shape
     block, piece = min(32, triton.cdiv(slots, 4) * 4), min(triton.next_power_of_2(dim), 128)
     combine_kernel[(rows, heads, triton.cdiv(dim, piece))](
-        part, part_ml, out, kv.positions, kv.row_seq, kv.row_start, slots,
+        partial_out, partial_lse, out, kv.positions, kv.row_seq, kv.row_start, slots,
         HEADS=heads, D=dim, BD=piece, WINDOW=spec.window or 0, FINE=cut.fine, MID=cut.mid, COARSE=cut.coarse, NEAR=cut.near, FAR=cut.far,
         SB=block, MOST=triton.next_power_of_2(block), PDL=pdl, num_warps=2, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip

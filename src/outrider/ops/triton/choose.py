@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import start
+from .common import pdl_start
 
 CHUNK = 2048  # columns a program; the second stage sees one candidate a chunk
 
@@ -42,18 +42,18 @@ def gumbel(token, seed, position):
     return noise(noise_bits(token, seed, position))
 
 
-@triton.jit(do_not_specialize_on_alignment=["seed", "position", "hot"])
+@triton.jit(do_not_specialize_on_alignment=["seed", "position", "sampled"])
 def argmax_kernel(
-    z, tokens, seed, position, hot, best, where, n, chunks,
+    z, tokens, seed, position, sampled, best, where, n, chunks,
     NOISE: tl.constexpr, TOKENS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = i < n
-    start(PDL)
+    pdl_start(PDL)
     value = tl.load(z + row * n + i, mask=ok, other=float("-inf"))
     if NOISE:  # noqa: SIM102
-        if tl.load(hot + row) != 0:
+        if tl.load(sampled + row) != 0:
             token = i.to(tl.int64)
             if TOKENS:
                 token = tl.load(tokens + row * n + i, mask=ok, other=0)
@@ -67,7 +67,7 @@ def argmax_kernel(
 def argmax_last_kernel(best, where, out, chunks, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    start(PDL)
+    pdl_start(PDL)
     value = tl.load(best + row * chunks + i, mask=i < chunks, other=float("-inf"))
     _, at = tl.max(value, 0, return_indices=True, return_indices_tie_break_left=True)
     tl.store(out + row, tl.load(where + row * chunks + tl.minimum(at, chunks - 1)).to(tl.int64))
@@ -78,11 +78,11 @@ def argmax(z: Tensor, pdl: bool) -> Tensor:
     return _argmax(z, z, z, None, z, False, pdl)
 
 
-def gumbel_argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor, pdl: bool) -> Tensor:
-    return _argmax(z, seed, position, tokens, hot.view(torch.uint8), True, pdl)
+def gumbel_argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor, pdl: bool) -> Tensor:
+    return _argmax(z, seed, position, tokens, sampled.view(torch.uint8), True, pdl)
 
 
-def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor, noise: bool, pdl: bool) -> Tensor:
+def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor, noise: bool, pdl: bool) -> Tensor:
     rows, n = z.shape
     z = z.contiguous()
     chunks = triton.cdiv(n, CHUNK)
@@ -92,38 +92,38 @@ def _argmax(z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, ho
     launch = {"launch_pdl": True} if pdl else {}
     ids = seed if tokens is None else tokens.expand(rows, n).contiguous()
     argmax_kernel[(rows, chunks)](
-        z, ids, seed, position, hot, best, where, n, chunks,
+        z, ids, seed, position, sampled, best, where, n, chunks,
         NOISE=noise, TOKENS=tokens is not None, CHUNK=CHUNK, PDL=pdl, num_warps=4, **launch,
     )  # fmt: skip
     argmax_last_kernel[(rows,)](best, where, out, chunks, BLOCK=triton.next_power_of_2(chunks), PDL=pdl, num_warps=1, **launch)
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["seed", "position", "temperature", "hot"])
-def lean_kernel(
-    tokens, seed, position, temperature, hot, out, clusters, size, SOME: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr
+@triton.jit(do_not_specialize_on_alignment=["seed", "position", "temperature", "sampled"])
+def cluster_bonus_kernel(
+    tokens, seed, position, temperature, sampled, out, clusters, size, SOME: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
     """SOME clusters of one row a program: temperature times their tokens' largest noise, which is that of the smallest bits."""
     row = tl.program_id(0).to(tl.int64)
     c, i = tl.program_id(1) * SOME + tl.arange(0, SOME), tl.arange(0, SPACE)
     ok = (c < clusters)[:, None] & (i < size)[None, :]
-    start(PDL)
-    lean = tl.zeros((SOME,), dtype=tl.float32)
-    if tl.load(hot + row) != 0:
+    pdl_start(PDL)
+    cluster_bonus = tl.zeros((SOME,), dtype=tl.float32)
+    if tl.load(sampled + row) != 0:
         token = tl.load(tokens + c[:, None] * size + i[None, :], mask=ok, other=0)
         bits = tl.where(ok, noise_bits(token.to(tl.int64), tl.load(seed + row), tl.load(position + row)), 0xFFFFFFFF)
-        lean = tl.load(temperature + row) * noise(tl.min(bits, 1))
-    tl.store(out + row * clusters + c, lean, mask=c < clusters)
+        cluster_bonus = tl.load(temperature + row) * noise(tl.min(bits, 1))
+    tl.store(out + row * clusters + c, cluster_bonus, mask=c < clusters)
 
 
-def cluster_lean(tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor, pdl: bool) -> Tensor:
+def cluster_bonus(tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor, pdl: bool) -> Tensor:
     """tokens [C, S] -> float32 [R, C]."""
     (clusters, size), rows = tokens.shape, seed.shape[0]
     out = torch.empty((rows, clusters), dtype=torch.float32, device=tokens.device)
     space = triton.next_power_of_2(size)
     some = max(1, 2048 // space)
-    lean_kernel[(rows, triton.cdiv(clusters, some))](
-        tokens, seed, position, temperature, hot.view(torch.uint8), out, clusters, size, SOME=some, SPACE=space, PDL=pdl, num_warps=4,
+    cluster_bonus_kernel[(rows, triton.cdiv(clusters, some))](
+        tokens, seed, position, temperature, sampled.view(torch.uint8), out, clusters, size, SOME=some, SPACE=space, PDL=pdl, num_warps=4,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
@@ -131,15 +131,15 @@ def cluster_lean(tokens: Tensor, seed: Tensor, position: Tensor, temperature: Te
 
 @triton.jit
 def top_clusters_kernel(
-    z, lean, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SPACE: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr
+    z, cluster_bonus, best, clusters, LEAN: tl.constexpr, TOP: tl.constexpr, SPACE: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """The TOP best of z [R, C] (+ lean), best first, ties to the lower id: one row a program. No sort: the score that TOP of them
+    """The TOP best of z [R, C] (+ cluster_bonus), best first, ties to the lower id: one row a program. No sort: the score that TOP of them
     reach is found bit by bit, and only those are put in order, by how many beat each."""
     row, c = tl.program_id(0).to(tl.int64), tl.arange(0, SPACE)
-    start(PDL)
+    pdl_start(PDL)
     score = tl.load(z + row * clusters + c, mask=c < clusters, other=float("-inf"))
     if LEAN:
-        score += tl.load(lean + row * clusters + c, mask=c < clusters, other=0.0)
+        score += tl.load(cluster_bonus + row * clusters + c, mask=c < clusters, other=0.0)
     key = tl.where(c < clusters, ordered(score), 0)
     least = tl.full((), 0, dtype=tl.uint32)
     for i in range(32):
@@ -154,7 +154,7 @@ def top_clusters_kernel(
     ids = tl.load(best + row * TOP + p, mask=p < TOP, other=0)
     score = tl.load(z + row * clusters + ids)
     if LEAN:
-        score += tl.load(lean + row * clusters + ids)
+        score += tl.load(cluster_bonus + row * clusters + ids)
     key = tl.where(p < TOP, ordered(score), 0)
     beats = (key[None, :] > key[:, None]) | ((key[None, :] == key[:, None]) & (p[None, :] < p[:, None]))
     tl.debug_barrier()  # all have read
@@ -173,7 +173,7 @@ def cluster_scores_kernel(g, rows_, best, out, size, hidden, TOP: tl.constexpr, 
     """BS tokens of one cluster of one row a program: their scores."""
     row, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at, h = tl.program_id(2) * BS + tl.arange(0, BS), tl.arange(0, BH)
-    start(PDL)
+    pdl_start(PDL)
     cluster = tl.load(best + row * TOP + t)
     query = tl.load(g + row * hidden + h, mask=h < hidden, other=0.0).to(tl.float32)
     ok = (at < size)[:, None] & (h < hidden)[None, :]
@@ -181,15 +181,15 @@ def cluster_scores_kernel(g, rows_, best, out, size, hidden, TOP: tl.constexpr, 
     tl.store(out + (row * TOP + t) * size + at, tl.sum(w * query[None, :], 1), mask=at < size)
 
 
-def cluster_scores(z: Tensor, lean: Tensor | None, g: Tensor, rows: Tensor, top: int, pdl: bool) -> tuple[Tensor, Tensor]:
-    """z [R, C] float32 centroid scores, lean [R, C] to be added; g [R, h]; rows [C, S, h] -> cluster ids [R, top], logits [R, top, S]."""
+def cluster_scores(z: Tensor, cluster_bonus: Tensor | None, g: Tensor, rows: Tensor, top: int, pdl: bool) -> tuple[Tensor, Tensor]:
+    """z [R, C] float32 centroid scores, cluster_bonus [R, C] to be added; g [R, h]; rows [C, S, h] -> cluster ids [R, top], logits [R, top, S]."""
     count, clusters = z.shape
     size, hidden = rows.shape[1], rows.shape[2]
     best = torch.empty((count, top), dtype=torch.int64, device=z.device)
     out = torch.empty((count, top, size), dtype=torch.float32, device=z.device)
     launch = {"launch_pdl": True} if pdl else {}
     top_clusters_kernel[(count,)](
-        z, z if lean is None else lean, best, clusters, LEAN=lean is not None, TOP=top, SPACE=triton.next_power_of_2(clusters),
+        z, z if cluster_bonus is None else cluster_bonus, best, clusters, LEAN=cluster_bonus is not None, TOP=top, SPACE=triton.next_power_of_2(clusters),
         PLACES=triton.next_power_of_2(top), PDL=pdl, num_warps=4, **launch,
     )  # fmt: skip
     cluster_scores_kernel[(count, top, triton.cdiv(size, 32))](

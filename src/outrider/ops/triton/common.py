@@ -1,6 +1,6 @@
 """What the kernels share: activations, the end of a product, and programmatic dependent launch (PDL).
 
-PDL lets a kernel start while the one before it drains. `start` allows the next kernel in and waits until all earlier ones are complete
+PDL lets a kernel pdl_start while the one before it drains. `pdl_start` allows the next kernel in and waits until all earlier ones are complete
 and visible. Before it a kernel may touch weights, which nobody writes, and K/V of positions below the pass's first: between the pass that
 wrote those and this one stands a kernel without PDL.
 """
@@ -13,7 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @triton.jit
-def start(PDL: tl.constexpr):
+def pdl_start(PDL: tl.constexpr):
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
@@ -43,7 +43,7 @@ def tanh(x):
 
 
 @triton.jit
-def finish(
+def epilogue(
     acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
     GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
 ):  # fmt: skip

@@ -35,8 +35,8 @@ from .draft_kernel import (
 
 LOG2E = 1.4426950408889634
 SPINS = 1 << 22  # a second or two: a program that never comes must not hang the device
-CUTS = 128  # units of work a phase: what divides every shape, and nearly all processors of an H100 or H200
-BLOCK = 4096  # elements of a block of keys: two blocks of keys and of values lie in registers
+WORK_UNITS = 128  # units of work a phase: what divides every shape, and nearly all sms of an H100 or H200
+BLOCK_ELEMENTS = 4096  # elements of a block of keys: two blocks of keys and of values lie in registers
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def layer_run(
     w, norms, keys, values, tables, table_stride, page_stride, positions, s0,
     batch, tick, first, last, spins, counter, FIRST_LAYER: tl.constexpr, COUNT: tl.constexpr, NORMS: tl.constexpr,
     H: tl.constexpr, INTER: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr,
-    SCALE: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr, CUTS: tl.constexpr,
+    SCALE: tl.constexpr, S: tl.constexpr, BN: tl.constexpr, PAGE: tl.constexpr, ACTIVATION: tl.constexpr, WORK_UNITS: tl.constexpr,
     X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr, ML: tl.constexpr,
     YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
@@ -60,7 +60,7 @@ def layer_run(
         if (phase >= first) & (phase < last):
             spins = q_phase(
                 wl, nl, norms + tl.maximum(layer - 1, 0) * NORMS, s0, layer == 0, batch, tick + phase, spins, counter,
-                H, WIDE, WIDE // CUTS, X, X0, X1, Y, Q, EPS, STRIDE, G, SYNC,
+                H, WIDE, WIDE // WORK_UNITS, X, X0, X1, Y, Q, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (phase + 1 >= first) & (phase + 1 < last):
             spins = attend_phase(
@@ -70,28 +70,28 @@ def layer_run(
         if (phase + 2 >= first) & (phase + 2 < last):
             spins = out_phase(
                 wl + WIDE * H, s0, batch, tick + phase + 2, spins, counter,
-                H, HEADS, D, S, COLS, CUTS, P, ML, YP, STRIDE, G, SYNC,
+                H, HEADS, D, S, COLS, WORK_UNITS, P, ML, YP, STRIDE, G, SYNC,
             )  # fmt: skip
         if (phase + 3 >= first) & (phase + 3 < last):
             spins = gate_phase(
                 wl + 2 * WIDE * H, nl, s0, batch, tick + phase + 3, spins, counter,
-                H, WIDE // COLS, INTER, INTER // CUTS, ACTIVATION, X0, X1, YP, ACT, EPS, STRIDE, G, SYNC,
+                H, WIDE // COLS, INTER, INTER // WORK_UNITS, ACTIVATION, X0, X1, YP, ACT, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (phase + 4 >= first) & (phase + 4 < last):
             spins = down_phase(
                 wl + 2 * WIDE * H + 2 * INTER * H, s0, batch, tick + phase + 4, spins, counter,
-                H, INTER, H // CUTS, ACT, Y, STRIDE, G, SYNC,
+                H, INTER, H // WORK_UNITS, ACT, Y, STRIDE, G, SYNC,
             )  # fmt: skip
     return spins
 
 
 @triton.jit(
     do_not_specialize=["batch", "from_step", "to_step", "first", "last", "steps", "feature_stride", "stride_a", "stride_b", "turn"],
-    do_not_specialize_on_alignment=["newest", "positions", "tables_a", "tables_b", "out", "temperature", "hot", "seed", "position"],
+    do_not_specialize_on_alignment=["newest", "positions", "tables_a", "tables_b", "out", "temperature", "sampled", "seed", "position"],
 )
 def round_kernel(
     w, norms, head, cluster_ids, table, features, newest, out, scratch, best, scores, tokens, counter, epochs,
-    keys_a, values_a, tables_a, freqs_a, keys_b, values_b, tables_b, freqs_b, positions, temperature, hot, seed, position,
+    keys_a, values_a, tables_a, freqs_a, keys_b, values_b, tables_b, freqs_b, positions, temperature, sampled, seed, position,
     table_scale, feature_stride, stride_a, stride_b, page_stride_a, page_stride_b, turn, batch, steps, from_step, to_step, first, last,
     H: tl.constexpr, HB: tl.constexpr, HBP: tl.constexpr, INTER: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr,
     TOP: tl.constexpr, PIECES: tl.constexpr,
@@ -99,7 +99,7 @@ def round_kernel(
     S_A: tl.constexpr, BN_A: tl.constexpr,
     COUNT_B: tl.constexpr, HEADS_B: tl.constexpr, KV_B: tl.constexpr, D_B: tl.constexpr, WINDOW_B: tl.constexpr, SCALE_B: tl.constexpr,
     S_B: tl.constexpr, BN_B: tl.constexpr,
-    NORMS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr, CUTS: tl.constexpr, SLAB: tl.constexpr,
+    NORMS: tl.constexpr, ACTIVATION: tl.constexpr, EPS: tl.constexpr, PAGE: tl.constexpr, WORK_UNITS: tl.constexpr, SLAB: tl.constexpr,
     X: tl.constexpr, X0: tl.constexpr, X1: tl.constexpr, MG: tl.constexpr, A: tl.constexpr, Q: tl.constexpr, P: tl.constexpr,
     ML: tl.constexpr, YP: tl.constexpr, ACT: tl.constexpr, Y: tl.constexpr, GN: tl.constexpr, C: tl.constexpr, L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr, SPINS: tl.constexpr,
@@ -129,39 +129,39 @@ def round_kernel(
                 angles(scratch + b * STRIDE + A + D_A, at, freqs_b, D_B // 2)
     warm = tl.full((), 0, tl.int32)
     for b in range(batch):
-        warm |= tl.load(hot + b).to(tl.int32)
+        warm |= tl.load(sampled + b).to(tl.int32)
     for step in range(from_step, to_step):
         tick = base + (step - from_step) * END
         if first == 0:
             spins = pre_phase(
                 w, table, features, feature_stride, newest, out, scratch, best, step, steps, batch, table_scale, tick, spins, counter,
-                H, HB, HBP, H // CUTS, X, MG, STRIDE, G, SYNC,
+                H, HB, HBP, H // WORK_UNITS, X, MG, STRIDE, G, SYNC,
             )  # fmt: skip
         spins = layer_run(
             w + RUN_A, norms + H, keys_a, values_a, tables_a, stride_a, page_stride_a, positions, scratch,
             batch, tick, first, last, spins, counter, 0, COUNT_A, NORMS, H, INTER, HEADS_A, KV_A, D_A, WINDOW_A, SCALE_A, S_A,
-            BN_A, PAGE, ACTIVATION, CUTS, X, X0, X1, A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
+            BN_A, PAGE, ACTIVATION, WORK_UNITS, X, X0, X1, A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
         )  # fmt: skip
         if COUNT_B > 0:
             spins = layer_run(
                 w + RUN_B, norms + H, keys_b, values_b, tables_b, stride_b, page_stride_b, positions, scratch,
                 batch, tick, first, last, spins, counter, COUNT_A, COUNT_B, NORMS, H, INTER, HEADS_B, KV_B, D_B, WINDOW_B, SCALE_B,
-                S_B, BN_B, PAGE, ACTIVATION, CUTS, X, X0, X1, A + D_A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
+                S_B, BN_B, PAGE, ACTIVATION, WORK_UNITS, X, X0, X1, A + D_A, Q, P, ML, YP, ACT, Y, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (first <= HEAD) & (last > HEAD):
-            R_HEAD: tl.constexpr = CLUSTERS // CUTS if CLUSTERS > H else H // CUTS
+            R_HEAD: tl.constexpr = CLUSTERS // WORK_UNITS if CLUSTERS > H else H // WORK_UNITS
             spins = head_phase(
-                w + MIX, w + MIX + H * H, norms + H + (LAYERS - 1) * NORMS, norms, cluster_ids, scratch, temperature, hot, seed, position,
+                w + MIX, w + MIX + H * H, norms + H + (LAYERS - 1) * NORMS, norms, cluster_ids, scratch, temperature, sampled, seed, position,
                 warm, step, batch, tick + HEAD, spins, counter, H, CLUSTERS, SIZE, R_HEAD, X1, Y, MG, GN, C, EPS, STRIDE, G, SYNC,
             )  # fmt: skip
         if (first <= HEAD + 1) & (last > HEAD + 1):
             spins = rank_phase(
                 head, scratch, batch, tick + HEAD + 1, spins, counter,
-                H, CLUSTERS, SIZE, TOP, CLUSTERS // CUTS, C, L, STRIDE, G, SYNC,
+                H, CLUSTERS, SIZE, TOP, CLUSTERS // WORK_UNITS, C, L, STRIDE, G, SYNC,
             )  # fmt: skip
         if (first <= HEAD + 2) & (last > HEAD + 2):
             spins = score_phase(
-                head, cluster_ids, table, scratch, best, scores, tokens, temperature, hot, seed, position, step, batch, tick + HEAD + 2,
+                head, cluster_ids, table, scratch, best, scores, tokens, temperature, sampled, seed, position, step, batch, tick + HEAD + 2,
                 spins, counter, H, HB, SIZE, TOP, PIECES, GN, L, STRIDE, G, SYNC,
             )  # fmt: skip
     if last > END:
@@ -175,7 +175,7 @@ def round_kernel(
 
 # ---- packing ------------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Run:
+class LayerRun:
     """Layers of one shape over the same K/V."""
 
     spec: AttnSpec
@@ -187,10 +187,10 @@ def power(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-def runs_of(blocks: list[Any]) -> list[Run]:
-    out: list[Run] = []
+def runs_of(blocks: list[Any]) -> list[LayerRun]:
+    out: list[LayerRun] = []
     for block in blocks:
-        run = Run(block.spec, block.rope, 1)
+        run = LayerRun(block.spec, block.rope, 1)
         if out and replace(out[-1], count=1) == run:
             out[-1] = replace(out[-1], count=out[-1].count + 1)
         else:
@@ -220,13 +220,13 @@ def unsupported(drafter: Any) -> str | None:
 class FusedDrafter:
     """The drafter's own methods, and `draft` for a whole round."""
 
-    combs = True
+    has_runner_ups = True
 
     def __init__(
         self, drafter: Any, most: int = 1, programs: int | None = None, warps: int = 8, splits: tuple[int, int] = (32, 32),
         pdl: bool = False,
     ):  # fmt: skip
-        """most: sequences that share a launch (two take longer than step by step); programs: None takes one a processor; splits: of
+        """most: sequences that share a launch (two take longer than step by step); programs: None takes one a SM; splits: of
         the keys of a windowed and of a full layer; pdl: programmatic dependent launch."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
@@ -237,9 +237,9 @@ class FusedDrafter:
         self.sync = device.type in ("cuda", "meta")
         self.pdl = self.sync and pdl
         if programs is None:
-            programs = min(256, torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else CUTS + 4
+            programs = min(256, torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else WORK_UNITS + 4
         self.programs = programs
-        cuts = min(CUTS, 1 << (programs.bit_length() - 1))  # no phase may have more units a sequence than there are programs
+        cuts = min(WORK_UNITS, 1 << (programs.bit_length() - 1))  # no phase may have more units a sequence than there are programs
         self._pack()
         h, inter, size = config.hidden, drafter.blocks[0].down.shape[1], config.vocab_size // config.clusters
         cut = [splits[0] if r.spec.window else splits[1] for r in self.runs]
@@ -267,7 +267,7 @@ class FusedDrafter:
         self.constants: dict[str, int | float | str | bool] = dict(
             H=h, HB=config.backbone_hidden, HBP=triton.next_power_of_2(config.backbone_hidden), INTER=inter, CLUSTERS=config.clusters,
             SIZE=size, TOP=config.cluster_top, PIECES=min(pieces, size), NORMS=self.norm_stride, ACTIVATION=config.activation,
-            EPS=config.norm_eps, CUTS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at, G=programs,
+            EPS=config.norm_eps, WORK_UNITS=cuts, SLAB=self.flat.numel() // (4 * programs) // 64 * 64, STRIDE=at, G=programs,
             SYNC=self.sync, SPINS=SPINS, PDL=self.pdl, **offsets,
         )  # fmt: skip
         for name, run, n in zip("AB", [*self.runs, *self.runs], [*cut, *cut]):
@@ -275,7 +275,7 @@ class FusedDrafter:
             self.constants |= {
                 f"COUNT_{name}": run.count, f"HEADS_{name}": s.heads, f"KV_{name}": s.kv_heads, f"D_{name}": s.head_dim,
                 f"WINDOW_{name}": s.window or 0, f"SCALE_{name}": s.scale * LOG2E, f"S_{name}": n,
-                f"BN_{name}": max(1, min(16, BLOCK // s.head_dim)),
+                f"BN_{name}": max(1, min(16, BLOCK_ELEMENTS // s.head_dim)),
             }  # fmt: skip
         if len(self.runs) == 1:
             self.constants["COUNT_B"] = 0
@@ -315,7 +315,7 @@ class FusedDrafter:
             line[4 * h + 16 : 4 * h + 16 + b.spec.head_dim] = b.q_norm
         self.norms = norms
 
-    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
+    def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
         """The two best of each program: of more, in one piece of a cluster, the others stay hidden."""
         return self.scores[: self.size, :steps], self.tokens[: self.size, :steps]
 
@@ -326,12 +326,12 @@ class FusedDrafter:
         return self.scratch[:, at : at + self.config.hidden]
 
     @property
-    def alarmed(self) -> bool:
+    def barrier_timed_out(self) -> bool:
         """A round ended because a program was missing: its guesses are worthless. Waits for the device."""
         return bool(int(self.counter[64]))
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
@@ -351,7 +351,7 @@ class FusedDrafter:
             round_kernel[(self.programs,)](
                 self.flat, self.norms, self.head, self.ids, self.target.table, features, last, out,
                 self.scratch, self.best, self.scores, self.tokens, self.counter, self.epochs, *parts, kv.positions,
-                temperature, hot.view(torch.uint8), seed, position, self.table_scale, features.stride(0), *strides, *pages,
+                temperature, sampled.view(torch.uint8), seed, position, self.table_scale, features.stride(0), *strides, *pages,
                 2 - self.config.position_offset, size, steps,
                 from_step, to_step, first, end, PAGE=kv.page_size, num_warps=self.warps, num_stages=1, **self.constants,
                 **({"launch_pdl": True} if self.pdl else {}),

@@ -1,6 +1,6 @@
 """A small clustered drafter's whole round in one launch: K times [embedding; hidden state] -> layers -> clusters -> guess.
 
-As many programs as the GPU has processors, all resident, walk through the same phases. A phase takes its share of the weights
+As many programs as the GPU has sms, all resident, walk through the same phases. A phase takes its share of the weights
 into registers, waits until every program has finished the phase before (`sync`), then reads what the others left in a small
 scratch. Such a phase is nothing but latency, so: what stood before the last phase is read ahead of the wait; vectors are read
 once by every warp (`spread`, the first level of cache serves seven of eight), so that norms and products are sums within a warp;
@@ -367,12 +367,12 @@ def down_phase(
 
 @triton.jit
 def head_phase(
-    mix, centroids, norms, final_norm, cluster_ids, s0, temperature, hot, seed, position, warm, step, batch, tick, spins, counter,
+    mix, centroids, norms, final_norm, cluster_ids, s0, temperature, sampled, seed, position, warm, step, batch, tick, spins, counter,
     H: tl.constexpr, CLUSTERS: tl.constexpr, SIZE: tl.constexpr, R: tl.constexpr, X1: tl.constexpr, Y: tl.constexpr, MG: tl.constexpr,
     GN: tl.constexpr, C: tl.constexpr, EPS: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
-    """g = norm(x); scores of the clusters, with the lean of those that sample (reference.cluster_lean); what g adds to the next
+    """g = norm(x); scores of the clusters, with the cluster_bonus of those that sample (reference.cluster_bonus); what g adds to the next
     input (mix [H, H]). warm: whether any of the batch samples."""
     pid = tl.program_id(0)
     row, r = pid * R, tl.arange(0, R)
@@ -389,14 +389,14 @@ def head_phase(
             if b > 0:
                 x1 = spread(s + X1, R, H)
             y = spread(s + Y, R, H)
-            lean = tl.zeros((R,), dtype=tl.float32)
+            cluster_bonus = tl.zeros((R,), dtype=tl.float32)
             if warm:  # while y is on its way
-                heat = tl.where(tl.load(hot + b) != 0, tl.load(temperature + b), 0.0)
+                heat = tl.where(tl.load(sampled + b) != 0, tl.load(temperature + b), 0.0)
                 bits = noise_bits(token.to(tl.int64), tl.load(seed + b), tl.load(position + b) + step)
-                lean = heat * noise(tl.min(bits, 1))
+                cluster_bonus = heat * noise(tl.min(bits, 1))
             x = normed((x1 + normed(y, post, EPS, H)) * factor, weight, EPS, H)
             if row < CLUSTERS:
-                put(s + C + row + r, tl.sum(tile.to(tl.float32) * x, 1) + lean, SYNC)
+                put(s + C + row + r, tl.sum(tile.to(tl.float32) * x, 1) + cluster_bonus, SYNC)
             if row < H:
                 put(s + MG + row + r, tl.sum(mixer.to(tl.float32) * x, 1), SYNC)
             keep(s + GN, x, R, H)
@@ -431,7 +431,7 @@ def rank_phase(
 
 @triton.jit
 def score_phase(
-    head, cluster_ids, table, s0, best, scores, tokens, temperature, hot, seed, position, step, batch, tick, spins, counter,
+    head, cluster_ids, table, s0, best, scores, tokens, temperature, sampled, seed, position, step, batch, tick, spins, counter,
     H: tl.constexpr, HB: tl.constexpr, SIZE: tl.constexpr, TOP: tl.constexpr, PIECES: tl.constexpr, GN: tl.constexpr, L: tl.constexpr,
     STRIDE: tl.constexpr, G: tl.constexpr, SYNC: tl.constexpr,
 ):  # fmt: skip
@@ -445,7 +445,7 @@ def score_phase(
         s = s0 + b * STRIDE
         if b > 0:
             x = spread(s + GN, BN, H)
-        warm, key, at, heat = tl.load(hot + b) != 0, tl.load(seed + b), tl.load(position + b) + step, tl.load(temperature + b)
+        warm, key, at, heat = tl.load(sampled + b) != 0, tl.load(seed + b), tl.load(position + b) + step, tl.load(temperature + b)
         top = tl.full((), -0x7FFFFFFFFFFFFFFF, dtype=tl.int64)
         next_ = top
         for u in range(pid, TOP * PIECES, G):

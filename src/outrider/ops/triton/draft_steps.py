@@ -24,7 +24,7 @@ LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
-class Cuts:
+class StepTiles:
     """How each product is cut. Tiles live in registers: rows times columns over 32 · warps threads."""
 
     q: tuple[int, int] = (16, 4)  # rows, warps
@@ -32,7 +32,7 @@ class Cuts:
     out: tuple[int, int, int] = (16384, 1, 4)  # elements, parts of the sum (more where a row has more), warps
     down: tuple[int, int, int] = (16384, 1, 4)
     pre: tuple[int, int] = (16, 4)
-    head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs a processor
+    head: tuple[int, int, int] = (16, 4, 4)  # rows, warps, programs a SM
     # Of attention: programs (K/V heads times splits; half where heads are wider than 256), warps, keys a block.
     attend: tuple[int, int, int] = (256, 8, 32)
     ready_q: bool = False  # the norm ahead of the product in a launch of its own
@@ -40,8 +40,8 @@ class Cuts:
     chunk: int = 1024  # columns of the input a program
 
 
-WIDE = Cuts(q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4))  # bfloat16: twice the bytes
-NARROW = Cuts(out=(32768, 2, 8), down=(8192, 1, 4))
+BF16_TILES = StepTiles(q=(8, 4), gate=(8, 8), out=(8192, 1, 4), down=(8192, 1, 4), pre=(8, 4), head=(8, 4, 4))  # bfloat16: twice the bytes
+INT8_TILES = StepTiles(out=(32768, 2, 8), down=(8192, 1, 4))
 
 
 def unsupported(drafter: Any) -> str | None:
@@ -81,36 +81,36 @@ def rounded(dense: Tensor) -> tuple[Tensor, Tensor]:
 class SteppedDrafter:
     """The drafter's own methods, and `draft` for a whole round."""
 
-    combs = True
+    has_runner_ups = True
     most = 1  # sequences in a round: more of them are sooner step by step, where products share the weights among rows
 
     def __init__(
-        self, drafter: Any, narrow: bool = True, cuts: Cuts | None = None, pdl: bool = False, processors: int | None = None
+        self, drafter: Any, narrow: bool = True, cuts: StepTiles | None = None, pdl: bool = False, sms: int | None = None
     ):  # fmt: skip
-        """pdl: as TritonOps; processors: None asks the device."""
+        """pdl: as TritonOps; sms: None asks the device."""
         config, device = drafter.config, drafter.device
         self.drafter, self.config, self.ops, self.target = drafter, config, drafter.ops, drafter.target
         self.start, self.step, self.candidates = drafter.start, drafter.step, drafter.candidates
         self.cluster_ids: Tensor | None = drafter.cluster_ids
         self.narrow = narrow
-        if processors is None:
-            processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-        self.processors = processors
+        if sms is None:
+            sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+        self.sms = sms
         asm = device.type != "cpu"  # the interpreter knows no instructions
         self.how: dict[str, bool] = dict(Q8=narrow, ASM=asm)
         self.table_scale = float(torch.tensor(self.target.config.embed_scale, dtype=drafter.dtype))
-        cuts = cuts or (NARROW if narrow else WIDE)
+        cuts = cuts or (INT8_TILES if narrow else BF16_TILES)
         self._pack(cuts.chunk)
         self._cut(cuts, pdl)
 
-    def _cut(self, cuts: Cuts, pdl: bool) -> None:
+    def _cut(self, cuts: StepTiles, pdl: bool) -> None:
         self.cuts = cuts
         tiles = self.config.vocab_size // cuts.head[0]
-        self.programs = triton.cdiv(tiles, triton.cdiv(tiles, self.processors * cuts.head[2]))  # as many tiles for each
+        self.programs = triton.cdiv(tiles, triton.cdiv(tiles, self.sms * cuts.head[2]))  # as many tiles for each
         self.launch: dict[str, int] = dict(PDL=pdl, num_stages=1, **({"launch_pdl": True} if pdl else {}))
         self._allocate()
 
-    def recut(self, cuts: Cuts, pdl: bool) -> SteppedDrafter:
+    def recut(self, cuts: StepTiles, pdl: bool) -> SteppedDrafter:
         """The same weights cut otherwise (chunks stay): for benchmarks."""
         other = copy(self)
         other._cut(replace(cuts, chunk=self.cuts.chunk), pdl)
@@ -135,7 +135,7 @@ class SteppedDrafter:
         self.head = rounded(drafter.head) if self.narrow else (drafter.head, drafter.head)
 
     def _splits(self, spec: AttnSpec) -> tuple[int, int]:
-        """Splits of the keys, and keys a block: enough programs for every processor, and a block that fits their registers."""
+        """Splits of the keys, and keys a block: enough programs for every SM, and a block that fits their registers."""
         splits = max(1, min(64, self.cuts.attend[0] // (2 if spec.head_dim > 256 else 1) // spec.kv_heads))
         return splits, 16 if spec.kv_heads <= 2 else self.cuts.attend[2]
 
@@ -161,13 +161,13 @@ class SteppedDrafter:
         return x.view(torch.int32) if self.narrow else x
 
     def draft(
-        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, hot: Tensor, seed: Tensor, position: Tensor,
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
         end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
     ) -> tuple[Tensor, None, Tensor]:  # fmt: skip
         """Tokens [B, steps] as ops.cpu's drafter guesses them; no confidence, so that drafts never end themselves."""
         out = torch.empty((1, steps), dtype=torch.int64, device=last.device)
         state = self.drafter.start(kv, features)
-        noise = (temperature, hot.view(torch.uint8), seed, position)
+        noise = (temperature, sampled.view(torch.uint8), seed, position)
         for step in range(steps):
             self._pre(last, features, out, step)
             for i in range(len(self.layers)):
@@ -178,7 +178,7 @@ class SteppedDrafter:
         kernels.finish_kernel[(1,)](*found, out, steps - 1, PROGRAMS=self.programs, SPACE=space, num_warps=4, **self.launch)
         return out, None, torch.full_like(last, steps)
 
-    def rivals(self, steps: int) -> tuple[Tensor, Tensor]:
+    def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
         """Tokens that one program of the head scored hide each other: of several hundred programs, two of the best rarely share one."""
         return self.best[None, :steps, : self.programs], self.ids[None, :steps, : self.programs]
 

@@ -1,7 +1,7 @@
 """Kernels of a large drafter's step (draft_steps.py): each is one short pass over a weight matrix for one row.
 
 A program loads its whole tile of weights into registers before it waits for the kernel ahead: with several programs a
-processor, and the next kernels' programs let in early, the memory has something to do while sums and norms are made. The
+SM, and the next kernels' programs let in early, the memory has something to do while sums and norms are made. The
 stream is only H wide: a program makes the norm it needs for itself, or (READY) finds it made by `ready_kernel`: a launch more,
 but a product that has little to do after the wait and registers for twice the weights.
 
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .choose import gumbel
-from .common import activate, prefetch, start
+from .common import activate, pdl_start, prefetch
 
 MADE = tl.constexpr("dp4a.s32.s32 $0, $1, $2, 0;\nshl.b32 $0, $0, 8;\ndp4a.s32.s32 $0, $1, $3, $0;")
 STEP = tl.constexpr(32512.0)  # 127 * 256: a high byte never leaves -127..127
@@ -78,7 +78,7 @@ def byte(x, i: tl.constexpr):
 
 @triton.jit
 def times(tile, high, low, factor, Q8: tl.constexpr, ASM: tl.constexpr):
-    """tile · x: [BN] float32. ASM: the processor's product of four bytes; without it (the interpreter) spelt out."""
+    """tile · x: [BN] float32. ASM: the SM's product of four bytes; without it (the interpreter) spelt out."""
     if Q8:
         a, b = high[None, :, :], low[None, :, :]
         if ASM:
@@ -139,7 +139,7 @@ def pre_kernel(
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tile_of(w, which * H + rows, 0, KC, KC, Q8)
     factor = tl.load(ws + which * H + rows)
-    start(PDL)
+    pdl_start(PDL)
     k = tl.arange(0, KC)
     if FIRST:
         token = tl.load(last).to(tl.int32)
@@ -171,7 +171,7 @@ def ready_kernel(
     """norm(x) for a product to take, x the stream as `stream_of` makes it; `out` keeps x, after the last layer the norm itself."""
     h = tl.arange(0, H)
     after, weight = tl.load(post + h), tl.load(norm + h)
-    start(PDL)
+    pdl_start(PDL)
     x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
     n = normed(x, weight, EPS, H)
     keep(kept, n, 0, H, H, Q8)
@@ -195,11 +195,11 @@ def rows_kernel(
         up = tile_of(w, N + rows, 0, H, H, Q8)
         up_scale = tl.load(ws + N + rows)
     if READY:
-        start(PDL)
+        pdl_start(PDL)
         high, low, each = taken(kept, 0, H, H, Q8)
     else:
         after, weight = tl.load(post + h), tl.load(norm + h)
-        start(PDL)
+        pdl_start(PDL)
         x = stream_of(base, y, after, factor, CHUNKS, PARTS, SCALED, EPS, H)
         if pid == 0:
             tl.store(stream + h, x)
@@ -231,7 +231,7 @@ def wide_kernel(
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     tile = tile_of(w, rows, part * KC, K, KC, Q8)
     scale = tl.load(ws + rows)
-    start(PDL)
+    pdl_start(PDL)
     high, low, each = taken(x, part * KC, K, KC, Q8)
     z = times(tile, high, low, each, Q8, ASM)
     if Q8:
@@ -288,7 +288,7 @@ def attend_kernel(
             line = block_at(kv, table, key, hi, page_stride, PAGE, D, BN)[0] + (tl.arange(0, D // 64) * 64)[None, :]
             prefetch(keys + line)
             prefetch(values + line)
-    start(PDL)
+    pdl_start(PDL)
     if lo < hi:
         head = kv * GROUP + g
         mine = (g < GROUP)[:, None]
@@ -332,7 +332,7 @@ def combine_kernel(
     position = tl.load(positions).to(tl.int32)
     lo, _, each = span(position, 0, S, WINDOW, BN)
     used = tl.cdiv(position + 1 - lo, each)
-    start(PDL)
+    pdl_start(PDL)
     i = tl.arange(0, S)
     base = head * S + i
     m = tl.load(ml + base * 2, mask=i < used, other=float("-inf"))
@@ -344,9 +344,9 @@ def combine_kernel(
     keep(out, x, head * D + piece * BD, HEADS * D, BD, Q8)
 
 
-@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["temperature", "hot", "seed", "position"])
+@triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["temperature", "sampled", "seed", "position"])
 def head_kernel(
-    w, ws, kept, best, ids, temperature, hot, seed, position, step, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
+    w, ws, kept, best, ids, temperature, sampled, seed, position, step, H: tl.constexpr, V: tl.constexpr, BN: tl.constexpr,
     PROGRAMS: tl.constexpr, Q8: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Scores of every PROGRAMS-th tile of tokens a program, and the best of them."""
@@ -354,9 +354,9 @@ def head_kernel(
     n = tl.arange(0, BN)
     tile = tile_of(w, pid * BN + n, 0, H, H, Q8)
     scale = tl.load(ws + pid * BN + n)
-    start(PDL)
+    pdl_start(PDL)
     high, low, each = taken(kept, 0, H, H, Q8)
-    warm, heat, key, at = tl.load(hot) != 0, tl.load(temperature), tl.load(seed), tl.load(position) + step
+    warm, heat, key, at = tl.load(sampled) != 0, tl.load(temperature), tl.load(seed), tl.load(position) + step
     tops = tl.full((BN,), float("-inf"), dtype=tl.float32)
     tokens = tl.zeros((BN,), dtype=tl.int32)
     for t in range(pid, V // BN, PROGRAMS):
@@ -381,5 +381,5 @@ def head_kernel(
 @triton.jit(do_not_specialize=["step"], do_not_specialize_on_alignment=["out"])
 def finish_kernel(best, ids, out, step, PROGRAMS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr):
     """The last token of a round."""
-    start(PDL)
+    pdl_start(PDL)
     tl.store(out + step, best_token(best, ids, PROGRAMS, SPACE).to(tl.int64))

@@ -1,7 +1,7 @@
 """Mixture of experts: each needed expert is read once a tile of pairs, and a row's answer depends on that row alone.
 
 A pair is (row, slot): one of a row's chosen experts. `routing` picks the experts of each row and lists the pairs by expert; the
-grouped products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their order. How many pairs a tile
+grouped_gemm products run over tiles of up to 128 pairs of one expert; `mix` adds a row's slots in their order. How many pairs a tile
 takes follows from their number; a pair's sums are one chain over the inner dimension whatever the tile (linear.chain). Quantised
 experts have a product of their own (`quant_moe`).
 """
@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..formats import Held
-from ..reference import plain
-from .common import activate, start
-from .linear import chain, gate_and_up, weight_rows
+from ..formats import DeviceWeight
+from ..reference import as_tensor
+from .common import activate, pdl_start
+from .gemm import chain, gate_and_up, weight_rows
 from .norm import PROMPT, residual_norm, width_warps
+from .quant_config import max_smem
 from .quant_moe import ExpertTile, QuantExperts, choose_tile, quant_product
-from .quant_tiles import shared_of
 from .routing import Pairs, pairs_of, tile_of
 
 
@@ -35,7 +35,7 @@ def experts_kernel(
     """out[pair] = x[pair // SHARE] · w[expert]ᵀ (GATED: act(gate) * up). Program (n, t): columns n of the t-th tile of pairs, counted
     through the experts; programs past the last tile leave at once."""
     pid_n, t = tl.program_id(0), tl.program_id(1)
-    start(PDL)
+    pdl_start(PDL)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
     if some:
         SIDES: tl.constexpr = 2 if GATED else 1
@@ -57,7 +57,7 @@ def mix_kernel(y, weight, out, n, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: t
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n
-    start(PDL)
+    pdl_start(PDL)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(TOP):
         acc += tl.load(weight + row * TOP + slot) * tl.load(y + (row * TOP + slot) * n + i, mask=ok, other=0.0).to(tl.float32)
@@ -65,7 +65,7 @@ def mix_kernel(y, weight, out, n, TOP: tl.constexpr, BLOCK: tl.constexpr, PDL: t
 
 
 @triton.jit
-def mix_beside_kernel(
+def mix_epilogue_kernel(
     y, weight, dense, dense_w, post_w, x, out_w, scale, next_w, x_out, h_out, n, eps,
     TOP: tl.constexpr, PARTS: tl.constexpr, ADD: tl.constexpr, OUT: tl.constexpr, SCALE: tl.constexpr, NEXT: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -83,7 +83,7 @@ def mix_beside_kernel(
         nw = tl.load(next_w + i, mask=ok, other=0.0)
     if SCALE:
         factor = tl.load(scale).to(kind).to(tl.float32)
-    start(PDL)
+    pdl_start(PDL)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)
     for slot in tl.static_range(TOP):
         acc += tl.load(weight + row * TOP + slot) * tl.load(y + (row * TOP + slot) * n + i, mask=ok, other=0.0).to(tl.float32)
@@ -114,8 +114,8 @@ def mix_beside_kernel(
 
 
 @dataclass(frozen=True)
-class Grouping:
-    """What a program of the grouped products takes: pairs, and rows of weights."""
+class ExpertTiling:
+    """What a program of the grouped_gemm products takes: pairs, and rows of weights."""
 
     pairs: int
     wide: int
@@ -123,31 +123,31 @@ class Grouping:
     warps: int
 
 
-def grouping(pairs: int, experts: int) -> Grouping:
+def expert_tiling(pairs: int, experts: int) -> ExpertTiling:
     """By how many pairs an expert has on average."""
     mean = pairs / experts
     if mean <= 8:
-        return Grouping(16, 128, 5, 4)
+        return ExpertTiling(16, 128, 5, 4)
     if mean <= 32:
-        return Grouping(32, 128, 5, 4)
-    return Grouping(64, 128, 4, 4) if mean <= 90 else Grouping(128, 128, 3, 4)
+        return ExpertTiling(32, 128, 5, 4)
+    return ExpertTiling(64, 128, 4, 4) if mean <= 90 else ExpertTiling(128, 128, 3, 4)
 
 
-Cut = Grouping | ExpertTile
+Cut = ExpertTiling | ExpertTile
 
 
-def grouped(source: Tensor, w: Held, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, cut: Cut | None) -> None:
+def grouped_gemm(source: Tensor, w: DeviceWeight, to: Tensor, pairs: Pairs, share: int, act: str | None, pdl: bool, cut: Cut | None) -> None:
     """to[pair] = source[pair // share] · w[expert]ᵀ; act: w is gate and up, and its answer act(gate) * up."""
     if isinstance(w, QuantExperts):
-        tile = cut if isinstance(cut, ExpertTile) else choose_tile(pairs, w.matrix, act is not None, shared_of(source.device))
+        tile = cut if isinstance(cut, ExpertTile) else choose_tile(pairs, w.matrix, act is not None, max_smem(source.device))
         quant_product(source, w, to, pairs, share, act, pdl, tile)
         return
-    g = cut if isinstance(cut, Grouping) else grouping(pairs.count, pairs.experts)
+    g = cut if isinstance(cut, ExpertTiling) else expert_tiling(pairs.count, pairs.experts)
     n, k = to.shape[1], source.shape[1]
     float32, gated = source.dtype == torch.float32, act is not None
     bk, bn = 32 if float32 else 64, g.wide // 2 if gated else g.wide
     experts_kernel[(triton.cdiv(n, bn), pairs.tiles(g.pairs))](
-        source, plain(w), pairs.members, pairs.counts, to, n, k,
+        source, as_tensor(w), pairs.members, pairs.counts, to, n, k,
         EXPERTS=pairs.experts, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "",
         BM=g.pairs, BN=bn, BK=bk, EVEN=k % bk == 0, ALONE=pairs.alone, PREC="tf32x3" if float32 else "tf32", PDL=pdl,
         num_warps=g.warps, num_stages=2 if float32 else g.stages, **({"launch_pdl": True} if pdl else {}),
@@ -155,7 +155,7 @@ def grouped(source: Tensor, w: Held, to: Tensor, pairs: Pairs, share: int, act: 
 
 
 @dataclass(frozen=True)
-class Beside:
+class MoeEpilogue:
     """The dense MLP's answer, to which the routed one is added, each under its norm; and what the sum of both is added to."""
 
     dense: Tensor  # [R, H]; or float32 [parts, R, H]: spans that are still to be added
@@ -169,17 +169,17 @@ class Beside:
     parts: int = 0  # of dense
 
 
-def products(pairs: Pairs, x: Tensor, gate_up: Held, down: Held, act: str, pdl: bool, cut: tuple[Cut, Cut] | None = None) -> Tensor:
+def products(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool, cut: tuple[Cut, Cut] | None = None) -> Tensor:
     """x [R, H] -> [pairs, H]. cut: other tiles than the rule's, for measuring."""
     inner_out = torch.empty((pairs.count, down.shape[2]), dtype=x.dtype, device=x.device)
     pair_out = torch.empty((pairs.count, x.shape[1]), dtype=x.dtype, device=x.device)
     first, second = cut or (None, None)
-    grouped(x, gate_up, inner_out, pairs, pairs.top, act, pdl, first)
-    grouped(inner_out, down, pair_out, pairs, 1, None, pdl, second)
+    grouped_gemm(x, gate_up, inner_out, pairs, pairs.top, act, pdl, first)
+    grouped_gemm(inner_out, down, pair_out, pairs, 1, None, pdl, second)
     return pair_out
 
 
-def experts(pairs: Pairs, x: Tensor, gate_up: Held, down: Held, act: str, pdl: bool, cut: tuple[Cut, Cut] | None = None) -> Tensor:
+def experts(pairs: Pairs, x: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str, pdl: bool, cut: tuple[Cut, Cut] | None = None) -> Tensor:
     """x [R, H] -> [R, H]; pairs: of these rows."""
     pair_out, out = products(pairs, x, gate_up, down, act, pdl, cut), torch.empty_like(x)
     rows, hidden = x.shape
@@ -189,7 +189,7 @@ def experts(pairs: Pairs, x: Tensor, gate_up: Held, down: Held, act: str, pdl: b
     return out
 
 
-def mix(pair_out: Tensor, weight: Tensor, beside: Beside, pdl: bool) -> tuple[Tensor, Tensor]:
+def mix(pair_out: Tensor, weight: Tensor, beside: MoeEpilogue, pdl: bool) -> tuple[Tensor, Tensor]:
     """pair_out [pairs, H], weight float32 [pairs] -> the residual stream, and its norm by next_w (itself where there is none)."""
     (rows, hidden), x = beside.x.shape, beside.x.contiguous()
     whole = rows < PROMPT  # else two launches: more programs at a time are worth more than what one would save
@@ -197,7 +197,7 @@ def mix(pair_out: Tensor, weight: Tensor, beside: Beside, pdl: bool) -> tuple[Te
     x_out = torch.empty_like(x)
     h_out = torch.empty_like(x) if whole and next_w is not None else x_out
     block, warps = width_warps(hidden)
-    mix_beside_kernel[(rows,)](
+    mix_epilogue_kernel[(rows,)](
         pair_out, weight, beside.dense.contiguous(), beside.dense_w, beside.post_w, x, *(x if w is None else w for w in given),
         x_out, h_out, hidden, beside.eps, TOP=len(weight) // rows, PARTS=beside.parts, ADD=whole, OUT=whole and beside.out_w is not None,
         SCALE=whole and beside.scale is not None, NEXT=whole and next_w is not None, BLOCK=block, PDL=pdl, num_warps=warps,

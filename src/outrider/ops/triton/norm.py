@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import activate, start
+from .common import activate, pdl_start
 
 PROMPT = 256  # rows of a pass of prompts
 
@@ -24,7 +24,7 @@ def rms_norm_kernel(x, w, out, x_stride, n, eps, WEIGHT: tl.constexpr, BLOCK: tl
     ok = i < n
     if WEIGHT:
         scale = tl.load(w + i, mask=ok, other=0.0)
-    start(PDL)
+    pdl_start(PDL)
     h = tl.load(x + row * x_stride + i, mask=ok, other=0.0).to(tl.float32)
     h = h * tl.rsqrt(tl.sum(h * h, 0) / n + eps)
     if WEIGHT:
@@ -51,7 +51,7 @@ def per_layer_kernel(ids, table, projected, w, out, layers, scale, factor, eps, 
     i = tl.arange(0, BLOCK)
     ok = i < n
     gain = tl.load(w + i, mask=ok, other=0.0)
-    start(PDL)
+    pdl_start(PDL)
     kind = out.dtype.element_ty
     at = layer * n + i
     e = tl.load(table + tl.load(ids + row) * layers * n + at, mask=ok, other=0.0).to(tl.float32)
@@ -93,7 +93,7 @@ def residual_norm_kernel(
         w2, w3 = tl.load(second_w + i, mask=ok, other=0.0), tl.load(third_w + i, mask=ok, other=0.0)
     if SCALE:
         factor = tl.load(scale).to(kind).to(tl.float32)
-    start(PDL)
+    pdl_start(PDL)
     b = tl.load(y + row * n + i, mask=ok, other=0.0).to(tl.float32)
     a = tl.load(x + row * n + i, mask=ok, other=0.0).to(tl.float32)
     if POST:
@@ -143,7 +143,7 @@ def residual_norm(
 def embed_kernel(ids, table, out, n, scale, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    start(PDL)
+    pdl_start(PDL)
     token = tl.load(ids + row)
     e = tl.load(table + token * n + i, mask=i < n, other=0.0)
     if SCALE:
@@ -166,7 +166,7 @@ def act_mul_kernel(x, y, out, n, x_stride, y_stride, ACT: tl.constexpr, BLOCK: t
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = i < n
-    start(PDL)
+    pdl_start(PDL)
     a = tl.load(x + row * x_stride + i, mask=ok, other=0.0).to(tl.float32)
     b = tl.load(y + row * y_stride + i, mask=ok, other=0.0).to(tl.float32)
     kind = out.dtype.element_ty

@@ -11,59 +11,59 @@ from torch import Tensor
 
 from ...types import MAX_DRAFT, AttnSpec, KVView, OutriderError
 from ..backend import Capabilities, M, Norms
-from ..formats import Held
-from ..reference import ReferenceOps, plain
-from ..trees import Front, Nodes, Noise, Planted
-from . import attention, choose, moe, norm, prompts, rope, trees
-from .ahead import Ahead
-from .linear import Kind, compile_for, product, variant
-from .quant_tiles import shared_of
+from ..formats import DeviceWeight
+from ..reference import ReferenceOps, as_tensor
+from ..trees import FixedTree, Frontier, Nodes, Noise
+from . import attention, choose, moe, norm, prefill_attention, rope, trees
+from .gemm import GemmKind, compile_for, dense_gemm, variant
+from .gemm_config import NUM_SEMAPHORES
+from .precompile import Precompiler
+from .quant_config import max_smem
 from .routing import list_pairs
-from .tiles import COUNTERS
 
-ASIDE = 8  # rows up to which experts and the dense MLP beside them run side by side
+SIDE_STREAM_ROWS = 8  # rows up to which experts and the dense MLP beside them run side by side
 
 
 class TritonOps(ReferenceOps):
     name = "triton"
     capabilities = Capabilities(
         independent_rows=8192, prompts_independent=True, trees=True, graphs=True, sequences=256, prompt_chunk=1024, packed_rows=8192,
-        rows_beside=512, work_beside=1.5e12,  # three milliseconds on an H200
+        prefill_with_decodes=512, prefill_flops_with_decodes=1.5e12,  # three milliseconds on an H200
     )  # fmt: skip
 
     def __init__(self, device: torch.device | str = "cuda", pdl: bool | None = None):
         """pdl: programmatic dependent launch; None: where the device has it (Hopper on)."""
         self.pdl = torch.cuda.is_available() and torch.cuda.get_device_capability(device)[0] >= 9 if pdl is None else pdl
-        self.seen = torch.zeros(COUNTERS, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
+        self.semaphores = torch.zeros(NUM_SEMAPHORES, dtype=torch.int32, device=device)  # every kernel leaves its counters at 0
         self.pointers = trees.Pointers()
         on_gpu = torch.device(device).type == "cuda"
-        self.shared = shared_of(torch.device(device))
+        self.shared = max_smem(torch.device(device))
         self.hopper = not on_gpu or torch.cuda.get_device_capability(device)[0] == 9  # what tiles of prompts were made for and seen on
-        self.ahead = Ahead[Kind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant) if on_gpu else None
+        self.ahead = Precompiler[GemmKind](lambda kind, rows: compile_for(kind, rows, self.pdl, self.shared), variant) if on_gpu else None
 
     def kv_dtype(self, dtype: torch.dtype, asked: str = "auto") -> torch.dtype:
-        if asked == "fp8" and self.seen.is_cuda and torch.cuda.get_device_capability(self.seen.device) < (8, 9):
+        if asked == "fp8" and self.semaphores.is_cuda and torch.cuda.get_device_capability(self.semaphores.device) < (8, 9):
             raise OutriderError("--kv-dtype fp8: this GPU has no eight-bit floats (sm_89 and later have); leave it out")
         return super().kv_dtype(dtype, asked)
 
     # ---- dense pieces -------------------------------------------------------------------------------------------
-    def embed(self, ids: Tensor, table: Held, scale: float) -> Tensor:
-        return norm.embed(ids, plain(table), scale, self.pdl)
+    def embed(self, ids: Tensor, table: DeviceWeight, scale: float) -> Tensor:
+        return norm.embed(ids, as_tensor(table), scale, self.pdl)
 
-    def linear(self, x: Tensor, w: Held, bias: Tensor | None = None) -> Tensor:
-        return product(x, plain(w), self.seen, bias=bias, pdl=self.pdl, ahead=self.ahead)
+    def linear(self, x: Tensor, w: DeviceWeight, bias: Tensor | None = None) -> Tensor:
+        return dense_gemm(x, as_tensor(w), self.semaphores, bias=bias, pdl=self.pdl, ahead=self.ahead)
 
-    def gated_linear(self, x: Tensor, w: Held, act: str) -> Tensor:
-        return product(x, plain(w), self.seen, act=act, gated=True, pdl=self.pdl, ahead=self.ahead)
+    def gated_linear(self, x: Tensor, w: DeviceWeight, act: str) -> Tensor:
+        return dense_gemm(x, as_tensor(w), self.semaphores, act=act, gated=True, pdl=self.pdl, ahead=self.ahead)
 
-    def linear_act_mul(self, x: Tensor, w: Held, y: Tensor, act: str) -> Tensor:
-        return product(x, plain(w), self.seen, mul=y, act=act, pdl=self.pdl, ahead=self.ahead)
+    def linear_act_mul(self, x: Tensor, w: DeviceWeight, y: Tensor, act: str) -> Tensor:
+        return dense_gemm(x, as_tensor(w), self.semaphores, mul=y, act=act, pdl=self.pdl, ahead=self.ahead)
 
     def rms_norm(self, x: Tensor, w: Tensor | None, eps: float) -> Tensor:
         return norm.rms_norm(x, w, eps, self.pdl)
 
-    def per_layer_inputs(self, ids: Tensor, table: Held, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
-        return norm.per_layer_inputs(ids, plain(table), projected, scale, w, eps, self.pdl)
+    def per_layer_inputs(self, ids: Tensor, table: DeviceWeight, projected: Tensor, scale: float, w: Tensor, eps: float) -> Tensor:
+        return norm.per_layer_inputs(ids, as_tensor(table), projected, scale, w, eps, self.pdl)
 
     def residual_norm(
         self, x: Tensor, y: Tensor, post_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float
@@ -76,8 +76,8 @@ class TritonOps(ReferenceOps):
     def act_mul(self, x: Tensor, y: Tensor, act: str) -> Tensor:
         return norm.act_mul(x, y, act, self.pdl)
 
-    def logits(self, h: Tensor, w: Held, softcap: float | None) -> Tensor:
-        return product(h, plain(w), self.seen, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl, ahead=self.ahead)
+    def logits(self, h: Tensor, w: DeviceWeight, softcap: float | None) -> Tensor:
+        return dense_gemm(h, as_tensor(w), self.semaphores, softcap=softcap, out_dtype=torch.float32, pdl=self.pdl, ahead=self.ahead)
 
     # ---- attention ----------------------------------------------------------------------------------------------
     def rope_angles(self, positions: Tensor, inv_freq: Tensor) -> tuple[Tensor, Tensor]:
@@ -89,52 +89,52 @@ class TritonOps(ReferenceOps):
         return rope.rope_write(qkv, cos, sin, q_norm, k_norm, spec, kv, self.pdl)
 
     def attend(self, q: Tensor, spec: AttnSpec, kv: KVView) -> Tensor:
-        if self.hopper and prompts.suited(spec, kv, q.dtype, self.shared):
-            return prompts.attend(q, spec, kv, self.pdl)
+        if self.hopper and prefill_attention.supports(spec, kv, q.dtype, self.shared):
+            return prefill_attention.attend(q, spec, kv, self.pdl)
         return attention.attend(q, spec, kv, self.pdl)
 
     # ---- trees of drafts ----------------------------------------------------------------------------------------
-    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int) -> Front:
+    def branch(self, logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int) -> Frontier:
         return trees.branch(logits, ids, noise, front, nodes, level, self.pdl)
 
-    def comb(self, scores: Tensor, ids: Tensor) -> Nodes:
-        return trees.comb(scores, ids, self.pdl)
+    def chain_with_runner_ups(self, scores: Tensor, ids: Tensor) -> Nodes:
+        return trees.chain_with_runner_ups(scores, ids, self.pdl)
 
-    def plant(self, nodes: Nodes, count: int, depth: int) -> Planted:
-        return trees.plant(nodes, count, depth, self.pdl)
+    def build_fixed_tree(self, nodes: Nodes, count: int, depth: int) -> FixedTree:
+        return trees.build_fixed_tree(nodes, count, depth, self.pdl)
 
-    def walk(
-        self, chosen: Tensor, ids: Tensor, above: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
+    def accept_path(
+        self, chosen: Tensor, ids: Tensor, parent_rows: Tensor, seq: Tensor, start: Tensor, deepest: int, limit: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        return trees.walk(chosen, ids, above, MAX_DRAFT + 1, start, deepest, limit, self.pdl)
+        return trees.accept_path(chosen, ids, parent_rows, MAX_DRAFT + 1, start, deepest, limit, self.pdl)
 
-    def keep_path(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
-        trees.keep_path(rows, accepted, length, specs, kv, self.pointers, self.pdl)
+    def compact_kv(self, rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView) -> None:
+        trees.compact_kv(rows, accepted, length, specs, kv, self.pointers, self.pdl)
 
     # ---- mixture of experts -------------------------------------------------------------------------------------
     def moe(
-        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str
     ) -> Tensor:
         z = self.logits(router_in, router, None)  # float32: a choice between experts should not hang on bf16 rounding
         return moe.experts(list_pairs(z, expert_scale, top_k, self.pdl), x, gate_up, down, act, self.pdl)
 
-    def moe_beside(
-        self, router_in: Tensor, x: Tensor, router: Held, expert_scale: Tensor, gate_up: Held, down: Held, top_k: int, act: str,
-        h: Tensor, mlp_gate_up: Held, mlp_down: Held, dense_w: Tensor, post_w: Tensor,
+    def moe_with_shared_mlp(
+        self, router_in: Tensor, x: Tensor, router: DeviceWeight, expert_scale: Tensor, gate_up: DeviceWeight, down: DeviceWeight, top_k: int, act: str,
+        h: Tensor, mlp_gate_up: DeviceWeight, mlp_down: DeviceWeight, dense_w: Tensor, post_w: Tensor,
         stream: Tensor, out_w: Tensor | None, scale: Tensor | None, next_w: Tensor | None, eps: float,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         dense, join = self.dense_mlp(h, mlp_gate_up, mlp_down, act)
         pairs = list_pairs(self.logits(router_in, router, None), expert_scale, top_k, self.pdl)
         pair_out = moe.products(pairs, x, gate_up, down, act, self.pdl)
-        return moe.mix(pair_out, pairs.weight, moe.Beside(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), join())
+        return moe.mix(pair_out, pairs.weight, moe.MoeEpilogue(dense, dense_w, post_w, stream, out_w, scale, next_w, eps), join())
 
-    def dense_mlp(self, h: Tensor, gate_up: Held, down: Held, act: str) -> tuple[Tensor, Callable[[], bool]]:
+    def dense_mlp(self, h: Tensor, gate_up: DeviceWeight, down: DeviceWeight, act: str) -> tuple[Tensor, Callable[[], bool]]:
         """The MLP beside experts. Of few rows it runs while they do, on a stream of its own: who reads it first calls what comes with it,
         which says whether that reader may begin before the kernel ahead is done."""
-        if not self.seen.is_cuda or len(h) > ASIDE:
+        if not self.semaphores.is_cuda or len(h) > SIDE_STREAM_ROWS:
             return self.linear(self.gated_linear(h, gate_up, act), down), lambda: self.pdl
-        ops, side = self.aside
-        main = torch.cuda.current_stream(self.seen.device)
+        ops, side = self.side_stream
+        main = torch.cuda.current_stream(self.semaphores.device)
         side.wait_stream(main)
         with torch.cuda.stream(side):
             made = ops.linear(ops.gated_linear(h, gate_up, act), down)
@@ -146,18 +146,18 @@ class TritonOps(ReferenceOps):
         return made, join
 
     @cached_property
-    def aside(self) -> tuple[TritonOps, torch.cuda.Stream]:
+    def side_stream(self) -> tuple[TritonOps, torch.cuda.Stream]:
         """Ops with counters of their own, which wait for the kernel ahead, and their stream."""
-        return type(self)(self.seen.device, pdl=False), torch.cuda.Stream(self.seen.device)
+        return type(self)(self.semaphores.device, pdl=False), torch.cuda.Stream(self.semaphores.device)
 
     # ---- drafting and choosing ------------------------------------------------------------------------------------
     def clustered_logits(
-        self, g: Tensor, centroids: Held, rows: Held, top: int, lean: Tensor | None = None
+        self, g: Tensor, centroids: DeviceWeight, rows: DeviceWeight, top: int, cluster_bonus: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        return choose.cluster_scores(self.logits(g, centroids, None), lean, g, plain(rows), top, self.pdl)
+        return choose.cluster_scores(self.logits(g, centroids, None), cluster_bonus, g, as_tensor(rows), top, self.pdl)
 
-    def cluster_lean(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, hot: Tensor) -> Tensor:
-        return choose.cluster_lean(tokens, seed, position, temperature, hot, self.pdl)
+    def cluster_bonus(self, tokens: Tensor, seed: Tensor, position: Tensor, temperature: Tensor, sampled: Tensor) -> Tensor:
+        return choose.cluster_bonus(tokens, seed, position, temperature, sampled, self.pdl)
 
     def compile_drafter(self, drafter: M) -> M:
         """A stand-in with the drafter's own methods whose rounds take few launches, where there is one: Hopper on."""
@@ -172,5 +172,5 @@ class TritonOps(ReferenceOps):
     def argmax(self, z: Tensor) -> Tensor:
         return choose.argmax(z, self.pdl)
 
-    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, hot: Tensor) -> Tensor:
-        return choose.gumbel_argmax(z, seed, position, tokens, hot, self.pdl)
+    def gumbel_argmax(self, z: Tensor, seed: Tensor, position: Tensor, tokens: Tensor | None, sampled: Tensor) -> Tensor:
+        return choose.gumbel_argmax(z, seed, position, tokens, sampled, self.pdl)

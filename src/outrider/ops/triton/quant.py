@@ -13,7 +13,7 @@ long side of the matrix instruction, the tokens on the short one, so a token's s
 take Hopper's older instruction, more its newer one: both gave the same bits on an H200, as the device checks compare.)
 
 **Factors** multiply the sum of a group, in float32: the weights themselves are small integers (or floats of 4 or 8 bits), which
-bfloat16 holds exactly. `lift` is for formats with an offset: lift[n, g] · (sum of x over the group) is added.
+bfloat16 holds exactly. `zero_point` is for formats with an offset: zero_point[n, g] · (sum of x over the group) is added.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import finish, gdc_launch_dependents, gdc_wait, prefetch
-from .quant_tiles import QuantTile, choose_quant_tile, fit, shared_of
+from .common import epilogue, gdc_launch_dependents, gdc_wait, prefetch
+from .quant_config import QuantTile, choose_quant_tile, fit, max_smem
 from .repack import QuantWeight
 from .unpack import planes_of
 
-LATE_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
+LATE_TRIGGER_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _total(ptr, DIRECT: tl.constexpr):
 @triton.jit
 def add_chunk(
     acc, beside, words, above, scales, lifts, x_ptr, y_ptr, live, also, sums, sums_stride, left,
-    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, ZERO_POINT: tl.constexpr,
     BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr, PLAIN: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """acc [BN, BM] and the products of one chunk: words [BN, P] with what is above them, their factors and offsets; x at x_ptr [BM, P] and
@@ -108,11 +108,11 @@ def add_chunk(
                 d = tl.dot(values[i], tl.trans(a), d, input_precision=PREC)
             if i % PER == PER - 1:
                 acc += d * factor
-                if LIFT:
+                if ZERO_POINT:
                     total = _total(sums + i // PER * sums_stride, BM <= 16 and not PLAIN)
                     acc += _half(lifts[i // PER // 2], (i // PER) % 2 == 1, FP16)[:, None] * total[None, :]
             if MORE > 0:
-                tl.static_assert(PER == 1 and not LIFT, "further tokens: a group a plane, no offsets")
+                tl.static_assert(PER == 1 and not ZERO_POINT, "further tokens: a group a plane, no offsets")
                 if EVEN:
                     b = tl.load(y_ptr + i * P, mask=also[:, None], other=0.0)
                 else:
@@ -123,14 +123,14 @@ def add_chunk(
 
 @triton.jit(do_not_specialize=["M"])
 def quant_kernel(
-    x, w, high, scale, lift, sums, factor, bias, mul, out, part, seen,
+    x, w, high, scale, zero_point, sums, factor, bias, mul, out, partial_out, semaphores,
     M, N, K, chunks, chunk_span, x_stride, mul_stride, sums_stride, softcap,
-    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, MORE: tl.constexpr, BN: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr, EVEN: tl.constexpr, SPLITS: tl.constexpr, PLAIN: tl.constexpr,
-    PREC: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, LATE: tl.constexpr,
+    PREC: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr, PDL: tl.constexpr, TRIGGER_LATE: tl.constexpr,
 ):  # fmt: skip
-    """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, lift int32 [N / 64, chunks, 64, pairs]; sums
+    """x [M, K]; w int32 [N / 64, chunks, 64, P], high as many bytes or pairs of them; scale, zero_point int32 [N / 64, chunks, 64, pairs]; sums
     float32 [groups, M and more]; factor [N]. PER: planes of a group; 0: no factors but those of whole rows. GATED: gate rows, then up
     rows -> out [M, N / 2]. MORE: tokens beside BM, so that a program may take 40: four drafted ones of eight sequences."""
     pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -150,12 +150,12 @@ def quant_kernel(
     w_ptr = w + w_row[:, None] + tl.arange(0, P)[None, :]
     h_ptr = high + w_row[:, None] + tl.arange(0, P)[None, :]
     s_ptr = scale + block * (64 * PAIRS) + cols % 64 * PAIRS
-    l_ptr = lift + block * (64 * PAIRS) + cols % 64 * PAIRS
+    l_ptr = zero_point + block * (64 * PAIRS) + cols % 64 * PAIRS
     if PDL:
-        if not LATE:
+        if not TRIGGER_LATE:
             gdc_launch_dependents()
-        if AHEAD > 0:  # weights are nobody's output: ask for the first chunks while the kernel ahead still runs
-            prefetch(w + w_row[:, None] + (tl.minimum(first + tl.arange(0, AHEAD), last - 1) * (64 * P))[None, :])
+        if PREFETCH > 0:  # weights are nobody's output: ask for the first chunks while the kernel ahead still runs
+            prefetch(w + w_row[:, None] + (tl.minimum(first + tl.arange(0, PREFETCH), last - 1) * (64 * P))[None, :])
         gdc_wait()
     x_ptr = x + rows[:, None].to(tl.int64) * x_stride + tl.arange(0, P)[None, :]
     acc = tl.zeros((BN, BM), dtype=tl.float32)
@@ -176,35 +176,35 @@ def quant_kernel(
             scales = (s_a, s_b, s_c, s_d)
             s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, last - 1) * (64 * PAIRS), PAIRS, PLAIN)
         lifts = scales
-        if LIFT:
+        if ZERO_POINT:
             lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
         at_sums = sums + chunk * GROUPS * sums_stride + rows
         acc, beside = add_chunk(
             acc, beside, words, above, scales, lifts, x_ptr + chunk * COLUMNS, y_ptr + chunk * COLUMNS, rows < M, more < M, at_sums,
-            sums_stride, K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, LIFT, BM, MORE, BN, EVEN, PLAIN, PREC,
+            sums_stride, K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, ZERO_POINT, BM, MORE, BN, EVEN, PLAIN, PREC,
         )  # fmt: skip
     if FACTOR:
         acc *= tl.load(factor + cols)[:, None]
         if MORE > 0:
             beside *= tl.load(factor + cols)[:, None]
-    if LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
+    if TRIGGER_LATE:  # a big product: were the next kernel let in at once, its waiting programs would crowd out this one's
         gdc_launch_dependents()
     if SPLITS > 1:
         # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
         place = pid_n * tl.num_programs(0) + pid_m
         SIZE: tl.constexpr = (BM + MORE) * BN
-        base_part = part + place.to(tl.int64) * SPLITS * SIZE
+        base_part = partial_out + place.to(tl.int64) * SPLITS * SIZE
         _keep(base_part + split * SIZE, acc, rows < M, BM, BN)
         if MORE > 0:
             _keep(base_part + split * SIZE + BM * BN, beside, more < M, MORE, BN)
         tl.debug_barrier()
-        done = tl.atomic_add(seen + place, 1, sem="acq_rel")
+        done = tl.atomic_add( semaphores + place, 1, sem="acq_rel")
         if done == SPLITS - 1:
             tl.debug_barrier()
             acc = _added(base_part, rows < M, SIZE, SPLITS, BM, BN)
             if MORE > 0:
                 beside = _added(base_part + BM * BN, more < M, SIZE, SPLITS, MORE, BN)
-            tl.store(seen + place, 0)
+            tl.store( semaphores + place, 0)
             _finish(acc, bias, mul, out, rows, pid_n, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
             if MORE > 0:
                 _finish(beside, bias, mul, out, more, pid_n, M, N, mul_stride, softcap, MORE, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
@@ -215,24 +215,24 @@ def quant_kernel(
 
 
 @triton.jit
-def _keep(part, sums, live, BM: tl.constexpr, BN: tl.constexpr):
+def _keep(partial_out, sums, live, BM: tl.constexpr, BN: tl.constexpr):
     """A span's sums [BN, BM], of the tokens that are."""
     at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-    tl.store(part + at, sums, mask=live[None, :] & (at >= 0))
+    tl.store(partial_out + at, sums, mask=live[None, :] & (at >= 0))
 
 
 @triton.jit
-def _added(part, live, SIZE: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+def _added(partial_out, live, SIZE: tl.constexpr, SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """The sums of all spans, in order."""
     at = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     mask = live[None, :] & (at >= 0)
     acc = tl.zeros((BN, BM), dtype=tl.float32)
     if BM > 16:
         for s in range(SPLITS):
-            acc += tl.load(part + s * SIZE + at, mask=mask, other=0.0, cache_modifier=".cg")
+            acc += tl.load(partial_out + s * SIZE + at, mask=mask, other=0.0, cache_modifier=".cg")
     else:  # unrolled: the loads fly together, and there are registers for them
         for s in tl.static_range(SPLITS):
-            acc += tl.load(part + s * SIZE + at, mask=mask, other=0.0, cache_modifier=".cg")
+            acc += tl.load(partial_out + s * SIZE + at, mask=mask, other=0.0, cache_modifier=".cg")
     return acc
 
 
@@ -245,10 +245,10 @@ def _finish(
     if GATED:
         y, up = tl.split(tl.reshape(y, (BM, BN // 2, 2)))
         cols = pid_n * (BN // 2) + tl.arange(0, BN // 2)
-        finish(y, up, bias, mul, out, rows, cols, M, N // 2, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+        epilogue(y, up, bias, mul, out, rows, cols, M, N // 2, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
     else:
         cols = pid_n * BN + tl.arange(0, BN)
-        finish(y, y, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+        epilogue(y, y, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
 
 
 @triton.jit
@@ -276,7 +276,7 @@ class Extras:
 
 
 def quant_linear(
-    x: Tensor, w: QuantWeight, seen: Tensor, extras: Extras, pdl: bool,
+    x: Tensor, w: QuantWeight, semaphores: Tensor, extras: Extras, pdl: bool,
     tile: QuantTile | None = None, bm: int | None = None, shared: int | None = None,
 ) -> Tensor:  # fmt: skip
     """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up."""
@@ -291,28 +291,28 @@ def quant_linear(
     span = triton.cdiv(w.chunks, tile.splits)
     splits = triton.cdiv(w.chunks, span)
     if bm is None:
-        room, lifted, above = shared or shared_of(x.device), w.lift is not None, w.high is not None
-        bm, tile = fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, room, lifted, w.per == 1, above)
+        room, has_zero_point, above = shared or max_smem(x.device), w.zero_point is not None, w.high is not None
+        bm, tile = fit(tile, rows, w.columns_of_chunk, w.plane, w.bits, room, has_zero_point, w.per == 1, above)
     out = torch.empty((rows, width), dtype=extras.out_dtype or x.dtype, device=x.device)
     grid = (triton.cdiv(rows, bm + tile.more), triton.cdiv(n, tile.bn), splits)
-    part = out
+    partial_out = out
     if splits > 1:
-        part = torch.empty((grid[0] * grid[1] * splits, (bm + tile.more) * tile.bn), dtype=torch.float32, device=x.device)
+        partial_out = torch.empty((grid[0] * grid[1] * splits, (bm + tile.more) * tile.bn), dtype=torch.float32, device=x.device)
     bias, mul = extras.bias, extras.mul
     plain = x.dtype != torch.bfloat16 or x.device.type == "cpu"
-    sums = group_sums(x, w, bm, pdl) if w.lift is not None else out
+    sums = group_sums(x, w, bm, pdl) if w.zero_point is not None else out
     quant_kernel[grid](
         x, w.words, w.words if w.high is None else w.high, w.words if w.scale is None else w.scale,
-        w.words if w.lift is None else w.lift, sums,
-        w.factor if w.factor is not None else out, bias if bias is not None else out, mul if mul is not None else out, out, part, seen,
+        w.words if w.zero_point is None else w.zero_point, sums,
+        w.factor if w.factor is not None else out, bias if bias is not None else out, mul if mul is not None else out, out, partial_out, semaphores,
         rows, n, k, w.chunks, span, x.stride(0), mul.stride(0) if mul is not None else 0, sums.stride(0), float(extras.softcap or 0.0),
-        CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, LIFT=w.lift is not None, FACTOR=w.factor is not None,
+        CODES=w.codes.value, PLANES=w.planes, P=w.plane, PER=w.per, FP16=w.half, ZERO_POINT=w.zero_point is not None, FACTOR=w.factor is not None,
         BM=bm, MORE=tile.more, BN=tile.bn, GATED=extras.gated, ACT=extras.act, BIAS=bias is not None, MUL=mul is not None,
         SOFTCAP=extras.softcap is not None, EVEN=k % w.columns_of_chunk == 0, SPLITS=splits, PLAIN=plain,
         PREC="tf32x3" if x.dtype == torch.float32 else "tf32", STAGES=tile.stages,
-        AHEAD=tile.ahead if pdl else 0, PDL=pdl,
-        LATE=pdl and w.words.nbytes >= LATE_BYTES, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
-        enable_fp_fusion=True,  # a product and a sum are one rounding, here as in `few_rows`
+        PREFETCH=tile.ahead if pdl else 0, PDL=pdl,
+        TRIGGER_LATE=pdl and w.words.nbytes >= LATE_TRIGGER_BYTES, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        enable_fp_fusion=True,  # a product and a sum are one rounding, here as in `wna16_gemv`
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out

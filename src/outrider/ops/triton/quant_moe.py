@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..formats import Format, Weight
-from .common import activate, start
+from .common import activate, pdl_start
 from .quant import _pairs, add_chunk, group_sums
 from .repack import ROWS, SLICE, QuantWeight, repack
 from .routing import Pairs, pairs_of, tile_of
@@ -55,13 +55,13 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
         part = repack(format.quantise(rows[lo * ROWS : (lo + step) * ROWS]))
         if part is None:
             return None
-        for name, t in (("words", part.words), ("scale", part.scale), ("lift", part.lift), ("factor", part.factor), ("high", part.high)):
+        for name, t in (("words", part.words), ("scale", part.scale), ("zero_point", part.zero_point), ("factor", part.factor), ("high", part.high)):
             if t is not None:
                 each = len(t) // len(part.words)  # a tile has one entry, or one for each of its rows
                 whole.setdefault(name, t.new_empty((tiles * each, *t.shape[1:])))[lo * each : lo * each + len(t)] = t
     assert part is not None
     held = replace(
-        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), lift=whole.get("lift"), factor=whole.get("factor"),
+        part, shape=(count * n, k), words=whole["words"], scale=whole.get("scale"), zero_point=whole.get("zero_point"), factor=whole.get("factor"),
         high=whole.get("high"),
     )  # fmt: skip
     return QuantExperts((count, n, k), held)
@@ -69,9 +69,9 @@ def round_experts(dense: Tensor, format: Format) -> QuantExperts | None:
 
 @triton.jit
 def quant_experts_kernel(
-    x, w, high, scale, lift, sums, factor, members, counts, out, N, K, chunks, sums_stride,
+    x, w, high, scale, zero_point, sums, factor, members, counts, out, N, K, chunks, sums_stride,
     EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, SHARE: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, ALONE: tl.constexpr,
-    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, LIFT: tl.constexpr,
+    CODES: tl.constexpr, PLANES: tl.constexpr, P: tl.constexpr, PER: tl.constexpr, FP16: tl.constexpr, ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, EVEN: tl.constexpr,
     PLAIN: tl.constexpr, PREC: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def quant_experts_kernel(
     PAIRS: tl.constexpr = 0 if PER == 0 else (PLANES // PER + 1) // 2
     GROUPS: tl.constexpr = 1 if PER == 0 else PLANES // PER
     COLUMNS: tl.constexpr = PLANES * P
-    start(PDL)
+    pdl_start(PDL)
     e, first, count, some = tile_of(members, counts, t, EXPERTS, BLOCK_E, BM, ALONE)
     if some:
         local = tl.arange(0, BN)
@@ -93,7 +93,7 @@ def quant_experts_kernel(
         w_at = (block * (64 * P) + (rows % 64) * P)[:, None] + tl.arange(0, P)[None, :]
         w_ptr, h_ptr = w + w_at, high + w_at
         s_ptr = scale + block * (64 * PAIRS) + rows % 64 * PAIRS
-        l_ptr = lift + block * (64 * PAIRS) + rows % 64 * PAIRS
+        l_ptr = zero_point + block * (64 * PAIRS) + rows % 64 * PAIRS
         live = tl.arange(0, BM) < count
         pair = pairs_of(members, first, count, BM, ALONE)
         source = pair // SHARE
@@ -111,12 +111,12 @@ def quant_experts_kernel(
                 scales = (s_a, s_b, s_c, s_d)
                 s_a, s_b, s_c, s_d = _pairs(s_ptr + tl.minimum(chunk + 1, chunks - 1) * (64 * PAIRS), PAIRS, PLAIN)
             lifts = scales
-            if LIFT:
+            if ZERO_POINT:
                 lifts = _pairs(l_ptr + chunk * (64 * PAIRS), PAIRS, PLAIN)
             at_sums = sums + chunk * GROUPS * sums_stride + source
             acc, _ = add_chunk(
                 acc, acc, words, above, scales, lifts, x_ptr + chunk * COLUMNS, x_ptr, live, live, at_sums, sums_stride,
-                K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, LIFT, BM, 0, BN, EVEN, PLAIN, PREC,
+                K - chunk * COLUMNS, CODES, PLANES, P, PER, FP16, ZERO_POINT, BM, 0, BN, EVEN, PLAIN, PREC,
             )  # fmt: skip
         _finish(acc, factor, out, rows, pair, live, pid_n, N, BM, BN, GATED, ACT, FACTOR)
 
@@ -172,15 +172,15 @@ def quant_product(
     m, (count, n, k) = w.matrix, w.shape
     plain = source.dtype != torch.bfloat16 or source.device.type == "cpu"
     gated = act is not None
-    sums = to if m.lift is None else group_sums(source, m, 1, pdl)
+    sums = to if m.zero_point is None else group_sums(source, m, 1, pdl)
     grid = (triton.cdiv(to.shape[1], tile.bn // 2 if gated else tile.bn), pairs.tiles(tile.bm))
     quant_experts_kernel[grid](
         source, m.words, m.words if m.high is None else m.high, m.words if m.scale is None else m.scale,
-        m.words if m.lift is None else m.lift,
+        m.words if m.zero_point is None else m.zero_point,
         sums, to if m.factor is None else m.factor,
         pairs.members, pairs.counts, to, n, k, m.chunks, sums.stride(0),
         EXPERTS=count, BLOCK_E=pairs.block, SHARE=share, GATED=gated, ACT=act or "", ALONE=pairs.alone,
-        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, LIFT=m.lift is not None, FACTOR=m.factor is not None,
+        CODES=m.codes.value, PLANES=m.planes, P=m.plane, PER=m.per, FP16=m.half, ZERO_POINT=m.zero_point is not None, FACTOR=m.factor is not None,
         BM=tile.bm, BN=tile.bn, EVEN=k % m.columns_of_chunk == 0, PLAIN=plain,
         PREC="tf32x3" if source.dtype == torch.float32 else "tf32", STAGES=tile.stages, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers, **({"launch_pdl": True} if pdl else {}),

@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from ..formats import BLOCKS, Block, Float8, Integer, NvFp4, Weight
+from ..formats import BLOCKS, Float8Format, GGUFBlockFormat, IntegerFormat, NvFp4Format, Weight
 from ..formats.integer import halves
 
 ROWS = 64  # rows of a weight that lie together
@@ -45,9 +45,9 @@ class QuantWeight:
     per: int  # planes of a group; 0: factors are of whole rows
     words: Tensor  # int32 [N / 64, chunks, 64, plane]
     scale: Tensor | None  # int32 [N / 64, chunks, 64, pairs]: a float16 or bfloat16 for each of two groups
-    lift: Tensor | None  # the same: what is added for each unit of the group's sum of x
+    zero_point: Tensor | None  # the same: what is added for each unit of the group's sum of x
     factor: Tensor | None  # float32 [N, filled up to whole 64]
-    half: bool  # scale and lift are float16
+    half: bool  # scale and zero_point are float16
     order: Tensor | None = None  # int64 [K]: the columns of x that the weight's stand for
     high: Tensor | None = None  # uint8 or int16 [N / 64, chunks, 64, plane]: of five and six bits those above each word's nibbles
 
@@ -77,7 +77,7 @@ class QuantWeight:
 
     @property
     def nbytes(self) -> int:
-        tensors = (self.words, self.high, self.scale, self.lift, self.factor, self.order)
+        tensors = (self.words, self.high, self.scale, self.zero_point, self.factor, self.order)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def view(self, *shape: int) -> QuantWeight:
@@ -107,7 +107,7 @@ class Grid:
     group: int  # 0: the whole row
     values: Callable[[int, int], Tensor]  # rows lo..hi-1 as uint8 [hi - lo, K], one code a byte
     scale: Tensor  # [N, K / group]
-    lift: Tensor | None = None
+    zero_point: Tensor | None = None
     factor: Tensor | None = None  # [N, 1]
     order: Tensor | None = None
 
@@ -123,13 +123,13 @@ def repack(weight: Weight) -> QuantWeight | None:
     bits = grid.codes.bits
     planes, plane = 32 // bits, 16 if grid.group == 16 else 32
     columns = planes * plane
-    if grid.group == 0 and grid.lift is not None:  # an offset of whole rows: as if each chunk were a group
+    if grid.group == 0 and grid.zero_point is not None:  # an offset of whole rows: as if each chunk were a group
         count = -(-k // columns)
-        grid = replace(grid, group=columns, scale=grid.scale.expand(-1, count), lift=grid.lift.expand(-1, count))
+        grid = replace(grid, group=columns, scale=grid.scale.expand(-1, count), zero_point=grid.zero_point.expand(-1, count))
     if grid.group > columns:
         each = grid.group // columns
-        lift = None if grid.lift is None else grid.lift.repeat_interleave(each, 1)
-        grid = replace(grid, group=columns, scale=grid.scale.repeat_interleave(each, 1), lift=lift)
+        zero_point = None if grid.zero_point is None else grid.zero_point.repeat_interleave(each, 1)
+        grid = replace(grid, group=columns, scale=grid.scale.repeat_interleave(each, 1), zero_point=zero_point)
     chunks, tiles = -(-k // columns), -(-n // ROWS)
     device = next(iter(weight.tensors.values())).device
     words = torch.empty((tiles, chunks, ROWS, plane), dtype=torch.int32, device=device)
@@ -143,7 +143,7 @@ def repack(weight: Weight) -> QuantWeight | None:
         if high is not None:
             high[lo:hi] = pack(block >> 4, hi - lo, chunks, planes, plane, above, 4 * above)
     per = grid.group // plane
-    factor, scale, lift, half = grid.factor, None, None, False
+    factor, scale, zero_point, half = grid.factor, None, None, False
     if per == 0:
         factor = grid.scale.float() if factor is None else factor * grid.scale.float()
     else:
@@ -151,14 +151,14 @@ def repack(weight: Weight) -> QuantWeight | None:
         if grid.scale.dtype == torch.float32:  # the largest of a row is 1, so that float16 holds all of them well
             largest = grid.scale.abs().amax(1, keepdim=True).clamp_min(1e-30)
             factor = largest if factor is None else factor * largest
-            grid = replace(grid, scale=grid.scale / largest, lift=None if grid.lift is None else grid.lift / largest)
+            grid = replace(grid, scale=grid.scale / largest, zero_point=None if grid.zero_point is None else grid.zero_point / largest)
         kind = torch.float16 if half else torch.bfloat16
         scale = pairs(grid.scale.to(kind), tiles, chunks, planes // per)
-        lift = None if grid.lift is None else pairs(grid.lift.to(kind), tiles, chunks, planes // per)
+        zero_point = None if grid.zero_point is None else pairs(grid.zero_point.to(kind), tiles, chunks, planes // per)
     if factor is not None:
         factor = torch.nn.functional.pad(factor.reshape(-1), (0, tiles * ROWS - n)).contiguous()
     order = None if grid.order is None else grid.order.long()
-    return QuantWeight((n, k), grid.codes, plane, per, words, scale, lift, factor, half, order, high)
+    return QuantWeight((n, k), grid.codes, plane, per, words, scale, zero_point, factor, half, order, high)
 
 
 def pack(codes: Tensor, tiles: int, chunks: int, planes: int, plane: int, bits: int, column: int = 16) -> Tensor:
@@ -185,22 +185,22 @@ def pairs(numbers: Tensor, tiles: int, chunks: int, groups: int) -> Tensor:
 
 def _grid(weight: Weight) -> Grid | None:
     format, t = weight.format, weight.tensors
-    if isinstance(format, Integer):
+    if isinstance(format, IntegerFormat):
         scale, middle = t["scale"], 1 << (format.bits - 1)
-        lift = None
-        if format.lifted:
-            lift = -scale.float() * (t["zero"].float() - middle)
+        zero_point = None
+        if format.has_zero_point:
+            zero_point = -scale.float() * (t["zero"].float() - middle)
             small = scale.float().abs()
             if scale.dtype == torch.bfloat16 and bool(((small > 6.2e-5) & (small < 6e4)).all()):
                 scale = scale.to(torch.float16)  # exact, and the offset keeps three more bits
         if format.bits == 4:
-            return Grid(Codes.INT4, format.group, lambda lo, hi: halves(t["q"][lo:hi]), scale, lift, order=t.get("order"))
-        return Grid(Codes.INT8, format.group, lambda lo, hi: t["q"][lo:hi] ^ 128, scale, lift, order=t.get("order"))
-    if isinstance(format, Float8):
+            return Grid(Codes.INT4, format.group, lambda lo, hi: halves(t["q"][lo:hi]), scale, zero_point, order=t.get("order"))
+        return Grid(Codes.INT8, format.group, lambda lo, hi: t["q"][lo:hi] ^ 128, scale, zero_point, order=t.get("order"))
+    if isinstance(format, Float8Format):
         return Grid(Codes.FP8, format.group, lambda lo, hi: t["q"][lo:hi].view(torch.uint8), t["scale"])
-    if isinstance(format, NvFp4):
+    if isinstance(format, NvFp4Format):
         return Grid(Codes.FP4, 16, lambda lo, hi: halves(t["q"][lo:hi]), t["scale"].to(torch.bfloat16), factor=t["factor"])
-    return _gguf(format.kind, t["blocks"], weight.shape[1]) if isinstance(format, Block) else None
+    return _gguf(format.kind, t["blocks"], weight.shape[1]) if isinstance(format, GGUFBlockFormat) else None
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
@@ -240,7 +240,7 @@ def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
         a, b, c = blocks[:, :, 4:8], blocks[:, :, 8:12], blocks[:, :, 12:16]
         scales = torch.cat((a & 63, (c & 15) | ((a >> 6) << 4)), dim=-1).float() * _half(blocks, 0).float()
         minima = torch.cat((b & 63, (c >> 4) | ((b >> 6) << 4)), dim=-1).float() * _half(blocks, 2).float()
-        scale, lift = flat(scales).to(torch.float16), flat(-minima).to(torch.float16)
+        scale, zero_point = flat(scales).to(torch.float16), flat(-minima).to(torch.float16)
 
         def fine(lo: int, hi: int) -> Tensor:
             low = blocks[lo:hi, :, -128:].unflatten(-1, (4, 32))  # each 32 bytes hold two groups
@@ -250,7 +250,7 @@ def _gguf(kind: str, rows: Tensor, k: int) -> Grid | None:
                 q = q | (((blocks[lo:hi, :, None, 16:48] >> bits) & 1) << 4)
             return flat(q)
 
-        return Grid(Codes.UINT4 if kind == "Q4_K" else Codes.UINT5, 32, fine, scale, lift)
+        return Grid(Codes.UINT4 if kind == "Q4_K" else Codes.UINT5, 32, fine, scale, zero_point)
     if kind == "Q6_K":
         scale6 = blocks[:, :, 192:208].view(torch.int8).float() * _half(blocks, 208).float()
 

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...types import AttnSpec, KVView
-from .common import start
+from .common import pdl_start
 
 PROMPT = 256  # rows from which a program takes several heads: there are enough programs
 FEW_HEADS, FEW_ROWS = 8, range(5, 17)  # of so few heads it takes several of so many rows: steps of E2B gain 0.9 %; 40 rows lose 0.5
@@ -22,7 +22,7 @@ def angles_kernel(positions, inv_freq, cos, sin, n, BLOCK: tl.constexpr, PDL: tl
     i = tl.arange(0, BLOCK)
     ok = i < n
     freq = tl.load(inv_freq + i, mask=ok, other=0.0)
-    start(PDL)
+    pdl_start(PDL)
     angle = tl.load(positions + row).to(tl.float32) * freq
     tl.store(cos + row * n + i, tl.cos(angle), mask=ok)
     tl.store(sin + row * n + i, tl.sin(angle), mask=ok)
@@ -68,7 +68,7 @@ def rope_write_kernel(
     if K_NORM:
         ka = tl.load(k_norm + i, mask=i < of_k, other=0.0)
         kb = tl.load(k_norm + HALF + i, mask=i < of_k, other=0.0)
-    start(PDL)
+    pdl_start(PDL)
     source = head
     if K_EQ_V:
         source = tl.where(first >= HEADS + KV_HEADS, head - KV_HEADS, head)
@@ -132,7 +132,7 @@ def rope_write(
     some = some or (math.gcd(4 if half <= 128 else 2, spec.heads) if several else 1)
     rope_write_kernel[(rows, spec.heads // some + (2 * triton.cdiv(spec.kv_heads, some) if spec.writes else 0))](
         qkv, cos, sin, cos if q_norm is None else q_norm, cos if k_norm is None else k_norm, q, keys, values, table,
-        kv.positions if kv.places is None else kv.places, kv.row_seq, qkv.stride(0), table.stride(0), keys.stride(0), spec.eps,
+        kv.positions if kv.kv_slots is None else kv.kv_slots, kv.row_seq, qkv.stride(0), table.stride(0), keys.stride(0), spec.eps,
         HEADS=spec.heads, KV_HEADS=spec.kv_heads, HALF=half, BLOCK=triton.next_power_of_2(half), PAGE=kv.page_size,
         Q_NORM=q_norm is not None, K_NORM=k_norm is not None, K_EQ_V=spec.k_eq_v, NORM_V=spec.norm_v, SOME=some, PDL=pdl,
         num_warps=some, **({"launch_pdl": True} if pdl else {}),

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import start
+from .common import pdl_start
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def route_kernel(
     """z [R, E] float32 router logits -> the TOP best experts in order (ties: the lower id), weights summing to 1 before scale."""
     row = tl.program_id(0)
     ids, slot = tl.arange(0, BLOCK), tl.arange(0, SLOTS)
-    start(PDL)
+    pdl_start(PDL)
     logit = tl.load(z + row * EXPERTS + ids, mask=ids < EXPERTS, other=float("-inf"))
     before = (logit[:, None] > logit[None, :]) | ((logit[:, None] == logit[None, :]) & (ids[:, None] < ids[None, :]))
     rank = tl.sum(before.to(tl.int32), 0)  # how many stand before each
@@ -47,7 +47,7 @@ def group_kernel(chosen, members, counts, pairs, BLOCK: tl.constexpr, PDL: tl.co
     """One expert a program: it puts its pairs, ascending, behind those of the experts before it."""
     e = tl.program_id(0)
     i = tl.arange(0, BLOCK)
-    start(PDL)
+    pdl_start(PDL)
     before = 0
     for base in range(0, pairs, BLOCK):
         before += tl.sum((tl.load(chosen + base + i, mask=base + i < pairs, other=1 << 30) < e).to(tl.int32), 0)

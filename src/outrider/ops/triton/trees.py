@@ -14,26 +14,26 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from ...types import AttnSpec, KVView
-from ..trees import BRANCH, WIDTH, Front, Nodes, Noise, Planted
+from ..trees import BRANCH, WIDTH, FixedTree, Frontier, Nodes, Noise
 from .choose import gumbel
-from .common import start
+from .common import pdl_start
 
 CHUNK = 2048  # columns of scores a program
 
 
-@triton.jit(do_not_specialize_on_alignment=["seed", "position", "hot", "temperature"])
+@triton.jit(do_not_specialize_on_alignment=["seed", "position", "sampled", "temperature"])
 def best_kernel(
-    logits, ids, seed, position, temperature, hot, best, where, mass, n, chunks,
+    logits, ids, seed, position, temperature, sampled, best, where, mass, n, chunks,
     WIDTH: tl.constexpr, BRANCH: tl.constexpr, NOISE: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best columns of a chunk of a row's (noisy) logits, and the sum of all its powers relative to the very best."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = chunk * CHUNK + tl.arange(0, CHUNK)
     ok = i < n
-    start(PDL)
+    pdl_start(PDL)
     z = tl.load(logits + row * n + i, mask=ok, other=float("-inf"))
     if NOISE:  # noqa: SIM102
-        if tl.load(hot + row // WIDTH) != 0:
+        if tl.load(sampled + row // WIDTH) != 0:
             token = i.to(tl.int64)
             if IDS:
                 token = tl.load(ids + row * n + i, mask=ok, other=0)
@@ -57,14 +57,14 @@ def _before(a, i):
 
 @triton.jit
 def branch_kernel(
-    ids, best, where, mass, of_node, of_chance, of_line, tokens, parents, chance, line, to_tokens, to_before, to_node, to_chance, to_line,
+    ids, best, where, mass, of_node, of_chance, of_line, tokens, parents, chance, chain, to_tokens, to_before, to_node, to_chance, to_line,
     n, chunks, found, first,
     WIDTH: tl.constexpr, BRANCH: tl.constexpr, IDS: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The children of the WIDTH rows of a sequence, and the WIDTH likeliest of all of them."""
     b = tl.program_id(0).to(tl.int64)
     w, c, r, i = tl.arange(0, WIDTH), tl.arange(0, SPACE), tl.arange(0, BRANCH), tl.arange(0, WIDTH * BRANCH)
-    start(PDL)
+    pdl_start(PDL)
     row = b * WIDTH + w
     ok = (c < BRANCH * chunks)[None, :] & (w >= 0)[:, None]
     z = tl.load(best + row[:, None] * (BRANCH * chunks) + c[None, :], mask=ok, other=float("-inf"))  # [W, chunks of BRANCH]
@@ -91,7 +91,7 @@ def branch_kernel(
     tl.store(tokens + to, token)
     tl.store(parents + to, tl.load(of_node + of))
     tl.store(chance + to, likely)
-    tl.store(line + to, on_line)
+    tl.store(chain + to, on_line)
     place = tl.sum(_before(likely, i), 1)
     on, goes = b * WIDTH + place, place < WIDTH
     tl.store(to_tokens + on, token, mask=goes)
@@ -101,23 +101,23 @@ def branch_kernel(
     tl.store(to_line + on, on_line, mask=goes)
 
 
-def branch(logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front, nodes: Nodes, level: int, pdl: bool) -> Front:
+def branch(logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Frontier, nodes: Nodes, level: int, pdl: bool) -> Frontier:
     (rows, n), device = logits.shape, logits.device
     chunks = triton.cdiv(n, CHUNK)
     best = torch.empty((rows, chunks, BRANCH), dtype=torch.float32, device=device)
     where = torch.empty((rows, chunks, BRANCH), dtype=torch.int32, device=device)
     mass = torch.empty((rows, chunks), dtype=torch.float32, device=device)
     logits, named = logits.contiguous(), logits if ids is None else ids.contiguous()
-    drawn = (mass,) * 4 if noise is None else (noise.seed, noise.position, noise.temperature, noise.hot.view(torch.uint8))
+    drawn = (mass,) * 4 if noise is None else (noise.seed, noise.position, noise.temperature, noise.sampled.view(torch.uint8))
     launch = {"launch_pdl": True} if pdl else {}
     same = dict(WIDTH=WIDTH, BRANCH=BRANCH, IDS=ids is not None, PDL=pdl, **launch)
     best_kernel[(rows, chunks)](
         logits, named, *drawn, best, where, mass, n, chunks, NOISE=noise is not None, CHUNK=CHUNK, num_warps=4, **same
     )
-    nxt = Front(*(torch.empty_like(t) for t in (front.tokens, front.before, front.node, front.chance, front.line)))
+    nxt = Frontier(*(torch.empty_like(t) for t in (front.tokens, front.before, front.node, front.chance, front.chain)))
     branch_kernel[(rows // WIDTH,)](
-        named, best, where, mass, front.node, front.chance, front.line, nodes.tokens, nodes.parents, nodes.chance, nodes.line,
-        nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.line, n, chunks, nodes.tokens.shape[1], level * WIDTH * BRANCH,
+        named, best, where, mass, front.node, front.chance, front.chain, nodes.tokens, nodes.parents, nodes.chance, nodes.chain,
+        nxt.tokens, nxt.before, nxt.node, nxt.chance, nxt.chain, n, chunks, nodes.tokens.shape[1], level * WIDTH * BRANCH,
         SPACE=triton.next_power_of_2(BRANCH * chunks), num_warps=1, **same,
     )  # fmt: skip
     return nxt
@@ -125,13 +125,13 @@ def branch(logits: Tensor, ids: Tensor | None, noise: Noise | None, front: Front
 
 @triton.jit(do_not_specialize_on_alignment=["scores", "ids"])
 def comb_kernel(
-    scores, ids, tokens, parents, chance, line, parts, of_batch, of_level,
+    scores, ids, tokens, parents, chance, chain, parts, of_batch, of_level,
     DEPTH: tl.constexpr, BRANCH: tl.constexpr, SPACE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The best of a step's scores and its rivals, level by level; the best one is what the next level follows."""
     b = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, SPACE)
-    start(PDL)
+    pdl_start(PDL)
     given = tl.full((), 1.0, tl.float32)
     for level in tl.static_range(DEPTH):
         at = b * of_batch + level * of_level
@@ -148,18 +148,18 @@ def comb_kernel(
             tl.store(tokens + to, tl.load(ids + at + tl.minimum(part, parts - 1)).to(tl.int64))
             tl.store(parents + to, b * 0 + ((level - 1) * BRANCH if level > 0 else -1))
             tl.store(chance + to, likely)
-            tl.store(line + to, 1 if rank == 0 else 0)
+            tl.store(chain + to, 1 if rank == 0 else 0)
             if rank == 0:
                 given = likely
             z = tl.where(c == part, float("-inf"), z)
 
 
-def comb(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
+def chain_with_runner_ups(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
     batch, depth, parts = scores.shape
     assert scores.stride(2) == 1 and scores.stride() == ids.stride()
     nodes = Nodes.of(batch, depth, scores.device, 1)
     comb_kernel[(batch,)](
-        scores, ids, nodes.tokens, nodes.parents, nodes.chance, nodes.line, parts, scores.stride(0), scores.stride(1),
+        scores, ids, nodes.tokens, nodes.parents, nodes.chance, nodes.chain, parts, scores.stride(0), scores.stride(1),
         DEPTH=depth, BRANCH=BRANCH, SPACE=triton.next_power_of_2(parts), PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return nodes
@@ -167,10 +167,10 @@ def comb(scores: Tensor, ids: Tensor, pdl: bool) -> Nodes:
 
 @triton.jit
 def plant_kernel(
-    tokens, parents, chance, line, to_tokens, to_depth, to_paths, to_above,
+    tokens, parents, chance, chain, to_tokens, to_depth, to_paths, to_above,
     FOUND: tl.constexpr, SPACE: tl.constexpr, COUNT: tl.constexpr, EACH: tl.constexpr, DEPTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The COUNT likeliest of FOUND nodes, EACH a level, in their order; and the path of each. The next kernels may not start before this
+    """The COUNT likeliest of FOUND nodes, EACH a level, in their order; and the path of each. The next kernels may not pdl_start before this
     one ends: attention looks at paths before it waits."""
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPACE)
@@ -180,7 +180,7 @@ def plant_kernel(
         gdc_wait()
     likely = tl.load(chance + at, mask=real, other=-1.0)
     kept = real & (tl.sum(_before(likely, i), 1) < COUNT)
-    order = tl.where(tl.load(line + at, mask=real, other=0) > 0, i, i + SPACE)
+    order = tl.where(tl.load(chain + at, mask=real, other=0) > 0, i, i + SPACE)
     number = 1 + tl.sum(((order[None, :] < order[:, None]) & kept[None, :]).to(tl.int32), 1)  # of the row, where it is kept
     tl.store(to_tokens + b * COUNT + number - 1, tl.load(tokens + at, mask=real, other=0), mask=kept)
     first, depth = b * (COUNT + 1), i // EACH + 1
@@ -201,15 +201,15 @@ def plant_kernel(
     tl.store(to_above + first, first * 0 - 1)
 
 
-def plant(nodes: Nodes, count: int, depth: int, pdl: bool) -> Planted:
+def build_fixed_tree(nodes: Nodes, count: int, depth: int, pdl: bool) -> FixedTree:
     (batch, found), device = nodes.tokens.shape, nodes.tokens.device
     rows = batch * (count + 1)
-    made = Planted(
+    made = FixedTree(
         torch.empty((batch, count), dtype=torch.int64, device=device), torch.empty(rows, dtype=torch.int64, device=device),
         torch.empty((rows, depth + 1), dtype=torch.int32, device=device), torch.empty(rows, dtype=torch.int64, device=device),
     )  # fmt: skip
     plant_kernel[(batch,)](
-        nodes.tokens, nodes.parents, nodes.chance, nodes.line, made.tokens, made.depth, made.paths, made.above,
+        nodes.tokens, nodes.parents, nodes.chance, nodes.chain, made.tokens, made.depth, made.ancestors, made.parent_rows,
         FOUND=found, SPACE=triton.next_power_of_2(found), COUNT=count, EACH=found // depth, DEPTH=depth, PDL=pdl, num_warps=8,
         **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
@@ -223,7 +223,7 @@ def walk_kernel(
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SPACE)
-    start(PDL)
+    pdl_start(PDL)
     first, end = tl.load(start_of + b).to(tl.int64), tl.load(start_of + b + 1).to(tl.int64)
     row = first + i
     mine = row < end
@@ -246,7 +246,7 @@ def walk_kernel(
     tl.store(to_accepted + b, accepted)
 
 
-def walk(
+def accept_path(
     chosen: Tensor, ids: Tensor, above: Tensor, rows: int, start_of: Tensor, deepest: int, limit: Tensor | None, pdl: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """rows: most of one sequence."""
@@ -264,16 +264,16 @@ def walk(
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table", "length", "accepted", "rows"])
 def keep_path_kernel(
     caches, table, rows, accepted, length, table_stride, page_stride, like,
-    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, DEEP: tl.constexpr, SPACE: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, TREE_DEPTH: tl.constexpr, SPACE: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One head of the keys or values of one layer of one sequence a program: all that is moved is read before any of it is written."""
     cache, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     depth, d = tl.arange(0, SPACE), tl.arange(0, DP)
-    start(PDL)
+    pdl_start(PDL)
     base, taken = tl.load(length + b), tl.load(accepted + b)
-    source = tl.load(rows + b * DEEP + depth, mask=depth < DEEP, other=0)
-    moves = (depth < DEEP) & (depth <= taken) & (source != depth)
+    source = tl.load(rows + b * TREE_DEPTH + depth, mask=depth < TREE_DEPTH, other=0)
+    moves = (depth < TREE_DEPTH) & (depth <= taken) & (source != depth)
     if tl.sum(moves.to(tl.int32), 0) > 0:
         to = tl.load(caches + cache).to(tl.pointer_type(like.dtype.element_ty))
         pages = table + b * table_stride
@@ -299,7 +299,7 @@ class Pointers:
         return self.made[where]
 
 
-def keep_path(
+def compact_kv(
     rows: Tensor, accepted: Tensor, length: Tensor, specs: Sequence[AttnSpec], kv: KVView, pointers: Pointers, pdl: bool
 ) -> None:  # fmt: skip
     """One launch for all layers of one shape."""
@@ -312,6 +312,6 @@ def keep_path(
         table = kv.tables["full" if group == "full" else "sliding"]
         keep_path_kernel[(len(caches), kv_heads, rows.shape[0])](
             pointers.of(caches), table, rows, accepted, length, table.stride(0), caches[0].stride(0), caches[0],
-            D=dim, DP=triton.next_power_of_2(dim), PAGE=kv.page_size, DEEP=rows.shape[1],
+            D=dim, DP=triton.next_power_of_2(dim), PAGE=kv.page_size, TREE_DEPTH=rows.shape[1],
             SPACE=triton.next_power_of_2(rows.shape[1]), PDL=pdl, num_warps=4, **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip

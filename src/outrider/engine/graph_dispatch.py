@@ -1,0 +1,71 @@
+"""Which decode steps a server captures before its first request, and which graph serves a step that has none of its own.
+
+Capturing a step takes a tenth of a second, more where kernels are compiled first, and everybody who is being served waits for it. So:
+
+- `warmup_keys`: a few graphs are captured before the server says that it is ready;
+- `cheapest_covering`: a step runs in the cheapest graph that holds it, which may have more sequences (idle ones fill it up), more drafted tokens (a
+  limit leaves them out), a longer context, or a way of choosing that does more. The tokens have the same bits;
+- `padded`: a step that no graph holds is captured with room to spare, so that few are;
+- `oversized`: a step that has run `OFTEN` times in a graph with more drafted tokens than it needs, or with more sequences (and more than
+  `FEW`, which cost about what one costs), gets a graph of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import get_args
+
+from .decode import Choosing, Key
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+NEAR, FURTHER = 2048, 4  # positions of the nearest context, and how many times as far the next one reaches
+FAR_BATCH = 16  # sequences that a server has the second context for from the beginning
+OFTEN, FEW = 64, 8  # steps; sequences that cost about what one costs
+WAYS: tuple[Choosing, ...] = get_args(Choosing)  # the later ones do what the earlier ones do, and more
+
+
+def covers(there: Key, wanted: Key) -> bool:
+    """Can the step run in this graph?"""
+    same = (there.source, there.part, there.asks, there.nodes) == (wanted.source, wanted.part, wanted.asks, wanted.nodes)
+    deep = there.k == wanted.k or (there.k > wanted.k > 0 and not wanted.nodes)
+    wide = there.batch >= wanted.batch and there.context >= wanted.context
+    return same and deep and wide and WAYS.index(there.choosing) >= WAYS.index(wanted.choosing)
+
+
+def cheapest_covering(there: Iterable[Key], wanted: Key) -> Key | None:
+    """The cheapest of these graphs that holds the step."""
+    fit = [key for key in there if covers(key, wanted)]
+    return min(fit, key=lambda key: (key.batch * (key.k + 1), WAYS.index(key.choosing), key.context), default=None)
+
+
+def oversized(found: Key, wanted: Key) -> bool:
+    """Does the step pay for more than it needs?"""
+    return found.k > wanted.k or found.batch > max(wanted.batch, FEW)
+
+
+def padded(key: Key, most: int, furthest: int, rows: int) -> Key:
+    """What is captured for a step that no graph holds; one with trees as it is, since attention keeps sums of every row of them by pieces
+    of the context. most: sequences that there can be; furthest: positions; rows: of a captured step."""
+    if key.nodes:
+        return key
+    batch = next((size for size in BATCHES if size >= key.batch), key.batch)
+    batch = batch if batch <= most and batch * (key.drafted + 1) <= rows else key.batch
+    context = NEAR
+    while context < key.context:
+        context *= FURTHER
+    return replace(key, batch=batch, context=max(key.context, min(context, furthest)))
+
+
+def warmup_keys(most: int, furthest: int, rows: int, widths: Sequence[int]) -> list[Key]:
+    """The steps that a server will want, those of most rows first, so that the others find their memory there. widths: the K of
+    its sequences."""
+    batches = [*(size for size in BATCHES if size < most), most]
+    shapes = [(batch, min(NEAR, furthest)) for batch in batches]
+    shapes += [(batch, min(NEAR * FURTHER, furthest)) for batch in batches if batch <= FAR_BATCH and furthest > NEAR]
+    ways: tuple[Choosing, ...] = ("sampled", "greedy")
+    keys = [
+        Key(batch, k, context, way, "drafter" if k else None)
+        for k in dict.fromkeys(widths) for batch, context in shapes for way in ways if batch * (k + 1) <= rows
+    ]  # fmt: skip
+    return sorted(keys, key=lambda key: -key.batch * (key.k + 1))

@@ -1,0 +1,171 @@
+"""How much context there is room for: the model's own limit, what was asked for, and the memory for K/V.
+
+On a CPU, K/V shares the memory with whatever else runs there, so it takes little unless asked. On a GPU it takes what weights and work
+leave of the share that was granted (`EngineConfig.gpu_memory`). Full layers keep every position; sliding ones only a window of each
+sequence, so the two kinds of pages are divided such that as many sequences of a usual length as possible fit.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..cache.store import row_width
+from ..config import EngineConfig
+from ..models.config import ModelConfig
+from ..models.inspect import flops, model_size, work_bytes
+from ..types import MAX_DRAFT, OutriderError
+
+UNKNOWN = 1 << 62  # bytes, where nobody tells how many are free
+KV_BYTES = 2 << 30  # K/V of all sequences together on a CPU, unless one alone may need more
+SHARE = 8  # of the free memory, one sequence's K/V may take an eighth without being asked to
+USUAL = 4096  # tokens; no default is less, unless the model is
+SERVED = 8192  # tokens of context that a GPU's pages are divided for
+PASS = 1.25e14  # operations of a pass over prompts, a quarter of a second on an H200: running streams wait for no more
+FEWEST = 2048  # rows of such a pass, however long it takes: with fewer the matrix units would wait for memory
+SUMMED, PIECES = 65, 88  # last rows of a captured pass, and pieces of 8,192 positions as attention cuts them (ops/triton/attention.py)
+
+
+@dataclass(frozen=True)
+class KVBudget:
+    max_context: int  # prompt and answer of one sequence
+    tokens: int  # positions of K/V of full layers in all
+    window_tokens: int | None = None  # of sliding layers; None: as many as all slots can ever hold
+    pass_rows: int = 0  # of the largest pass over prompts that is captured as a CUDA graph
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be had there, on a CPU within the limit of the container; UNKNOWN where nobody tells."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = UNKNOWN
+    with suppress(OSError, StopIteration, ValueError), open("/proc/meminfo", encoding="ascii") as file:
+        free = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
+    return min(free, container_bytes(Path("/sys/fs/cgroup")))
+
+
+def container_bytes(root: Path) -> int:
+    """What the limit of a container (control groups of version 2, or 1) leaves; UNKNOWN without one. Files that the system keeps in
+    memory count as used there, and make room when somebody asks for it."""
+    for limit, used, stat, files in (
+        ("memory.max", "memory.current", "memory.stat", "file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
+    ):
+        with suppress(OSError, ValueError):
+            counts = dict(line.split() for line in (root / stat).read_text(encoding="ascii").splitlines())
+            most = (root / limit).read_text(encoding="ascii").strip()
+            if most != "max":
+                taken = int((root / used).read_text(encoding="ascii")) - int(counts.get(files, 0))
+                return max(0, int(most) - max(0, taken))
+    return UNKNOWN
+
+
+def gpu_budget(config: EngineConfig, model: ModelConfig, device: torch.device, rows: int, pass_rows: int) -> int:
+    """Bytes for K/V: what is free, less the share that was not granted and what work needs. rows: the most of one step; pass_rows: of
+    the largest pass over prompts that is captured."""
+    free, total = torch.cuda.mem_get_info(device)
+    work = work_bytes(model.vocab_size, rows) + captured_bytes(model, pass_rows)
+    return int(free - (1.0 - config.gpu_memory) * total) - work
+
+
+def captured_bytes(model: ModelConfig, rows: int) -> int:
+    """What captured passes over prompts of up to so many rows hold: all share the memory of the largest. Of every row what one layer makes
+    of it; and of the last rows of many sequences the sums of attention, piece by piece of a context."""
+    if not rows:
+        return 0
+    sums = max(layer.attn.heads * layer.attn.head_dim for layer in model.layers)
+    return 2 * rows * row_numbers(model) + 4 * SUMMED * PIECES * sums
+
+
+def row_numbers(model: ModelConfig) -> int:
+    """Numbers that a pass makes of one row in its widest layer."""
+    return max(2 * layer.attn.qkv_rows + 2 * layer.intermediate for layer in model.layers) + 8 * model.hidden
+
+
+def spare_bytes(config: EngineConfig, device: torch.device) -> int:
+    """Bytes of a GPU outside the share that weights, K/V and work were granted (`EngineConfig.gpu_memory`); 0 on a CPU."""
+    return int((1.0 - config.gpu_memory) * torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
+
+
+def plan_kv_memory(config: EngineConfig, model: ModelConfig, dtype: torch.dtype, free: int, batch: int = 8, budget: int | None = None) -> KVBudget:
+    """What the configuration asks for; where it asks for nothing, as much context as the model knows and the memory holds. batch:
+    sequences at once where the configuration does not say; budget: bytes for K/V on a GPU."""
+    batch, size = config.max_batch or batch, torch.empty((), dtype=dtype).element_size()
+    each = {i: 2 * model.layers[i].attn.kv_heads * row_width(model.layers[i].attn.head_dim, dtype) * size for i in model.kv_layers}
+    full = sum(n for i, n in each.items() if model.layers[i].attn.window is None)  # bytes a position; windows do not grow with the context
+    asked = min(config.max_context or model.max_context, model.max_context)
+    if budget is not None and config.kv_tokens is None:
+        windows = [model.layers[i].attn.window or 0 for i in model.kv_layers]
+        return _divided(config, asked, full, sum(each.values()) - full, max(windows), batch, budget)
+    per_token = sum(each.values())
+    if config.max_context is None and budget is None:
+        asked = min(model.max_context, max(USUAL, max(KV_BYTES, free // SHARE) // per_token - config.page_size))
+    if full * asked > free:
+        raise _too_long(asked, full * asked, free)
+    tokens = config.kv_tokens or min(batch * asked, max(asked, KV_BYTES // per_token)) + config.page_size
+    return KVBudget(asked, tokens)
+
+
+def _divided(config: EngineConfig, asked: int, full: int, sliding: int, window: int, batch: int, budget: int) -> KVBudget:
+    """A GPU's budget divided between full and sliding layers. full, sliding: bytes of a position in all layers of that kind."""
+    page = config.page_size
+    held = window + MAX_DRAFT + 1 + 2 * page  # positions that a decoding sequence keeps in sliding layers
+    chunk = config.prefill_chunk or 1024
+    # What prompts write ahead of their window: a 24th, with which 31B on an H200 serves 40 sequences of 8k. Fewer leave prompts more.
+    spare = max(chunk, min(8 * chunk, budget // (24 * sliding))) if sliding else 0
+    served = max(1, min(batch, (budget - spare * sliding) // max(1, min(asked, SERVED) * full + held * sliding)))
+    if full:  # one sequence must be able to have the whole context, however few others then fit
+        served = max(1, min(served, (budget - spare * sliding - (asked + page) * full) // max(1, held * sliding))) if sliding else served
+    window_tokens = served * held + spare
+    tokens = (budget - window_tokens * sliding) // full if full else batch * asked + page
+    tokens = min(tokens, batch * asked + page)
+    if tokens < asked + page:
+        if config.max_context is not None or tokens <= 2 * page:
+            raise _too_long(asked, (asked + page) * full + window_tokens * sliding, budget)
+        asked = tokens - page
+    return KVBudget(asked, tokens, window_tokens if sliding else None)
+
+
+def swap_bytes(config: EngineConfig) -> int:
+    """Host memory for the K/V of pre-empted sequences, in bytes. More than is free now is refused; it is taken when it is first needed, and
+    where the system then gives none, the sequence is computed again."""
+    asked, free = int(config.swap * 2**30), free_bytes(torch.device("cpu"))
+    if asked > free:
+        raise OutriderError(f"--swap {config.swap:g}: {free / 2**30:.1f} GiB of host memory are free: ask for less")
+    return asked
+
+
+def max_batched_prefill(model: ModelConfig, most: int) -> int:
+    """Prompt tokens of all sequences in one pass. A small model takes more of them: its passes are short, and one costs the host as much
+    as a pass of a large model."""
+    rows, size = most, model_size(model)
+    while rows > FEWEST and flops(size, rows, 0, 0) > PASS:
+        rows //= 2
+    return rows
+
+
+def prefill_with_decodes(model: ModelConfig, rows: int, work: float, most: int) -> int:
+    """Prompt tokens of a step beside sequences that decode: `rows`, or up to `most` where the model is so small that these take
+    no more operations than `work`."""
+    size = model_size(model)
+    while rows and 2 * rows <= most and flops(size, 2 * rows, 0, 0) <= work:
+        rows *= 2
+    return rows
+
+
+def prefill_idle(model: ModelConfig, rows: int, most: int, spare: int) -> int:
+    """Prompt tokens of a pass while no sequence decodes: up to `most`, as long as the activations of so many rows take at most a quarter of
+    `spare` (see `spare_bytes`), and never fewer than `rows` (see `max_batched_prefill`)."""
+    while most > rows and 2 * most * row_numbers(model) > spare // 4:
+        most //= 2
+    return max(rows, most)
+
+
+def _too_long(context: int, need: int, free: int) -> OutriderError:
+    return OutriderError(
+        f"{context} tokens of context need {need / 2**30:.1f} GiB of K/V and {max(0, free) / 2**30:.1f} GiB of memory are free: "
+        f"lower --max-context"
+    )

@@ -1,0 +1,125 @@
+"""What all executors share: the model, the K/V cache, the drafter, and the hidden states that drafts start from, by slot.
+
+`ModelRunner.prompts` runs the prompt chunks of a step, `ModelRunner.score` reads a text without continuing it: both are the same whichever
+executor decodes. `ModelRunner.sampling` keeps the sampling parameters of the present batch as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..cache.store import KVStore, SeqCache, last_rows, ragged, upload
+from ..spec.choose import SamplingBatch
+from ..spec.drafter import Drafter
+from ..spec.protocols import Target
+from ..types import KVView
+from .step import ScheduledSeq, Seq
+
+
+@dataclass
+class ModelRunner:
+    model: Target
+    store: KVStore
+    drafter: Drafter | None
+    features: Tensor  # [slots + 1, H·(1 + taps)]: what a draft starts from; the last row is for rows that fill up a batch
+    eos: tuple[int, ...]
+    clock: Callable[[], float]
+    prompt_seconds: float = 0.0  # spent on prompts so far
+    divided: bool = False  # other processes run the same steps: where one of them fails none may go its own way
+    scratch: list[SeqCache] = field(default_factory=list)  # sequences that nobody asked for: what steps are timed on
+    scored: Callable[[SeqCache, list[int], int, bool], None] | None = None  # is told before a text is scored
+    _sampled: list[Seq] = field(default_factory=list)  # whose parameters `_sampling` holds
+    _sampling: SamplingBatch | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        return self.drafter.taps if self.drafter is not None else ()
+
+    @property
+    def vocab(self) -> int:
+        return self.model.config.vocab_size
+
+    def prompts(self, scheduled: Sequence[ScheduledSeq], run: Callable[[Sequence[ScheduledSeq]], None] | None = None, most: int = 0) -> None:
+        """Prompt chunks, packed into few passes. Each leaves the bits that it would leave alone: chunks share a pass only up to the
+        number of rows that the backend promises to be independent, and only long ones with long ones, for which attention has other
+        kernels; a chunk beyond that number runs by itself, and always with the same rows. run: another way to run a pass, of
+        at most so many rows (0: as many as are independent)."""
+        can, at = self.model.ops.capabilities, 0
+        fit = min(most or can.independent_rows, can.independent_rows)
+        scheduled = sorted(scheduled, key=lambda item: item.count > can.replay_rows)
+        while at < len(scheduled):
+            rows, end, long = scheduled[at].count, at + 1, scheduled[at].count > can.replay_rows
+            while end < len(scheduled) and rows + scheduled[end].count <= fit and (scheduled[end].count > can.replay_rows) == long:
+                rows, end = rows + scheduled[end].count, end + 1
+            began = self.clock()
+            (run or self.run)(scheduled[at:end])
+            seconds = self.clock() - began
+            self.prompt_seconds += seconds
+            for item in scheduled[at:end]:
+                item.seq.stats.prefill_s += seconds * item.count / rows
+            at = end
+
+    @torch.inference_mode()
+    def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
+        """One forward pass over some chunks. The last hidden state of a prompt is kept where its first draft starts from it; nobody reads
+        what comes out of the other rows."""
+        ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
+        kv = self._view([item.slot for item in scheduled], [(item.start, item.count) for item in scheduled])
+        ends = [i for i, item in enumerate(scheduled) if item.wanted]
+        out = self.model.forward(upload(ids, torch.int64, self.device), kv, self.taps, last_rows(kv, ends))
+        if ends:
+            self.features.index_copy_(0, upload([scheduled[i].slot for i in ends], torch.int64, self.device), out.features)
+
+    @torch.inference_mode()
+    def score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> Tensor:
+        """Hidden states [R, H] (or logits [R, V]) of the tokens of one sequence from position `begin` on; their K/V is written."""
+        if self.scored is not None:
+            self.scored(cache, tokens, begin, logits)
+        view = self._view([cache.slot], [(begin, len(tokens))])
+        hidden = self.model.forward(upload(tokens, torch.int64, self.device), view).hidden
+        return self.model.logits(hidden) if logits else hidden
+
+    def _view(self, slots: list[int], spans: list[tuple[int, int]]) -> KVView:
+        """For a pass over (first position, how many) of the sequences in these slots."""
+        device, (start, count) = self.device, spans[0]
+        if len(spans) == 1:
+            positions, starts = torch.arange(start, start + count, device=device), [0, count]
+            row_seq = torch.zeros_like(positions)
+        else:
+            places, owners, starts = ragged(spans)
+            positions, row_seq = upload(places, torch.int64, device), upload(owners, torch.int64, device)
+        widest, furthest = max(count for _, count in spans), max(start + count for start, count in spans)
+        where, row_start = upload(slots, torch.int64, device), upload(starts, torch.int32, device)
+        return self.store.view(where, positions, row_seq, row_start, widest, furthest)
+
+    def sampling(self, seqs: list[Seq]) -> SamplingBatch:
+        """Rebuilt only when the batch has changed: `SamplingBatch.commit` keeps it up to date in between."""
+        if self._sampling is None or self._sampled != seqs:
+            self._sampling = SamplingBatch.build(
+                [s.request.params for s in seqs], [s.request.prompt for s in seqs], [s.tokens[s.prompt_len :] for s in seqs],
+                self.vocab, self.device, self.eos,
+            )  # fmt: skip
+            self._sampled = seqs
+        return self._sampling
+
+    def scratch_slots(self, count: int, positions: int) -> list[int]:
+        """So many scratch sequences with room for `positions`, filled with whatever the cache holds; what does not fit stands on the
+        scratch page."""
+        while len(self.scratch) < count:
+            self.scratch.append(self.store.open([0], self.store.spec.page_size, reuse=False)[0])
+        for cache in self.scratch[:count]:
+            self.store.reserve(cache, positions)
+        return [cache.slot for cache in self.scratch[:count]]
+
+    def close_scratch(self) -> None:
+        for cache in self.scratch:
+            self.store.close(cache)
+        self.scratch.clear()

@@ -1,0 +1,71 @@
+"""One answer: its text as the tokens come, and where it ends.
+
+A cycle brings several tokens, but an answer ends at the token where plain decoding would have ended it: end tokens, the
+length, a stop string and a grammar's failure are looked for token by token, and what a cycle brought behind the end is
+dropped, with its log-probabilities and its count. So nothing in an answer depends on how far the drafter guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from ..types import Matcher, SamplingParams
+from .text import Detokenizer, overlap
+
+
+class Accepted(NamedTuple):
+    """What of a cycle's tokens belongs to the answer: as many of the first ones as there are `texts`."""
+
+    texts: list[str]  # what each token lets us show; "" while it may be half a character or the beginning of a stop string
+    finish: str | None = None  # stop | length | error
+    error: str | None = None
+    stopped_by: str | None = None  # the stop string that ended it
+
+
+class OutputProcessor:
+    def __init__(self, params: SamplingParams, eos: Collection[int], detok: Detokenizer | None, matcher: Matcher | None) -> None:
+        self.matcher = matcher
+        self._params, self._detok = params, detok
+        self.end_token_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos))
+        self._count = 0
+        self._held = ""  # text that might begin a stop string
+
+    def take(self, tokens: Sequence[int], room: int) -> Accepted:
+        """`room`: how many tokens the answer may still have, at least 1."""
+        texts: list[str] = []
+        for token in tokens:
+            self._count += 1
+            ended = token in self.end_token_ids and self._count >= self._params.min_tokens
+            finish, error = "stop" if ended else ("length" if len(texts) + 1 >= room else None), None
+            if self.matcher is not None:
+                self.matcher.advance([token])
+                error = self.matcher.failed
+                finish = finish if error is None else "error"
+            text, found = self._text(token, ended, finish is not None), None
+            if self._params.stop:
+                text, found = self._until_stop(text, finish is not None)
+                finish = "stop" if found is not None and error is None else finish
+            texts.append(text)
+            if finish is not None:
+                return Accepted(texts, finish, error, found)
+        return Accepted(texts)
+
+    def _text(self, token: int, ended: bool, last: bool) -> str:
+        if self._detok is None:
+            return ""
+        text = "" if ended else self._detok.push((token,))  # the token that ends an answer is not part of its text
+        return text + self._detok.flush() if last else text
+
+    def _until_stop(self, text: str, last: bool) -> tuple[str, str | None]:
+        """What of the text may be shown, and the stop string that ended it."""
+        stops = self._params.stop
+        self._held += text
+        found = sorted((at, stop) for stop in stops if (at := self._held.find(stop)) >= 0)
+        end = found[0][0] if found else len(self._held)
+        if found and self._params.include_stop:
+            end += len(found[0][1])
+        if not found and not last:
+            end -= max(overlap(self._held, stop) for stop in stops)
+        show, self._held = self._held[:end], self._held[end:]
+        return show, found[0][1] if found else None

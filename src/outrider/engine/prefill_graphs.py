@@ -1,0 +1,181 @@
+"""PrefillGraphs over chunks of prompts as CUDA graphs: hundreds of launches as one, so that the host is done long before the device.
+
+A pass is captured for a number of rows, a number of sequences and a bound of the context: when it is first needed, or, in a server, a few
+of them before the first request comes (`prepare`) and then no others. Chunks run in the smallest captured pass that holds them; where none
+does, their kernels are launched one by one. Rows beyond those of the chunks belong to an idle sequence on the scratch page and stand at
+position 0. So only backends whose rows are independent have captured passes: there a row has the same bits in any pass.
+
+Idle rows take the device as long as others do. So passes are captured only up to the number of rows that the device computes in the time
+the host takes to launch kernels one by one (`max_prefill_rows`): below that, a filled-up graph is done sooner. On a small model, where all of
+`ROWS` are below it, more rows go in several captured passes; on a large one, in a single pass launched kernel by kernel.
+
+On a device without graphs the captured function itself runs: the same code is tested on the CPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..cache.store import KVStore, ragged, upload
+from ..models.config import ModelConfig
+from ..models.inspect import flops, model_size
+from ..ops.backend import Capabilities
+from ..types import OutputRows
+from .capture import Graph, GraphPool
+from .model_runner import ModelRunner
+from .step import ScheduledSeq
+
+log = logging.getLogger("outrider")
+ROWS = (16, 64, 128, 256, 320, 384, 448, 512, 640, 768, 896, 1024, 1280, 1536, 1792, 2048)  # from 256 on a fifth at most fills up
+SEQUENCES = (8, 64)
+NEAR = 1024  # positions: a pass that stays below them is a graph of its own, since attention has faster kernels there
+LAUNCHING = 1.6e13  # operations of 30 ms on an H200, which the host takes at least to launch a pass kernel by kernel
+# What a server captures before the first request comes, for few sequences and any context; some of it also for the near context, and for
+# many sequences up to FAR positions, since attention keeps sums of every last row by pieces of its context.
+LIKELY = (64, 128, 256, 512, 768, 1024, 1536, 2048)
+NEARBY, CROWDED, FAR = (256, 1024), (512, 2048), 8192
+
+
+@dataclass(frozen=True)
+class PrefillKey:
+    """What a pass is captured for."""
+
+    rows: int
+    sequences: int  # beside the idle one
+    context: int  # no position may reach it
+    wanted: bool  # the last hidden state of some sequence
+
+    def covers(self, rows: int, sequences: int, end: int, wanted: bool) -> bool:
+        return self.wanted == wanted and self.rows >= rows and self.sequences >= sequences and self.context >= end
+
+
+class PrefillGraphs:
+    def __init__(self, runner: ModelRunner, most: int, pool: GraphPool):
+        """most: rows of the largest pass that is captured (`max_prefill_rows`); 0: none is."""
+        self.runner, self.pool, self.device = runner, pool, runner.device
+        self.idle = runner.store.spec.slots  # the table row that is all scratch page
+        self.most, self.furthest = most, furthest(runner.store)
+        self.pack = most if most == ROWS[-1] else 0  # rows of several chunks in one pass; 0: as many as are independent
+        self.fixed = False  # somebody waits for every step: nothing is captured any more
+        self.ran = 0  # rows so far, with those that filled passes up
+        self._refused: set[PrefillKey] = set()  # could not be captured
+        self._graphs: dict[PrefillKey, Graph] = {}
+        self._numbers = torch.zeros(size(ROWS[-1], SEQUENCES[-1]) if self.most else 0, dtype=torch.int64, device=self.device)
+
+    def run(self, scheduled: Sequence[ScheduledSeq]) -> None:
+        """One pass over some chunks."""
+        key = self.key(scheduled)
+        if key is None or not self.ready(key):
+            self.ran += sum(item.count for item in scheduled)
+            self.runner.run(scheduled)
+            return
+        self.ran += key.rows
+        self.runner.store.flush()
+        self._say(scheduled, key)
+        self._graphs[key].replay()
+
+    def key(self, scheduled: Sequence[ScheduledSeq]) -> PrefillKey | None:
+        """The graph these chunks run in, which may have to be captured; None: there is none, and will be none."""
+        count, end = sum(item.count for item in scheduled), max(item.start + item.count for item in scheduled)
+        wanted = any(item.wanted for item in scheduled)
+        if not self.fixed and count <= self.most and len(scheduled) <= SEQUENCES[-1]:
+            rows, sequences = next(n for n in ROWS if n >= count), next(n for n in SEQUENCES if n >= len(scheduled))
+            key = PrefillKey(rows, sequences, NEAR if end <= NEAR < self.furthest else self.furthest, wanted)
+            if key not in self._refused:
+                return key
+        there = [key for key in self._graphs if key.covers(count, len(scheduled), end, wanted)]
+        return min(there, key=lambda key: (key.rows, key.sequences, key.context), default=None)
+
+    def ready(self, key: PrefillKey) -> bool:
+        """Capture it if that has not been done. After a failure only passes of fewer rows are captured from then on; a line says so."""
+        if key in self._graphs or key in self._refused:
+            return key in self._graphs
+        self._say([], key)  # the warm-up runs on the scratch page alone
+        try:
+            with torch.inference_mode():
+                self._graphs[key] = Graph(partial(prompt_pass, self.runner, self._numbers, key), self.device, self.pool)
+        except Exception as error:
+            if self.device.type != "cuda" or self.runner.divided:
+                raise
+            self._refused.add(key)
+            if key.rows <= self.most:
+                self.most = max((n for n in ROWS if n < key.rows), default=0)
+                why = f"{type(error).__name__}: {error}".splitlines()[0]
+                log.warning("prompts: from now on CUDA graphs of at most %d rows: capturing %s failed (%s)", self.most, key, why)
+            return False
+        return True
+
+    def prepare(self) -> int:
+        """Capture what a server will want, the largest first (the smaller ones find their memory there), and nothing after that.
+        Returns how many there are."""
+        ends = (False, True) if self.runner.drafter is not None else (False,)
+        for key in warmup_keys(self.most, self.furthest, ends):
+            self.ready(key)
+        self.fixed = True
+        return len(self._graphs)
+
+    def drop(self) -> None:
+        self._graphs.clear()
+
+    def _say(self, scheduled: Sequence[ScheduledSeq], key: PrefillKey) -> None:
+        """What the graph reads: ids, positions and sequence of each row; then of each sequence, the idle one last, where its rows begin
+        (and where the last ends), its slot, and the slot that its last hidden state is for."""
+        idle = self.idle
+        ids = [token for item in scheduled for token in item.seq.tokens[item.start : item.start + item.count]]
+        positions, owner, starts = ragged([(item.start, item.count) for item in scheduled])
+        fill, spare = key.rows - len(ids), key.sequences - len(scheduled)
+        starts += [len(ids)] * spare + [key.rows]
+        slots = [*(item.slot for item in scheduled), *[idle] * (spare + 1)]
+        ends = [*(item.slot if item.wanted else idle for item in scheduled), *[idle] * (spare + 1)]
+        nothing = [0] * fill
+        line = [*ids, *nothing, *positions, *nothing, *owner, *[key.sequences] * fill, *starts, *slots, *ends]
+        self._numbers[: len(line)].copy_(upload(line, torch.int64, self.device))
+
+
+def prompt_pass(runner: ModelRunner, numbers: Tensor, key: PrefillKey) -> None:
+    """The function that is captured: it looks at no value. numbers: as `PrefillGraphs._say` writes them."""
+    count = key.sequences + 1
+    parts = numbers[: size(key.rows, key.sequences)].split([key.rows] * 3 + [count + 1, count, count])
+    ids, positions, owner, starts, slots, ends = parts
+    pages = runner.store.pages_of(slots, key.context)
+    kv = pages.view(positions, owner, starts.to(torch.int32), key.rows, key.context)
+    if not key.wanted:
+        runner.model.forward(ids, kv, runner.taps, OutputRows(positions[:0], kv))
+        return
+    last, each = (starts[1:] - 1).clamp(min=0), torch.arange(count + 1, dtype=torch.int32, device=numbers.device)
+    seen = replace(kv, positions=positions.index_select(0, last), row_seq=each[:-1].long(), row_start=each, max_rows=1)
+    out = runner.model.forward(ids, kv, runner.taps, OutputRows(last, seen))
+    runner.features.index_copy_(0, ends, out.features)
+
+
+def max_prefill_rows(model: ModelConfig, can: Capabilities) -> int:
+    """Rows of the largest pass that is captured: it takes a device no longer than launching it would take the host."""
+    work = model_size(model)
+    fit = [n for n in ROWS if n <= can.independent_rows and flops(work, n, 0, 0) <= LAUNCHING]
+    return max(fit, default=0) if can.prompts_independent else 0
+
+
+def furthest(store: KVStore) -> int:
+    """Positions that a table has room for."""
+    return next(iter(store.tables.values())).shape[1] * store.spec.page_size
+
+
+def warmup_keys(most: int, furthest: int, ends: Sequence[bool]) -> list[PrefillKey]:
+    """The passes that a server will want, the largest first: of up to `most` rows and `furthest` positions, with and without last states
+    as `ends` says. At most twelve for each."""
+    few, many = SEQUENCES
+    rows = [n for n in LIKELY if n <= most]
+    shapes = {(n, few, furthest) for n in rows} | {(n, few, min(NEAR, furthest)) for n in NEARBY if n <= most}
+    shapes |= {(min(n, rows[-1]), many, min(FAR, furthest)) for n in CROWDED if rows}
+    return [PrefillKey(*shape, wanted) for shape in sorted(shapes, reverse=True) for wanted in ends]
+
+
+def size(rows: int, sequences: int) -> int:
+    """Numbers that describe a pass."""
+    return 3 * rows + 3 * (sequences + 1) + 1

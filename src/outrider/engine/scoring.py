@@ -1,0 +1,96 @@
+"""What a model makes of a given text, without generating: log-probabilities of its tokens, or one vector for all of it.
+
+A `ScoringJob` goes through the text a few rows at a time, each part between two steps of the engine, so that a long text holds up
+nobody's stream. It uses a slot and pages of the engine's cache while it runs and gives them back at the end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..cache.store import SeqCache
+from ..types import OutriderError
+from .engine import Engine
+
+ROWS = 64  # positions at once
+
+
+class ScoringJob(ABC):
+    logits = False  # it asks for the logits of each position, not for its hidden state
+
+    def __init__(self, tokens: Sequence[int], count: int) -> None:
+        """Reads the first `count` of the tokens."""
+        self.tokens, self._count, self._at = list(tokens), count, 0
+        self._cache: SeqCache | None = None
+
+    @abstractmethod
+    def take(self, states: Tensor, begin: int) -> None:
+        """states [rows, H] after the final norm (or logits [rows, V]), of the tokens from `begin` on."""
+
+    @torch.inference_mode()
+    def step(self, engine: Engine) -> bool:
+        """Read the next rows; True: there are more. Called on the engine's thread, between two of its steps."""
+        store, tokens = engine.store, self.tokens
+        if self._cache is None:
+            if not store.free_slots:
+                return True  # somebody will finish
+            self._cache, _ = store.open(tokens, store.spec.page_size, reuse=False)
+            if not store.reserve(self._cache, len(tokens)):
+                self.close(engine)
+                raise OutriderError(f"no room in the cache to score {len(tokens)} tokens now: try again, or with a shorter text")
+        begin, end = self._at, min(self._at + ROWS, self._count)
+        if begin < end:
+            self.take(engine.runner.score(self._cache, tokens[begin:end], begin, self.logits), begin)
+            self._at = end
+        if self._at < self._count:
+            return True
+        self.close(engine)
+        return False
+
+    def close(self, engine: Engine) -> None:
+        if self._cache is not None:
+            engine.store.close(self._cache)
+            self._cache = None
+
+
+class Scorer(ScoringJob):
+    """The log-probability that the model gives each token of a text, and those of the `top` likeliest tokens in its place."""
+
+    logits = True
+
+    def __init__(self, tokens: Sequence[int], top: int) -> None:
+        super().__init__(tokens, len(tokens) - 1)  # after the last token nothing is asked
+        self._top = top
+        self.entries: list[dict[int, float] | None] = [None]  # per token {id: logprob}, itself first; nothing stands before the first
+
+    def take(self, states: Tensor, begin: int) -> None:
+        logp = torch.log_softmax(states.float(), -1)  # [rows, V]
+        best = logp.topk(self._top, dim=-1) if self._top else None
+        for row in range(len(states)):
+            token = self.tokens[begin + row + 1]
+            entry = {token: float(logp[row, token])}
+            if best is not None:
+                entry.update({int(t): float(v) for t, v in zip(best.indices[row], best.values[row])})
+            self.entries.append(entry)
+
+
+class Embedder(ScoringJob):
+    """One vector for a text: the mean of the hidden states after the final norm, of length one."""
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        super().__init__(tokens, len(tokens))
+        self._sum: Tensor | None = None  # [H] float64
+
+    def take(self, states: Tensor, begin: int) -> None:
+        part = states.double().sum(0)
+        self._sum = part if self._sum is None else self._sum + part
+
+    def vector(self, dimensions: int | None = None) -> list[float]:
+        """The first `dimensions` of it, made of length one again."""
+        assert self._sum is not None, "not walked yet"
+        mean = self._sum[: dimensions or len(self._sum)]
+        return [float(x) for x in (mean / mean.norm().clamp(min=1e-12)).float()]

@@ -1,0 +1,130 @@
+/* A draft model's whole round in one call: what it has not read yet of each text, then a guess and a step, a guess and a step.
+ * The same sums as or_forward, or_logits and or_choose one after the other; nothing it computes can change an answer.
+ */
+#pragma once
+#include "draft.h"
+
+int or_forward(ThreadPool *team, const Call *call);
+
+typedef struct {
+    Call call;                  /* the model's stack; its batch: the rows to be read first, at least one of each sequence */
+    Weight head, all;           /* the rows scored for everybody; the whole head */
+    const int64_t *listed;      /* [head.n] whose rows these are; NULL: row i is token i */
+    const int64_t *seen;        /* tokens beside these, by sequence: those of its text */
+    const int32_t *seen_start;  /* [B + 1] */
+    float cap;
+    int32_t steps;
+    const float *temperature;   /* [B]; 1 where cold */
+    const uint8_t *sampled;
+    const int64_t *seed;
+    int64_t *position;          /* [B] of the first guess; spoilt */
+    int64_t *out;               /* [B, steps] */
+    float *confidence;          /* [B, steps] each guess's probability among what was scored; 0 where no step was run */
+    int64_t *lengths;           /* [B] tokens that count: `steps`, or fewer where a draft has ended itself */
+    const double *stop, *drop, *trust; /* as in Draft */
+} Chain;
+
+typedef struct {
+    const Chain *c;
+    int step, wide;             /* wide: most tokens scored of a sequence */
+    QActs g;
+    float *z;                   /* [B, wide] */
+    int64_t *tokens;            /* [B, wide] what is scored, where somebody is sampled */
+    double *path;               /* [B] */
+    uint8_t *live;              /* [B] */
+} Scoring;
+
+static void scoring_region(ThreadPool *team, int me, void *job) {
+    const Scoring *s = job;
+    const Chain *c = s->c;
+    const int B = c->call.batch.seqs, n = c->head.n;
+    int lo, hi;
+    team_share(team, me, B, &lo, &hi);
+    for (int b = lo; b < hi; b++) acts_row(&s->g, b);
+    team_barrier(team);
+    Epilogue to = {TO_STORE, NULL, s->z, s->wide, .cap = c->cap};
+    product_phase(team, me, &c->head, &s->g, B, &to);
+    for (int b = 0; b < B; b++) { /* a tile for one of its rows: texts hold few tokens that are not listed */
+        const int first = c->seen_start[b];
+        int from, past;
+        team_share(team, me, c->seen_start[b + 1] - first, &from, &past);
+        for (int i = from; i < past; i++) {
+            float tile[LANES];
+            const int64_t token = c->seen[first + i];
+            product_tile(&c->all, (int)(token / LANES), &s->g, b, 1, tile);
+            if (c->cap > 0.0f) vf_store(tile, vf_softcap(vf_load(tile), c->cap));
+            s->z[(long)b * s->wide + n + i] = tile[token % LANES];
+        }
+    }
+    team_barrier(team);
+    for (int b = lo; b < hi; b++) {
+        float *z = s->z + (long)b * s->wide;
+        const int count = n + c->seen_start[b + 1] - c->seen_start[b];
+        const int64_t *ids = c->sampled[b] && s->tokens ? s->tokens + (long)b * s->wide : NULL;
+        const long to_out = (long)b * c->steps + s->step;
+        if (c->sampled[b]) for (int i = 0; i < count; i++) z[i] /= c->temperature[b];
+        const int64_t at = choose_row(z, count, c->sampled[b], c->seed[b], c->position[b], ids);
+        c->out[to_out] = at >= n ? c->seen[c->seen_start[b] + at - n] : c->listed ? c->listed[at] : at;
+        const float sure = c->confidence[to_out] = softmax_at(z, count, at);
+        if (c->trust && s->live[b]) s->live[b] = goes_on(c->trust, c->stop[b], c->drop[b], c->lengths + b, s->step, sure, s->path + b);
+    }
+}
+
+/* Guess `s->step` from the states x [B, H]. Returns 1 without scratch. */
+static int score_step(ThreadPool *team, Scoring *s, const float *x) {
+    const int B = s->c->call.batch.seqs, k = s->c->head.k;
+    pool_begin(team);
+    char *at = team_scratch(team, acts_bytes(B, k));
+    if (at) {
+        s->g = acts_at(at, B, k, x, k);
+        team_run(team, scoring_region, s);
+    }
+    pool_end(team);
+    return at ? 0 : 1;
+}
+
+int or_draft_model_steps(ThreadPool *team, const Chain *c) {
+    const Batch *first = &c->call.batch;
+    const int B = first->seqs, R = first->rows, H = c->call.stack->hidden;
+    int most = 0, warm = 0, failed = 1;
+    for (int b = 0; b < B; b++) {
+        const int seen = c->seen_start[b + 1] - c->seen_start[b];
+        most = seen > most ? seen : most;
+        warm |= c->sampled[b];
+        c->lengths[b] = c->steps;
+    }
+    const int wide = c->head.n + most;
+    warm = warm && (c->listed || most); /* noise goes by token: a whole vocabulary needs no names */
+    float *hidden = malloc((size_t)R * H * 4), *g = malloc((size_t)B * H * 4), *z = malloc((size_t)B * wide * 4);
+    int64_t *rows = malloc((size_t)B * 3 * 8), *tokens = warm ? malloc((size_t)B * wide * 8) : NULL;
+    int32_t *row_start = malloc((size_t)(B + 1) * 4);
+    double *path = malloc((size_t)B * 8);
+    uint8_t *live = malloc((size_t)B);
+    if (hidden && g && z && rows && row_start && path && live && (tokens || !warm)) {
+        int64_t *ids = rows, *positions = rows + B, *row_seq = rows + 2 * B;
+        for (int b = 0; b < B; b++) {
+            path[b] = 1.0; live[b] = 1; row_seq[b] = row_start[b] = b;
+            for (int i = 0; warm && i < c->head.n; i++) tokens[(long)b * wide + i] = c->listed ? c->listed[i] : i;
+            if (warm) memcpy(tokens + (long)b * wide + c->head.n, c->seen + c->seen_start[b], (size_t)(c->seen_start[b + 1] - c->seen_start[b]) * 8);
+        }
+        row_start[B] = B;
+        Call call = c->call;
+        call.hidden = hidden;
+        failed = or_forward(team, &call);
+        for (int b = 0; b < B; b++) memcpy(g + (long)b * H, hidden + (first->row_start[b + 1] - 1L) * H, (size_t)H * 4);
+        call.batch.rows = B; call.batch.ids = ids; call.batch.positions = positions; call.batch.row_seq = row_seq; call.batch.row_start = row_start;
+        call.hidden = g;
+        Scoring s = {c, 0, wide, .z = z, .tokens = tokens, .path = path, .live = live};
+        for (int any = 1; !failed && any; s.step++) {
+            failed = score_step(team, &s, g);
+            any = 0;
+            for (int b = 0; b < B; b++) any |= live[b];
+            any = any && s.step + 1 < c->steps;
+            if (failed || !any) continue;
+            for (int b = 0; b < B; b++) { ids[b] = c->out[(long)b * c->steps + s.step]; positions[b] = c->position[b]++; }
+            failed = or_forward(team, &call);
+        }
+    }
+    free(hidden); free(g); free(z); free(rows); free(tokens); free(row_start); free(path); free(live);
+    return failed;
+}

@@ -1,0 +1,78 @@
+"""A draft model's round in one call of the library (draft_model.h): what it has not read yet, then guess by guess.
+
+Step by step in torch a guess costs half a millisecond beside its pass over the weights, of four or five.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import c_double, c_float, c_int32, c_int64
+from itertools import takewhile
+
+from torch import Tensor
+
+from ...types import KVPages
+from ..backend import DraftRequest, DraftResult, TemperatureSampling
+from ..formats import DeviceWeight
+from .forward import CompiledModel
+from .lib import CChain, CPages
+
+
+class CpuChain:
+    """`head`: rows of the model's head that are scored for everybody, of the tokens `listed` (None: the whole head)."""
+
+    def __init__(self, model: CompiledModel, head: DeviceWeight, listed: Tensor | None):
+        self.ops, self.cap = model.ops, model.config.softcap or 0.0
+        self.keep = (model, head, listed)  # what the pointers show
+        self.c = CChain(head=self.ops.c_weight(head), all=self.ops.c_weight(model.head), cap=self.cap)
+        self.c.call.stack = ctypes.pointer(model.stack.c)
+        self.c.listed = listed.data_ptr() if listed is not None else None
+        self.layer = model.config.kv_layers[0]
+        self.first: Tensor | None = None  # by which the cache is known whose pointers `pages` has
+        self.pages: CPages | None = None
+
+    def run(
+        self, behind: Sequence[DraftRequest], cache: KVPages, k: int, sampling: TemperatureSampling, trust: Sequence[float] | None
+    ) -> list[DraftResult]:  # fmt: skip
+        size, c, batch = len(behind), self.c, self.c.call.batch
+        counts = [len(b.tokens) for b in behind]
+        rows, wide = sum(counts), max(len(b.pages) for b in behind)
+        firsts = [0]
+        for n in counts:
+            firsts.append(firsts[-1] + n)
+        ids = (c_int64 * rows)(*[t for b in behind for t in b.tokens])
+        positions = (c_int64 * rows)(*[p for b, n in zip(behind, counts) for p in range(b.start, b.start + n)])
+        row_seq = (c_int64 * rows)(*[i for i, n in enumerate(counts) for _ in range(n)])
+        row_start = (c_int32 * (size + 1))(*firsts)
+        table = (c_int32 * (size * wide))(*[p for b in behind for p in (*b.pages, *[0] * (wide - len(b.pages)))])
+        if cache.keys[self.layer] is not self.first:  # the pool has grown
+            self.first, self.pages = cache.keys[self.layer], CPages(cache)
+        pages = self.pages
+        assert pages is not None
+        batch.rows, batch.seqs, batch.page_size, batch.kv_dtype = rows, size, cache.page_size, pages.dtype
+        batch.keys, batch.values = pages.at_keys, pages.at_values
+        batch.ids, batch.positions, batch.row_seq, batch.row_start = [ctypes.addressof(x) for x in (ids, positions, row_seq, row_start)]
+        for group in (0, 1):
+            batch.tables[group], batch.width[group] = ctypes.addressof(table), wide
+        told = [0]
+        for b in behind:
+            told.append(told[-1] + len(b.seen))
+        seen = (c_int64 * max(1, told[-1]))(*[t for b in behind for t in b.seen])
+        seen_start = (c_int32 * (size + 1))(*told)
+        guess = (c_int64 * size)(*[b.start + n for b, n in zip(behind, counts)])
+        out, sure, lengths = (c_int64 * (size * k))(), (c_float * (size * k))(), (c_int64 * size)()
+        made_here = (seen, seen_start, guess, out, sure, lengths)
+        c.seen, c.seen_start, c.position, c.out, c.confidence, c.lengths = [ctypes.addressof(x) for x in made_here]
+        c.temperature, c.sampled, c.seed, c.steps = sampling.temperature.data_ptr(), sampling.sampled.data_ptr(), sampling.seed.data_ptr(), k
+        c.stop = c.drop = c.trust = None
+        if trust is not None:
+            ends = [(c_double * size)(*[b.stop for b in behind]), (c_double * size)(*[b.drop for b in behind]), (c_double * 16)(*trust)]
+            c.stop, c.drop, c.trust = map(ctypes.addressof, ends)
+        if self.ops.lib.or_draft_model_steps(self.ops.team, ctypes.byref(c)):
+            raise MemoryError("scratch of a draft")
+        made = []
+        for i in range(size):
+            run = list(takewhile(lambda p: p > 0.0, sure[i * k : i * k + k]))
+            made.append(DraftResult(out[i * k : i * k + len(run)], run, min(lengths[i], len(run))))
+        return made

@@ -1,0 +1,118 @@
+/* One product, shared out among a team: which outputs a member computes, and where the answers go. */
+#pragma once
+#include "attend.h"
+
+#define TAKE(bytes) (used += UP(bytes), at ? at + used - UP(bytes) : NULL) /* a piece of scratch at `at`; NULL: only counted */
+
+/* Of a row, by lane: the largest answer and the first group that gave it; of a drawn one also the largest of all lanes. */
+typedef struct { _Alignas(64) float value[LANES], group[LANES], found; } Best;
+typedef struct { uint32_t key; int sampled; float temperature; } Draw; /* a row's token: the largest of answer / temperature + noise where sampled */
+
+typedef struct { /* where a product's answers go */
+    enum { TO_STORE, TO_GATED, TO_TIMES } how;
+    const float *bias;
+    float *out;            /* [rows, ldo] */
+    long ldo;
+    int act;               /* GATED: act(gate)·up; TIMES: act(y)·side */
+    const float *side;
+    long ldside;
+    float cap;             /* STORE: softcap; 0: none */
+    QActs *quantised;       /* GATED, TIMES: also quantise what was written */
+    Best *best;            /* [rows] or NULL: kept up to date */
+    const Draw *draw;      /* [rows] or NULL: the best are those of the answers */
+    int cut;               /* the first `cut` outputs and the rest are shared out separately (0: all together) */
+} Epilogue;
+
+#define PRIVATE_ROWS 16 /* up to here every member does the row work for itself: cheaper than handing rows over */
+#define SPLIT_ROWS 32    /* rows for each member from which products are shared out by rows, not by outputs */
+
+INLINE vf add_bias(vf y, const float *bias, int n, int left) { return bias ? vf_add(y, vf_load_n(bias + n, left)) : y; }
+
+INLINE void best_seen(Best *b, vf y, int g, int left) {
+    static const float lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    if (left < LANES) y = vf_pick_lt(vf_load(lane), vf_set((float)left), y, vf_set(-INFINITY));
+    const vf top = vf_load(b->value), now = vf_set((float)g), held = vf_load(b->group);
+    const vf least = vf_pick_lt(now, held, now, held); /* of equals: groups may come in any order */
+    vf_store(b->group, vf_pick_lt(top, y, now, vf_pick_lt(y, top, held, least)));
+    vf_store(b->value, vf_max(y, top));
+}
+
+INLINE vi token_hashes(int first) { /* of sixteen tokens in a row */
+    static const int32_t lane[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return vi_token_hash(vi_add(vi_load(lane), vi_set(first)));
+}
+/* The same with the noise of the sixteen tokens whose hashes are given. For nearly all of them one look at the bits says that none wins. */
+INLINE void draw_seen(Best *b, const Draw *d, vf y, vi hash, int g, int left) {
+    if (d->temperature != 1.0f) y = vf_div(y, vf_set(d->temperature));
+    const vi bits = vi_noise_bits(d->key, hash);
+    if (!vf_any_ge(vf_add(y, vf_noise_most(bits)), vf_set(b->found))) return;
+    best_seen(b, vf_max(vf_add(y, vf_noise(bits)), vf_set(-INFINITY)), g, left); /* what is no number does not win */
+    b->found = vf_hmax(vf_load(b->value));
+}
+
+/* Outputs 16g.. of rows m0..: into tile and to where they belong. n: outputs in all */
+INLINE void product_group(const Weight *w, const QActs *a, const Epilogue *to, int n, int g, int m0, int mc, float *tile) {
+    float up[TILE_ROWS * LANES];
+    const int at = g * LANES, left = n - at;
+    for (int m = 0; to->out && m < mc; m++) __builtin_prefetch(to->out + (long)(m0 + m) * to->ldo + at, 1); /* another core may hold the line */
+    product_tile(w, g, a, m0, mc, tile);
+    if (to->how == TO_GATED) product_tile(w, g + n / LANES, a, m0, mc, up);
+    vi hash = vi_set(0);
+    if (to->draw) hash = token_hashes(at);
+    for (int m = 0; m < mc; m++) {
+        const long row = m0 + m;
+        vf y = add_bias(vf_load(tile + LANES * m), to->bias, at, left);
+        if (to->how == TO_GATED) y = vf_mul(vf_act(y, to->act), add_bias(vf_load(up + LANES * m), to->bias, n + at, left));
+        else if (to->how == TO_TIMES) y = vf_mul(vf_act(y, to->act), vf_load_n(to->side + row * to->ldside + at, left));
+        else if (to->cap > 0.0f) y = vf_softcap(y, to->cap);
+        if (to->draw && to->draw[row].sampled) draw_seen(to->best + row, to->draw + row, y, hash, g, left);
+        else if (to->best) best_seen(to->best + row, y, g, left);
+        if (to->out) vf_store_n(to->out + row * to->ldo + at, y, left);
+        if (to->quantised) vf_store(tile + LANES * m, y);
+    }
+}
+
+/* Units lo..hi-1 of a product for rows first..last-1. A unit is a group, or two where 32 answers are quantised at once. */
+static void product_units(const Weight *w, const QActs *a, const Epilogue *to, int n, int wide, int lo, int hi, int first, int last) {
+    float tile[2][TILE_ROWS * LANES], x[2 * LANES];
+    for (int base = first; base < last; base += BLOCK_ROWS) {
+        const int end = base + BLOCK_ROWS < last ? base + BLOCK_ROWS : last;
+        for (int u = lo; u < hi; u++)
+            for (int m0 = base; m0 < end; m0 += TILE_ROWS) {
+                const int mc = end - m0 < TILE_ROWS ? end - m0 : TILE_ROWS;
+                for (int half = 0; half < wide; half++) product_group(w, a, to, n, u * wide + half, m0, mc, tile[half]);
+                for (int m = 0; to->quantised && m < mc; m++) {
+                    const long at = (long)(m0 + m) * to->quantised->k + 32 * u;
+                    vf_store(x, vf_load(tile[0] + LANES * m));
+                    vf_store(x + LANES, vf_load(tile[1] + LANES * m));
+                    quantize_block(x, to->quantised, at);
+                }
+            }
+    }
+}
+
+#define PIECES 8 /* of a member's share */
+
+/* One product, handed out in pieces: all outputs of some rows, or some outputs of all rows. Who computes an output changes no bit of it.
+ * No barrier at the end. */
+static void product_phase(ThreadPool *team, int me, const Weight *w, const QActs *a, int rows, const Epilogue *to) {
+    const int n = to->how == TO_GATED ? w->n / 2 : w->n, wide = to->quantised ? 2 : 1;
+    const int units = (n + LANES * wide - 1) / (LANES * wide), cut = to->cut / (LANES * wide);
+    const int by_rows = rows >= SPLIT_ROWS * team->size;
+    for (int i = 0; i < team->size; i++) { /* the member's own share first, then the others' */
+        const int of = (me + i) % team->size;
+        int lo, hi, lo2 = 0, hi2 = 0;
+        team_share(team, of, by_rows ? rows : cut, &lo, &hi);
+        if (!by_rows) team_share(team, of, units - cut, &lo2, &hi2);
+        const int front = hi - lo, all = front + hi2 - lo2;
+        const int grain = team->size == 1 ? all : by_rows ? BLOCK_ROWS : (all + PIECES - 1) / PIECES;
+        if (!all) continue;
+        for (int at = 0, piece; (piece = team->size == 1 ? (at ? -1 : 0) : team_claim(team, of, (all + grain - 1) / grain)) >= 0; at++) {
+            const int from = piece * grain, past = from + grain < all ? from + grain : all;
+            if (by_rows) { product_units(w, a, to, n, wide, 0, units, lo + from, lo + past); continue; }
+            if (from < front) product_units(w, a, to, n, wide, lo + from, lo + (past < front ? past : front), 0, rows);
+            if (past > front)
+                product_units(w, a, to, n, wide, cut + lo2 + (from > front ? from : front) - front, cut + lo2 + past - front, 0, rows);
+        }
+    }
+}

@@ -1,0 +1,249 @@
+/* A team of threads that enters a parallel region together: the caller is member 0.
+ *
+ * Members wait for a region by spinning briefly, then asleep, so an idle engine burns nothing. Inside a region they
+ * meet at `team_barrier`, which also resets the shared task counter of `team_next`. After a fork the child starts a
+ * team of its own.
+ *
+ * Where there are fewer free cores than members, two of them may share one, for as long as others keep the rest busy. Who waits there for
+ * the other stands in its way, so members note where they run: one that waits for a member on its own core gives way at once.
+ *
+ * Even work is handed out by `team_claim`: every member has a share of its own, takes pieces of it in order and, when it is done, pieces
+ * of the others' shares. Cores of one speed keep to their own memory; a slow or busy core is helped out and does not set the pace.
+ */
+#pragma once
+#include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#endif
+
+#include "vec.h"
+
+typedef struct ThreadPool ThreadPool;
+typedef void (*Region)(ThreadPool *team, int me, void *job);
+
+#define SPIN 50000 /* about a millisecond: between two regions of a cycle the host is back sooner */
+
+typedef struct { void *at; size_t size; } Arena;
+#define HUGE_PAGE (2u << 20)
+
+typedef struct {
+    _Alignas(64) atomic_ullong taken; /* phase << 32 | pieces of the share that are taken; of another phase: none */
+    atomic_int core;                  /* where the member ran when it last arrived at a barrier */
+} Claim;
+
+struct ThreadPool {
+    int size;
+    Claim *claims;                  /* [members] */
+    _Alignas(64) atomic_int task;   /* the next unclaimed task of the phase */
+    _Alignas(64) atomic_int arrived;
+    _Alignas(64) atomic_int phase;
+    atomic_int asleep;              /* members that sleep at a barrier, or are about to */
+    _Alignas(64) atomic_int round;  /* counts regions: a change starts one */
+    _Alignas(64) atomic_int sleepers;
+    Region region;
+    void *job;
+    int stop;
+    pid_t owner;
+    pthread_mutex_t use, lock;      /* use: one region at a time; lock + wake: sleeping members */
+    pthread_cond_t wake;
+    pthread_t *threads;
+    Arena scratch;                  /* grows, is never shared between regions */
+};
+
+INLINE void cpu_relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ __volatile__("yield");
+#endif
+}
+
+static _Thread_local int team_me; /* a caller is member 0, of whichever team */
+static _Thread_local int team_wary; /* so often this member does not yield to another on its core */
+
+INLINE int core_now(void) {
+#ifdef __linux__
+    return sched_getcpu();
+#else
+    return -1;
+#endif
+}
+
+/* Does another member run on this core? */
+static int team_crowded(const ThreadPool *t, int core) {
+    for (int i = 0; i < t->size; i++)
+        if (i != team_me && core >= 0 && atomic_load_explicit(&t->claims[i].core, memory_order_relaxed) == core) return 1;
+    return 0;
+}
+
+/* Until the phase is another; returns now and then without reason. */
+static void barrier_sleep(ThreadPool *t, int phase) {
+#ifdef __linux__
+    atomic_fetch_add(&t->asleep, 1);
+    syscall(SYS_futex, &t->phase, FUTEX_WAIT_PRIVATE, phase, NULL, NULL, 0);
+    atomic_fetch_sub(&t->asleep, 1);
+#else
+    sched_yield();
+#endif
+}
+static void barrier_wake(ThreadPool *t) {
+#ifdef __linux__
+    atomic_thread_fence(memory_order_seq_cst); /* the new phase is seen by who is about to sleep, or that one is seen here */
+    if (atomic_load(&t->asleep)) syscall(SYS_futex, &t->phase, FUTEX_WAKE_PRIVATE, t->size, NULL, NULL, 0);
+#endif
+}
+
+#define GLANCE 64     /* spins before somebody who waits looks whether the other is here */
+#define PATIENT 20000 /* spins, a third of a millisecond, after which another member must have lost its core */
+#define WARY 256      /* waits */
+
+INLINE double clock_now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Let a member on our own core run. By yielding: so the system sees that both want to run, and moves one to a core that has come free. But
+ * a third one on this core is let run, too, and for milliseconds: where that happened we go to sleep instead, for a while. */
+static void barrier_give_way(ThreadPool *t, int phase) {
+    if (team_wary) { team_wary--; barrier_sleep(t, phase); return; }
+    const double began = clock_now();
+    sched_yield();
+    if (clock_now() - began > 5e-4) team_wary = WARY;
+}
+
+/* All members meet. The last to arrive resets the task counter. */
+static void team_barrier(ThreadPool *t) {
+    if (t->size == 1) { atomic_store_explicit(&t->task, 0, memory_order_relaxed); return; }
+    int phase = atomic_load_explicit(&t->phase, memory_order_relaxed), core = core_now(), spins = 0, crowded = 0;
+    if (atomic_load_explicit(&t->claims[team_me].core, memory_order_relaxed) != core)
+        atomic_store_explicit(&t->claims[team_me].core, core, memory_order_relaxed);
+    if (atomic_fetch_add_explicit(&t->arrived, 1, memory_order_acq_rel) == t->size - 1) {
+        atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&t->task, 0, memory_order_relaxed);
+        atomic_store_explicit(&t->phase, phase + 1, memory_order_release);
+        barrier_wake(t);
+        return;
+    }
+    while (atomic_load_explicit(&t->phase, memory_order_acquire) == phase) {
+        if (++spins == GLANCE) crowded = team_crowded(t, core);
+        if (crowded) barrier_give_way(t, phase);
+        else if (spins < PATIENT) cpu_relax();
+        else barrier_sleep(t, phase);
+    }
+}
+
+/* Claim `grain` tasks of `count`; false when there are none left. */
+INLINE int team_next(ThreadPool *t, int count, int grain, int *lo, int *hi) {
+    int at = atomic_fetch_add_explicit(&t->task, grain, memory_order_relaxed);
+    if (at >= count) return 0;
+    *lo = at;
+    *hi = at + grain < count ? at + grain : count;
+    return 1;
+}
+
+/* A piece of member `of`'s share, which has `count`: its number, or -1 when all are taken. One kind of work between two barriers. */
+INLINE int team_claim(ThreadPool *t, int of, int count) {
+    const unsigned long long phase = (unsigned long long)(unsigned)atomic_load_explicit(&t->phase, memory_order_relaxed) << 32;
+    unsigned long long seen = atomic_load_explicit(&t->claims[of].taken, memory_order_relaxed);
+    for (;;) {
+        const unsigned long long at = seen >> 32 == phase >> 32 ? seen & 0xffffffffu : 0;
+        if (at >= (unsigned long long)count) return -1;
+        if (atomic_compare_exchange_weak_explicit(&t->claims[of].taken, &seen, phase | (at + 1), memory_order_relaxed, memory_order_relaxed))
+            return (int)at;
+    }
+}
+
+/* A fixed share of `count` items for member `me`. */
+INLINE void team_share(const ThreadPool *t, int me, int count, int *lo, int *hi) {
+    *lo = (int)((long)count * me / t->size);
+    *hi = (int)((long)count * (me + 1) / t->size);
+}
+
+typedef struct { ThreadPool *team; int me; } Member;
+
+static void *team_member(void *arg) {
+    Member m = *(Member *)arg;
+    free(arg);
+    ThreadPool *t = m.team;
+    int seen = 0;
+    team_me = m.me;
+    for (;;) {
+        for (int spins = 0; atomic_load_explicit(&t->round, memory_order_acquire) == seen && spins < SPIN; spins++) {
+            if (spins == GLANCE && seen && team_crowded(t, core_now())) break; /* before the first round the team is being made */
+            cpu_relax();
+        }
+        if (atomic_load_explicit(&t->round, memory_order_acquire) == seen) {
+            pthread_mutex_lock(&t->lock);
+            atomic_fetch_add(&t->sleepers, 1);
+            while (atomic_load(&t->round) == seen) pthread_cond_wait(&t->wake, &t->lock);
+            atomic_fetch_sub(&t->sleepers, 1);
+            pthread_mutex_unlock(&t->lock);
+        }
+        seen++;
+        if (t->stop) return NULL;
+        t->region(t, m.me, t->job);
+        team_barrier(t); /* the caller may not leave before everyone has */
+    }
+}
+
+static void team_start(ThreadPool *t) {
+    t->owner = getpid();
+    atomic_store(&t->task, 0); atomic_store(&t->arrived, 0); atomic_store(&t->phase, 0);
+    atomic_store(&t->round, 0); atomic_store(&t->sleepers, 0); atomic_store(&t->asleep, 0);
+    for (int i = 0; i < t->size; i++) { atomic_store(&t->claims[i].taken, ~0ull); atomic_store(&t->claims[i].core, -1); }
+    t->stop = 0;
+    pthread_mutex_init(&t->use, NULL); pthread_mutex_init(&t->lock, NULL); pthread_cond_init(&t->wake, NULL);
+    int wanted = t->size;
+    t->size = 1;
+    for (int i = 1; i < wanted; i++) {
+        Member *m = malloc(sizeof *m);
+        m->team = t; m->me = i;
+        if (pthread_create(&t->threads[i], NULL, team_member, m)) { free(m); break; }
+        t->size++;
+    }
+}
+
+static void pool_begin(ThreadPool *t) {
+    if (t->owner != getpid()) team_start(t); /* forked: the old members did not come along */
+    pthread_mutex_lock(&t->use);
+}
+
+static void pool_end(ThreadPool *t) { pthread_mutex_unlock(&t->use); }
+
+/* Between pool_begin and pool_end. */
+static void team_run(ThreadPool *t, Region region, void *job) {
+    atomic_store_explicit(&t->task, 0, memory_order_relaxed);
+    if (t->size == 1) { region(t, 0, job); return; }
+    t->region = region;
+    t->job = job;
+    atomic_fetch_add(&t->round, 1);
+    if (atomic_load(&t->sleepers)) {
+        pthread_mutex_lock(&t->lock);
+        pthread_cond_broadcast(&t->wake);
+        pthread_mutex_unlock(&t->lock);
+    }
+    region(t, 0, job);
+    team_barrier(t);
+}
+
+/* At least `size` bytes, 64-byte aligned, contents lost; valid until the next call. */
+static void *team_scratch(ThreadPool *t, size_t size) {
+    if (size > t->scratch.size) {
+        free(t->scratch.at);
+        size = (size + (size >> 2) + HUGE_PAGE - 1) & ~(size_t)(HUGE_PAGE - 1);
+        t->scratch.at = aligned_alloc(HUGE_PAGE, size);
+#ifdef MADV_HUGEPAGE
+        if (t->scratch.at) madvise(t->scratch.at, size, MADV_HUGEPAGE);
+#endif
+        t->scratch.size = t->scratch.at ? size : 0;
+    }
+    return t->scratch.at;
+}

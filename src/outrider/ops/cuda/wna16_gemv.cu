@@ -1,0 +1,33 @@
+// y = x · wᵀ for 1 to 8 tokens and weights of four to eight bits: the layout, the arithmetic and the order of sums of ops/triton/quant.py, so its bits.
+//
+// A warp takes 16 rows of the weight over one span of its columns, a unit. While it multiplies a chunk the next one is on its way into shared
+// memory that is the warp's own, 16 bytes a lane, and every lane reads back what it fetched itself (factors aside): no warp waits for
+// another, and 24 of them on a SM hide each other's waiting. Units are dealt out evenly, one to each warp in Gemma's 31B. x lies in
+// shared memory once a block, in the order in which lanes multiply it.
+//
+// The matrix instruction multiplies 16 columns at once, in any order, so a lane takes four neighbours (8 bytes of x) where the instruction's
+// own order would give it two and two: loads are twice as wide. On Hopper the bits are the same.
+//
+// Given when compiled: TOKENS, WARPS, ACT (units.cuh); VALUES (of values.cuh), HALF, PER, ZERO_POINT, FACTOR (`Coded` of codes.cuh); GATED.
+#include "units.cuh"
+
+extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
+wna16_gemv(const char* x, u16* out, float* part, int* semaphores, const __grid_constant__ Weights weights, const __grid_constant__ Shape p) {
+    typedef Coded<VALUES, HALF, PER, ZERO_POINT, FACTOR> Code;
+    typedef Ring<Code, OneProduct<GATED>> Chunks;
+    const u32 base = shared_room();
+    const int index = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const Lane lane = {index, index >> 2, index & 3};
+    const Deal deal(p);
+    const int units = deal.count();
+    if (units == 0) return;
+    OneProduct<GATED> source = {p, deal, weights, warp, units};
+    Chunks ring(source, base + warp * Chunks::BYTES, lane);
+    ring.start();  // weights are nobody's output: the first ones come while the kernel ahead still runs
+    pdl_trigger();  // all blocks have their place, so the next kernel takes none from them
+    pdl_wait();
+    const X<Code> columns(p, deal, base + WARPS * Chunks::BYTES);
+    columns.lay(p, x);
+    __syncthreads();
+    multiply_units<Code, GATED>(ring, p, deal, columns, {out, part, semaphores});
+}

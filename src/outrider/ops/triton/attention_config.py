@@ -1,0 +1,149 @@
+"""How attention cuts keys, and what a program of a pass takes.
+
+`ReductionSpec` is a layer's: it fixes the order of sums. `AttentionConfig` is a pass's: it follows from the number of sequences, rows and keys, changes no bit
+and was measured (docs/gpu-measured.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from ...types import AttnSpec, KVView
+from .fp8_kv import is_fp8
+from .gemm_config import MAX_SMEM
+
+WIDE_HEAD_SMEM = 200 << 10  # bytes of shared memory that the tiles of heads of 512 want
+MAX_PARTIAL_BYTES = 1 << 30  # bytes of partial sums: beyond them splits are added up where they are made, though fewer programs share the work
+
+
+@dataclass(frozen=True)
+class ReductionSpec:
+    """How keys are cut: what fixes the order of sums. A function of the layer, never of the rows, the batch or the length."""
+
+    bn: int  # keys a block; one block's weights are computed together
+    fine: int = 64  # keys a split
+    # Full layers: splits of `fine` keys up to `near`, of `mid` up to `far`, then of `coarse`. Short contexts need many
+    # programs; long ones have them anyway, and the partial results must stay bounded.
+    near: int = 1024
+    mid: int = 128
+    far: int = 8192
+    coarse: int = 512
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """What a program of one pass takes; changes no bit."""
+
+    split: bool  # splits are apart: a second kernel adds them up
+    bq: int  # queries: rows times the heads that share a K/V head
+    warps: int
+    stages: int = 2
+    run: int = 1  # splits that a program walks, if they are apart
+    parts: int = 1  # programs that share the columns of the values, if splits are not apart
+
+
+def choose_reduction(spec: AttnSpec, dtype: torch.dtype, shared: int = MAX_SMEM) -> ReductionSpec:
+    """Measured on an H200 at 1, 5, 9 and 17 rows of 1k and 4k. shared: bytes a program may take; 64 keys and values of 512 need 128 KiB."""
+    if dtype == torch.float32:
+        return ReductionSpec(16, 128)
+    if spec.head_dim < 256:
+        return ReductionSpec(32, 64 if spec.head_dim < 128 else 32)
+    wide = (spec.window is not None and spec.kv_heads >= 8) or (spec.window is None and spec.heads >= 16)
+    if wide and (spec.head_dim <= 256 or shared > WIDE_HEAD_SMEM):
+        return ReductionSpec(64, 64)
+    return ReductionSpec(32, 32, coarse=256)
+
+
+def fit_smem(shape: AttentionConfig, spec: AttnSpec, shared: int) -> AttentionConfig:
+    """The shape where a program may take less than on the card it was measured on: fewer queries. No bit changes."""
+    if shared > WIDE_HEAD_SMEM or spec.head_dim < 256:
+        return shape
+    large = spec.head_dim > 256
+    return replace(shape, bq=min(shape.bq, 16 if large else 32), stages=min(shape.stages, 2))
+
+
+def many_seqs_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, slots: int) -> AttentionConfig | None:
+    """For E2B and E4B from 32 sequences on, whose programs are few and wait for one block after the other. Measured on E2B with 32 to 128
+    sequences of 1 and 5 rows at 1k, in whole steps with 64 and 128; K/V of eight bits with 64 at 1k and 3k."""
+    packed, pairs = kv.max_rows * (spec.heads // spec.kv_heads), batch * spec.kv_heads
+    if spec.head_dim < 256 or cut.bn != 32 or cut.fine != 32 or kv.ancestors is not None or slots > 64:
+        return None
+    eight = is_fp8(kv, spec)
+    if 16 < packed <= 64 and pairs >= 32:  # a tile of 64 queries, among whose rows nothing is exchanged
+        if spec.window is not None:
+            return AttentionConfig(False, 64, 4, 4 if pairs <= 66 else 3, parts=2)
+        if pairs * triton.cdiv(packed, 16) <= 132:
+            return AttentionConfig(False, 16, 8, 3)
+        return AttentionConfig(False, 32, 8) if eight else AttentionConfig(False, 64, 8, 3, parts=2)
+    if packed <= 16 and pairs >= 48 and spec.window is None:  # two programs share a pair where each finds a SM
+        return AttentionConfig(False, 16, 4, 3 if eight else 4, parts=2) if pairs <= 66 else AttentionConfig(False, 16, 8, 3)
+    return None
+
+
+def prefill_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int) -> AttentionConfig:
+    """For chunks. Measured on an H200 with 512 and 2,048 rows of 31B and E2B that begin at 0, 2,488 and 6,000."""
+    queries, large, eight = kv.max_rows * (spec.heads // spec.kv_heads), spec.head_dim > 256, is_fp8(kv, spec)
+    tiles = batch * spec.kv_heads * triton.cdiv(queries, 64)
+    if not large:
+        return AttentionConfig(False, 32, 4, 3) if eight and spec.window is not None else AttentionConfig(False, 64, 8)
+    if eight and cut.bn == 32:
+        return AttentionConfig(False, 32, 4 if kv.max_context > 4096 and tiles > 132 else 8)
+    return AttentionConfig(False, 32 if cut.bn == 64 or tiles <= 132 else 64, 8)
+
+
+def choose_config(spec: AttnSpec, cut: ReductionSpec, kv: KVView, batch: int, dtype: torch.dtype) -> AttentionConfig:
+    """Measured on an H200 with 1 to 64 sequences of 1, 5 and 1,024 rows at 1k, and of 1 and 5 rows at 32k; 31B's also at 3k and 8k, and in
+    eight bits."""
+    packed, slots = kv.max_rows * (spec.heads // spec.kv_heads), split_count(spec, kv, cut)
+    programs = batch * spec.kv_heads * triton.cdiv(packed, 16)  # if one takes 16 queries and all their keys
+    sliding, large, eight = spec.window is not None, spec.head_dim > 256, is_fp8(kv, spec)
+    if dtype == torch.float32:
+        return AttentionConfig(kv.ancestors is not None or (slots > 1 and programs < 396), 16, 8)
+    many = many_seqs_config(spec, cut, kv, batch, slots)
+    if many is not None:
+        return many
+    if packed > 200 and kv.ancestors is None:
+        return prefill_config(spec, cut, kv, batch)
+    if sliding:
+        enough = 128 if cut.bn == 64 or packed <= 16 else 64
+    elif slots > 64:
+        enough = 132 if cut.bn == 64 else 264
+    else:
+        enough = 96 if packed > 16 or cut.bn == 64 else 128
+    apart = batch * kv.max_rows * spec.heads * slots * spec.head_dim * 4  # bytes of partial sums
+    if kv.ancestors is None and (slots == 1 or programs >= enough or apart > MAX_PARTIAL_BYTES):
+        if sliding and cut.bn == 64:
+            return AttentionConfig(False, 16, 8, 3) if programs <= 132 else AttentionConfig(False, 16, 4, 3 if eight else 2)
+        if sliding:
+            return AttentionConfig(False, 16, 4, 3)
+        if large and cut.bn == 32 and packed <= 16:
+            return AttentionConfig(False, 16, 8, 3)
+        if cut.bn == 64 and programs >= 132 and packed > 16:
+            return AttentionConfig(False, 32, 8)
+        return AttentionConfig(False, 16, 4 if cut.bn == 32 else 8, 3 if eight and cut.bn == 64 else 2)
+    if kv.ancestors is not None and cut.bn == 64 and packed > 16:
+        few = AttentionConfig(True, 32, 8, 1) if large else AttentionConfig(True, 32, 4)
+    elif eight and kv.ancestors is None and (cut.bn == 64 or (large and packed > 16)):  # half the bytes: two programs find room on a SM
+        few = AttentionConfig(True, 16, 8 if large and batch == 1 and packed <= 16 else 4)
+    elif packed <= 16 or sliding or batch == 1 or kv.ancestors is not None:
+        few = AttentionConfig(True, 16, 8 if (cut.bn == 64 and large) or batch == 1 else 4)
+    else:
+        few = AttentionConfig(True, 64 if cut.bn == 32 else 32, 8)
+    programs = batch * spec.kv_heads * triton.cdiv(packed, few.bq)
+    most = 8 if slots <= 64 else 4 if large and cut.bn == 64 and batch > 1 and kv.ancestors is None else 1
+    if few.bq == 64 or (eight and cut.bn == 32 and packed > 16):
+        most = 1
+    run = programs * slots // (128 if large and cut.bn == 64 and few.warps == 8 else 256)
+    return replace(few, run=next(r for r in (8, 4, 2, 1) if r <= max(1, min(run, most))))
+
+
+def split_count(spec: AttnSpec, kv: KVView, cut: ReductionSpec) -> int:
+    """Slots that cover every key any row of this pass can see: a host number, so that a captured grid stays valid."""
+    length = kv.max_context
+    if spec.window is not None:
+        return min(triton.cdiv(length, cut.fine), (spec.window + kv.max_rows - 2) // cut.fine + 2)
+    pieces = ((min(length, cut.near), cut.fine), (min(length, cut.far) - cut.near, cut.mid), (length - cut.far, cut.coarse))
+    return sum(triton.cdiv(keys, size) for keys, size in pieces if keys > 0)

@@ -1,0 +1,339 @@
+"""Products y = x · wᵀ whose rows stand alone: a row has the same bits whether it comes by itself or among 2,048 others.
+
+What fixes a sum is the weight's own cut (tiles.py): the inner dimension falls into `splits` spans, a span is one chain of matrix
+instructions of 16 columns each, and the spans are added in order. Everything else follows from the number of rows and changes
+no bit: how many rows and columns a program takes, which of the two operands is on the long side of the instruction, how many
+columns are fetched at a time, and whether the spans of a tile run in several programs (the last one to epilogue adds them up) or
+one after the other in a single program, which is what a pass of many rows does. Where TMA fetches, passes of several
+hundred rows go to `wide`, and those whose rows are a power of two and some more to `dealt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .common import epilogue, gdc_launch_dependents, gdc_wait, prefetch
+from .gemm_config import (
+    MAX_SMEM,
+    NUM_SEMAPHORES,
+    STREAMK_MAX_WHOLE_TILES,
+    GemmConfig,
+    GemmReduction,
+    choose_reduction,
+    config_for_rows,
+    fit_smem,
+)
+from .gemm_streamk import splitk_kernel, streamk_kernel, tile_descriptor
+from .gemm_tma import matrix_descriptor, tma_aligned, tma_kernel
+from .precompile import Precompiler
+from .quant_config import max_smem, sm_count
+
+LATE_TRIGGER_BYTES = 24 << 20  # weights from which the next kernel is let in only when the sums are done
+L2_ROWS = 2048  # rows whose x stays in L2 while products of many rows go through the weights
+PREFETCH_LINES = 4  # of every weight row: what a small kernel ahead leaves the memory time to fetch
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_kernel(
+    x, w, bias, mul, out, partial_out, semaphores,
+    M, N, K, x_stride, mul_stride, k_span, softcap,
+    BM: tl.constexpr, BM2: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
+    EVEN: tl.constexpr, SPLITS: tl.constexpr, SERIAL_SPLITK: tl.constexpr, PREC: tl.constexpr,
+    PDL: tl.constexpr, PREFETCH: tl.constexpr, TRIGGER_LATE: tl.constexpr,
+):  # fmt: skip
+    """x [M, K], w [N, K] (GATED: [2N, K], gate rows first) -> out [M, N]; MUL: act(x·wᵀ) * mul [M, N].
+    SERIAL_SPLITK: this program walks all SPLITS spans itself. BM2: rows that it takes beside its BM (widths are powers of two, batches not)."""
+    pid_m, pid_n, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows = pid_m * (BM + BM2) + tl.arange(0, BM)
+    cols = pid_n * BN + tl.arange(0, BN)
+    SIDES: tl.constexpr = 2 if GATED else 1
+    # Columns past the end repeat the last one: loads stay unmasked, and the copies are never stored.
+    w_row = weight_rows(pid_n * BN, N, BN, GATED) * K
+    if PDL:
+        if not TRIGGER_LATE:
+            gdc_launch_dependents()
+        if PREFETCH > 0:
+            lines = split * k_span + tl.arange(0, PREFETCH) * 64  # bf16: 64 columns a line
+            prefetch(w + w_row[:, None] + tl.minimum(lines, K - 1)[None, :])
+        gdc_wait()
+    x_row = x + rows.to(tl.int64) * x_stride
+    k_from = split * k_span
+    k_to = tl.minimum(k_from + k_span, K)
+    WIDE: tl.constexpr = BN * SIDES
+    if BM2 > 0:
+        more = pid_m * (BM + BM2) + BM + tl.arange(0, BM2)
+        y_row = x + more.to(tl.int64) * x_stride
+        acc, also = _pair(x_row, rows < M, y_row, more < M, w + w_row, k_from, k_to, BM, BM2, WIDE, BK, EVEN, PREC)
+    elif SERIAL_SPLITK:
+        acc = tl.zeros((BM, WIDE), dtype=tl.float32)
+        if SWAP_AB:
+            acc = tl.trans(tl.zeros((WIDE, BM), dtype=tl.float32))
+        for s in range(SPLITS):
+            acc += chain(x_row, rows < M, w + w_row, s * k_span, tl.minimum(s * k_span + k_span, K), BM, WIDE, BK, SWAP_AB, EVEN, PREC)
+    else:
+        acc = chain(x_row, rows < M, w + w_row, k_from, k_to, BM, WIDE, BK, SWAP_AB, EVEN, PREC)
+    if TRIGGER_LATE:  # a big dense_gemm: were the next kernel let in at once, its waiting programs would crowd out this one's
+        gdc_launch_dependents()
+
+    if SPLITS > 1 and not SERIAL_SPLITK:
+        # The last program of a tile adds the partial sums in the order of the spans and resets the counter.
+        tile = pid_n * tl.num_programs(0) + pid_m
+        SIZE: tl.constexpr = (BM + BM2) * WIDE  # of one span's partial sums
+        base = partial_out + tile.to(tl.int64) * SPLITS * SIZE
+        _leave(base + split * SIZE, acc, rows < M, BM, WIDE)
+        if BM2 > 0:
+            _leave(base + split * SIZE + BM * WIDE, also, more < M, BM2, WIDE)
+        tl.debug_barrier()
+        done = tl.atomic_add( semaphores + tile, 1, sem="acq_rel")
+        if done == SPLITS - 1:
+            tl.debug_barrier()
+            acc = _gather(base, rows < M, BM, WIDE, SIZE, SPLITS)
+            tl.store( semaphores + tile, 0)
+            _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+            if BM2 > 0:
+                also = _gather(base + BM * WIDE, more < M, BM2, WIDE, SIZE, SPLITS)
+                _finish(also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+    else:
+        _finish(acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap, BM, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+        if BM2 > 0:
+            _finish(also, bias, mul, out, more, cols, M, N, mul_stride, softcap, BM2, BN, GATED, ACT, BIAS, MUL, SOFTCAP)
+
+
+@triton.jit
+def _leave(to, acc, row_ok, BM: tl.constexpr, WIDE: tl.constexpr):
+    """A span's partial sums. Most rows of a tile may be empty: they need no traffic."""
+    at = tl.arange(0, BM)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    tl.store(to + at, acc, mask=row_ok[:, None] & (tl.arange(0, WIDE) >= 0)[None, :])
+
+
+@triton.jit
+def _gather(of, row_ok, BM: tl.constexpr, WIDE: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """All spans' partial sums, added in order."""
+    at = tl.arange(0, BM)[:, None] * WIDE + tl.arange(0, WIDE)[None, :]
+    live = row_ok[:, None] & (tl.arange(0, WIDE) >= 0)[None, :]
+    acc = tl.zeros((BM, WIDE), dtype=tl.float32)
+    if BM * WIDE > 8192:
+        for s in range(SPLITS):
+            acc += tl.load(of + s * SIZE + at, mask=live, other=0.0, cache_modifier=".cg")
+    else:
+        for s in tl.static_range(SPLITS):  # unrolled: the loads fly together, and there are registers for them
+            acc += tl.load(of + s * SIZE + at, mask=live, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
+def weight_rows(first, N, BN: tl.constexpr, GATED: tl.constexpr):
+    """The rows of a weight [N, K] that give BN columns from `first` on; of a gated one [2N, K], eight of the gate and eight of up in
+    turns, so that the two halves of a pair meet in one thread."""
+    if GATED:
+        r = tl.arange(0, 2 * BN)
+        row = tl.minimum(first + r // 16 * 8 + r % 8, N - 1) + r // 8 % 2 * N
+    else:
+        row = tl.minimum(first + tl.arange(0, BN), N - 1)
+    return row.to(tl.int64)
+
+
+@triton.jit
+def gate_and_up(acc, BM: tl.constexpr, BN: tl.constexpr):
+    """[BM, 2·BN] in the order of `weight_rows` -> two of [BM, BN]."""
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (BM, BN // 8, 2, 8)), (0, 1, 3, 2)))
+    return tl.reshape(gate, (BM, BN)), tl.reshape(up, (BM, BN))
+
+
+@triton.jit
+def chain(
+    x_row, row_ok, w_row, k_from, k_to,
+    BM: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, SWAP_AB: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One span: x [BM] rows times w [WN] rows over the columns k_from..k_to, added in steps of 16 -> float32 [BM, WN].
+    SWAP_AB: the weights' rows are on the long side of the instruction, the tokens on the short one."""
+    ks = tl.arange(0, BK)
+    x_ptr, w_ptr = x_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
+    acc = tl.zeros((WN, BM) if SWAP_AB else (BM, WN), dtype=tl.float32)
+    for k in range(k_from, k_to, BK):
+        if EVEN:
+            a = tl.load(x_ptr + k, mask=row_ok[:, None], other=0.0)
+            b = tl.load(w_ptr + k)
+        else:
+            a = tl.load(x_ptr + k, mask=row_ok[:, None] & (ks[None, :] < k_to - k), other=0.0)
+            b = tl.load(w_ptr + k, mask=ks[None, :] < k_to - k, other=0.0)
+        if SWAP_AB:
+            acc = tl.dot(b, tl.trans(a), acc, input_precision=PREC)
+        else:
+            acc = tl.dot(a, tl.trans(b), acc, input_precision=PREC)
+    if SWAP_AB:
+        acc = tl.trans(acc)
+    return acc
+
+
+@triton.jit
+def _pair(
+    x_row, row_ok, y_row, also_ok, w_row, k_from, k_to,
+    BM: tl.constexpr, BM2: tl.constexpr, WN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Two turned chains that share what is read of the weights: [BM, WN] and [BM2, WN]."""
+    ks = tl.arange(0, BK)
+    x_ptr, y_ptr, w_ptr = x_row[:, None] + ks[None, :], y_row[:, None] + ks[None, :], w_row[:, None] + ks[None, :]
+    acc = tl.zeros((WN, BM), dtype=tl.float32)
+    also = tl.zeros((WN, BM2), dtype=tl.float32)
+    for k in range(k_from, k_to, BK):
+        if EVEN:
+            a = tl.load(x_ptr + k, mask=row_ok[:, None], other=0.0)
+            c = tl.load(y_ptr + k, mask=also_ok[:, None], other=0.0)
+            b = tl.load(w_ptr + k)
+        else:
+            inside = ks[None, :] < k_to - k
+            a = tl.load(x_ptr + k, mask=row_ok[:, None] & inside, other=0.0)
+            c = tl.load(y_ptr + k, mask=also_ok[:, None] & inside, other=0.0)
+            b = tl.load(w_ptr + k, mask=inside, other=0.0)
+        acc = tl.dot(b, tl.trans(a), acc, input_precision=PREC)
+        also = tl.dot(b, tl.trans(c), also, input_precision=PREC)
+    return tl.trans(acc), tl.trans(also)
+
+
+@triton.jit
+def _finish(
+    acc, bias, mul, out, rows, cols, M, N, mul_stride, softcap,
+    BM: tl.constexpr, BN: tl.constexpr,
+    GATED: tl.constexpr, ACT: tl.constexpr, BIAS: tl.constexpr, MUL: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    up = acc
+    if GATED:
+        acc, up = gate_and_up(acc, BM, BN)
+    epilogue(acc, up, bias, mul, out, rows, cols, M, N, mul_stride, softcap, GATED, ACT, BIAS, MUL, SOFTCAP)
+
+
+@dataclass(frozen=True)
+class GemmKind:
+    """A dense_gemm but for its rows: what one compiled kernel serves."""
+
+    n: int
+    k: int
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    gated: bool = False
+    act: str = ""
+    bias: torch.dtype | None = None
+    mul: tuple[torch.dtype, int] | None = None  # and its row stride
+    softcap: bool = False
+
+
+def variant(kind: GemmKind, rows: int) -> GemmConfig:
+    """What of the number of rows a compiled kernel depends on."""
+    tile = choose_reduction(kind.n, kind.k, kind.gated, kind.dtype.itemsize)
+    return config_for_rows(tile, kind.n, kind.k, rows, kind.gated, kind.dtype.itemsize)
+
+
+def compile_for(kind: GemmKind, rows: int, pdl: bool, shared: int) -> None:
+    """Compile the kernel for so many rows of this kind and launch nothing: tensors without memory stand for the real ones."""
+
+    def shell(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    sides = 2 if kind.gated else 1
+    launch = _call(
+        shell(rows, kind.k, dtype=kind.dtype), shell(kind.n * sides, kind.k, dtype=kind.dtype), shell(NUM_SEMAPHORES, dtype=torch.int32),
+        bias=None if kind.bias is None else shell(kind.n * sides, dtype=kind.bias),
+        mul=None if kind.mul is None else shell(rows, kind.mul[1], dtype=kind.mul[0])[:, : kind.n],
+        act=kind.act, gated=kind.gated, softcap=1.0 if kind.softcap else None, out_dtype=kind.out_dtype, pdl=pdl, tile=None, shape=None,
+        shared=shared,
+    )  # fmt: skip
+    launch.kernel.warmup(*launch.arguments, grid=launch.grid, **launch.options)
+
+
+def dense_gemm(
+    x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None = None, mul: Tensor | None = None, act: str = "",
+    gated: bool = False, softcap: float | None = None, out_dtype: torch.dtype | None = None, pdl: bool = False,
+    tile: GemmReduction | None = None, shape: GemmConfig | None = None, ahead: Precompiler[GemmKind] | None = None, shared: int | None = None,
+) -> Tensor:  # fmt: skip
+    """x [R, K], w [N, K] -> [R, N]. tile, shape: other cuts than the table's, for measuring; shared: bytes that a program may take,
+    where the device is not to be asked."""
+    if ahead is not None:
+        n = w.shape[0] // 2 if gated else w.shape[0]
+        beside = None if mul is None else (mul.dtype, mul.stride(0))
+        biased = None if bias is None else bias.dtype
+        ahead.before(GemmKind(n, w.shape[1], x.dtype, out_dtype or x.dtype, gated, act, biased, beside, softcap is not None), x.shape[0])
+    launch = _call(
+        x if x.stride(1) == 1 else x.contiguous(), w, semaphores, bias=bias, mul=mul, act=act, gated=gated, softcap=softcap,
+        out_dtype=out_dtype or x.dtype, pdl=pdl, tile=tile, shape=shape, shared=shared or max_smem(x.device),
+    )  # fmt: skip
+    launch.kernel[launch.grid](*launch.arguments, **launch.options)
+    return launch.out
+
+
+@dataclass(frozen=True)
+class GemmLaunch:
+    kernel: JITFunction[Any]
+    grid: tuple[int, ...]
+    arguments: tuple[Tensor | TensorDescriptor | int | float, ...]
+    options: dict[str, int | str | bool]
+    out: Tensor  # where the result will be
+
+
+def _call(
+    x: Tensor, w: Tensor, semaphores: Tensor, *, bias: Tensor | None, mul: Tensor | None, act: str, gated: bool, softcap: float | None,
+    out_dtype: torch.dtype, pdl: bool, tile: GemmReduction | None, shape: GemmConfig | None, shared: int,
+) -> GemmLaunch:  # fmt: skip
+    rows, k = x.shape
+    n = w.shape[0] // 2 if gated else w.shape[0]
+    tile = tile or choose_reduction(n, k, gated, w.element_size())
+    span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
+    splits = triton.cdiv(k, span)
+    shape = shape or fit_smem(config_for_rows(tile, n, k, rows, gated, w.element_size()), 2 if gated else 1, w.element_size(), shared)
+    serial_splitk = splits > 1 and shape.serial_splitk
+    assert not shape.bm2 or (shape.swap_ab and not serial_splitk)
+    out = torch.empty((rows, n), dtype=out_dtype, device=x.device)
+    ends: dict[str, int | str | bool] = dict(
+        GATED=gated, ACT=act, BIAS=bias is not None, MUL=mul is not None, SOFTCAP=softcap is not None, SPLITS=splits, PDL=pdl,
+        num_warps=shape.warps, num_stages=shape.stages, **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
+    use_tma = shape.tma and shared >= MAX_SMEM and tma_aligned(x) and tma_aligned(w)
+    if use_tma and shape.bm2:
+        tiles = triton.cdiv(rows, shape.bm + shape.bm2) * triton.cdiv(n, shape.bn)
+        programs = tiles * splits if splits > 1 or tiles <= STREAMK_MAX_WHOLE_TILES else min(tiles, sm_count(x.device))
+        cut = tiles % programs > 0
+        sums = (programs if splits > 1 else programs + 1 if cut else 0) * (shape.bm + shape.bm2) * shape.bn * (2 if gated else 1)
+        given = (
+            tile_descriptor(x, shape.bm, shape.bk), tile_descriptor(x, shape.bm2, shape.bk), tile_descriptor(w, shape.bn, shape.bk),
+            bias if bias is not None else out, mul if mul is not None else out, out,
+            torch.empty((sums,), dtype=torch.float32, device=x.device) if sums else out, semaphores,
+            rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+        )  # fmt: skip
+        ends |= dict(BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk)
+        if splits > 1:
+            return GemmLaunch(splitk_kernel, (programs,), given, ends, out)
+        return GemmLaunch(streamk_kernel, (programs,), given, ends | dict(CUT=cut), out)
+    if use_tma:
+        tiles = triton.cdiv(rows, shape.bm) * triton.cdiv(n, shape.bn)
+        # Two accumulators leave no registers for the next tile's, and storing float32 takes the shared memory that its fetching needs.
+        several = splits == 1 and out_dtype.itemsize == 2
+        programs = min(tiles, sm_count(x.device)) if several else tiles
+        fetches = (
+            matrix_descriptor(x, shape.bm, shape.bk), matrix_descriptor(w, shape.bn, shape.bk, gated), bias if bias is not None else out,
+            mul if mul is not None else out, out, rows, n, k, mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+        )  # fmt: skip
+        ends |= dict(BM=shape.bm, BN=shape.bn, BK=shape.bk, SEVERAL=several, L2_ROWS=max(1, L2_ROWS // shape.bm))
+        return GemmLaunch(tma_kernel, (programs,), fetches, ends, out)
+    grid = (triton.cdiv(rows, shape.bm + shape.bm2), triton.cdiv(n, shape.bn), 1 if serial_splitk else splits)
+    wide = shape.bn * (2 if gated else 1)
+    sums = grid[0] * grid[1] * splits * (shape.bm + shape.bm2) * wide
+    partial_out = torch.empty((sums,), dtype=torch.float32, device=x.device) if grid[2] > 1 else out
+    arguments = (
+        x, w, bias if bias is not None else out, mul if mul is not None else out, out, partial_out, semaphores,
+        rows, n, k, x.stride(0), mul.stride(0) if mul is not None else 0, span, float(softcap or 0.0),
+    )  # fmt: skip
+    ends |= dict(
+        BM=shape.bm, BM2=shape.bm2, BN=shape.bn, BK=shape.bk, SWAP_AB=shape.swap_ab,
+        EVEN=k % shape.bk == 0 and span % shape.bk == 0, SERIAL_SPLITK=serial_splitk, PREC="tf32x3" if x.dtype == torch.float32 else "tf32",
+        PREFETCH=PREFETCH_LINES if pdl and w.element_size() == 2 else 0, TRIGGER_LATE=pdl and w.numel() * w.element_size() >= LATE_TRIGGER_BYTES,
+    )  # fmt: skip
+    return GemmLaunch(linear_kernel, grid, arguments, ends, out)

@@ -1,0 +1,264 @@
+"""How each weight matrix of the family is cut, and which tiles serve how many rows: the one place that says so.
+
+`GemmReduction` is a weight's own: what it says about spans fixes the order of its sums. `GemmConfig` is a pass's: how many rows and columns a
+program takes; it follows from the number of rows and changes no bit. The matrix instructions of one warp (`mma.sync`, 16 rows)
+and of four (`wgmma`, 64 rows) add 16 columns at a time in the same way, bit for bit, so a pass may take either.
+Measured on an H200 at 1 and 17 rows, with a rule for the shapes that were not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import triton
+
+MAX_SMEM = 226 << 10  # bytes of shared memory a program may take on the card that tiles were measured on
+NUM_SEMAPHORES = 1 << 16  # tiles of a product whose spans have programs of their own
+
+
+@dataclass(frozen=True)
+class GemmReduction:
+    """How one weight matrix is cut: a function of (N, K, gated, dtype) alone. `splits` and `bk` fix the spans of its sums; the rest
+    is what a program takes at 1 to 16 rows."""
+
+    bn: int  # columns of the result; a gated product reads two rows of weights for each
+    bk: int  # columns of the weights fetched at a time; a span is a whole number of them
+    splits: int
+    stages: int
+    swap_ab: bool = False  # the weights' rows are on the long side of the matrix instruction (64 or 128), the tokens on the short one
+    many: tuple[int, int, int, int] | None = None  # (bn, bk, stages, warps) at 17..32 rows; None: by rule
+
+
+@dataclass(frozen=True)
+class GemmConfig:
+    """What one program of a pass takes."""
+
+    bm: int  # rows
+    bn: int  # columns
+    bk: int
+    stages: int
+    warps: int = 4
+    swap_ab: bool = True
+    bm2: int = 0  # further rows, so that a program may take 320: four drafted tokens of 64 sequences
+    serial_splitk: bool = False  # a program walks all spans of its tile; otherwise each has a program of its own
+    tma: bool = False  # by TMA: `wide` (rows are on the long side, a program walks all spans), or with more rows `dealt`
+
+
+MEASURED = {  # (N, K, gated)
+    (262144, 1536, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # E2B embed
+    (8960, 1536, 0): GemmReduction(64, 64, 1, 8, swap_ab=True, many=(128, 64, 8, 4)),  # E2B ple_proj
+    (2560, 1536, 0): GemmReduction(64, 128, 2, 7, swap_ab=True),  # E2B qkv
+    (1536, 2048, 0): GemmReduction(64, 128, 3, 7, swap_ab=True),  # E2B out
+    (6144, 1536, 1): GemmReduction(64, 64, 1, 8, swap_ab=True, many=(64, 128, 5, 4)),  # E2B gate_up
+    (1536, 6144, 0): GemmReduction(64, 128, 5, 8, swap_ab=True),  # E2B down
+    (256, 1536, 0): GemmReduction(16, 128, 6, 6, many=(16, 128, 3, 4)),  # E2B ple_gate
+    (1536, 256, 0): GemmReduction(32, 128, 1, 6, many=(16, 128, 3, 4)),  # E2B ple_out
+    (5120, 1536, 0): GemmReduction(64, 64, 1, 8, swap_ab=True),  # E2B qkv
+    (1536, 4096, 0): GemmReduction(64, 128, 5, 8, swap_ab=True),  # E2B out
+    (2048, 1536, 0): GemmReduction(64, 128, 2, 7, swap_ab=True),  # E2B qkv
+    (12288, 1536, 1): GemmReduction(32, 128, 1, 3, swap_ab=True, many=(128, 128, 3, 8)),  # E2B gate_up
+    (1536, 12288, 0): GemmReduction(64, 128, 4, 8, swap_ab=True),  # E2B down
+    (4096, 1536, 0): GemmReduction(64, 128, 1, 8, swap_ab=True),  # E2B qkv
+    (262144, 2560, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # E4B embed
+    (10752, 2560, 0): GemmReduction(128, 64, 1, 8, swap_ab=True, many=(64, 128, 4, 4)),  # E4B ple_proj
+    (3072, 2560, 0): GemmReduction(32, 128, 4, 6, many=(32, 128, 5, 4)),  # E4B qkv
+    (2560, 2048, 0): GemmReduction(64, 128, 3, 6, swap_ab=True),  # E4B out
+    (10240, 2560, 1): GemmReduction(32, 128, 1, 3, swap_ab=True, many=(64, 128, 3, 4)),  # E4B gate_up
+    (2560, 10240, 0): GemmReduction(64, 128, 3, 8, swap_ab=True, many=(64, 128, 8, 4)),  # E4B down
+    (256, 2560, 0): GemmReduction(16, 128, 6, 6, many=(16, 128, 5, 4)),  # E4B ple_gate
+    (2560, 256, 0): GemmReduction(64, 256, 1, 2, many=(32, 128, 3, 4)),  # E4B ple_out
+    (6144, 2560, 0): GemmReduction(64, 128, 1, 8, swap_ab=True, many=(64, 64, 8, 4)),  # E4B qkv
+    (2560, 4096, 0): GemmReduction(64, 128, 3, 8, swap_ab=True),  # E4B out
+    (2048, 2560, 0): GemmReduction(64, 128, 4, 5, swap_ab=True, many=(64, 128, 5, 4)),  # E4B qkv
+    (4096, 2560, 0): GemmReduction(64, 128, 1, 8, swap_ab=True),  # E4B qkv
+    (262144, 3840, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # 12B embed
+    (8192, 3840, 0): GemmReduction(64, 128, 1, 8, swap_ab=True, many=(64, 128, 4, 4)),  # 12B qkv
+    (3840, 4096, 0): GemmReduction(64, 128, 2, 8, swap_ab=True),  # 12B out
+    (15360, 3840, 1): GemmReduction(64, 128, 1, 3, swap_ab=True, many=(128, 128, 3, 8)),  # 12B gate_up
+    (3840, 15360, 0): GemmReduction(64, 128, 2, 8, swap_ab=True),  # 12B down
+    (8704, 3840, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # 12B qkv
+    (3840, 8192, 0): GemmReduction(64, 128, 2, 8, swap_ab=True, many=(64, 128, 8, 4)),  # 12B out
+    (262144, 2816, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # 26B-A4B embed
+    (8192, 2816, 0): GemmReduction(64, 128, 1, 8, swap_ab=True, many=(64, 128, 4, 4)),  # 26B-A4B qkv
+    (2816, 4096, 0): GemmReduction(64, 64, 3, 8, swap_ab=True, many=(64, 64, 8, 4)),  # 26B-A4B out
+    (2112, 2816, 1): GemmReduction(32, 128, 1, 8, swap_ab=True),  # 26B-A4B gate_up
+    (2816, 2112, 0): GemmReduction(64, 64, 3, 8, swap_ab=True),  # 26B-A4B down
+    (128, 2816, 0): GemmReduction(16, 128, 8, 6, many=(16, 128, 4, 4)),  # 26B-A4B router
+    (9216, 2816, 0): GemmReduction(64, 64, 1, 8, swap_ab=True, many=(128, 128, 5, 4)),  # 26B-A4B qkv
+    (2816, 8192, 0): GemmReduction(64, 128, 3, 8, swap_ab=True, many=(64, 128, 8, 4)),  # 26B-A4B out
+    (262144, 5376, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(128, 128, 5, 4)),  # 31B embed
+    (16384, 5376, 0): GemmReduction(64, 128, 1, 5, swap_ab=True, many=(64, 128, 4, 4)),  # 31B qkv
+    (5376, 8192, 0): GemmReduction(64, 128, 1, 8, swap_ab=True),  # 31B out
+    (21504, 5376, 1): GemmReduction(32, 128, 1, 2, many=(64, 64, 4, 4)),  # 31B gate_up
+    (5376, 21504, 0): GemmReduction(64, 128, 3, 5, swap_ab=True),  # 31B down
+    (18432, 5376, 0): GemmReduction(64, 64, 1, 5, many=(128, 128, 3, 4)),  # 31B qkv
+    (5376, 16384, 0): GemmReduction(64, 128, 1, 8, swap_ab=True, many=(64, 128, 8, 4)),  # 31B out
+    (256, 3072, 0): GemmReduction(32, 128, 6, 6, many=(32, 128, 6, 4)),  # E2B-assistant pre
+    (2048, 256, 0): GemmReduction(64, 128, 1, 4, many=(32, 128, 6, 4)),  # E2B-assistant centroids
+    (1024, 256, 0): GemmReduction(16, 128, 1, 6, many=(32, 64, 6, 4)),  # E2B-assistant qkv
+    (256, 1024, 0): GemmReduction(64, 64, 4, 5, swap_ab=True),  # E2B-assistant out
+    (2048, 256, 1): GemmReduction(32, 256, 1, 2, many=(64, 64, 6, 4)),  # E2B-assistant gate_up
+    (256, 2048, 0): GemmReduction(16, 128, 4, 6, many=(32, 64, 6, 4)),  # E2B-assistant down
+    (256, 5120, 0): GemmReduction(32, 128, 12, 6, many=(32, 128, 6, 4)),  # E4B-assistant pre
+    (262144, 1024, 0): GemmReduction(32, 128, 1, 6, many=(128, 64, 6, 4)),  # 12B-assistant embed
+    (1024, 7680, 0): GemmReduction(32, 128, 12, 6, many=(32, 128, 6, 4)),  # 12B-assistant pre
+    (3840, 1024, 0): GemmReduction(16, 256, 1, 6, many=(128, 64, 6, 4)),  # 12B-assistant post
+    (4096, 1024, 0): GemmReduction(16, 256, 1, 6, many=(128, 64, 6, 4)),  # 12B-assistant qkv
+    (1024, 4096, 0): GemmReduction(16, 256, 4, 6, many=(64, 64, 6, 4)),  # 12B-assistant out
+    (8192, 1024, 1): GemmReduction(64, 64, 1, 5, many=(64, 64, 6, 4)),  # 12B-assistant gate_up
+    (1024, 8192, 0): GemmReduction(64, 128, 8, 8, swap_ab=True),  # 12B-assistant down
+    (8192, 1024, 0): GemmReduction(64, 128, 1, 8, swap_ab=True),  # 12B-assistant qkv
+    (1024, 5632, 0): GemmReduction(64, 128, 8, 6, swap_ab=True),  # 26B-A4B-assistant pre
+    (2816, 1024, 0): GemmReduction(64, 64, 3, 6, swap_ab=True),  # 26B-A4B-assistant post
+    (1024, 10752, 0): GemmReduction(32, 128, 12, 6, many=(32, 128, 6, 4)),  # 31B-assistant pre
+    (5376, 1024, 0): GemmReduction(64, 128, 2, 5, swap_ab=True),  # 31B-assistant post
+    (16384, 1024, 0): GemmReduction(64, 64, 1, 6, many=(128, 64, 6, 4)),  # 31B-assistant qkv
+    (1024, 16384, 0): GemmReduction(64, 128, 8, 8, swap_ab=True),  # 31B-assistant out
+}
+
+
+@lru_cache(maxsize=4096)
+def choose_reduction(n: int, k: int, gated: bool, bytes_per: int) -> GemmReduction:
+    if bytes_per == 4:
+        return GemmReduction(32, 64, 1, 2)
+    return MEASURED.get((n, k, int(gated))) or rule(n, k, gated)
+
+
+def rule(n: int, k: int, gated: bool) -> GemmReduction:
+    """64 rows of weights a program, and about as many programs as the 132 multiprocessors hold: the fewer columns, the more spans."""
+    bn = 32 if gated else 64
+    splits = max(1, min(round(132 / triton.cdiv(n, bn)), k // 256))
+    return GemmReduction(bn, 64, splits, 6, swap_ab=True)
+
+
+@lru_cache(maxsize=4096)
+def config_for_rows(tile: GemmReduction, n: int, k: int, rows: int, gated: bool, bytes_per: int = 2) -> GemmConfig:
+    """The shape for so many rows."""
+    sides = 2 if gated else 1
+    if rows <= 16:
+        return GemmConfig(16, tile.bn, tile.bk, tile.stages, 4, tile.swap_ab)
+    if bytes_per == 4:
+        return GemmConfig(32, tile.bn, tile.bk, tile.stages, 4, False)
+    if rows <= 32 and tile.many is not None:
+        bn, bk, stages, warps = tile.many
+        return GemmConfig(32, bn, bk, stages, warps, tile.swap_ab)
+    if rows > 128:
+        options = [*_many_row_configs(tile, n, k, rows, sides), *_tma_configs(tile, n, k, rows, sides), *_streamk_configs(tile, n, k, rows, sides)]
+        return min(options, key=lambda option: option[0])[1]
+    tiles = triton.cdiv(n * sides, 128)
+    if rows > 32 and n * k * sides <= 1 << 20 and k % 128 == 0:  # few weights: more programs are worth more than what they share
+        return GemmConfig(32, 64 // sides, 128, 3)
+    wide = 128 if tiles >= 96 or tile.splits * tiles >= 120 else 64  # rows of weights a program
+    bm = 32 if rows <= 32 else 64 if rows <= 64 or wide == 64 else 128
+    if rows > 64 and wide == 64 and tile.splits * tiles >= 36:  # two programs for the rows would read each weight twice in 64s
+        wide, bm = 128, 128 if gated and tiles >= 90 else 64
+    if bm >= 64 and gated and k <= 2048 and tiles >= 180:
+        wide = 256
+    serial_splitk = tile.splits > 1 and triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide) >= 100
+    return _swap_ab_config(bm, 0, wide, sides, serial_splitk, 128 if wide == 64 and bm == 64 and k % 128 == 0 else 64)
+
+
+def _swap_ab_config(bm: int, more: int, wide: int, sides: int, serial_splitk: bool, bk: int = 64) -> GemmConfig:
+    stages = max(2, min(4 if bk > 64 or bm * wide > 16384 else 5 if bm * wide == 16384 else 6, MAX_SMEM // ((bm + more + wide) * bk * 2)))
+    return GemmConfig(bm, wide // sides, bk, stages, 8 if bm * wide >= 16384 else 4, True, more, serial_splitk)
+
+
+def fit_smem(shape: GemmConfig, sides: int, bytes_per: int, shared: int) -> GemmConfig:
+    """The shape where a program may take less shared memory than tiles were measured with: fewer stages, then smaller tiles. Neither
+    changes a bit."""
+    if shared >= MAX_SMEM:
+        return shape
+    if shape.tma:  # a card before Hopper, or one with less room: the same tile by plain loads
+        shape = replace(shape, tma=False, swap_ab=True)
+    each = (shape.bm + shape.bm2 + shape.bn * sides) * shape.bk * bytes_per
+    if 2 * each > shared or (shape.bm + shape.bm2) * shape.bn * sides * 4 > shared:
+        shape = _swap_ab_config(min(64, shape.bm), 0, min(128, shape.bn * sides), sides, shape.serial_splitk)
+        each = (shape.bm + shape.bn * sides) * shape.bk * bytes_per
+    return replace(shape, stages=max(2, min(shape.stages, shared // each)))
+
+
+POINTER_RATES = {  # (rows, further rows, rows of weights): share of the matrix units' rate that a program of this shape reaches
+    (256, 0, 128): 0.87, (128, 0, 256): 0.87, (256, 64, 128): 0.8, (128, 64, 128): 0.82, (128, 32, 128): 0.72, (128, 0, 128): 0.79,
+    (64, 0, 256): 0.68, (64, 0, 128): 0.6, (64, 0, 64): 0.45,
+}  # fmt: skip
+
+
+TMA_RATES = {  # the same of programs whose tiles TMA fetches: (rows, rows of weights): share of the rate, stages, warps
+    (128, 256): (0.95, 3, 8), (256, 128): (0.93, 3, 8), (128, 128): (0.87, 4, 4),
+}  # fmt: skip
+TMA_SPLIT_RATES = {(128, 128): (0.86, 5, 8), (128, 256): (1.0, 4, 16)}  # several spans: a second accumulator needs room
+
+
+def _logits(n: int) -> int:
+    """Microseconds more that a tile of a vocabulary's takes: its results are float32."""
+    return 6 if n > 100_000 else 0
+
+
+def _tma_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
+    """As `_many_row_configs`, for programs that TMA serves."""
+    spans = tile.splits > 1
+    if spans and sides == 2:
+        return
+    for (bm, wide), (rate, stages, warps) in (TMA_SPLIT_RATES if spans else TMA_RATES).items():
+        tiles = triton.cdiv(rows, bm) * triton.cdiv(n * sides, wide)
+        each = bm * wide * k * 2 / (rate * 6e6) + 2.5 + (tile.splits if spans else 0) + _logits(n)
+        shape = GemmConfig(bm, wide // sides, 64, stages, warps, False, serial_splitk=spans, tma=True)
+        yield triton.cdiv(tiles, 132) * each + 8, shape  # the first fetches are late
+
+
+# Programs of `dealt`: (rows, further rows, rows of weights): share of the rate, stages, warps, and how many there may be. A few that leave
+# sms idle have a higher clock.
+STREAMK_RATES = {
+    (128, 32, 64): (0.85, 7, 4, 96), (128, 32, 128): (0.79, 6, 8, 132), (256, 64, 64): (1.05, 4, 4, 96), (256, 64, 128): (0.93, 4, 8, 132),
+}  # fmt: skip
+SPLITK_RATES = {
+    (128, 32, 128): (0.7, 5, 8),
+    (128, 32, 256): (0.72, 3, 8),
+    (256, 64, 128): (0.8, 3, 8),
+}  # those that take several tiles and parts of one
+SPLITK_GATED_RATES = {(128, 32, 128): (0.79, 5, 4)}
+STREAMK_MAX_ROWS = 640  # up to which these were measured
+# Tiles up to which each is a program's own, on smaller cards too: cut ones need more shared memory than the stages of STREAMK_RATES leave.
+STREAMK_MAX_WHOLE_TILES = 132
+
+
+def _streamk_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
+    """As `_many_row_configs`, for programs of `dealt`. Tiles are cut only where each has weights of its own: they would be fetched from memory once
+    for every row of tiles."""
+    spans = tile.splits
+    if rows > STREAMK_MAX_ROWS:
+        return
+    if sides == 1:
+        for (bm, more, wide), (rate, stages, warps, most) in STREAMK_RATES.items():
+            if triton.cdiv(rows, bm + more) * triton.cdiv(n, wide) * spans <= most:
+                each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5
+                yield (
+                    each + (5 + spans * rows * n * 8 / 3e6 if spans > 1 else 0),
+                    GemmConfig(bm, wide, 64, stages, warps, True, more, tma=True),
+                )
+    for (bm, more, wide), (rate, stages, warps) in (SPLITK_RATES if sides == 1 else SPLITK_GATED_RATES).items():
+        tiles = triton.cdiv(n * sides, wide)
+        if spans == 1 and rows <= bm + more and tiles > STREAMK_MAX_WHOLE_TILES:
+            each = (bm + more) * wide * k * 2 / (rate * 6e6) + 11  # nothing is fetched for the next tile while this one is stored
+            yield (tiles / 132 + 0.1) * each, GemmConfig(bm, wide // sides, 64, stages, warps, True, more, tma=True)
+
+
+def _many_row_configs(tile: GemmReduction, n: int, k: int, rows: int, sides: int) -> Iterator[tuple[float, GemmConfig]]:
+    """Shapes for more than 128 rows, each with an estimate of its microseconds: the waves of its programs on 132 multiprocessors of
+    6 TFLOP/s, a program's start and end, and what is written and read again of spans that have programs of their own. On the
+    shapes of 31B it is right to 5 %."""
+    for (bm, more, wide), rate in POINTER_RATES.items():
+        tiles = triton.cdiv(rows, bm + more) * triton.cdiv(n * sides, wide)
+        for serial_splitk in (False, True) if tile.splits > 1 else (False,):
+            if (
+                (more and (serial_splitk or n > 100_000))
+                or (serial_splitk and bm * wide > 16384)
+                or (not serial_splitk and tile.splits > 1 and tile.splits * rows * n > 1 << 24)
+            ):
+                continue
+            spans = tile.splits if not serial_splitk else 1
+            each = (bm + more) * wide * (k / spans) * 2 / (rate * 6e6) + 2.5 + (tile.splits if serial_splitk else 0) + _logits(n)
+            rest = 3 + tile.splits * rows * n * sides * 8 / 3e6 if spans > 1 else 0
+            yield triton.cdiv(tiles * spans, 132) * each + rest, _swap_ab_config(bm, more, wide, sides, serial_splitk)

@@ -1,0 +1,210 @@
+"""The experts of 1 to 3 tokens in int8, and the dense MLP beside them where it is in int8 too, in CUDA C++ (`ops/cuda/moe_gemv_int8.cu`): the
+bits of `routing`, `quant_moe` and `quant`, sooner, and in three launches instead of six or seven.
+
+`Plan.of` is the rule, in one place: bfloat16, gate_up in groups of 128 columns, down with a factor for each row, which is what
+`--quantize int8` makes of Gemma's 26B-A4B; and `FewExperts.of` the device: Hopper, where both were seen to give the same bits. Everything
+else, and every larger number of rows, goes to Triton; so does all where NVRTC cannot be had.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ..cuda.runtime import FOLDER, Kernel
+from ..formats import DeviceWeight
+from .gemm_config import choose_reduction
+from .nvrtc_kernels import Flags, NvrtcKernels
+from .quant_config import choose_quant_tile
+from .quant_moe import QuantExperts
+from .repack import Codes, QuantWeight
+from .wna16_gemv import ACTS
+
+SOURCE = FOLDER / "moe_gemv_int8.cu"
+MOST_ROWS, MOST_PAIRS, MOST_EXPERTS, MOST_CHUNKS, MOST_WARPS, MOST_STAGES = 8, 64, 128, 24, 32, 4
+MOST_SPANS, MOST_COLUMNS = 8, 512  # of the router
+WORDS, STAGE, X_BYTES, CHOICES = 2048, 2112, 256, 1040  # of a warp's chunk, and of the list of experts, as moe_gemv_int8.cu has them
+NUMBERS = (
+    "rows", "experts", "top", "hidden", "inner", "dense", "dense_span", "dense_splits", "down_chunks", "down_span", "down_splits",
+)  # fmt: skip
+MAX_MOE_GEMV_ROWS = 3  # rows up to which they were: five take 95 us a layer on an H200, in Triton's tiles 89
+
+
+class MoeGemvProblem(ctypes.Structure):
+    """What the kernels are told: `MoeGemvProblem` of moe_gemv_int8.cu."""
+
+    _fields_ = [(name, ctypes.c_int) for name in NUMBERS]
+
+
+@dataclass(frozen=True)
+class SharedMLP:
+    """An MLP whose tiles go beside those of the experts."""
+
+    gate_up: QuantWeight
+    down: QuantWeight
+
+    @staticmethod
+    def of(gate_up: DeviceWeight, down: DeviceWeight, hidden: int, most: int) -> SharedMLP | None:
+        """most: chunks that a warp can take of down."""
+        if not isinstance(gate_up, QuantWeight) or not isinstance(down, QuantWeight) or not grouped(gate_up) or not by_row(down):
+            return None
+        inner = down.shape[1]
+        fits = gate_up.shape == (2 * inner, hidden) and down.shape[0] == hidden and inner % 8 == 0 and spans(down)[0] <= most
+        return SharedMLP(gate_up, down) if fits else None
+
+
+def router_spans(router: DeviceWeight) -> tuple[int, int] | None:
+    """Columns of a span, and spans, in the order of sums that a router [E, H] has in Triton; None: not one for the kernel."""
+    if not isinstance(router, Tensor) or router.dtype != torch.bfloat16 or not router.is_contiguous() or router.shape[0] % 8:
+        return None
+    n, k = router.shape
+    tile = choose_reduction(n, k, False, router.element_size())
+    span = triton.cdiv(triton.cdiv(k, tile.splits), tile.bk) * tile.bk
+    splits = triton.cdiv(k, span)
+    return (span, splits) if k % 16 == 0 and 1 < splits <= MOST_SPANS and span <= MOST_COLUMNS else None
+
+
+@dataclass(frozen=True)
+class MoeGemvPlan:
+    """How the products of one layer are dealt out."""
+
+    most: int  # tokens that the kernels are compiled for
+    router: tuple[int, int]  # columns of a span, spans
+    chunks: int  # of gate_up: a warp each
+    stages: int
+    gate_up_shared: int
+    down: int  # chunks of an expert's down
+    down_warps: int
+    down_shared: int
+    told: tuple[int, ...]  # NUMBERS
+
+    @staticmethod
+    def of(rows: int, router: DeviceWeight, gate_up: DeviceWeight, down: DeviceWeight, top: int, beside: SharedMLP | None, sms: int, room: int) -> MoeGemvPlan | None:
+        if (
+            not isinstance(gate_up, QuantExperts)
+            or not isinstance(down, QuantExperts)
+            or not grouped(gate_up.matrix)
+            or not by_row(down.matrix)
+        ):
+            return None
+        routed = router_spans(router)
+        if routed is None or tuple(router.shape) != (down.shape[0], down.shape[1]):
+            return None
+        experts, hidden, inner = down.shape
+        chunks, deep = gate_up.matrix.chunks, down.matrix.chunks
+        most = 1 if rows == 1 else MOST_ROWS
+        chosen = top <= (32 if rows == 1 else 16) and rows * top <= MOST_PAIRS  # a warp chooses; among several rows a place has four bits
+        fits = 0 < rows <= MOST_ROWS and chosen and experts <= MOST_EXPERTS and most <= chunks <= MOST_CHUNKS
+        if not fits or gate_up.shape != (experts, 2 * inner, hidden) or hidden % 128 or inner % 8:
+            return None
+        tiles, units, dense = top * inner // 8, top * hidden // 16, 0
+        (span, splits), (down_span, down_splits), down_chunks = (chunks, 1), (0, 0), 0
+        if beside is not None:
+            dense, down_chunks = beside.down.shape[1], beside.down.chunks
+            (span, splits), (down_span, down_splits) = spans(beside.gate_up), spans(beside.down)
+            tiles, units = tiles + dense // 8, units + hidden // 16 * down_splits
+        # One token: the sums of all tiles of a block, a warp for every unit of down. Several: those of two tiles, as many warps as fit.
+        each, (listed, pad) = -(-tiles // sms), (CHOICES, 64) if most > 1 else (0, 0)
+        sums = chunks * (each if most == 1 else 2) * (64 + most * (64 + pad // 4)) + listed
+        stages = min(MOST_STAGES, each, (room - sums) // (chunks * STAGE))
+        warp = deep * WORDS + most * (deep * X_BYTES + pad)
+        fit = min(MOST_WARPS, (room - listed) // warp)
+        warps = -(-units // sms) if most == 1 else min(fit, 16)
+        if stages < 2 or not most <= warps <= fit:
+            return None
+        told = (rows, experts, top, hidden, inner, dense, span, splits, down_chunks, down_span, down_splits)
+        return MoeGemvPlan(most, routed, chunks, stages, sums + stages * chunks * STAGE, deep, warps, listed + warps * warp, told)
+
+
+def grouped(w: QuantWeight) -> bool:
+    """int8 with a bfloat16 factor for each chunk of 128 columns and nothing besides."""
+    plain = w.codes is Codes.INT8 and w.plane == 32 and w.per == 4 and not w.half
+    return plain and w.zero_point is None and w.factor is None and w.order is None and w.shape[1] % w.columns_of_chunk == 0
+
+
+def by_row(w: QuantWeight) -> bool:
+    """int8 with a factor for each row."""
+    return w.codes is Codes.INT8 and w.plane == 32 and w.per == 0 and w.factor is not None and w.order is None and w.shape[1] % 8 == 0
+
+
+def spans(w: QuantWeight) -> tuple[int, int]:
+    """Chunks of a span, and spans: the order of sums that the weight has in Triton."""
+    span = -(-w.chunks // choose_quant_tile(w.padded, w.columns, w.bits).splits)
+    return span, -(-w.chunks // span)
+
+
+@dataclass(frozen=True)
+class MoeGemvBuffers:
+    pairs: Tensor  # [R · top, H]
+    weight: Tensor  # float32 [R · top]
+    dense: Tensor  # float32 [spans, R, H]: the dense MLP's, still to be added up; none where it is not beside them
+
+
+@dataclass(frozen=True)
+class MoeGemvKernels:
+    router: Kernel
+    gate_up: Kernel
+    down: Kernel
+
+
+class MoeGemvInt8(NvrtcKernels):
+    """The kernels of one device."""
+
+    source, what = SOURCE, "experts in int8 at up to 3 tokens go"
+
+    def plan(self, x: Tensor, router: DeviceWeight, gate_up: DeviceWeight, down: DeviceWeight, top: int, beside: SharedMLP | None) -> MoeGemvPlan | None:
+        """None: not one of these."""
+        if not self.usable or x.shape[0] > MAX_MOE_GEMV_ROWS or x.dtype != torch.bfloat16:
+            return None
+        return MoeGemvPlan.of(x.shape[0], router, gate_up, down, top, beside, self.sms, self.room)
+
+    def logits(self, kernels: MoeGemvKernels, plan: MoeGemvPlan, router_in: Tensor, router: Tensor, pdl: bool) -> Tensor:
+        """router_in [R, H] -> float32 [R, E]."""
+        z = torch.empty((len(router_in), len(router)), dtype=torch.float32, device=router_in.device)
+        given, (span, splits) = [router_in.data_ptr(), router.data_ptr(), z.data_ptr()], plan.router
+        kernels.router(len(router) // 8, 32 * splits, splits * (8 * (2 * span + 32) + 256), [*given, MoeGemvProblem(*plan.told)], pdl)
+        return z
+
+    def answers(
+        self, kernels: MoeGemvKernels, plan: MoeGemvPlan, z: Tensor, expert_scale: Tensor, x: Tensor, gate_up: QuantExperts, down: QuantExperts,
+        h: Tensor, beside: SharedMLP | None, pdl: bool,
+    ) -> MoeGemvBuffers:  # fmt: skip
+        """z float32 [R, E]: the router's logits; x [R, H]: what the experts read; h [R, H]: what the dense MLP reads."""
+        told = dict(zip(NUMBERS, plan.told, strict=True))
+        rows, hidden, inner, dense = (told[name] for name in ("rows", "hidden", "inner", "dense"))
+        count = rows * told["top"]
+        made = lambda *shape, dtype=x.dtype: torch.empty(shape, dtype=dtype, device=x.device)  # noqa: E731
+        between, pairs, weight = made(count, inner), made(count, hidden), made(count, dtype=torch.float32)
+        first, second = (beside.gate_up, beside.down) if beside is not None else (gate_up.matrix, down.matrix)
+        dense_between, dense_out = made(rows, dense), made(told["down_splits"], rows, hidden, dtype=torch.float32)
+        a, b = gate_up.matrix, down.matrix
+        assert a.scale is not None and first.scale is not None and b.factor is not None and second.factor is not None
+        blocks, shape = self.sms, MoeGemvProblem(*plan.told)
+        at = lambda *tensors: [t.data_ptr() for t in tensors]  # noqa: E731
+        given = at(z, expert_scale, x, a.words, a.scale, between, weight, h, first.words, first.scale, dense_between)
+        kernels.gate_up(blocks, 32 * plan.chunks, plan.gate_up_shared, [*given, shape], pdl)
+        given = at(z, between, b.words, b.factor, pairs, dense_between, second.words, second.factor, dense_out)
+        kernels.down(blocks, 32 * plan.down_warps, plan.down_shared, [*given, shape], pdl)
+        return MoeGemvBuffers(pairs, weight, dense_out)
+
+    def kernels(self, plan: MoeGemvPlan, act: str) -> MoeGemvKernels | None:
+        """None: they cannot be compiled."""
+        flags = flags_of(plan, act)
+        router = self.kernel("experts_router", flags)
+        gate_up = self.kernel("experts_gate_up", flags) if router is not None else None
+        down = self.kernel("experts_down", flags) if gate_up is not None else None
+        return None if router is None or gate_up is None or down is None else MoeGemvKernels(router, gate_up, down)
+
+
+def flags_of(plan: MoeGemvPlan, act: str) -> Flags:
+    """What the source is compiled with."""
+    span, splits = plan.router
+    flags: dict[str, int | str] = dict(
+        MOST=plan.most, ROUTER_SPAN=span, ROUTER_SPLITS=splits, CHUNKS=plan.chunks, STAGES=plan.stages, DOWN=plan.down,
+        DOWN_WARPS=plan.down_warps, ACT=ACTS[act], TOKENS=4, WARPS=plan.chunks,
+    )  # fmt: skip
+    return tuple(flags.items())

@@ -1,0 +1,56 @@
+"""What stands beside Triton's kernels: others in CUDA C++ with the same bits, compiled at first need. They are for Hopper, where both were
+seen to give the same bits; elsewhere, and where they cannot be compiled, everything goes through Triton, and a line of the log says so."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from ..cuda.runtime import CudaError, Kernel, missing
+from .quant_config import max_smem, sm_count
+
+Flags = tuple[tuple[str, int | str], ...]
+log = logging.getLogger("outrider")
+
+
+class NvrtcKernels:
+    """The kernels of one source on one device. `of` gives None, and says why, where there are none."""
+
+    source: Path
+    what: str  # goes through Triton where there are none
+    own = False  # they have instructions of this architecture alone
+
+    def __init__(self, device: torch.device, *counters: Tensor):
+        self.device, self.counters = device, counters
+        self.sms, self.room = sm_count(device), max_smem(device)
+        self.made: dict[tuple[str, Flags], Kernel] = {}
+        self.usable = True
+
+    @classmethod
+    def of(cls, device: torch.device, *counters: Tensor) -> Self | None:
+        if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
+            return None
+        reason = missing()
+        if reason is not None:
+            cls.say(reason)
+            return None
+        return cls(device, *counters)
+
+    @classmethod
+    def say(cls, reason: object) -> None:
+        log.warning("%s through Triton, slower: %s", cls.what, reason)
+
+    def kernel(self, name: str, flags: Flags) -> Kernel | None:
+        """A function of the source, compiled with these; None: it cannot be."""
+        if (name, flags) not in self.made:
+            try:
+                self.made[name, flags] = Kernel(self.source.read_text(), name, dict(flags), self.device, self.room, self.own)
+            except CudaError as error:  # a toolchain may be broken in many ways, and Triton's kernels are there
+                self.say(error)
+                self.usable = False
+                return None
+        return self.made[name, flags]

@@ -1,0 +1,214 @@
+"""Products of up to 8 tokens with weights of four to eight bits, in CUDA C++ (`ops/cuda/wna16_gemv.cu`): the bits of `quant`, sooner.
+
+`supports` is the rule, in one place: bfloat16, every code of `repack`, factors of groups, of rows or both, nothing done with the product
+but a gate; and `FewRows.of` the device: Hopper, where both were seen to give the same bits. Everything else, and every larger number of
+tokens, goes to Triton; so does all where NVRTC cannot be had, which one line of the log says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from ..cuda.runtime import FOLDER
+from .nvrtc_kernels import Flags, NvrtcKernels
+from .quant import Extras
+from .quant_config import choose_quant_tile
+from .repack import ROWS, Codes, QuantWeight
+
+SOURCE = FOLDER / "wna16_gemv.cu"
+MAX_GEMV_TOKENS = 8
+WARP_ROWS = 16  # rows of the weight that a warp takes
+ACTS = {"": 0, "gelu_tanh": 1, "silu": 2}
+NUMBERS = (
+    "m", "n", "k", "chunks", "span", "splits", "tiles", "x_stride", "magic", "longs", "more_longs", "shorts", "more_shorts", "rest",
+)  # fmt: skip
+POINTERS = (
+    "words", "words_high", "scales", "scales_high", "lifts", "lifts_high", "above", "above_high", "factors", "factors_high",
+)  # fmt: skip
+VALUES = {  # of values.cuh, and the columns of a plane that they have there
+    Codes.INT4: ("Integer4", 32), Codes.UINT4: ("Unsigned4", 32), Codes.INT5: ("Integer5", 32), Codes.UINT5: ("Unsigned5", 32),
+    Codes.INT6: ("Integer6", 16), Codes.INT8: ("Integer8", 32), Codes.FP8: ("Float8", 32), Codes.FP4: ("Float4", 16),
+}  # fmt: skip
+
+
+class GemvProblem(ctypes.Structure):
+    """What the kernel is told: `GemvProblem` of units.cuh."""
+
+    _fields_ = [(name, ctypes.c_uint if name == "magic" else ctypes.c_int) for name in NUMBERS]
+
+
+class WeightPointers(ctypes.Structure):
+    """Where a weight lies: `WeightPointers` of codes.cuh."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in POINTERS]
+
+
+@dataclass(frozen=True)
+class WeightChunk:
+    """What a block keeps of a chunk: as `Coded` of codes.cuh has it."""
+
+    columns: int
+    groups: int  # 0: no factors but those of whole rows
+    stage: int  # bytes of 16 rows
+    has_zero_point: bool
+
+    @staticmethod
+    def of(w: QuantWeight) -> WeightChunk:
+        groups, has_zero_point = w.planes // w.per if w.per else 0, w.zero_point is not None
+        words = WARP_ROWS * (4 * w.plane + (32 if w.high is not None else 0))
+        return WeightChunk(w.columns_of_chunk, groups, words + 64 * -(-groups // 2) * (1 + has_zero_point), has_zero_point)
+
+    def room_of_x(self, chunks: int, tokens: int) -> int:
+        """Bytes of so many chunks' columns, and of their sums by group where these are needed."""
+        return tokens * (chunks * self.columns * 2 + 64) + (chunks * self.groups * 4 * tokens_of(tokens) if self.has_zero_point else 0)
+
+
+@dataclass(frozen=True)
+class WorkUnits:
+    """What is dealt out: tiles of 16 rows, each over `splits` spans of chunks, of which the last may be shorter."""
+
+    tiles: int
+    chunks: int
+    span: int
+
+    @property
+    def splits(self) -> int:
+        return -(-self.chunks // self.span)
+
+    @property
+    def rest(self) -> int:
+        """Chunks of the last span."""
+        return self.chunks - (self.splits - 1) * self.span
+
+    @property
+    def longs(self) -> int:
+        return self.tiles * (self.splits if self.rest == self.span else self.splits - 1)
+
+    @property
+    def shorts(self) -> int:
+        return self.tiles * self.splits - self.longs
+
+    def edges(self, blocks: int) -> tuple[list[int], list[int]]:
+        """Where each block's long units and its short ones begin, and where the last one's end: as the kernel has it. The last blocks have
+        one long unit more, the first ones a short one."""
+        late = blocks - self.longs % blocks
+        longs = [b * (self.longs // blocks) + max(0, b - late) for b in range(blocks + 1)]
+        shorts = [b * (self.shorts // blocks) + min(b, self.shorts % blocks) for b in range(blocks + 1)]
+        return longs, shorts
+
+    def widest(self, blocks: int) -> int:
+        """Chunks of x that the block with most of them needs."""
+        longs, shorts = (list(pairwise(e)) for e in self.edges(blocks))
+        spans = [((hi - 1) // self.tiles + 1 - lo // self.tiles if hi > lo else 0) for lo, hi in longs]
+        return max(s * self.span + (self.rest if hi > lo else 0) for s, (lo, hi) in zip(spans, shorts, strict=True))
+
+
+@lru_cache(maxsize=4096)
+def choose_block(units: WorkUnits, chunk: WeightChunk, tokens: int, sms: int, room: int) -> tuple[int, int] | None:
+    """Warps of the one block that a SM has, and bytes of its shared memory; None where x does not fit into the room that a block may
+    take."""
+    x = chunk.room_of_x(units.widest(sms), tokens)
+    for warps in (24, 16):
+        shared = warps * 2 * chunk.stage + x
+        if shared <= room:
+            return warps, shared
+    return None
+
+
+class QuantGemmKernels(NvrtcKernels):
+    """Kernels of products. Their one counter, `semaphores`: how many spans of a tile are done, 0 again when all are."""
+
+    @property
+    def semaphores(self) -> Tensor:
+        return self.counters[0]
+
+
+class WNA16Gemv(QuantGemmKernels):
+    """The kernels of one device."""
+
+    source, what = SOURCE, "quantised weights at 1 to 8 tokens go"
+
+    def product(self, x: Tensor, w: QuantWeight, extras: Extras, pdl: bool) -> Tensor | None:
+        """x [R, K] · wᵀ -> [R, N], or [R, N / 2] where it is gate and up; None: not one of these."""
+        if not self.usable or not supports(x, w, extras):
+            return None
+        rows, n, k = x.shape[0], *w.shape
+        units = units_of(w)
+        block = choose_block(units, WeightChunk.of(w), rows, self.sms, self.room)
+        kernel = None if block is None else self.kernel("wna16_gemv", flags_of(w, extras, rows, block[0]))
+        if block is None or kernel is None:
+            return None
+        x = aligned(x, w)
+        out = torch.empty((rows, n // 2 if extras.gated else n), dtype=x.dtype, device=x.device)
+        partial_out = out
+        if units.splits > 1:
+            partial_out = torch.empty(units.tiles * units.splits * WARP_ROWS * tokens_of(rows), dtype=torch.float32, device=x.device)
+        blocks, warps, shared = self.sms, *block
+        shape = GemvProblem(
+            rows, n, k, units.chunks, units.span, units.splits, units.tiles, x.stride(0), -(-(1 << 32) // units.tiles),
+            units.longs // blocks, units.longs % blocks, units.shorts // blocks, units.shorts % blocks, units.rest,
+        )  # fmt: skip
+        addresses = [x.data_ptr(), out.data_ptr(), partial_out.data_ptr(), self.semaphores.data_ptr()]
+        kernel(blocks, 32 * warps, shared, [*addresses, weights_of(w, extras.gated), shape], pdl)
+        return out
+
+
+def supports(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
+    """Whether the kernel knows this product; the device aside."""
+    return 0 < x.shape[0] <= MAX_GEMV_TOKENS and compared(x, w, extras)
+
+
+def compared(x: Tensor, w: QuantWeight, extras: Extras) -> bool:
+    """The same for any number of tokens."""
+    n, k = w.shape
+    if extras.bias is not None or extras.mul is not None or extras.softcap is not None or extras.out_dtype not in (None, torch.bfloat16):
+        return False
+    known = w.plane == VALUES[w.codes][1] and (w.zero_point is None or (w.columns_of_chunk == 256 and k % 16 == 0))
+    whole = n % (2 * ROWS) == 0 if extras.gated else n % WARP_ROWS == 0 and n > WARP_ROWS
+    return known and whole and k % 8 == 0 and x.dtype == torch.bfloat16
+
+
+def aligned(x: Tensor, w: QuantWeight) -> Tensor:
+    """In the order of the weight's columns, rows where 16 bytes begin."""
+    if w.order is not None:
+        x = x[:, w.order]
+    if x.stride(1) != 1 or x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)  # also where it is contiguous, but begins between 16 bytes
+    return x
+
+
+def tokens_of(rows: int) -> int:
+    """Columns of sums that the kernel is compiled for."""
+    return 4 if rows <= 4 else MAX_GEMV_TOKENS
+
+
+def units_of(w: QuantWeight) -> WorkUnits:
+    """With the order of sums that the weight has in Triton."""
+    span = -(-w.chunks // choose_quant_tile(w.padded, w.columns, w.bits).splits)
+    return WorkUnits(w.shape[0] // WARP_ROWS, w.chunks, span)
+
+
+def weights_of(w: QuantWeight, gated: bool) -> WeightPointers:
+    """Of each tensor where the lower and the upper 8 rows of the first tile begin; the upper ones of a gated tile are those of up."""
+    lines = (w.shape[0] // 2 // ROWS) * w.chunks * ROWS if gated else WARP_ROWS // 2  # rows of chunks between the two
+    both: list[int | None] = []
+    for t in (w.words, w.scale, w.zero_point, w.high):
+        both += [None, None] if t is None else [t.data_ptr(), t.data_ptr() + lines * t.shape[-1] * t.element_size()]
+    if w.factor is not None:
+        both += [w.factor.data_ptr(), w.factor.data_ptr() + 4 * (w.shape[0] // 2 if gated else WARP_ROWS // 2)]
+    return WeightPointers(*both)
+
+
+def flags_of(w: QuantWeight, extras: Extras, rows: int, warps: int) -> Flags:
+    """What the source is compiled with."""
+    flags: dict[str, int | str] = dict(
+        TOKENS=tokens_of(rows), GATED=int(extras.gated), ACT=ACTS[extras.act], VALUES=VALUES[w.codes][0], HALF=int(w.half), PER=w.per,
+        ZERO_POINT=int(w.zero_point is not None), FACTOR=int(w.factor is not None), WARPS=warps,
+    )  # fmt: skip
+    return tuple(flags.items())

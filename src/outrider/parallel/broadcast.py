@@ -1,0 +1,302 @@
+"""Rank 0 schedules, the others follow: every step is described as plain data, told to all, and run by all.
+
+The seam is the `Executor`. Rank 0's executors are wrapped: before one runs a step it tells the others the `StepBatch`, what of its
+sequences they do not know yet (prompt, parameters, new tokens) and which pages they were given; the same executor then runs the same step
+in every process. Each process drafts, verifies and chooses for itself. It comes to the same tokens: sums and logits are the same bits
+everywhere, and noise is a function of seed and position. Only what rank 0 alone can know is told on the way: the masks of grammars.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from ..cache.store import SeqCache
+from ..engine.engine import Engine
+from ..engine.graphs import GraphExecutor
+from ..engine.output_processor import OutputProcessor
+from ..engine.step import Emitted, Executor, PendingStep, Request, ScheduledSeq, Seq, StepBatch
+from ..types import GroupName, Matcher, OutriderError, SamplingParams
+from .process_group import ProcessGroup
+
+if TYPE_CHECKING:
+    from numpy import ndarray
+
+
+# ---- what is told --------------------------------------------------------------------------------------------------------------
+class Joined(NamedTuple):
+    """A sequence that the others have not met."""
+
+    prompt: list[int]
+    params: SamplingParams  # without the grammar
+    grammar: bool
+
+
+class SeqMessage(NamedTuple):
+    """A `ScheduledSeq` without its sequence, which everybody has, and what is new of that."""
+
+    item: ScheduledSeq
+    id: str
+    fresh: bool  # it has another place in the cache than last time
+    pages: Mapping[GroupName, tuple[int, list[int]]]  # new ones: the first one's number, and where they are
+    tokens: list[int]  # new ones
+    num_inflight_tokens: int
+
+
+@dataclass(frozen=True)
+class StepMessage:
+    serial: int
+    prompts: list[SeqMessage]
+    decode: list[SeqMessage]
+    trust: Sequence[float] | None
+    joined: dict[str, Joined]
+    left: list[str]
+
+
+@dataclass(frozen=True)
+class Order:
+    """What to do: "takes" or "launch" a step with an executor, "probe" or "prepare" one, or "score" a text."""
+
+    what: str
+    executor: int = 0
+    step: StepMessage | None = None
+    probe: tuple[str, int, int, int] | None = None
+    score: tuple[int, dict[GroupName, tuple[int, list[int]]], list[int], int, bool] | None = None
+
+
+# ---- rank 0 ----------------------------------------------------------------------------------------------------------------------
+@dataclass
+class Known:
+    """What the others know of a sequence."""
+
+    seq: Seq
+    cache: SeqCache | None = None
+    tokens: int = 0
+    pages: dict[GroupName, int] = field(default_factory=dict)
+
+
+class Leader:
+    """Puts itself between an engine and its executors."""
+
+    def __init__(self, engine: Engine, team: ProcessGroup):
+        self.engine, self.team = engine, team
+        self._known: dict[str, Known] = {}
+        self._serial = 0
+        self._last: StepBatch | None = None
+        team.captured += captured(engine)
+        engine.runner.divided = True
+        engine.executors = [BroadcastExecutor(executor, index, self) for index, executor in enumerate(engine.executors)]
+        engine.runner.scored = self._score
+
+    def tell(self, what: str, executor: int, batch: StepBatch) -> None:
+        if batch is not self._last:
+            self._serial, self._last = self._serial + 1, batch
+        self.team.send(Order(what, executor, self.describe(batch)))
+
+    def describe(self, batch: StepBatch) -> StepMessage:
+        left = [name for name, known in self._known.items() if self.engine.running(name) is not known.seq]
+        for name in left:
+            del self._known[name]
+        joined: dict[str, Joined] = {}
+        prompts, decode = ([self._lane(item, joined) for item in scheduled] for scheduled in (batch.prompts, batch.decode))
+        return StepMessage(self._serial, prompts, decode, batch.trust, joined, left)
+
+    def _lane(self, item: ScheduledSeq, joined: dict[str, Joined]) -> SeqMessage:
+        seq = item.seq
+        known = self._known.get(seq.id)
+        if known is None:
+            known = self._known[seq.id] = Known(seq)
+            params = seq.request.params
+            joined[seq.id] = Joined(seq.request.prompt, replace(params, grammar=None), params.grammar is not None)
+            if seq.answer.matcher is not None:
+                seq.answer.matcher = BroadcastMatcher(seq.answer.matcher, self.team)
+        fresh = known.cache is not seq.held
+        if fresh:
+            known.cache, known.pages = seq.held, {}
+        pages = new_pages(seq.held, known.pages)
+        tokens, known.tokens = seq.tokens[known.tokens :], len(seq.tokens)
+        return SeqMessage(replace(item, seq=None), seq.id, fresh, pages, tokens, seq.num_inflight_tokens)  # type: ignore[arg-type]
+
+    def _score(self, cache: SeqCache, tokens: list[int], begin: int, logits: bool) -> None:
+        self.team.send(Order("score", score=(cache.slot, new_pages(cache, {}), tokens, begin, logits)))
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """From the order to the end of its exchanges: an interrupt waits until then, and a failure ends the run."""
+        waiting: list[int] = []
+        main = threading.current_thread() is threading.main_thread()
+        before = signal.signal(signal.SIGINT, lambda number, _: waiting.append(number)) if main else None
+        try:
+            yield
+        except Exception as error:
+            self.team.watch.lost(f"{type(error).__name__}: {error}")
+            raise OutriderError(self.team.watch.gone or "the processes of --tensor-parallel lost one another") from error
+        finally:
+            if main:
+                signal.signal(signal.SIGINT, before)
+        if waiting:
+            raise KeyboardInterrupt
+
+
+def captured(engine: Engine) -> list[GraphExecutor]:
+    return [executor for executor in engine.executors if isinstance(executor, GraphExecutor)]
+
+
+def new_pages(cache: SeqCache, told: dict[GroupName, int]) -> dict[GroupName, tuple[int, list[int]]]:
+    """The pages of a sequence that the others have not been told of; `told` then counts them as told."""
+    new = {}
+    for name, pages in cache.pages.items():
+        first = told.get(name, 0)
+        if len(pages.pages) > first:
+            new[name] = (first, pages.pages[first:])
+            told[name] = len(pages.pages)
+    return new
+
+
+class BroadcastExecutor:
+    """An executor of rank 0 that the others follow."""
+
+    def __init__(self, inner: Executor, index: int, leader: Leader):
+        self.inner, self.index, self.leader = inner, index, leader
+        self.name, self.async_results, self.trees = inner.name, inner.async_results, inner.trees
+
+    def takes(self, batch: StepBatch) -> bool:
+        if not self.async_results or not batch.decode:
+            return self.inner.takes(batch)
+        with self.leader.together():  # capturing runs the step
+            self.leader.tell("takes", self.index, batch)
+            return self.inner.takes(batch)
+
+    def launch(self, batch: StepBatch) -> PendingStep:
+        with self.leader.together():
+            self.leader.tell("launch", self.index, batch)
+            return self.inner.launch(batch)
+
+    def read(self, pending: PendingStep) -> list[Emitted]:
+        return self.inner.read(pending)
+
+    def probe(self, part: str, batch: int, k: int, context: int) -> None:
+        with self.leader.together():
+            self.leader.team.send(Order("probe", self.index, probe=(part, batch, k, context)))
+            self.inner.probe(part, batch, k, context)
+
+    def prepare(self) -> str:
+        with self.leader.together():
+            self.leader.team.send(Order("prepare", self.index))
+            return self.inner.prepare()
+
+    def can_probe(self, part: str) -> bool:
+        return self.inner.can_probe(part)
+
+
+class BroadcastMatcher:
+    """A grammar's place at rank 0: what it allows is told to the others, who ask at the same moment."""
+
+    def __init__(self, matcher: Matcher, team: ProcessGroup):
+        self.matcher, self.team = matcher, team
+
+    @property
+    def failed(self) -> str | None:
+        return self.matcher.failed
+
+    @failed.setter
+    def failed(self, why: str | None) -> None:
+        self.matcher.failed = why
+
+    def bits(self, drafts: Sequence[int]) -> ndarray:
+        found = self.matcher.bits(drafts)
+        self.team.send(found)
+        return found
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        self.matcher.advance(tokens)
+
+
+# ---- the others ------------------------------------------------------------------------------------------------------------------
+class RemoteMatcher:
+    """A grammar elsewhere: what it allows comes from rank 0."""
+
+    failed: str | None = None
+
+    def __init__(self, team: ProcessGroup):
+        self.team = team
+
+    def matcher(self) -> Matcher:
+        return self
+
+    def bits(self, drafts: Sequence[int]) -> ndarray:
+        return self.team.receive()  # type: ignore[return-value]
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        pass
+
+
+class Follower:
+    def __init__(self, engine: Engine, team: ProcessGroup):
+        self.engine, self.team = engine, team
+        self._seqs: dict[str, Seq] = {}
+        self._last: tuple[int, StepBatch] = (0, StepBatch())
+
+    def execute(self, order: Order) -> None:
+        executor, runner = self.engine.executors[order.executor], self.engine.runner
+        if order.probe is not None:
+            executor.probe(*order.probe)
+            return
+        if order.what == "prepare":
+            executor.prepare()
+            return
+        runner.close_scratch()  # what was timed is over
+        if order.score is not None:
+            slot, pages, tokens, begin, logits = order.score
+            self.engine.store.place(slot, True, pages)
+            runner.score(SeqCache(slot), tokens, begin, logits)
+            return
+        assert order.step is not None
+        batch = self._batch(order.step)
+        if order.what == "takes":
+            executor.takes(batch)
+        else:
+            executor.launch(batch)
+
+    def _batch(self, told: StepMessage) -> StepBatch:
+        for name in told.left:
+            self._seqs.pop(name, None)
+            if self.engine.drafter is not None:
+                self.engine.drafter.forget(name)
+        for name, who in told.joined.items():
+            params = replace(who.params, grammar=RemoteMatcher(self.team)) if who.grammar else who.params
+            seq = self._seqs[name] = Seq(Request(name, who.prompt, params), 0.0, [])
+            seq.answer = OutputProcessor(params, (), None, params.grammar.matcher() if params.grammar is not None else None)
+        scheduled = [[self._lane(item) for item in scheduled] for scheduled in (told.prompts, told.decode)]
+        if told.serial != self._last[0]:
+            self._last = (told.serial, StepBatch(scheduled[0], scheduled[1], told.trust))
+        return self._last[1]
+
+    def _lane(self, told: SeqMessage) -> ScheduledSeq:
+        seq = self._seqs[told.id]
+        seq.tokens += told.tokens
+        seq.num_inflight_tokens = told.num_inflight_tokens
+        if told.fresh:
+            seq.cache = SeqCache(told.item.slot)
+        self.engine.store.place(told.item.slot, told.fresh, told.pages)
+        return replace(told.item, seq=seq)
+
+
+def follow(engine: Engine, team: ProcessGroup) -> None:
+    """Do what rank 0 says until it says no more."""
+    follower = Follower(engine, team)
+    engine.runner.divided = True
+    team.captured += captured(engine)
+    with torch.inference_mode():
+        while True:
+            order = team.receive()
+            if order is None:
+                return
+            assert isinstance(order, Order)
+            follower.execute(order)

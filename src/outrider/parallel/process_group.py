@@ -1,0 +1,248 @@
+"""The processes that share a model: how they find one another, and what they exchange.
+
+Started by `torchrun` (or anything that sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT) a process takes the place it is given; else
+the first process starts the others itself, with that environment. Numbers travel by NCCL between GPUs and by gloo between CPUs; what
+rank 0 tells the others (plain objects) always by gloo.
+
+Sums have a fixed order: everybody's part is gathered and added in the order of the ranks. A reduction of the library would choose its
+order by the size of the message, and a row's sum would then depend on the rows beside it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..models.split import TPRank
+from ..types import OutriderError
+from .watch import LOOK, Watch
+
+if TYPE_CHECKING:
+    from ..engine.graphs import GraphExecutor
+
+HEADER = 4096  # bytes of a message that travel at once; longer ones take a second broadcast
+FOREVER = timedelta(days=365)  # an idle server waits as long as it likes; `Watch` says when somebody is gone
+LEAVING = 20.0  # seconds until those who should have left are ended
+STARTING = timedelta(minutes=10)
+STARTED_BY_US = "OUTRIDER_TEAM"  # in the environment of a process that the first one started: cpu or cuda
+FIRST = "OUTRIDER_TEAM_FIRST"  # the first one's process number, in the environment of those it started
+COMMAND = (sys.executable, "-c", "from outrider.llm import worker; worker()")  # of those whom the first one starts
+
+
+class PeerLost(Exception):
+    """An exchange failed: somebody is gone, and it is not this process."""
+
+
+@contextmanager
+def parting() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's own errors of exchanges among them
+        raise PeerLost(str(error)) from error
+
+
+def is_worker() -> bool:
+    """Whether this process was started as one of several, and not as the first."""
+    return _number("RANK") > 0
+
+
+def _number(name: str) -> int:
+    """What the environment says of a process's place: 0 where it says nothing."""
+    text = os.environ.get(name, "0")
+    if not text.isdecimal():
+        raise OutriderError(f"{name} in the environment must be a whole number, got {text!r}")
+    return int(text)
+
+
+def follow_to_the_end() -> None:
+    """A process that the first one started ends with it even while it still waits for the others, which may be minutes."""
+
+    def look() -> None:
+        while os.getppid() == _number(FIRST):
+            time.sleep(LOOK)
+        os._exit(1)
+
+    threading.Thread(target=look, name="outrider-first", daemon=True).start()
+
+
+class ProcessGroup:
+    """One of `tp.world` processes. A `Collectives` for the models. A process is in one team at a time, as torch has it."""
+
+    here: ClassVar[ProcessGroup | None] = None
+
+    def __init__(self, store: dist.Store, device: torch.device, watch: Watch):
+        self.tp, self.device, self.watch, self.children = watch.tp, device, watch, watch.children
+        tp = self.tp
+        self.captured: list[GraphExecutor] = []  # whose graphs hold exchanges: NCCL does not end before they are gone
+        self._open = True
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo", store=dist.PrefixStore("team", store), rank=tp.rank, world_size=tp.world,
+            timeout=FOREVER, device_id=device if device.type == "cuda" else None,
+        )  # fmt: skip
+        self.control_group = dist.new_group(backend="gloo", timeout=FOREVER) if device.type == "cuda" else dist.group.WORLD
+        ProcessGroup.here = self
+        atexit.register(self.close)
+
+    # ---- numbers
+    def all_reduce(self, partial: Tensor) -> Tensor:
+        """The sum of everybody's tensor in the order of the ranks; in float32 where they are shorter, rounded once."""
+        every = self._every(partial.contiguous())
+        if self.tp.world <= 2:
+            return every[0] + every[1] if self.tp.world == 2 else every[0]
+        out = every[0].float() if partial.dtype != torch.float32 else every[0]
+        for rank in range(1, self.tp.world):
+            out = out + every[rank]
+        return out.to(partial.dtype)
+
+    def gather(self, mine: Tensor, widths: Sequence[int]) -> Tensor:
+        wide = max(widths)
+        mine = F.pad(mine, (0, wide - mine.shape[1])) if mine.shape[1] < wide else mine.contiguous()
+        every = self._every(mine)
+        if self.tp.world == 1:
+            return every[0]
+        return torch.cat([every[rank, :, :width] for rank, width in enumerate(widths)], dim=1)
+
+    def _every(self, mine: Tensor) -> Tensor:
+        """[world, ...]: everybody's, in the order of the ranks. One alone has it in its place already."""
+        every = mine if self.tp.world == 1 else mine.new_empty((self.tp.world * mine.shape[0], *mine.shape[1:]))
+        with parting():
+            if self.device.type == "cuda":
+                dist.all_gather_into_tensor(every, mine)  # one kernel of NCCL, which a CUDA graph captures like any other
+            else:
+                dist.all_gather(list(every.chunk(self.tp.world)), mine)
+        return every.view(self.tp.world, *mine.shape)
+
+    # ---- words
+    def send(self, message: object) -> None:
+        """Rank 0 tells everybody."""
+        body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        packet = torch.zeros(HEADER, dtype=torch.uint8)
+        head = len(body).to_bytes(8, "little") + body[: HEADER - 8]
+        packet[: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        self._tell(packet)
+        if len(body) > HEADER - 8:
+            self._tell(torch.frombuffer(bytearray(body[HEADER - 8 :]), dtype=torch.uint8))
+
+    def receive(self) -> object:
+        """What rank 0 tells next."""
+        packet = torch.zeros(HEADER, dtype=torch.uint8)
+        self._tell(packet)
+        first = packet.numpy().tobytes()
+        size = int.from_bytes(first[:8], "little")
+        body = first[8 : 8 + size]
+        if size > HEADER - 8:
+            rest = torch.zeros(size - (HEADER - 8), dtype=torch.uint8)
+            self._tell(rest)
+            body += rest.numpy().tobytes()
+        return pickle.loads(body)
+
+    def _tell(self, packet: Tensor) -> None:
+        with parting():
+            dist.broadcast(packet, 0, group=self.control_group)
+
+    def all_reduce_min(self, numbers: Sequence[int], error: str | None = None) -> list[int]:
+        """The least of everybody's, number by number. `error`: why this process has none; then nobody has."""
+        every: list[tuple[Sequence[int], str | None]] = [((), None)] * self.tp.world
+        with parting():
+            dist.all_gather_object(every, (numbers, error), group=self.control_group)
+        for rank, (_, wrong) in enumerate(every):
+            if wrong is not None:
+                raise OutriderError(wrong if rank == 0 else f"process {rank} of --tensor-parallel {self.tp.world}: {wrong}")
+        return [min(each) for each in zip(*(found for found, _ in every))]
+
+    # ---- the end
+    def close(self, told: bool = False) -> None:
+        """Everybody leaves together; those who do not are ended. told: the others know already that this is the end."""
+        if not self._open:
+            return
+        self._open, ProcessGroup.here, self.watch.ending = False, None, True
+        atexit.unregister(self.close)
+        late = threading.Timer(LEAVING, self._force)  # somebody may be stuck in the middle of something
+        late.daemon = True
+        late.start()
+        if self.tp.rank == 0 and not told:
+            self.send(None)
+        dist.barrier(group=self.control_group)
+        self.watch.stop()
+        for executor in self.captured:
+            executor.drop()
+        dist.destroy_process_group()
+        late.cancel()
+        for child in self.children:
+            try:
+                child.wait(timeout=20)
+            except subprocess.TimeoutExpired:
+                child.kill()
+
+    def abandon(self) -> None:
+        """End the others at once: they are in the middle of loading and would hear nothing."""
+        self._open, self.watch.ending = False, True
+        atexit.unregister(self.close)
+        for child in self.children:
+            child.kill()
+
+    def _force(self) -> None:
+        for child in self.children:
+            child.kill()
+        os._exit(1)
+
+
+def join(world: int, device: str | None, command: Sequence[str] = COMMAND) -> ProcessGroup:
+    """The team of this process. The first process starts the others (with `command`) unless somebody has started them already."""
+    if world < 1:
+        raise OutriderError(f"--tensor-parallel must be at least 1, got {world}")
+    if dist.is_initialized():
+        raise OutriderError("one tensor-parallel model at a time: close the first one")
+    place = _place(device, world)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        rank, there = _number("RANK"), _number("WORLD_SIZE")
+        if there != world:
+            raise OutriderError(f"{there} processes were started and --tensor-parallel asks for {world}: give both the same number")
+        store, _, _ = next(iter(dist.rendezvous("env://", timeout=STARTING)))
+        return ProcessGroup(store, place, Watch(TPRank(rank, world), os.environ["MASTER_ADDR"], _number("MASTER_PORT"), []))
+    store = dist.TCPStore("127.0.0.1", 0, world, is_master=True, timeout=STARTING, wait_for_workers=False)
+    children = [_start(command, rank, world, store.port, place.type) for rank in range(1, world)]
+    return ProcessGroup(store, place, Watch(TPRank(0, world), "127.0.0.1", store.port, children))
+
+
+def _start(command: Sequence[str], rank: int, world: int, port: int, kind: str) -> subprocess.Popen[bytes]:
+    ours = str(Path(__file__).resolve().parents[2])
+    known = [ours, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = os.environ | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store is there already: connect to it
+        STARTED_BY_US: kind, FIRST: str(os.getpid()), "PYTHONPATH": os.pathsep.join(dict.fromkeys(known)),
+    }  # fmt: skip
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+
+
+def _place(device: str | None, world: int) -> torch.device:
+    """A GPU a process, in the order of the local ranks; or the CPU."""
+    if device is not None and device.startswith("cuda:"):
+        raise OutriderError(
+            f"--device {device} names one GPU, --tensor-parallel {world} takes several: choose them with CUDA_VISIBLE_DEVICES"
+        )
+    if device == "cpu" or (device is None and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    local, here = _number("LOCAL_RANK"), torch.cuda.device_count()
+    if "RANK" not in os.environ and here < world:
+        raise OutriderError(f"--tensor-parallel {world} needs {world} GPUs, torch sees {here}: take fewer, or --device cpu")
+    if local >= here:
+        raise OutriderError(f"local rank {local} has no GPU of its own: torch sees {here}")
+    torch.cuda.set_device(local)
+    return torch.device("cuda", local)

@@ -1,0 +1,281 @@
+"""The models of one server: loaded when they are asked for, put back when another needs the room.
+
+A call borrows its model and gives it back at its end. A model that nobody has borrowed may be put back; of those the one goes first
+that was used least recently. Who asks for a model that is not loaded waits in a line; while the head of the line has waited longer
+than `PATIENCE_S`, newcomers stay behind it if their model stands in its way, so that no model is kept loaded for ever by its own
+callers. One model is loaded or put back at a time, off the event loop; everything else here lives on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+import torch
+
+from ..engine.metrics import Metrics
+from ..types import OutriderError
+from .errors import ApiError, shutting_down
+from .loaded_model import LoadedModel
+from .prepare import ServedModel
+from .runner import where
+from .settings import ServerSettings, without_paths
+from .trim import trim
+
+log = logging.getLogger("outrider.server")
+PATIENCE_S = 2.0
+
+
+@dataclass(eq=False)
+class PoolSlot:
+    """A model's place: its name, how it is loaded, and what is known of it."""
+
+    name: str
+    load: Callable[[], ServedModel]  # slow; called off the event loop
+    size: int = 0  # bytes of weights and K/V; an estimate until it was loaded once
+    max_context: int = 0  # 0: not known yet
+    note: str = ""
+    model: LoadedModel | None = None
+    loading: bool = False
+    users: int = 0
+    used: int = 0  # when, by a count of borrowings
+    loads: int = 0
+    evictions: int = 0
+
+    @property
+    def state(self) -> Literal["loaded", "loading", "unloaded"]:
+        return "loading" if self.loading else "loaded" if self.model is not None else "unloaded"
+
+    def take(self, model: LoadedModel) -> None:
+        backend = model.backend
+        self.model, self.size, self.max_context, self.note = model, backend.nbytes or self.size, backend.max_context, backend.note
+        self.loads += 1
+
+
+@dataclass(eq=False)
+class _WaitingLoad:
+    slot: PoolSlot
+    turn: asyncio.Future[LoadedModel]
+    since: float
+
+
+@dataclass
+class Tally:
+    """What all engines have counted together, those of models that were put back included."""
+
+    engine: Metrics = field(default_factory=Metrics)
+    failed_steps: int = 0
+    waiting: int = 0
+
+
+class ModelPool:
+    def __init__(
+        self, slots: Sequence[PoolSlot], limit: int | None, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`limit`: bytes for all loaded models together; None: as many as there are. One model may be larger than it, alone."""
+        self.slots = {slot.name: slot for slot in slots}
+        self.limit, self._settings, self._clock = limit, settings, clock
+        self._waiting: list[_WaitingLoad] = []
+        self._swap: asyncio.Task[None] | None = None
+        self._count = itertools.count(1)
+        self._gone = Tally()
+
+    @classmethod
+    def of(cls, backend: ServedModel, settings: ServerSettings) -> ModelPool:
+        """One model that is there from the beginning and stays."""
+        slot = PoolSlot(settings.model_name, lambda: backend)
+        slot.take(LoadedModel(slot.name, backend, settings))
+        return cls([slot], None, settings)
+
+    # ---- who is here
+
+    @property
+    def first(self) -> PoolSlot:
+        return next(iter(self.slots.values()))
+
+    @property
+    def loaded(self) -> list[LoadedModel]:
+        return [slot.model for slot in self.slots.values() if slot.model is not None]
+
+    @property
+    def healthy(self) -> bool:
+        return all(model.runner.healthy for model in self.loaded)
+
+    def find(self, name: str | None) -> PoolSlot:
+        """With one model served it need not be named; without a name, it is the first."""
+        if name is None:
+            return self.first
+        if name not in self.slots:
+            there = ", ".join(f"'{known}'" for known in self.slots)
+            raise ApiError(404, f"The model '{name[:100]}' does not exist; this server has {there}.", "model", "model_not_found")
+        return self.slots[name]
+
+    def tally(self) -> Tally:
+        """Plain integers of other threads: no lock is needed to add them up."""
+        models = self.loaded
+        return Tally(
+            total([self._gone.engine, *(m.backend.engine.metrics for m in models)]),
+            self._gone.failed_steps + sum(m.runner.failed_steps for m in models),
+            sum(m.turns.waiting for m in models),
+        )
+
+    # ---- borrowing
+
+    def start(self) -> None:
+        """On the event loop that will serve."""
+        for model in self.loaded:
+            model.start()
+
+    def ready(self, slot: PoolSlot) -> bool:
+        """Can be borrowed without waiting."""
+        return slot.model is not None and not self._stands_back(slot)
+
+    async def acquire(self, slot: PoolSlot) -> LoadedModel:
+        """The model, loaded; it stays so until it is given back."""
+        if slot.model is not None and self.ready(slot):
+            return self._lend(slot, slot.model)
+        mine = _WaitingLoad(slot, asyncio.get_running_loop().create_future(), self._clock())
+        self._waiting.append(mine)
+        self._tend()
+        try:
+            return await mine.turn
+        except asyncio.CancelledError:
+            if mine.turn.done() and not mine.turn.cancelled() and mine.turn.exception() is None:
+                self.release(slot)
+            elif mine in self._waiting:
+                self._waiting.remove(mine)
+                self._tend()  # others may have stood behind it
+            raise
+
+    def release(self, slot: PoolSlot) -> None:
+        slot.users -= 1
+        self._tend()
+
+    async def stop(self) -> None:
+        """End everything. May be called twice."""
+        for waiting in self._waiting:
+            if not waiting.turn.done():
+                waiting.turn.set_exception(shutting_down())
+        self._waiting = []
+        if self._swap is not None:
+            await asyncio.gather(self._swap, return_exceptions=True)
+        for model in self.loaded:
+            await model.stop()
+
+    # ---- room
+
+    def _lend(self, slot: PoolSlot, model: LoadedModel) -> LoadedModel:
+        slot.users += 1
+        slot.used = next(self._count)
+        return model
+
+    def _stands_back(self, slot: PoolSlot) -> bool:
+        head = self._waiting[0] if self._waiting else None
+        return head is not None and self._clock() - head.since > PATIENCE_S and slot in self._in_the_way(head.slot)
+
+    def _in_the_way(self, wanted: PoolSlot) -> list[PoolSlot]:
+        """The loaded models that must go before this one fits: idle ones before others, the least recently used first."""
+        if self.limit is None:
+            return []
+        there = sorted((s for s in self.slots.values() if s.model is not None and s is not wanted), key=lambda s: (s.users > 0, s.used))
+        over = sum(s.size for s in there) + wanted.size - self.limit
+        out: list[PoolSlot] = []
+        for slot in there:
+            if over <= 0:
+                break
+            out.append(slot)
+            over -= slot.size
+        return out
+
+    def _tend(self) -> None:
+        """Serve the line as far as that goes; called whenever something has changed."""
+        while self._waiting and self._swap is None:
+            slot = self._waiting[0].slot
+            if slot.model is not None:
+                mine = [w for w in self._waiting if w.slot is slot]
+                self._waiting = [w for w in self._waiting if w.slot is not slot]
+                for waiting in mine:
+                    if not waiting.turn.done():
+                        waiting.turn.set_result(self._lend(slot, slot.model))
+                continue
+            leaving = self._in_the_way(slot)
+            if any(s.users for s in leaving):
+                return  # whoever has borrowed it will give it back
+            models = [(s, self._take_off(s)) for s in leaving]  # at once, so that nobody borrows one on its way out
+            self._swap = asyncio.get_running_loop().create_task(self._load(slot, models))
+
+    def _take_off(self, slot: PoolSlot) -> LoadedModel:
+        model, slot.model = slot.model, None
+        assert model is not None and not slot.users
+        return model
+
+    async def _load(self, slot: PoolSlot, leaving: list[tuple[PoolSlot, LoadedModel]]) -> None:
+        slot.loading = True
+        try:
+            while leaving:
+                await self._put_back(*leaving.pop())
+            began = self._clock()
+            model = await asyncio.to_thread(lambda: LoadedModel(slot.name, slot.load(), self._settings))
+            model.start()
+            slot.take(model)
+            log.info("loaded %s in %.1f s, %.2f GiB", slot.name, self._clock() - began, slot.size / 2**30)
+        except Exception as e:
+            why = without_paths(str(e)) if isinstance(e, OutriderError) else "see the server's log"
+            log.error("could not load %s: %s", slot.name, e if isinstance(e, OutriderError) else where(e))
+            self._refuse(slot, ApiError(503, f"The model '{slot.name}' could not be loaded: {why}.", "model", "model_not_loaded"))
+        finally:
+            slot.loading = False
+            self._swap = None
+            self._tend()
+
+    def _refuse(self, slot: PoolSlot, error: ApiError) -> None:
+        for waiting in self._waiting:
+            if waiting.slot is slot and not waiting.turn.done():
+                waiting.turn.set_exception(error)
+        self._waiting = [w for w in self._waiting if w.slot is not slot]
+
+    async def _put_back(self, slot: PoolSlot, model: LoadedModel) -> None:
+        await model.stop()
+        self._gone = Tally(total([self._gone.engine, model.backend.engine.metrics]), self._gone.failed_steps + model.runner.failed_steps)
+        self._gone.engine.running = self._gone.engine.waiting = self._gone.engine.kv_bytes = self._gone.engine.swap_bytes = 0
+        self._gone.engine.free_pages = {}
+        slot.evictions += 1
+        log.info("put back %s", slot.name)
+        del model
+        await asyncio.to_thread(_free)
+
+
+def total(counted: Sequence[Metrics]) -> Metrics:
+    """Field by field; with one there is nothing to add."""
+    if len(counted) == 1:
+        return counted[0]
+    out = Metrics()
+    for metrics in counted:
+        for f in fields(Metrics):
+            mine, other = getattr(out, f.name), getattr(metrics, f.name)
+            if isinstance(mine, dict):
+                for key, value in list(other.items()):
+                    mine[key] = mine.get(key, 0) + value
+            elif isinstance(mine, list):
+                setattr(out, f.name, [a + b for a, b in zip(mine, other)])
+            else:
+                setattr(out, f.name, mine + other)
+    return out
+
+
+def _free() -> None:
+    """What a model took goes back to the system."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # the first model was there when everything was frozen (main.py): its cycles would stay for ever
+    gc.collect()
+    if frozen:
+        gc.freeze()
+    trim()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -1,0 +1,52 @@
+"""Runs texts that are read and not continued (scored prompts, embeddings) to their end, in the engine's thread.
+
+A few rows are read between two steps of the engine, so that nobody's stream waits long; the client holds one of its places meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import cast
+
+from ..engine.engine import Engine
+from ..engine.scoring import Scorer, ScoringJob
+from ..types import OutriderError
+from .errors import ApiError
+from .loaded_model import LoadedModel
+from .prepare import Job
+from .runner import EngineError, EngineLike, where
+from .stream import Writer
+
+log = logging.getLogger("outrider.server")
+
+
+async def run_scoring(model: LoadedModel, work: ScoringJob, client: str, priority: int = 0) -> None:
+    """To the end of it. One place is held meanwhile."""
+
+    def step(engine: EngineLike) -> bool:
+        return work.step(cast(Engine, engine))
+
+    await model.turns.acquire(client, priority)
+    try:
+        while await model.runner.call(step):
+            await asyncio.sleep(0)
+    except OutriderError as e:
+        raise ApiError(429, f"{e}.", retry_after=1) from e
+    except EngineError as e:
+        raise ApiError(503, f"{e}.", retry_after=5, code="shutting_down") from e
+    except Exception as e:
+        log.error("the engine failed on a text that was to be read: %s", where(e))
+        raise ApiError(500, "The engine failed on this request.", code="engine_error") from e
+    finally:
+        model.turns.release(client)
+        model.runner.later(lambda engine: work.close(cast(Engine, engine)))
+
+
+async def score(model: LoadedModel, job: Job, writer: Writer, client: str) -> None:
+    """What the model thinks of the prompts."""
+    assert job.prompt_logprobs is not None
+    for prompt in {id(r.prompt): r.prompt for r in job.requests}.values():
+        scorer = Scorer(prompt, job.prompt_logprobs)
+        await run_scoring(model, scorer, client, job.priority)
+        writer.scores[id(prompt)] = scorer.entries

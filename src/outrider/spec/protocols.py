@@ -1,0 +1,61 @@
+"""What engine and drafters need of a network, as protocols: `Target`, the model that answers, and `DraftNet`, an MTP drafter's network."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..models.config import DrafterConfig, ModelConfig
+from ..ops.backend import Backend, Pass
+from ..ops.formats import DeviceWeight
+from ..types import DraftRound, KVView, OutputRows
+
+
+class Target(Protocol):
+    config: ModelConfig
+    ops: Backend
+    dtype: torch.dtype
+    device: torch.device
+    head: DeviceWeight  # [V, H]
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """[R] -> the scaled input embedding [R, H]: also what an MTP drafter is fed."""
+        ...
+
+    def forward(self, ids: Tensor, kv: KVView, taps: tuple[int, ...] = (), wanted: OutputRows | None = None) -> Pass:
+        """ids [R] at kv.positions -> hidden states and the streams after the layers `taps`, of the rows that are wanted (None: all)."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32 [R, V]"""
+        ...
+
+
+class DraftNet(Protocol):
+    config: DrafterConfig
+    cluster_ids: Tensor | None  # int64 [C, S]: the token ids of a clustered head
+    most: int  # sequences that `draft` takes at once; 0: it has none, and every round goes step by step
+    has_runner_ups: bool  # its rounds leave the rivals of their guesses
+
+    def start(self, kv: KVView, features: Tensor) -> DraftRound: ...
+
+    def step(self, token_embedding: Tensor, hidden: Tensor, state: DraftRound) -> tuple[Tensor, Tensor]:
+        """What the head reads, and the hidden state to be fed back."""
+        ...
+
+    def candidates(self, g: Tensor, cluster_bonus: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """Token ids [B, N] (None: the whole vocabulary) and their float32 logits [B, N]."""
+        ...
+
+    def draft(
+        self, last: Tensor, features: Tensor, kv: KVView, steps: int, temperature: Tensor, sampled: Tensor, seed: Tensor, position: Tensor,
+        end: tuple[Tensor, Tensor, Tensor] | None = None, warm: bool = True,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+        """A whole round in one call: tokens [B, steps], confidences or None, lengths [B]."""
+        ...
+
+    def runner_ups(self, steps: int) -> tuple[Tensor, Tensor]:
+        """Of the last round (`has_runner_ups`): the best scores that parts of the head found at each step [B, steps, P], and their tokens."""
+        ...

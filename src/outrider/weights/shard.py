@@ -1,0 +1,62 @@
+"""One process's part of a checkpoint whose model is divided over several: reads of each source tensor the rows or columns that
+`models.split` gives this process, and nothing else.
+
+Rows are a range of the file; columns are stripes of it. Both are views until they are copied into place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..models.split import Shard
+from ..ops.formats import BLOCKS, Weight, dense
+from ..ops.formats.base import bits
+from ..types import OutriderError
+from .names import TensorPlan
+from .source_tensor import SourceTensor
+
+
+def alignment(pieces: Sequence[SourceTensor], quantize: bool) -> int:
+    """Where the columns of a stored matrix may be cut: multiples of this; 0: nowhere. quantize: it will be rounded in groups of 32."""
+    found = 32 if quantize else 1
+    for piece in pieces:
+        if piece.entry is not None:
+            found = max(found, BLOCKS[piece.entry.kind][0] if piece.entry.kind in BLOCKS else 1)
+        for group in piece.matrices:
+            for matrix in group:
+                each = matrix.stored.format.alignment()
+                if each == 0:
+                    return 0
+                found = max(found, each)
+    return found
+
+
+def shard_of(piece: SourceTensor, cut: Shard, where: str) -> Weight:
+    """What a process keeps of a source."""
+    try:
+        return shard_weight(piece.weight(where), cut)
+    except OutriderError as error:
+        raise OutriderError(f"{where}: tensor {piece.name}: {error}; leave out --tensor-parallel, or take another number") from None
+
+
+def shard_weight(weight: Weight, cut: Shard) -> Weight:
+    """Columns, or rows (of each expert)."""
+    if cut.columns:
+        ((lo, hi),) = cut.spans
+        return weight.columns(lo, hi)
+    units, tensors = weight.format.units, dict[str, Tensor]()
+    for name, t in weight.tensors.items():
+        parts = [bits(t)[..., lo:hi, :] if t.dim() > 1 else t[lo:hi] for lo, hi in cut.spans]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2 if t.dim() > 1 else 0)
+        tensors[name] = t if units[name].shared else joined.view(t.dtype)
+    at = max(0, len(weight.shape) - 2)
+    return Weight(weight.format, (*weight.shape[:at], sum(hi - lo for lo, hi in cut.spans), *weight.shape[at + 1 :]), tensors)
+
+
+def shard_tensor(whole: Tensor, plan: TensorPlan, cuts: Sequence[Shard]) -> Tensor:
+    """The same of a tensor that exists whole: dummy weights."""
+    sources = whole.split([shape[0] for shape in plan.source_shapes])
+    return torch.cat([shard_weight(dense(each), cut).tensors["values"] for each, cut in zip(sources, cuts)])

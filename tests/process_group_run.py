@@ -1,0 +1,141 @@
+"""What every process of a tensor-parallel test runs: `python tests/process_group_run.py OUT CASES.json WORLD`; the first starts the others.
+
+A case is {"name", "model", "drafter"?, "plain"?: no engine}. The processes load their parts of each in turn; rank 0 also loads it whole
+and compares logits (plain torch operators, float32), then runs an engine, drafting and not, and the findings go to OUT."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tests.engines import request, run
+from tests.kv import build_kv
+from torch import Tensor
+
+from outrider.config import EngineConfig, SpecConfig
+from outrider.engine.engine import Engine
+from outrider.engine.grammar import AllowedTokens
+from outrider.engine.scoring import Scorer
+from outrider.llm import pick_drafter
+from outrider.models.config import ModelConfig
+from outrider.models.decoder import TextModel
+from outrider.models.split import TPRank, split_target
+from outrider.ops.cpu.ops import CpuOps
+from outrider.ops.reference import ReferenceOps
+from outrider.parallel import Leader, ProcessGroup, follow, join
+from outrider.spec.controller import Controller
+from outrider.spec.cost import CostTable
+from outrider.train.capture import DenseOps, capture
+from outrider.train.parallel import TrainGroup
+from outrider.train.shards import ShardedWeight, divide
+from outrider.weights import hub, load_target
+
+PROMPT = [5, 17, 40, 3, 22, 9, 31, 8, 60, 2, 11, 45, 7, 30]
+
+
+@torch.inference_mode()
+def logits(model: Any) -> Tensor:
+    """Of a prompt in one pass, and of three more rows in a second one."""
+    kv = build_kv(model.config, 1, 32)
+    first = model.logits(model.forward(torch.tensor(PROMPT), kv.view([(0, len(PROMPT))])).hidden)
+    more = model.logits(model.forward(torch.tensor([4, 12, 33]), kv.view([(len(PROMPT), 3)])).hidden)
+    return torch.cat((first, more))
+
+
+def compare(case: dict[str, Any], team: ProcessGroup) -> dict[str, Any]:
+    config, weights, _ = load_target(case["model"], tp=team.tp)
+    mine = logits(TextModel(config, weights, ReferenceOps(), team))
+    whole_config = ModelConfig.from_hf(hub.resolve(case["model"]).config)
+    _, cuts = split_target(whole_config, TPRank(0, team.tp.world), lambda name: 1)
+    size = lambda held: sum(held[name].nbytes for name in cuts if name in held)  # noqa: E731
+    most = -team.all_reduce_min([-size(weights)])[0]  # what the fullest process holds
+    if team.tp.rank:
+        return {}
+    _, whole, _ = load_target(case["model"])
+    want = logits(TextModel(whole_config, whole, ReferenceOps()))
+    return {"off": float((mine - want).abs().max()), "largest": float(want.abs().max()), "share": most / size(whole)}
+
+
+def trained_on(case: dict[str, Any], team: ProcessGroup) -> None:
+    """As training sees a target that no process holds whole: the same states, each process of a text of its own."""
+    group = TrainGroup(team.tp.rank, team.tp.world)
+    config, whole, _ = load_target(case["model"])
+    _, pieces, _ = load_target(case["model"], keep=partial(divide, group))
+    ids = torch.tensor([[(7 * i * (group.rank + 1)) % 60 for i in range(9)]])
+    want, got = (capture(TextModel(config, weights, DenseOps()), ids, (0,)) for weights in (whole, pieces))  # type: ignore[arg-type]
+    assert torch.equal(want.hidden, got.hidden) and torch.equal(want.taps[0], got.taps[0])
+    divided = [name for name, weight in pieces.items() if isinstance(weight, ShardedWeight)]
+    held, all_of_it = (sum(weights[name].nbytes for name in divided) for weights in (pieces, whole))
+    assert divided and held <= all_of_it / group.world + 4 * len(divided)
+
+
+def engine(case: dict[str, Any], team: ProcessGroup, graphs: bool) -> Engine:
+    """graphs: by the executor that captures steps on a GPU; here the captured function itself runs, one step ahead of the host."""
+    ops, cpu = CpuOps(1), torch.device("cpu")
+    config, weights, _ = load_target(case["model"], cpu, torch.float32, ops, tp=team.tp)
+    target = TextModel(config, weights, ops, team)
+    drafter, names, _ = pick_drafter(hub.resolve(case["model"]), case.get("drafter", "ngram"), target, torch.float32)
+    settings = EngineConfig(max_batch=4, max_context=256, page_size=8, prefill_chunk=16, graphs=graphs)
+    return Engine(
+        target, None, settings, SpecConfig(4, "coupled"), drafter, Controller(CostTable(), names), ops.kv_dtype(torch.float32, "auto")
+    )
+
+
+def answers(made: Engine, drafter: bool, tag: str) -> list[list[int]]:
+    """Greedy, sampled, filtered and with penalties, and under a mask; all at once."""
+    shared = {"max_tokens": 8, "drafter": drafter}
+    some = AllowedTokens(range(20, 50), made.model.config.vocab_size)
+    requests = [
+        request(f"{tag} 0", PROMPT, **shared), request(f"{tag} 1", PROMPT[:5] * 5, temperature=0.8, seed=3, **shared),
+        request(f"{tag} 2", PROMPT[::-1], temperature=1.1, top_k=20, repetition_penalty=1.2, seed=9, logprobs=2, **shared),
+        request(f"{tag} 3", PROMPT[3:], temperature=1.0, seed=1, grammar=some, **shared),
+        request(f"{tag} 4", PROMPT[2:9], temperature=0.5, seed=4, **shared),
+    ]  # fmt: skip
+    done = run(made, requests)
+    return [done[r.id] for r in requests]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    team, found = join(int(sys.argv[3]), "cpu", [sys.executable, *sys.argv]), {}
+    for case in json.loads(Path(sys.argv[2]).read_text()):
+        one = found[case["name"]] = compare(case, team)
+        if case["name"] in ("llama", "moe", "edge"):
+            trained_on(case, team)
+        if case.get("plain"):
+            continue
+        made = engine(case, team, graphs=False)
+        if case["name"] in ("dense", "llama"):
+            ahead = engine(case, team, graphs=True)
+            if team.tp.rank:
+                follow(ahead, team)
+            else:
+                Leader(ahead, team)
+                ahead.executors[0].prepare()
+                one["ahead"] = answers(ahead, True, "ahead")
+                team.send(None)
+        if team.tp.rank:
+            follow(made, team)
+            continue
+        Leader(made, team)
+        one["plain"], one["drafted"] = answers(made, False, "plain"), answers(made, True, "drafted")
+        one["accepted"], one["cycles"] = made.metrics.accepted, made.metrics.cycles
+        scorer = Scorer(PROMPT, 1)
+        while scorer.step(made):
+            pass
+        one["scored"] = [next(iter(entry)) for entry in scorer.entries if entry]
+        made.check()
+        team.send(None)
+    if team.tp.rank == 0:
+        Path(sys.argv[1]).write_text(json.dumps(found))
+    team.close(told=True)
+    os._exit(0)  # threads of the collectives may abort an interpreter that is being taken down
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""The captured steps of a server: what it has before the first request comes, and what runs in which."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from tests.engines import mtp_drafter, request, run, tiny_engine, tiny_model
+
+from outrider.engine import graph_dispatch, prefill_graphs
+from outrider.engine.decode import Key
+from outrider.engine.engine import Engine
+from outrider.engine.graph_dispatch import cheapest_covering, covers, padded, warmup_keys
+from outrider.engine.graphs import GraphExecutor
+from outrider.engine.prefill_graphs import PrefillKey
+from outrider.engine.slot_sampling import SamplingFeatures
+
+PLAIN = Key(8, 0, 1024, "greedy", None)
+DRAFTED = Key(8, 4, 1024, "sampled", "drafter")
+PROMPT = [3, 5, 7, 9, 11, 3, 5, 7, 9, 13, 2, 40, 41, 3, 5]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_model("dense")
+
+
+def served(model: Any, **config: Any) -> tuple[Engine, GraphExecutor]:
+    engine = tiny_engine("dense", mtp_drafter(model, "dense"), model=model, graphs=True, **config)
+    executor = engine.executors[0]
+    assert isinstance(executor, GraphExecutor)
+    return engine, executor
+
+
+def test_a_step_runs_in_a_graph_that_does_all_of_it() -> None:
+    assert covers(PLAIN, PLAIN) and covers(replace(PLAIN, batch=64, context=2048, choosing="sort"), PLAIN)
+    for less in (dict(batch=4), dict(context=512)):
+        assert not covers(replace(PLAIN, **less), PLAIN)
+    assert not covers(PLAIN, replace(PLAIN, choosing="sampled"))
+    assert covers(replace(DRAFTED, k=6), DRAFTED) and not covers(DRAFTED, replace(DRAFTED, k=6)) and not covers(DRAFTED, replace(DRAFTED, k=0))
+    assert not covers(replace(DRAFTED, k=6, nodes=7), replace(DRAFTED, nodes=7)), "how deep a tree is makes it another"
+    for other in (dict(source="host"), dict(asks=SamplingFeatures(logprobs=5)), dict(nodes=7), dict(part="draft")):
+        assert not covers(replace(DRAFTED, **other), DRAFTED) and not covers(DRAFTED, replace(DRAFTED, **other))
+    there = [replace(PLAIN, batch=b, choosing=c, context=n) for b in (8, 16) for c in ("greedy", "sort") for n in (512, 2048)]
+    assert cheapest_covering(there, replace(PLAIN, batch=5)) == replace(PLAIN, context=2048)
+    assert cheapest_covering(there, replace(PLAIN, choosing="sampled")) == replace(PLAIN, context=2048, choosing="sort")
+    assert cheapest_covering(there, replace(PLAIN, batch=24)) is None
+
+
+def test_what_is_captured_beside_requests_has_room_to_spare() -> None:
+    assert padded(PLAIN, 256, 32768, 2048) == replace(PLAIN, context=2048)
+    assert padded(replace(PLAIN, batch=24, context=4096), 256, 32768, 2048) == replace(PLAIN, batch=32, context=8192)
+    assert padded(replace(PLAIN, batch=96), 96, 1024, 2048) == replace(PLAIN, batch=96), "no more than there can be"
+    assert padded(replace(DRAFTED, batch=192, k=8), 256, 32768, 2048).batch == 192, "nor more rows than a step may have"
+
+
+def test_trees_are_captured_as_they_are() -> None:
+    """Attention keeps sums of every row of a tree by pieces of the context: with room to spare it could take all memory."""
+    tree = replace(DRAFTED, batch=3, context=65536, nodes=8)
+    assert padded(tree, 256, 1 << 18, 2048) == tree
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_graph_of_more_drafts_has_room_for_their_keys(model: Any, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    """A line of one draft ran in a graph of four just before the graph's context ended, and K/V of the others went past its table."""
+    monkeypatch.setattr(graph_dispatch, "NEAR", 512)
+    engine, executor = served(model, max_batch=2, max_context=1024)
+    executor.prepare()
+    prompts = [[(7 * i * i + 3 * i) % 40 + 3 for i in range(length)] for length in (498, 505)]
+    jobs = [request(str(i), prompt, k=k, max_tokens=20) for i, prompt in enumerate(prompts)]
+    plain = tiny_engine("dense", model=model, max_context=1024)
+    assert all(run(engine, [job]) == run(plain, [replace(job, draft_tokens=0)]) for job in jobs)
+    assert {key.k for key in executor._graphs} == {0, 4}
+
+
+def test_widths_are_those_of_steps(model: Any) -> None:
+    """`--draft-tokens 5`: steps have six, a limit leaves one out; graphs of five would serve nobody."""
+    runner = served(model)[1].runner
+    assert GraphExecutor(runner, runner.model.ops.capabilities, widths=(0, 5))._widths == (0, 6)
+
+
+def test_a_server_is_ready_for_every_number_of_sequences() -> None:
+    keys = warmup_keys(256, 32768, 2048, (0, 4))
+    assert len(keys) == len(set(keys)) <= 56
+    rows = [key.batch * (key.k + 1) for key in keys]
+    assert rows == sorted(rows, reverse=True), "the largest first"
+    for batch in range(1, 257):
+        for wanted in (PLAIN, replace(PLAIN, choosing="sampled"), DRAFTED, replace(DRAFTED, choosing="greedy")):
+            assert cheapest_covering(keys, replace(wanted, batch=batch)) is not None
+    assert cheapest_covering(keys, replace(DRAFTED, batch=16, context=8192)) is not None
+    assert max(key.context for key in warmup_keys(72, 512, 2048, (0,))) == 512
+    assert {key.batch for key in warmup_keys(96, 512, 2048, (0, 0))} == {1, 2, 4, 8, 16, 32, 64, 96}
+
+
+def test_nobody_waits_for_a_capture(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first requests of a server joined one by one, and each new number of sequences was captured while they waited."""
+    engine, executor = served(model, max_batch=12)
+    said = executor.prepare()
+    before = set(executor._graphs)
+    assert f"{len(before)} steps and " in said and executor.fixed
+    jobs = [request(str(i), [*PROMPT, i], k=4, max_tokens=9, temperature=float(i % 2)) for i in range(12)]
+    alone = [run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs]
+    got: dict[str, list[int]] = {job.id: [] for job in jobs}
+    waiting = list(jobs)
+    while waiting or engine.busy:
+        if waiting:
+            engine.submit(waiting.pop(0))
+        for event in engine.step():
+            got[event.id] += event.tokens
+    assert set(executor._graphs) == before
+    assert list(got.values()) == alone
+    for _ in range(2):
+        run(engine, [request("a", PROMPT, k=4, max_tokens=4, logprobs=2)])
+        new = set(executor._graphs) - before
+        assert {(key.batch, key.k, key.asks.logprobs) for key in new} <= {(1, 3, 5), (1, 2, 5), (1, 1, 5), (1, 0, 5)}
+    monkeypatch.setattr(graph_dispatch, "OFTEN", 8)
+    run(engine, [request(str(i), PROMPT, k=2, max_tokens=30, temperature=1.0) for i in range(3)])
+    assert any(key.k == 2 for key in executor._graphs), "what is wanted again and again has its own"
+
+
+def test_a_steady_number_of_sequences_gets_its_own_graph(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """17 to 24 of them would have run in the graph of 32 for ever."""
+    monkeypatch.setattr(graph_dispatch, "OFTEN", 4)
+    engine, executor = served(model, max_batch=40)
+    executor.prepare()
+    jobs = [request(str(i), [3 + i], k=0, max_tokens=9) for i in range(18)]
+    got = run(engine, jobs)
+    assert {key.batch for key in executor._graphs if key.batch not in graph_dispatch.BATCHES} == {24, 48}, "48 is all that there can be"
+    assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs[:3])
+    ready, executor._instead = executor.ready, {}
+    executor._graphs = {key: made for key, made in executor._graphs.items() if key.batch != 24}
+
+    def some(key: Key) -> bool:
+        if key.batch == 24 and key not in executor._refused:
+            executor._failed(key, RuntimeError("out of memory"))
+        return ready(key)
+
+    executor.ready = some  # type: ignore[method-assign]
+    assert run(engine, jobs) == got and executor.broken is None, "it is done without"
+
+
+def test_a_step_without_room_to_spare_has_its_own_graph(model: Any) -> None:
+    """Where the roomy graph failed, steps with logprobs were launched for ever though their own would have fitted."""
+    _, executor = served(model, max_batch=12)
+    executor.prepare()
+    ready = executor.ready
+
+    def some(key: Key) -> bool:
+        if key.asks.logprobs >= 0 and key.batch > 3 and key not in executor._refused:
+            executor._failed(key, RuntimeError("out of memory"))
+        return ready(key)
+
+    executor.ready = some  # type: ignore[method-assign]
+    wanted = replace(PLAIN, batch=3, context=512, asks=SamplingFeatures(logprobs=5))
+    assert executor._stand_in(wanted) == wanted and executor.broken is None and ready(wanted)
+
+
+def test_what_cannot_be_captured_ahead_is_done_without(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine, executor = served(model, max_batch=12)
+    ready, most = executor.ready, 20
+
+    def some(key: Key) -> bool:
+        if key.batch * (key.k + 1) > most and key not in executor._refused:
+            executor._failed(key, RuntimeError("out of memory\nand so on"))
+        return ready(key)
+
+    executor.ready = some  # type: ignore[method-assign]
+    executor.prepare()
+    assert executor.broken is None and executor._graphs and executor._refused and "and so on" not in caplog.text
+    assert all(key.batch * (key.k + 1) > most for key in executor._refused)
+    executor.ready = ready  # type: ignore[method-assign]
+    jobs = [request(str(i), [*PROMPT, i], k=4, max_tokens=6) for i in range(12)]
+    got = run(engine, jobs)
+    assert all(got[job.id] == run(tiny_engine("dense", model=model), [job])[job.id] for job in jobs)
+    most, nothing = 0, served(model, max_batch=12)[1]
+    executor, ready, nothing.ready = nothing, nothing.ready, some  # type: ignore[method-assign]
+    nothing.prepare()
+    assert nothing.broken and len(caplog.records) == 2, "a line each time"
+
+
+def test_no_process_of_a_team_goes_its_own_way(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one of them could not capture, it ran the step launched while the others captured: they waited for one another for ever."""
+
+    class Pretended:
+        type = "cuda"
+
+    def graph(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    passed, key = served(model)[1].prefill_graphs, PrefillKey(64, 8, 512, False)
+    monkeypatch.setattr(prefill_graphs, "Graph", graph)
+    monkeypatch.setattr(passed, "_say", lambda scheduled, key: None)
+    passed.device, passed.runner.divided = Pretended(), True  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        passed.ready(key)
+    passed.runner.divided = False
+    assert not passed.ready(key), "one alone launches what it cannot capture"

@@ -1,0 +1,185 @@
+"""PrefillGraphs over prompts as they are captured, run as functions on the CPU: the bits of passes that nothing was added to."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from tests.engines import VOCAB, mtp_drafter, request, run, tiny_engine, tiny_model
+
+from outrider.engine import capture, prefill_graphs
+from outrider.engine.engine import Engine
+from outrider.engine.graphs import GraphExecutor
+from outrider.engine.prefill_graphs import LIKELY, ROWS, PrefillKey, max_prefill_rows, warmup_keys
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
+from outrider.models.config import ModelConfig
+from outrider.ops.backend import Capabilities
+from outrider.ops.cpu.ops import CpuOps
+
+LENGTHS = (3, 40, 1, 17, 70, 16, 33)
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, Any]:
+    ops = CpuOps(threads=1)
+    return {name: tiny_model(name, ops=ops) for name in ("edge", "moe", "llama")}
+
+
+def captured(engine: Engine) -> prefill_graphs.PrefillGraphs:
+    executor = engine.executors[0]
+    assert isinstance(executor, GraphExecutor)
+    return executor.prefill_graphs
+
+
+@pytest.mark.parametrize("variant", ["edge", "moe", "llama"])
+def test_a_captured_pass_leaves_the_bits_of_any_other(variant: str, models: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_graphs, "NEAR", 32)  # so that both bounds are met
+    rng, left = random.Random(1), []
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
+    for graphs in (False, True):
+        drafter = mtp_drafter(models[variant], variant) if variant != "llama" else None
+        engine = tiny_engine(variant, drafter, model=models[variant], graphs=graphs, prefill_chunk=24)
+        jobs = [request(str(i), prompt, k=2, max_tokens=6) for i, prompt in enumerate(prompts)]
+        for job in jobs:
+            engine.submit(job)
+        engine.runner.features.zero_()
+        engine.scheduler.prefill_with_decodes = 0  # whole chunks
+        while any(seq.computed < len(seq.tokens) - 1 for seq in engine._seqs.values()):
+            batch = engine.scheduler.plan(lambda ready: [])
+            engine.runner.prompts(batch.prompts, captured(engine).run if graphs else None)
+            for item in batch.prompts:
+                item.seq.computed = item.start + item.count
+        engine.store.flush()
+        seen: list[Any] = [engine.runner.features[:-1].clone()]
+        for slot, prompt in enumerate(prompts):
+            for group, table in engine.store.tables.items():
+                pages = table[slot, : -(-(len(prompt) - 1) // 4)].long()
+                layers = models[variant].config.layers
+                held = [k for layer, k in zip(layers, engine.store.keys) if k is not None and layer.attn.group == group]
+                seen += [keys[pages].clone() for keys in held]
+        left.append(seen)
+        if graphs:
+            keys = captured(engine)._graphs
+            assert {key.context for key in keys} == {32, captured(engine).furthest} and len({key.rows for key in keys}) > 1
+    assert all(torch.equal(a, b) for a, b in zip(*left)) and len(left[0]) == len(left[1])
+
+
+def test_texts_are_the_same_through_captured_passes(models: dict[str, Any]) -> None:
+    jobs = [request(str(i), [(7 * i + j) % VOCAB for j in range(n)], k=2, max_tokens=8) for i, n in enumerate(LENGTHS)]
+    texts = [run(tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=g), jobs) for g in (False, True)]
+    assert texts[0] == texts[1]
+
+
+def test_a_server_has_its_passes_before_the_first_prompt_comes(models: dict[str, Any]) -> None:
+    engine = tiny_engine("edge", mtp_drafter(models["edge"], "edge"), model=models["edge"], graphs=True)
+    engine.serve()
+    assert not captured(engine)._graphs, "of use on a GPU alone"
+    engine.executors[0].prepare()
+    known = set(captured(engine)._graphs)
+    assert {(key.rows, key.wanted) for key in known} == {(rows, wanted) for rows in LIKELY for wanted in (False, True)}
+    assert len(known) <= 24 and {key.sequences for key in known} == {8, 64}
+    run(engine, [request(str(n), [t % VOCAB for t in range(n)], max_tokens=3) for n in LENGTHS])
+    assert set(captured(engine)._graphs) == known
+    engine.check()
+
+
+def test_a_server_captures_nothing_beside_requests(models: dict[str, Any]) -> None:
+    """Chunks run in the smallest pass that is there and holds them; where none does they are launched."""
+    engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=100, prefix_cache=False)
+    passed, launched, launch = captured(engine), list[int](), engine.runner.run
+    passed.most, passed.furthest = 256, 512
+    passed.prepare()
+    assert {(key.rows, key.sequences) for key in passed._graphs} == {(64, 8), (128, 8), (256, 8), (256, 64)}
+    engine.runner.run = lambda scheduled: (launched.append(sum(item.count for item in scheduled)), launch(scheduled))[1]  # type: ignore[method-assign]
+    engine.scheduler.prefill_idle, engine.scheduler.prefill_with_decodes = 1024, 0
+    alone = run(engine, [request("a", [t % VOCAB for t in range(81)], max_tokens=3)])
+    assert not launched and passed.ran == 128
+    many = run(engine, [request(str(i), [t % VOCAB for t in range(81)], max_tokens=3) for i in range(4)])
+    assert launched == [320] and passed.ran == 128 + 320 and len(passed._graphs) == 4
+    assert {tuple(tokens) for tokens in many.values()} == {tuple(alone["a"])}
+
+
+def test_a_pass_that_cannot_be_captured_leaves_the_smaller_ones(
+    models: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    passed, tried = captured(tiny_engine("llama", model=models["llama"], graphs=True)), list[int]()
+
+    def graph(fn: Any, device: Any, pool: Any) -> Any:
+        tried.append(fn.args[-1].rows)
+        if tried[-1] > 512:
+            raise RuntimeError("out of memory\nand so on")
+        return fn
+
+    class Pretended:
+        type = "cuda"
+
+    monkeypatch.setattr(prefill_graphs, "Graph", graph)
+    monkeypatch.setattr(passed, "_say", lambda scheduled, key: None)
+    passed.device = Pretended()  # type: ignore[assignment]
+    passed.prepare()
+    assert passed.most == 640 and {key.rows for key in passed._graphs} == {64, 128, 256, 512}
+    said = [record.getMessage() for record in caplog.records if "failed" in record.getMessage()]
+    assert len(said) == len([n for n in LIKELY if n > 512]) and "and so on" not in caplog.text, "a line for each number of rows"
+    before = len(tried)
+    assert not any(passed.ready(key) for key in passed._refused) and len(tried) == before, "and is not tried again"
+    smallest = PrefillKey(ROWS[0], 8, 512, False)
+    monkeypatch.setattr(prefill_graphs, "Graph", lambda *_: 1 / 0)
+    assert not passed.ready(smallest) and passed.most == 0
+
+
+def test_passes_are_captured_where_launching_is_what_they_wait_for() -> None:
+    can = Capabilities(independent_rows=8192, prompts_independent=True)
+    sizes = ("E2B", "E4B", "12B", "26B-A4B", "31B")
+    most = {size: max_prefill_rows(ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"]), can) for size in sizes}
+    assert most == {"E2B": 2048, "E4B": 2048, "12B": 640, "26B-A4B": 2048, "31B": 256}
+    keys = warmup_keys(most["E2B"], 32768, (False,))
+    assert len(keys) == 12 and [key.rows for key in keys] == sorted((key.rows for key in keys), reverse=True)
+    assert max(key.context for key in keys if key.sequences > 8) == 8192
+    assert len(warmup_keys(most["31B"], 32768, (False, True))) == 10 and warmup_keys(0, 32768, (False,)) == []
+    assert all(5 * (b - a) <= b for a, b in pairwise(ROWS[3:])), "of more than 256 rows a fifth at most fills up"
+
+
+def test_one_graph_is_captured_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    held: list[bool] = []
+    monkeypatch.setattr(capture.Graph, "_capture", lambda self, device, pool: held.append(capture.ONE.locked()))
+    capture.Graph(lambda: None, torch.device("cuda"))
+    assert held == [True] and not capture.ONE.locked()
+
+
+def test_an_engine_that_is_dropped_leaves_its_cache_at_once(models: dict[str, Any]) -> None:
+    engine = tiny_engine("llama", model=models["llama"], graphs=True)
+    run(engine, [request("a", [t % VOCAB for t in range(40)], max_tokens=3)])
+    assert captured(engine)._graphs
+    store = weakref.ref(engine.store)
+    gc.collect()
+    gc.disable()
+    try:
+        del engine
+        assert store() is None
+    finally:
+        gc.enable()
+
+
+def test_many_rows_go_in_several_captured_passes(models: dict[str, Any]) -> None:
+    engine = tiny_engine("llama", model=models["llama"], graphs=True, prefill_chunk=32)
+    passed = captured(engine)
+    assert passed.pack == ROWS[-1]
+    passed.pack, whole, rows = 64, passed.run, list[int]()
+    passed.run = lambda scheduled: (rows.append(sum(item.count for item in scheduled)), whole(scheduled))[1]  # type: ignore[method-assign]
+    engine.scheduler.prefill_idle, engine.scheduler.prefill_with_decodes = 512, 0
+    jobs = [request(str(i), [(i + j) % VOCAB for j in range(31)], max_tokens=3) for i in range(8)]
+    assert len(run(engine, jobs)) == 8
+    assert rows == [60, 60, 60, 60] and {key.rows for key in passed._graphs} == {64}
+
+
+def test_only_rows_that_are_independent_are_filled_up() -> None:
+    """Of a backend that promises nothing, a pass has the rows that it was asked for."""
+    engine = tiny_engine("llama", graphs=True)
+    assert captured(engine).most == 0
+    run(engine, [request("a", [3, 4, 5, 6], max_tokens=2)])
+    assert not captured(engine)._graphs

@@ -1,0 +1,81 @@
+"""Which drafter fits which target, and the reason given when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from outrider.models.builtin_configs import BUILTIN_CONFIGS
+from outrider.models.compat import bind, fits, other_weights, reads
+from outrider.models.config import DrafterConfig, ModelConfig
+from outrider.types import OutriderError
+
+SIZES = ("E2B", "E4B", "12B", "26B-A4B", "31B")
+
+
+def target(size: str) -> ModelConfig:
+    return ModelConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it"])
+
+
+def drafter(size: str) -> DrafterConfig:
+    return DrafterConfig.from_hf(BUILTIN_CONFIGS[f"google/gemma-4-{size}-it-assistant"])
+
+
+@pytest.mark.parametrize("ours", SIZES)
+@pytest.mark.parametrize("theirs", SIZES)
+def test_an_assistant_fits_its_own_target_only(ours: str, theirs: str) -> None:
+    reason = fits(drafter(ours), target(theirs))
+    assert (reason is None) == (ours == theirs)
+    if reason is not None:
+        assert "hidden size" in reason and "\n" not in reason
+        with pytest.raises(OutriderError, match="does not fit"):
+            bind(drafter(ours), target(theirs))
+
+
+@pytest.mark.parametrize(
+    "size, donors", [("E2B", (13, 14)), ("E4B", (22, 23)), ("12B", (46, 47)), ("26B-A4B", (28, 29)), ("31B", (58, 59))]
+)
+def test_the_layers_that_an_assistant_reads(size: str, donors: tuple[int, int]) -> None:
+    sliding, full = donors
+    assert reads(drafter(size), target(size)) == (sliding, sliding, sliding, full)
+    bound = bind(drafter(size), target(size))
+    assert [layer.attn.kv_layer for layer in bound] == [sliding, sliding, sliding, full]
+    assert not any(layer.attn.writes for layer in bound)
+
+
+def test_every_reason() -> None:
+    t, d = target("E2B"), drafter("E2B")
+
+    def with_layer(i: int, **changes: object) -> DrafterConfig:
+        layers = list(d.layers)
+        layers[i] = replace(layers[i], attn=replace(layers[i].attn, **changes))
+        return replace(d, layers=tuple(layers))
+
+    assert "vocabulary" in str(fits(replace(d, vocab_size=1000), t))
+    assert "taps" in str(fits(replace(d, taps=(35,)), t))
+    assert "names 2 layers" in str(fits(replace(d, reads=(13, 14)), t))
+    assert "owns none" in str(fits(replace(d, reads=(13, 13, 13, 20)), t))
+    assert "head size 256, target layer 14 has 512" in str(fits(replace(d, reads=(13, 13, 14, 14)), t))
+    assert "head size" in str(fits(with_layer(3, head_dim=256), t))
+    assert "K/V heads" in str(fits(with_layer(3, kv_heads=2), t))
+    assert "window 64, target layer 13 has 512" in str(fits(with_layer(0, window=64), t))
+    assert "rope" in str(fits(replace(d, layers=tuple(replace(x, rope=replace(x.rope, theta=5.0)) for x in d.layers)), t))
+    only_sliding = replace(t, layers=tuple(x for x in t.layers if x.kind == "sliding"))
+    assert "no full layer" in str(fits(d, only_sliding))
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter", "trained_for", "warned"),
+    [
+        ("google/gemma-4-12B-it-qat-w4a16-ct", "google/gemma-4-12B-it-qat-q4_0-unquantized-assistant", None, None),
+        ("google/gemma-4-12B-it-qat-w4a16-ct", "google/gemma-4-12B-it-assistant", None, "the target is quantisation-aware"),
+        ("/models/gemma-4-12B-it.gguf", "/models/gemma-4-12B-it_QAT-assistant.gguf", None, "the drafter is quantisation-aware"),
+        ("/models/gemma-4-12B-it-qat", "/models/gemma-4-12B-it-qat/assistant", None, None),
+        ("smollm2", "smollm2", "abc", None),
+        ("smollm2.Q8_0.gguf", "smollm2", "abd", "trained for other weights"),
+    ],
+)
+def test_a_drafter_of_other_weights_is_warned_of(target: str, drafter: str, trained_for: str | None, warned: str | None) -> None:
+    said = other_weights(target, drafter, trained_for, "abc")
+    assert said is None if warned is None else said is not None and said.startswith(warned)
